@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.cli.inputs import Inputs
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.cli.worker_connection import add_worker, connect, where
+from trainer_bridge.wire.finish_reasons import COMPLETE
 from trainer_bridge.wire.sampling_rules import RULES
 
 if TYPE_CHECKING:
@@ -77,9 +78,6 @@ _CHAT_EXAMPLE = '[{"role": "user", "content": "Hello"}]'
 _PROGRESS_EVERY = 256
 #: A raw prompt was probably a mistake if the model has a chat template and stops after at most this number of tokens.
 _NEARLY_EMPTY = 1
-
-#: Finish reasons of complete completions; with any other one the command exits with 1.
-_COMPLETE = ("stop", "length")
 
 
 def add_arguments(generate: Parser) -> None:
@@ -171,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"[{result.cached_tokens} of {result.prompt_tokens} prompt tokens were known]", file=sys.stderr)
     if hint:
         print("[this model has a chat template: try --chat instead of --prompt]", file=sys.stderr)
-    return 0 if all(completion.finish_reason in _COMPLETE for completion in result.completions) else 1
+    return 0 if all(completion.finish_reason in COMPLETE for completion in result.completions) else 1
 
 
 def _ask(client: RolloutClient, prompt: Any, fields: dict[str, Any]) -> Stream:

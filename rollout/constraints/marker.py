@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from rollout.constraints.matcher import MOST_UNDONE, Constraint, Matcher, Narrows, mask_of
+from rollout.constraints.matcher import MOST_UNDONE, NEVER, Constraint, Matcher, Narrows, mask_of
 
 _WHITE = b" \t\r\n"
 #: Bytes of white space after a marker at the end of a prompt.
@@ -145,6 +145,9 @@ class AfterMarker:
     marker: Marker
     prior: tuple[int, ...] = ()
 
+    foreseen = None
+    look_at = NEVER
+
     def start(self) -> AfterMatcher:
         """A matcher of a completion whose marker has not come yet."""
         return AfterMatcher(self)
@@ -173,7 +176,7 @@ class AfterMarker:
         return "no" if self.marker.barred(last) is None else "next"
 
 
-class AfterMatcher:
+class AfterMatcher(Matcher):
     """The place of a completion: in its free part, or in the constraint after it."""
 
     def __init__(self, constraint: AfterMarker) -> None:
@@ -196,6 +199,13 @@ class AfterMatcher:
         inner = self._constraint.inner
         self._inner = inner.start_after(rest, token) if rest else inner.start()
         return self._inner is not None
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Advance by tokens; False if the constraint has begun and does not allow one of them."""
+        if self._inner is not None or not self._marker.ends.isdisjoint(tokens):
+            return super().follow(tokens)
+        self._free.extend(tokens)
+        return True
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         """Write the mask of the next token."""

@@ -6,6 +6,7 @@ tokens where its text is complete, and nothing else where no text may follow. A 
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch
 WORD_BITS = 32
 #: Tokens by which a matcher can go back.
 MOST_UNDONE = 32
+#: A number of tokens that no completion has.
+NEVER = sys.maxsize
 
 
 def mask_words(vocab: int) -> int:
@@ -29,6 +32,10 @@ class Matcher(Protocol):
     def accept(self, token: int) -> bool:
         """Advance by one token; False if the constraint does not allow it here."""
 
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Advance by tokens; False if the constraint does not allow one of them. It may be quicker than `accept`."""
+        return all(map(self.accept, tokens))
+
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         """Write the mask of the next token into a row of an int32 tensor on the host."""
 
@@ -40,8 +47,9 @@ class Matcher(Protocol):
         """True if the completion obeys the constraint as it is."""
 
 
-#: Of the next token: the constraint does not narrow its choice; it does, for this token; it holds from here on.
-Narrows = Literal["no", "next", "all"]
+#: Of the next token: the constraint does not narrow its choice; it will soon; it does, for this token; it holds from
+#: here on.
+Narrows = Literal["no", "soon", "next", "all"]
 
 
 class Free(Protocol):
@@ -50,6 +58,10 @@ class Free(Protocol):
     @property
     def ends(self) -> frozenset[int]:
         """The tokens after which `narrows` may say more than "no"."""
+
+    @property
+    def look_at(self) -> int:
+        """The number of tokens at which `narrows` may say more, whatever they are; `NEVER` if there is none."""
 
     def narrows(self, tokens: Sequence[int]) -> Narrows:
         """Of the token after these, the tokens of a completion so far; the constraint does not hold for the last."""
@@ -66,7 +78,14 @@ class Constraint(Protocol):
 
     @property
     def free(self) -> Free | None:
-        """None if the constraint holds from the first token."""
+        """The free part of one completion; None if the constraint holds from the first token."""
+
+    @property
+    def foreseen(self) -> Free | None:
+        """The same where no row can draw a token again: "soon" comes before any token that needs a mask is launched.
+
+        None if that cannot be.
+        """
 
 
 def mask_of(token_ids: Iterable[int], vocab: int) -> torch.Tensor:
@@ -78,10 +97,10 @@ def mask_of(token_ids: Iterable[int], vocab: int) -> torch.Tensor:
     return mask_W
 
 
-class AllowList:
+class AllowList(Matcher):
     """The same tokens at every step. It has no state, so it is its own matcher."""
 
-    free = None
+    free = foreseen = None
 
     def __init__(self, token_ids: tuple[int, ...], vocab: int) -> None:
         self._allowed = frozenset(token_ids)
@@ -131,7 +150,7 @@ class GrammarConstraint:
     token. `last` is the token before the first step, if there is one.
     """
 
-    free = None
+    free = foreseen = None
 
     def __init__(
         self,
@@ -158,7 +177,7 @@ class GrammarConstraint:
         return GrammarMatcher(self, matcher, (token,)) if allowed else None
 
 
-class GrammarMatcher:
+class GrammarMatcher(Matcher):
     """A position in a grammar. `last` has the token before it, if there is one."""
 
     def __init__(self, constraint: GrammarConstraint, matcher: Any, last: Sequence[int]) -> None:

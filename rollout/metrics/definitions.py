@@ -26,6 +26,7 @@ from rollout.metrics.histogram import SECONDS, TOKENS, Buckets
 from rollout.metrics.idle import IDLE_CAUSES
 from rollout.metrics.mismatch import Mismatch
 from rollout.metrics.samples import Samples
+from trainer_bridge.wire.finish_reasons import FINISH_REASONS
 
 #: "gauge": of now, or of the interval. "counter": only grows while the worker runs. "histogram": counts by size.
 Kind = Literal["gauge", "counter", "histogram"]
@@ -34,7 +35,6 @@ Kind = Literal["gauge", "counter", "histogram"]
 DRAFTER_NAMES = {"suffix": "suffix matching", "ngram": "n-grams of the row", "heads": "the draft model"}
 #: Ages of what drafts come from, in weights versions, by the names in metrics; each up to the next one.
 DRAFT_AGES = {"0": 0, "1": 1, "2_to_4": 2, "5_up": 5}
-FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 
 
 @dataclass(frozen=True, slots=True)

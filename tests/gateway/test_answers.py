@@ -22,6 +22,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "does", "parameters": PARAMETERS}}]
 END = "<|im_end|>"
+BUDGET, LOOP = {"thinking_token_budget": 3}, {"repetition_detection": {"max_pattern_size": 2, "min_count": 5}}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def joined(found: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
                 old = whole.get(name)
                 if name == "logprobs" and old is not None and value is not None:
                     whole[name] = {column: old[column] + value[column] for column in value}
-                elif name in ("token_ids", "text") and old is not None:
+                elif name in ("token_ids", "text", "forced") and old is not None:
                     whole[name] = old + value
                 elif value is not None or name not in whole:
                     whole[name] = value
@@ -504,6 +505,27 @@ BAD = "("  # no regular expression
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": BAD}}},
          "sampling_params.structured_outputs.regex"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
+        (TEXT, {"prompt": "x", **BUDGET}, "thinking_token_budget"),
+        (CHAT, {"messages": MESSAGES, **BUDGET}, "thinking_token_budget"),
+        (CHAT, {"messages": MESSAGES, "thinking_token_budget": -2}, "thinking_token_budget"),
+        (CHAT, {"messages": MESSAGES, "thinking_token_budget": 2.5}, "thinking_token_budget"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": BUDGET},
+         "sampling_params.thinking_token_budget"),
+        (SGLANG, {"text": "x", "sampling_params": {"custom_params": {"thinking_budget": 3}}},
+         "sampling_params.custom_params.thinking_budget"),
+        (SGLANG, {"text": "x", "sampling_params": {"custom_params": {"budget": 3}}},
+         "sampling_params.custom_params.budget"),
+        (SGLANG, {"text": "x", "sampling_params": BUDGET | {"custom_params": {"thinking_budget": 3}}},
+         "sampling_params.thinking_token_budget"),
+        (TEXT, {"prompt": "x", "repetition_detection": {"max_pattern_size": 2}}, "repetition_detection.min_count"),
+        (TEXT, {"prompt": "x", "repetition_detection": {"size": 2}}, "repetition_detection.size"),
+        (TEXT, {"prompt": "x", "repetition_detection": 2}, "repetition_detection"),
+        (CHAT, {"messages": MESSAGES, "repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3,
+         "min_count": 2}}, "repetition_detection.min_pattern_size"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"repetition_detection": {
+         "max_pattern_size": 9999, "min_count": 2}}}, "sampling_params.repetition_detection.max_pattern_size"),
+        (SGLANG, {"text": "x", "sampling_params": {"repetition_detection": {"max_pattern_size": 2, "min_count": 1}}},
+         "sampling_params.repetition_detection.min_count"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
@@ -516,3 +538,72 @@ def test_an_error_names_the_field_of_the_request(
 def test_a_score_over_sglang_has_the_version_that_made_it(gateways: dict[str, httpx.Client]) -> None:
     body = {"text": "hello", "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
     assert post(gateways["hermes"], SGLANG, body)["meta_info"]["weight_version"] == "0"
+
+
+def said_by_all(client: httpx.Client, prompt: list[int], params: dict[str, Any], custom: dict[str, Any]) -> list[Any]:
+    """Tokens, forced positions and end of each dialect, as a whole and as a stream, for a prompt of token ids."""
+    found = []
+    for path, body in (
+        (TEXT, {"prompt": prompt, "return_token_ids": True, **params}),
+        ("/inference/v1/generate", {"token_ids": prompt, "sampling_params": params}),
+    ):
+        (whole,) = post(client, path, body)["choices"]
+        (streamed,) = joined(events(client, path, body)).values()
+        for choice in (whole, streamed):
+            found.append((choice["token_ids"], choice.get("forced"), choice["finish_reason"], choice["stop_reason"]))
+    given = {name: value for name, value in params.items() if name not in ("max_tokens", "thinking_token_budget")}
+    fields = {**given, "max_new_tokens": params["max_tokens"], "custom_params": custom}
+    body = {"input_ids": prompt, "sampling_params": fields, "require_reasoning": True}
+    for answer in (post(client, SGLANG, body), events(client, SGLANG, body)[-1]):
+        meta, reasons = answer["meta_info"], {"repetition_detected": "repetition"}
+        end = meta["finish_reason"]
+        reason = (reasons.get(end.get("matched"), end["type"]), end.get("matched"))
+        found.append((answer["output_ids"], meta.get("forced"), *reason))
+    return found
+
+
+@pytest.mark.parametrize("every", ["think", "coarse think"])
+@pytest.mark.parametrize("budget", [0, 1, 7, 40, -1])
+def test_a_thought_ends_where_its_budget_is_used_up(
+    gateways: dict[str, httpx.Client], tokenizer: Any, every: str, budget: int
+) -> None:
+    """In the peers' words over each endpoint; the prompt has opened the thought."""
+    start, close = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    forced = [budget] if 0 <= budget < 30 else None
+    params = {
+        "max_tokens": 30, "temperature": 1.5, "seed": 3, "ignore_eos": True, "thinking_token_budget": budget,
+        "logit_bias": {str(start): -100, str(close): -50},
+    }  # fmt: skip
+    found = said_by_all(gateways[every], [5, start], params, {"thinking_budget": budget})
+    for tokens, places, reason, stop in found:
+        assert (places, reason, stop) == (forced, "length", None)
+        assert tokens == found[0][0] and [i for i, token in enumerate(tokens) if token == close] == (forced or [])
+    begun = [*MESSAGES, {"role": "assistant", "content": "<think>"}]
+    chat = {"messages": begun, "continue_final_message": True, "return_token_ids": True, "n": 2, **params}
+    for choice in answered(gateways[every], chat):
+        message = choice["message"]
+        assert choice.get("forced") == forced and bool(message["content"]) == bool(forced)
+        assert bool(message["reasoning_content"]) == (budget != 0)
+
+
+def test_a_constraint_begins_after_a_forced_end(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
+    close = tokenizer.convert_tokens_to_ids("</think>")
+    begun = [*MESSAGES, {"role": "assistant", "content": "<think>"}]
+    body = said("", messages=begun, continue_final_message=True, structured_outputs={"choice": ["yes", "no"]}, n=2,
+                thinking_token_budget=5, logit_bias={str(close): -50}, temperature=1.5)  # fmt: skip
+    for choice in answered(gateways["think"], body):
+        assert choice["token_ids"].index(close) == 5 and choice["forced"] == [5]
+        assert choice["message"]["content"].strip() in ("yes", "no") and choice["finish_reason"] == "stop"
+
+
+def test_a_completion_that_repeats_itself_ends(gateways: dict[str, httpx.Client]) -> None:
+    """In the peers' words over each endpoint."""
+    params = {"max_tokens": 30, "temperature": 0, "logit_bias": {"40": 100}, **LOOP}
+    for tokens, _, *end in said_by_all(gateways["hermes"], [5, 6], params, {}):
+        assert (tokens, end) == ([40] * 5, ["repetition", "repetition_detected"])
+    for choice in answered(gateways["hermes"], {"messages": MESSAGES, "return_token_ids": True, "n": 2, **params}):
+        assert choice["token_ids"] == [40] * 5
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
+    off = {"messages": MESSAGES, **params, "repetition_detection": {"max_pattern_size": 0}, "return_token_ids": True}
+    (choice,) = answered(gateways["hermes"], off)
+    assert choice["token_ids"] == [40] * 30 and choice["finish_reason"] == "length"

@@ -162,6 +162,7 @@ def tail(completion: Completion, start: int) -> Completion:
         recomputed=[mark for mark in completion.recomputed if mark[0] >= start],
         kv_versions=[run for run in completion.kv_versions if run[0] >= start],
         adapter_versions=[mark for mark in completion.adapter_versions if mark[0] >= start],
+        forced=[place for place in completion.forced if place >= start],
         text=None,
     )
 
@@ -187,6 +188,7 @@ def _join(parts: list[Completion], index: int, prior: Completion | None) -> Comp
         recomputed=[mark for part in parts for mark in part.recomputed],
         kv_versions=[run for part in parts for run in part.kv_versions],
         adapter_versions=[mark for part in parts for mark in part.adapter_versions],
+        forced=[place for part in parts for place in part.forced],
         finish_reason=last.finish_reason,
         stop=last.stop,
         text="".join(texts) if texts else None,

@@ -49,6 +49,9 @@ class GenerateFields(SamplingFields, total=False):
         str | Sequence[str] | Sequence[int] | Mapping[str, Any] | None
     )  # or: token_ids, strings, ignore_eos, min_tokens
     deadline_s: float | None  # seconds from when the worker takes it; then it ends with what it has
+    thinking_token_budget: int | None  # tokens of a thought, after which its end is forced: `forced`; needs `thinking`
+    thinking: Mapping[str, Any] | None  # `start` and `end` of a thought, token ids or text
+    repetition_detection: Mapping[str, int] | None  # max_pattern_size, min_count, min_pattern_size: ends a loop
     # how a token is drawn: a map, or its keys one by one: the sampling rules (inherited), `seed`, `logit_bias`
     sampling: Mapping[str, Any] | None
     seed: int | None
@@ -261,6 +264,7 @@ def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
         recomputed=[(position, version) for position, version in partial.get("recomputed", ())],
         kv_versions=[(position, version, tokens) for position, version, tokens in partial.get("kv_versions", ())],
         adapter_versions=[(position, version) for position, version in partial.get("adapter_versions", ())],
+        forced=list(partial.get("forced", ())),
         drawn_logprobs=None if drawn is None else np.asarray(drawn, np.float32),
         routing=None if partial.get("routing") is None else np.asarray(partial["routing"]),
         top_ids=_given_rows(partial, "top_ids", np.int32),
@@ -285,7 +289,7 @@ def _given_prior(partial: Completion | Mapping[str, Any], prior: Completion) -> 
 
 def prior_fields(prior: Completion) -> dict[str, Any]:
     """`continue_from` for a completion that has a seed."""
-    fields = {
+    fields: dict[str, Any] = {
         "token_ids": prior.token_ids,
         "seed": prior.seed,
         "logprobs": prior.logprobs,
@@ -298,6 +302,8 @@ def prior_fields(prior: Completion) -> dict[str, Any]:
         fields["kv_versions"] = [list(run) for run in prior.kv_versions]
     if prior.adapter_versions:
         fields["adapter_versions"] = [list(mark) for mark in prior.adapter_versions]
+    if prior.forced:
+        fields["forced"] = prior.forced
     if prior.drawn_logprobs is not None:
         fields["drawn_logprobs"] = prior.drawn_logprobs
     if prior.routing is not None:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer_bridge.wire.codec import JOINED_ARRAYS
 from trainer_bridge.wire.errors import ProtocolError
+from trainer_bridge.wire.finish_reasons import FINISH_REASONS, FinishReason
 from trainer_bridge.wire.prompt_tops import PROMPT_FIELDS, PromptTops
 from trainer_bridge.wire.short_repr import short_fields
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
 _MAIN = ("model", "state", "weights_version", "rows", "queue", "problems")  # fields of a status
 _SHOWN = 3  # completions, or spans of versions, in a repr
-_FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -54,6 +53,8 @@ class Completion:
     kv_versions: list[tuple[int, int, int]] = field(default_factory=list)
     #: (position, version): from this token on the request's adapter was of that version; empty without an adapter.
     adapter_versions: list[tuple[int, int]] = field(default_factory=list)
+    #: Positions of the tokens that `thinking_token_budget` has forced: the policy did not choose them.
+    forced: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -313,7 +314,7 @@ def read_completion(fields: Any) -> Completion:
         raise ProtocolError("a completion in a reply is not a map")
     token_ids = _array(fields, "token_ids", np.int32)
     reason = fields.get("finish_reason")
-    if reason is not None and reason not in _FINISH_REASONS:
+    if reason is not None and reason not in FINISH_REASONS:
         raise ProtocolError(f"a reply has the unknown finish_reason {reason!r:.40}")
     drawn = None if fields.get("drawn_logprobs") is None else _array(fields, "drawn_logprobs", np.float32)
     top_ids, top_logprobs = _tops(fields)
@@ -335,6 +336,7 @@ def read_completion(fields: Any) -> Completion:
         recomputed=[(position, version) for position, version in _marks(fields, "recomputed")],
         kv_versions=[(position, version, n) for position, version, n in _marks(fields, "kv_versions", "tokens")],
         adapter_versions=[(position, version) for position, version in _marks(fields, "adapter_versions")],
+        forced=_positions(fields, "forced"),
     )
     for name in ("logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs"):
         values = getattr(completion, name)
@@ -392,6 +394,13 @@ def _marks(fields: Mapping[str, Any], name: str, *more: str) -> list[list[int]]:
         if not isinstance(mark, list) or [type(number) for number in mark] != [int] * len(names):
             raise ProtocolError(f"the entry {mark!r:.40} of {name!r} in a reply is not [{', '.join(names)}]")
     return marks
+
+
+def _positions(fields: Mapping[str, Any], name: str) -> list[int]:
+    places = fields.get(name) or []
+    if not isinstance(places, list) or any(type(place) is not int for place in places):
+        raise ProtocolError(f"the field {name!r} of a reply is {places!r:.40}, not a list of positions")
+    return places
 
 
 def _versions(fields: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:

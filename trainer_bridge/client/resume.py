@@ -27,7 +27,7 @@ from trainer_bridge.client.core import ClientCall, ClientCore, check_id
 from trainer_bridge.client.generate_request import RequestPlan
 from trainer_bridge.client.journal import Fsync, Journal, Saved, fingerprint
 from trainer_bridge.client.placement import Place
-from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.client.resumed_call import (
     ResumedCall,
     ResumedCompletion,
@@ -49,6 +49,7 @@ from trainer_bridge.wire.errors import (
     RolloutTimeout,
     Unavailable,
 )
+from trainer_bridge.wire.finish_reasons import COMPLETE, FinishReason
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
@@ -411,7 +412,7 @@ class Resumer:
         if least is None or call.cancelled or call.done or not (call.resumes or call.waiting):
             return
         reasons = [call.so_far(part).finish_reason for part in call.parts if part.done]
-        if len(reasons) < len(call.parts) and sum(reason in ("stop", "length") for reason in reasons) >= least:
+        if len(reasons) < len(call.parts) and sum(reason in COMPLETE for reason in reasons) >= least:
             self.cancel(call)
 
     def _conclude(self, call: ResumedCall) -> None:

@@ -25,8 +25,9 @@ from trainer_bridge.client.assembly import Assembler, tail
 from trainer_bridge.client.core import ClientCall
 from trainer_bridge.client.generate_request import RequestPlan, prior_fields
 from trainer_bridge.client.journal import Saved
-from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult, PromptScores, Timing
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult, PromptScores, Timing
 from trainer_bridge.wire.errors import ProtocolError, RolloutError
+from trainer_bridge.wire.finish_reasons import FinishReason
 
 _SEED_BITS = 63
 

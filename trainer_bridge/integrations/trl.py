@@ -35,6 +35,7 @@ from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.results import Completion, GenerateResult
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.finish_reasons import COMPLETE
 
 if TYPE_CHECKING:
     import torch
@@ -303,8 +304,8 @@ class RolloutWorker(ProcessBound):
 
 
 def check_ended(completions: Sequence[Completion]) -> None:
-    """Raise `RolloutError` unless each completion ended by a stop token or its length."""
-    broken = [item for item in completions if item.finish_reason not in ("stop", "length")]
+    """Raise `RolloutError` unless each completion ended by itself."""
+    broken = [item for item in completions if item.finish_reason not in COMPLETE]
     if broken:
         reason = broken[0].error or broken[0].finish_reason
         raise RolloutError(f"{len(broken)} of {len(completions)} completions did not end by themselves: {reason}")

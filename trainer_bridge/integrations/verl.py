@@ -36,6 +36,7 @@ from trainer_bridge.client.results import Completion
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.address import bracketed, host_of, is_loopback
 from trainer_bridge.wire.errors import NotFound, RolloutError
+from trainer_bridge.wire.finish_reasons import COMPLETE
 
 NAME = "rollout"
 _PUBLISHED = "published"  # the wire format of updates that workers have already
@@ -153,7 +154,7 @@ class Server:
         finally:
             self._under_way.discard(name)
         item = result.completions[0]
-        if item.finish_reason not in ("stop", "length", "cancelled"):
+        if item.finish_reason not in (*COMPLETE, "cancelled"):
             raise RolloutError(f"a completion ended as {item.finish_reason!r}: {item.error}")
         output = self._output(item, wants_logprobs)
         output.num_preempted = result.preemptions

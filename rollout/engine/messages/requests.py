@@ -54,12 +54,22 @@ class SamplingParams(SamplingRules):
 
 
 @dataclass(frozen=True, slots=True)
+class RepetitionRule:
+    """A completion ends once a pattern of `least` to `most` tokens stands there `count` times in a row."""
+
+    least: int  # at least 1
+    most: int
+    count: int  # at least 2
+
+
+@dataclass(frozen=True, slots=True)
 class StopParams:
     """Conditions that end a completion before `max_tokens`."""
 
     token_ids: tuple[int, ...] = ()  # eos ids included, unless ignored
     strings: tuple[str, ...] = ()
-    min_tokens: int = 0  # tokens before which no stop token is drawn and no stop string counts
+    min_tokens: int = 0  # tokens before which no stop token is drawn, and no stop string or repetition counts
+    repetition: RepetitionRule | None = None
 
 
 @dataclass(frozen=True, slots=True)

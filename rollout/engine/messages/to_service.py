@@ -9,9 +9,8 @@ from typing import Literal
 import numpy as np
 
 from rollout.engine.messages.requests import RequestKey, VersionRuns
+from trainer_bridge.wire.finish_reasons import COMPLETE, FinishReason
 from trainer_bridge.wire.prompt_tops import PromptTops
-
-FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Finish:
     @property
     def complete(self) -> bool:
         """True if the completion ended by itself; any other end may be continued."""
-        return self.reason in ("stop", "length")
+        return self.reason in COMPLETE
 
 
 @dataclass(frozen=True, slots=True)

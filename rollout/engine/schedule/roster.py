@@ -24,13 +24,14 @@ from collections.abc import Sequence as Seq
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import RequestKey
-from rollout.engine.messages.to_service import Event, Finish, FinishReason
+from rollout.engine.messages.to_service import Event, Finish
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.prompt_turns import PromptTurns
 from rollout.engine.schedule.queue_feed import QueueFeed
 from rollout.engine.sequence.drawn_tokens import NO_TOPS
 from rollout.engine.sequence.sequence import Group, Sequence, State
+from trainer_bridge.wire.finish_reasons import FinishReason
 
 
 class Roster:

@@ -81,8 +81,7 @@ class Scheduler:
         for index in range(request.n):
             self._arrivals += 1
             seq = Sequence(group, index, self._arrivals)
-            if not allocator.prefixes.has_states:  # a state cannot go back to draw a token again
-                seq.begin_free()
+            seq.begin_free(rewinds=not allocator.prefixes.has_states)  # a state cannot go back by a token
             group.sequences.append(seq)
         roster.enter(group)
         if request.deadline_s is not None:
@@ -286,6 +285,8 @@ class Scheduler:
             roster.finish(seq, Finish("stop", token))
         elif count >= seq.max_tokens:
             roster.finish(seq, Finish("length"))
+        elif seq.repetition.found(drawn.tokens):
+            roster.finish(seq, Finish("repetition"))
         else:
             if request.stream_every and count - drawn.flushed >= request.stream_every:
                 roster.events.append(make_delta(seq, roster.features))
@@ -293,12 +294,10 @@ class Scheduler:
             roster.allocator.prefixes.remember(seq, known, roster.version)
             next_page = count + self._page_size - known % self._page_size
             next_delta = drawn.flushed + request.stream_every if request.stream_every else seq.max_tokens
-            seq.check_at = min(seq.max_tokens, next_delta, next_page)
-            unmasked = seq.note_constraint() and seq.launched > count
+            unmasked = seq.note_constraint()
+            seq.check_at = min(seq.max_tokens, next_delta, next_page, seq.look_at)
             if unmasked:
                 roster.draw_again(seq)
-            if seq.masked_for_now:
-                seq.check_at = count + 1  # the next token may be free again
             return unmasked
         return True
 

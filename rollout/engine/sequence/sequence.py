@@ -39,12 +39,13 @@ from hashlib import blake2b
 
 import numpy as np
 
-from rollout.constraints.matcher import Free, Matcher
+from rollout.constraints.matcher import NEVER, Free, Matcher
 from rollout.engine.adapters import Adapter, AdapterUse
 from rollout.engine.messages.requests import Request, RequestKey
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.sequence.drawn_tokens import DrawnTokens
 from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.repetition import repetition_of
 from rollout.engine.sequence.row_needs import RowNeeds, needs_of
 from rollout.engine.sequence.sequence_kv import SequenceKV
 from rollout.engine.sequence.session import Session
@@ -152,6 +153,7 @@ class Sequence:
         "max_tokens",
         "may_share",
         "priority",
+        "repetition",
         "prompt_len",
         "row",
         "row_ready",
@@ -159,6 +161,7 @@ class Sequence:
         "state",
         "stop_ids",
         "turn",
+        "unmasked_end",
         "void",
         "watched",
     )
@@ -175,10 +178,12 @@ class Sequence:
         self.stop_ids = frozenset(request.stop.token_ids)
         self.free: Free | None = None  # its constraint does not hold yet, and this finds where it will
         self.watched = self.stop_ids  # tokens that a commit examines
+        self.unmasked_end = 0  # tokens that were launched before its steps last began to have masks
         self.max_tokens = request.max_tokens
         self.prompt_len = len(request.prompt)
 
         self.drawn = DrawnTokens(request, self.needs.reshapes)
+        self.repetition = repetition_of(request, self.drawn.tokens)
         self.kv = SequenceKV()
         self.adapter_use = AdapterUse(group.adapter)
         self.matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it
@@ -248,35 +253,42 @@ class Sequence:
         count = len(self.tokens)
         self.kv.take_back(self.launched - count)
         self.void, self.drafted, self.launched = self.inflight_refs, 0, count
+        self.unmasked_end = count
         self.adapter_use.dropped(count)
         self.drawn.tops.cut(count)
 
-    def begin_free(self) -> None:
-        """Its steps need no masks until its constraint holds, if that does not hold from the first token."""
+    def begin_free(self, rewinds: bool) -> None:
+        """Its steps need no masks until its constraint holds, if that does not hold from the first token.
+
+        `rewinds`: the row can draw a token again.
+        """
         constraint = self.group.request.constraint
-        if constraint is not None and constraint.free is not None:
-            self.free = constraint.free
-            self.watched = self.stop_ids | self.free.ends
+        if constraint is not None and (free := constraint.free if rewinds else constraint.foreseen) is not None:
+            self.free = free
+            self.watched = self.stop_ids | free.ends
             self.need_bits &= ~_CONSTRAIN
             self.note_constraint()
 
     def note_constraint(self) -> bool:
-        """Note whether the next token needs a mask; True if it does and the last one did not."""
+        """Note whether the next token needs a mask; True if it does and was launched without one."""
         if self.free is None:
             return False
-        narrows, before = self.free.narrows(self.tokens), self.need_bits
+        narrows = self.free.narrows(self.tokens)
         if narrows == "all":
             self.free, self.watched = None, self.stop_ids
         if narrows == "no":
             self.need_bits &= ~_CONSTRAIN
-        else:
+        elif not self.need_bits & _CONSTRAIN:
             self.need_bits |= _CONSTRAIN
-        return self.need_bits & ~before != 0
+            self.unmasked_end = self.launched
+        return narrows in ("next", "all") and len(self.tokens) < self.unmasked_end
 
     @property
-    def masked_for_now(self) -> bool:
-        """True while its tokens need masks, and one after them may be free again."""
-        return self.free is not None and self.need_bits & _CONSTRAIN != 0
+    def look_at(self) -> int:
+        """The number of tokens at which its constraint or repetitions have to be looked at, whatever the token is."""
+        count, free = len(self.tokens), self.free
+        constraint = NEVER if free is None else count + 1 if self.need_bits & _CONSTRAIN else free.look_at
+        return min(constraint, count + self.repetition.every)
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""

@@ -415,7 +415,7 @@ def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int)
     try:
         if seq.matcher is None:
             seq.matcher = constraint.start()  # in this thread: copying the state of a large grammar may take seconds
-        if not all(map(seq.matcher.accept, tokens)):
+        if not seq.matcher.follow(tokens):
             return _failed(_BROKEN)
         if _fill_row(seq, seq.matcher, len(seq.tokens), host_RW, place):
             return None

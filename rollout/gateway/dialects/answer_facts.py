@@ -11,6 +11,9 @@ from rollout.gateway.http.http_errors import HttpError
 from rollout.gateway.prompts.sampling import SamplingBody
 from trainer_bridge.client.results import Completion, GenerateResult
 
+#: vLLM's stop reason of a completion that repeats itself.
+REPETITION = "repetition_detected"
+
 
 def now() -> int:
     """Unix time, for `created`."""
@@ -42,10 +45,14 @@ def end_facts(part: Completion, body: SamplingBody) -> dict[str, Any]:
     """How a completion ended, in vLLM's words; null while it goes on.
 
     `stop_reason` is a stop string or token of the request; the model's own end of a turn has none. A completion that a
-    fault has ended keeps its tokens and has an `error`: the other completions of the request may be whole.
+    fault has ended keeps its tokens and has an `error`: the other completions of the request may be whole. `forced` has
+    the positions of the tokens that a budget of thoughts has forced, if there are any.
     """
     own = isinstance(part.stop, int) and part.stop not in body.stop_token_ids
-    facts = {"finish_reason": _finish_reason(part), "stop_reason": None if own else part.stop}
+    stop = REPETITION if part.finish_reason == "repetition" else None if own else part.stop
+    facts: dict[str, Any] = {"finish_reason": _finish_reason(part), "stop_reason": stop}
+    if part.forced:
+        facts["forced"] = part.forced
     failed = fault(part)
     return facts if failed is None else facts | {"error": str(failed)}
 

@@ -14,7 +14,7 @@ from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import HttpError, bad_request
 from rollout.gateway.orders.control import Control
 from rollout.gateway.orders.group_updates import GroupUpdates
-from rollout.gateway.prompts.sampling import OpenAiBody
+from rollout.gateway.prompts.sampling import OpenAiBody, SamplingBody
 from rollout.gateway.prompts.served_model import ServedModel
 from rollout.gateway.workers.workers import Workers
 
@@ -48,8 +48,23 @@ class Gateway:
 
     async def openai_fields(self, body: OpenAiBody) -> dict[str, Any]:
         """The arguments of `generate` for an OpenAI request, apart from log-probs."""
-        adapter = await self.adapter_of(body.model)
-        return body.worker_fields() | {"adapter": adapter, "priority": -body.priority, "cache_salt": body.cache_salt}
+        fields = body.worker_fields() | self.thinking_fields(body)
+        fields |= {"adapter": await self.adapter_of(body.model), "priority": -body.priority}
+        return fields | {"cache_salt": body.cache_salt}
+
+    def thinking_fields(self, body: SamplingBody, place: str = "") -> dict[str, Any]:
+        """The arguments of `generate` for a request's budget of thoughts. Raises `HttpError`."""
+        budget, name = body.thought_budget(place)
+        if budget is None:
+            return {}
+        if self.model.formats.thoughts is None:
+            raise bad_request(
+                "this gateway does not know how thoughts of this model start and end: start it with "
+                "--reasoning-parser, or remove the field",
+                name,
+            )
+        start, end = self.model.formats.thoughts
+        return {"thinking_token_budget": budget, "thinking": {"start": start, "end": end}}
 
     def logprob_format(self, top: int, by_id: bool) -> LogprobFormat:
         """The format of log-probs for a request."""

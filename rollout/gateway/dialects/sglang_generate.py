@@ -17,7 +17,7 @@ from rollout.gateway.answers import routed_experts
 from rollout.gateway.answers.logprobs import finite
 from rollout.gateway.answers.text_pieces import from_worker, text_pieces
 from rollout.gateway.answers.views import Views
-from rollout.gateway.dialects.answer_facts import end_facts, fault
+from rollout.gateway.dialects.answer_facts import REPETITION, end_facts, fault
 from rollout.gateway.dialects.call import Call
 from rollout.gateway.dialects.handling import HttpRequest
 from rollout.gateway.http.bodies import Body
@@ -31,12 +31,17 @@ _MAX_PROMPTS = 4096
 _STREAM_EVERY = 16  # tokens of an event: each event repeats all earlier text
 
 
+class CustomParams(Body):
+    """The `custom_params` that have a meaning here."""
+
+    thinking_budget: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
+
+
 class SglangParams(SamplingBody):
     """The `sampling_params` of a request, for one prompt."""
 
     switched_off: ClassVar = SamplingBody.switched_off | {
         "stop_regex": (None, []),
-        "custom_params": (None, {}),
         "structural_tag": (None,),
         "stream_interval": (None,),
     }
@@ -48,6 +53,17 @@ class SglangParams(SamplingBody):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    custom_params: dict[str, Any] = {}
+
+    def thought_budget(self, place: str = "") -> tuple[int | None, str]:
+        """As for `SamplingBody`; SGLang's name for it is `custom_params.thinking_budget`."""
+        custom = CustomParams.take(self.custom_params, f"{place}custom_params.")
+        if custom.thinking_budget is None:
+            return super().thought_budget(place)
+        if self.thinking_token_budget is not None:
+            raise bad_request("send this or 'custom_params.thinking_budget', not both", f"{place}thinking_token_budget")
+        budget = None if custom.thinking_budget == -1 else custom.thinking_budget
+        return budget, f"{place}custom_params.thinking_budget"
 
     def response_constraint(self, place: str) -> dict[str, Any] | None:
         """SGLang's constraints."""
@@ -88,7 +104,10 @@ class SglangParams(SamplingBody):
 class SglangBody(Body):
     """The body of `/generate`."""
 
-    ignored: ClassVar = {"log_metrics": "metrics are always counted; routers add the field"}
+    ignored: ClassVar = {
+        "log_metrics": "metrics are always counted; routers add the field",
+        "require_reasoning": "thoughts are found in the tokens; SGLang has it for a budget of thoughts",
+    }
     switched_off: ClassVar = {
         "return_text_in_logprobs": (None, False),
         "return_bytes": (None, False),
@@ -170,7 +189,8 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
     requests = []
     for (name, prompt), (within, each) in zip(prompts.items(), params, strict=True):
         ids = await text.encode(prompt, name=name) if isinstance(prompt, str) else prompt
-        fields = each.worker_fields(within) | common | {"return_text": from_worker(text, each)}
+        fields = each.worker_fields(within) | gateway.thinking_fields(each, within) | common
+        fields |= {"return_text": from_worker(text, each)}
         requests.append(TokenRequest(ids, fields, each.n, each.worker_names(name, within)))
     rid = body.rid if isinstance(body.rid, str) else None
     call = Call(gateway, request.id("", rid), requests, found or session)
@@ -250,6 +270,8 @@ class _Answer:
             "weight_versions": [list(run) for run in completion.versions],
             **views.facts(completion),
         }
+        if completion.forced:
+            meta["forced"] = completion.forced
         if result is not None:
             meta["e2e_latency"] = result.timing.total_s
         if self._body.return_logprob:
@@ -297,6 +319,8 @@ def _finish(completion: Completion, params: SglangParams) -> dict[str, Any] | No
             return {"type": "stop", "matched": completion.stop}
         case "length":
             return {"type": "length", "length": len(completion)}
+        case "repetition":
+            return {"type": "stop", "matched": REPETITION}
         case "error":
             return {"type": "abort", "message": str(fault(completion))}
         case _:

@@ -122,7 +122,7 @@ async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None
     session, place = request.placement()
     if body.stream and (params.prompt_logprobs is not None or show is not None):
         raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
-    fields = params.worker_fields("sampling_params.") | place
+    fields = params.worker_fields("sampling_params.") | gateway.thinking_fields(params, "sampling_params.") | place
     fields |= {"adapter": await gateway.adapter_of(body.model), "priority": -body.priority}
     fields["cache_salt"] = body.cache_salt
     fields |= {"logprobs": params.logprobs or 0, "return_routing": "all" if show is not None else False}

@@ -15,7 +15,7 @@ from typing import Any
 from rollout.gateway.formats.chat_turns import PROBE_NAME, PROBE_TOOL, ChatTurns, probe_call
 from rollout.gateway.formats.regions import Fields, Region, compile_regions, kind_of, special_marks
 from rollout.gateway.formats.segments import Piece, Segments
-from rollout.gateway.formats.table import ALIASES, ANSWER_AFTER, OWN, REASONING, TOOL_CALLS
+from rollout.gateway.formats.table import ALIASES, ANSWER_AFTER, OWN, REASONING, THOUGHTS, TOOL_CALLS
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +42,14 @@ class Formats:
 
     `tools`, `reasoning`: the names of the formats; None: there is none. `cuts`: the cut of answers without calls, and
     that of answers with calls. `answer_after`: the text after which a constraint begins, None if it is not known.
+    `thoughts`: the texts with which a thought starts and ends, None if they are not known.
     """
 
     tools: str | None = None
     reasoning: str | None = None
     cuts: tuple[Cut, Cut] = (Cut(), Cut())
     answer_after: str | None = None
+    thoughts: tuple[str, str] | None = None
 
 
 class Choice:
@@ -70,7 +72,7 @@ class Choice:
         if calls is not None and self._turns.call_form() is not None and not self._reads_calls(calls):
             log.warning("--tool-parser %s does not read the calls that the chat template writes; try auto", calls)
         cuts = self._cut_by(self._fields(None, thoughts)), self._cut_by(self._fields(calls, thoughts))
-        return Formats(calls, thoughts, cuts, self._answer_after(thoughts))
+        return Formats(calls, thoughts, cuts, self._answer_after(thoughts), self._marks_of(thoughts))
 
     def _cut_by(self, fields: Fields) -> Cut:
         try:
@@ -115,6 +117,13 @@ class Choice:
             (spec,) = list(self._own_reasoning().values())[:1]
             return spec["close"] if isinstance(spec.get("close"), str) else None
         return None if thoughts is None else ANSWER_AFTER[thoughts]
+
+    def _marks_of(self, thoughts: str | None) -> tuple[str, str] | None:
+        if thoughts == OWN:
+            (spec,) = list(self._own_reasoning().values())[:1]
+            start, end = spec.get("open"), spec.get("close")
+            return (start, end) if isinstance(start, str) and isinstance(end, str) else None
+        return None if thoughts is None else THOUGHTS[thoughts]
 
     # --- probes ------------------------------------------------------------------------------------------------------
 

@@ -195,6 +195,16 @@ ANSWER_AFTER: Mapping[str, str] = MappingProxyType(
     }
 )
 
+#: The texts with which a thought starts and ends: a budget for thoughts counts between them, and forces the second.
+THOUGHTS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "think": ("<think>", "</think>"),
+        "mistral": ("[THINK]", "[/THINK]"),
+        "gpt_oss": ("<|channel|>analysis<|message|>", "<|end|>"),
+        "gemma4": ("<|channel>thought", "<channel|>"),
+    }
+)
+
 #: Names that vLLM has for these formats.
 ALIASES: Mapping[str, str] = MappingProxyType(
     {

@@ -34,6 +34,10 @@ ws ::= [ \t\n]?
 """.strip()
 
 
+#: The worker's fields of a budget for thoughts.
+_THINKING = ("thinking_token_budget", "thinking", "thinking.start", "thinking.end")
+
+
 def _strings(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -95,6 +99,14 @@ class ResponseFormat(Body):
         return {"json_schema": json.dumps(JsonSchema.take(self.json_schema, f"{place}json_schema.").schema_)}
 
 
+class RepetitionDetection(Body):
+    """vLLM's `repetition_detection`."""
+
+    max_pattern_size: Int32 = 0
+    min_pattern_size: Int32 = 0
+    min_count: Int32 = 0
+
+
 class SamplingBody(Body):
     """Sampling fields that OpenAI's endpoints and vLLM's `sampling_params` share. The worker checks ranges."""
 
@@ -106,8 +118,6 @@ class SamplingBody(Body):
         "bad_words": (None, []),
         "truncate_prompt_tokens": (None,),
         "logits_processors": (None, []),
-        "thinking_token_budget": (None,),
-        "repetition_detection": (None,),
         "logprob_token_ids": (None,),
         "flat_logprobs": (None, False),
         "extra_args": (None, {}),
@@ -139,6 +149,13 @@ class SamplingBody(Body):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     allowed_token_ids: list[TokenId] | None = None
     structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
+    repetition_detection: dict[str, Any] | None = None
+
+    def thought_budget(self, place: str = "") -> tuple[int | None, str]:
+        """The most tokens of a thought, None for any number, and the name of the field that says so."""
+        budget = self.thinking_token_budget
+        return None if budget == -1 else budget, f"{place}thinking_token_budget"
 
     def worker_fields(self, place: str = "") -> dict[str, Any]:
         """The arguments of `generate` for these fields. `place` goes in front of names in errors."""
@@ -164,6 +181,9 @@ class SamplingBody(Body):
             fields["logit_bias"] = self.logit_bias
         if self.prompt_logprobs is not None:
             fields["prompt_top_logprobs"] = self.prompt_logprobs
+        if self.repetition_detection is not None:
+            detection = RepetitionDetection.take(self.repetition_detection, f"{place}repetition_detection.")
+            fields["repetition_detection"] = detection.model_dump()
         return fields
 
     def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
@@ -171,6 +191,8 @@ class SamplingBody(Body):
         within, tokens = place.removesuffix("."), f"{place}allowed_token_ids"
         names = {"prompt": prompt, "sampling": within, "stop": within, "max_tokens": f"{place}max_tokens"}
         names |= {"stop.strings": f"{place}stop", "stop.token_ids": f"{place}stop_token_ids"}
+        names |= dict.fromkeys(_THINKING, self.thought_budget(place)[1])
+        names["repetition_detection"] = f"{place}repetition_detection"
         if self.allowed_token_ids is not None:
             return names | {"constraint": tokens, "constraint.token_ids": tokens}
         kinds = {"json_schema": "json", "regex": "regex", "choices": "choice", "grammar": "grammar"}

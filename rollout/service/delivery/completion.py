@@ -13,6 +13,7 @@ import numpy as np
 
 from rollout.engine.messages.to_service import Delta, Finish
 from rollout.service.delivery.expert_records import RoutingColumn
+from rollout.service.delivery.forced_tokens import ForcedTokens
 from rollout.service.delivery.replies import prompt_scores
 from rollout.service.delivery.token_columns import TokenColumns, marks_between, runs_between
 from rollout.service.delivery.waiters import Position
@@ -35,6 +36,7 @@ class CompletionDelivery:
         recomputed: Iterable[tuple[int, int]] = (),
         adapter_versions: Iterable[tuple[int, int]] = (),
         kv_versions: Iterable[tuple[int, int, int]] = (),
+        forced: ForcedTokens | None = None,
     ) -> None:
         self.index = index
         self.finish: Finish | None = None
@@ -43,6 +45,7 @@ class CompletionDelivery:
         self.start = Position(columns.count, shown_from or 0)
         self._columns = columns
         self._routing = routing
+        self._forced = forced or ForcedTokens()
         self._old_marks = tuple(recomputed)  # of the tokens of `continue_from`
         self._recomputed = self._old_marks
         self._old_adapter_versions = tuple(adapter_versions)  # the same
@@ -130,6 +133,7 @@ class CompletionDelivery:
             delta.top_ids[:keep] if delta.top_ids is not None else None,
             delta.top_logprobs[:keep] if delta.top_logprobs is not None else None,
         )
+        self._forced.extend(delta.token_ids[:keep])
         if self._routing is not None and delta.routing is not None and (keep or len(delta.routing)):
             self._routing.extend(delta.routing[: len(delta.routing) - (len(delta.token_ids) - keep)])
 
@@ -140,7 +144,7 @@ class CompletionDelivery:
             "adapter_versions": self._adapter_versions,
         }
         found = {name: marks_between(marks, start, self._columns.count) for name, marks in kinds.items()}
-        return {name: marks for name, marks in found.items() if marks}
+        return {name: marks for name, marks in found.items() if marks} | self._forced.fields(start)
 
     def _finish_fields(self) -> dict[str, Any]:
         if self.finish is None:

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from rollout.config import ServiceSettings
 from rollout.process.logs import about
 from rollout.service.delivery.expert_records import last_entries
+from rollout.service.delivery.forced_tokens import forced_field
 from rollout.service.delivery.token_columns import marks_between, runs_between
 from rollout.service.delivery.waiters import Position
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
@@ -73,6 +74,7 @@ class StoredCompletion:
         for name in ("recomputed", "kv_versions", "adapter_versions"):
             if marks := marks_between(part.pop(name, ()), start.tokens, self.end.tokens):
                 part[name] = marks
+        part |= forced_field(part.pop("forced", ()), start.tokens)
         if "text" in part:
             part["text"] = part["text"][start.chars :]
         if start.tokens == self.start.tokens:

@@ -36,7 +36,8 @@ def _schema(value: Any) -> Any:
     return value
 
 
-def _after(value: Any) -> Any:
+def marker_value(value: Any) -> Any:
+    """A marker: a text, or token ids as a tuple. Raises ValueError."""
     if not isinstance(value, str):
         value = tuple(token_id_array(value).tolist())
     elif any("\ud800" <= char <= "\udfff" for char in value):
@@ -56,7 +57,7 @@ class ConstraintFields(BaseModel):
     grammar: Text | None = None
     choices: list[Text] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     token_ids: TokenIds | None = None
-    after: Annotated[Any, BeforeValidator(_after)] | None = None  # text, or a tuple of token ids
+    after: Annotated[Any, BeforeValidator(marker_value)] | None = None  # text, or a tuple of token ids
 
     @model_validator(mode="after")
     def _exactly_one(self) -> ConstraintFields:

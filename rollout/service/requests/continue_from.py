@@ -9,6 +9,7 @@ from rollout.service.requests.fields import (
     KVRunList,
     Logprobs,
     MarkList,
+    Positions,
     Routing,
     Seed,
     TokenIds,
@@ -16,6 +17,8 @@ from rollout.service.requests.fields import (
     TopLogprobs,
     VersionRunList,
 )
+
+_MARKS = ("recomputed", "kv_versions", "adapter_versions")
 
 
 class ContinueFrom(BaseModel):
@@ -34,6 +37,7 @@ class ContinueFrom(BaseModel):
     recomputed: MarkList | None = None
     kv_versions: KVRunList | None = None
     adapter_versions: MarkList | None = None
+    forced: Positions | None = None
     routing: Routing | None = None
     text_chars: int | None = Field(None, ge=0)
 
@@ -51,12 +55,11 @@ class ContinueFrom(BaseModel):
         self._check_tops(tokens)
         if self.versions is not None and sum(count for _, count in self.versions) != tokens:
             raise ValueError(f"the counts in 'versions' must add up to {tokens}, the length of 'token_ids'")
-        for name in ("recomputed", "kv_versions", "adapter_versions"):
-            marks = getattr(self, name)
-            if marks and marks[-1][0] >= tokens:
-                raise ValueError(
-                    f"'{name}' has position {marks[-1][0]}, which is not below the {tokens} of 'token_ids'"
-                )
+        last = {name: marks[-1][0] for name in _MARKS if (marks := getattr(self, name))}
+        last |= {"forced": self.forced[-1]} if self.forced else {}
+        for name, position in last.items():
+            if position >= tokens:
+                raise ValueError(f"'{name}' has position {position}, which is not below the {tokens} of 'token_ids'")
         return self
 
     def _check_tops(self, tokens: int) -> None:

@@ -143,6 +143,15 @@ def _marks(value: Any, names: str) -> list[list[int]]:
     return value
 
 
+def position_list(value: Any) -> list[int]:
+    """A list of growing positions."""
+    if not isinstance(value, list) or not all(_is_count(item) for item in value):
+        raise ValueError("send a list of positions, as in the completion")
+    if any(after <= before for before, after in pairwise(value)):
+        raise ValueError("send each position once, in order")
+    return value
+
+
 def bias_map(value: Any) -> dict[int, float]:
     """A map from token id (a string of digits) to a bias in [-100, 100]."""
     if not isinstance(value, dict):
@@ -219,6 +228,7 @@ TopLogprobs = Annotated[Any, BeforeValidator(top_logprob_rows)]
 Routing = Annotated[Any, BeforeValidator(routing_array)]
 VersionRunList = Annotated[Any, BeforeValidator(version_runs)]
 MarkList = Annotated[Any, BeforeValidator(mark_list)]
+Positions = Annotated[Any, BeforeValidator(position_list)]
 KVRunList = Annotated[Any, BeforeValidator(kv_run_list)]
 LogitBias = Annotated[Any, BeforeValidator(bias_map)]
 #: By index of a completion: number of tokens that a client has received, None for all; and of characters.

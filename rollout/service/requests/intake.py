@@ -15,11 +15,13 @@ import numpy as np
 
 from rollout.config import ServiceSettings
 from rollout.constraints.matcher import Constraint
+from rollout.constraints.thoughts import ANYTHING, Budgeted, ThoughtRule
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
 from rollout.models.vision_spec import TowerSpec
 from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
+from rollout.service.delivery.forced_tokens import ForcedTokens
 from rollout.service.delivery.token_columns import TokenColumns
 from rollout.service.requests.constraint import ConstraintFields, Constraints
 from rollout.service.requests.continue_from import ContinueFrom
@@ -98,6 +100,10 @@ class Intake:
             )
         if message.constraint is not None:
             self._check_constraint(message.constraint)
+        rule = self._thought_rule(message)
+        if rule is not None:
+            self._check_ids(np.array(rule.start), "thinking.start")
+            self._check_ids(np.array(rule.end), "thinking.end")
         if (message.session_lease_s or 0) > self._limits.max_session_lease_s:
             raise BadRequest(f"ask for at most {self._limits.max_session_lease_s:g} seconds", field="session_lease_s")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
@@ -140,7 +146,7 @@ class Intake:
             stream_every=self._delta_every(message),
             prior=_prior(message.continue_from),
             min_version=max(message.min_version or 0, self._model.min_version),
-            constraint=prepared.constraint,
+            constraint=self._constraint(message, prepared),
             min_complete=message.min_complete,
             max_version_span=message.max_version_span,
             max_kv_age=message.max_kv_age,
@@ -165,8 +171,24 @@ class Intake:
         recomputed, adapter = (known.recomputed or (), known.adapter_versions or ()) if known else ((), ())
         kv_versions = (known.kv_versions or ()) if known else ()
         columns = _prior_columns(known, message.logprobs)
-        routing = self._routing_column(message)
-        return CompletionDelivery(index, columns, text, shown_from, routing, recomputed, adapter, kv_versions)
+        routing, forced = self._routing_column(message), _forced_tokens(request, known)
+        return CompletionDelivery(index, columns, text, shown_from, routing, recomputed, adapter, kv_versions, forced)
+
+    def _thought_rule(self, message: GenerateMessage) -> ThoughtRule | None:
+        """The budget of thoughts, if the request has one."""
+        budget, thinking = message.thinking_token_budget, message.thinking
+        if not message.limits_thoughts or budget is None or thinking is None:
+            return None
+        return thinking.rule(budget, self._text)
+
+    def _constraint(self, message: GenerateMessage, prepared: PreparedPrompt) -> Constraint | None:
+        """The constraint of the request, with its budget of thoughts."""
+        rule = self._thought_rule(message)
+        if rule is None:
+            return prepared.constraint
+        prior = [] if message.continue_from is None else message.continue_from.token_ids.tolist()
+        begin = rule.after(prepared.prompt.token_ids, self._model.eos_ids, prior)
+        return Budgeted(prepared.constraint or ANYTHING, begin)
 
     def _routing_column(self, message: GenerateMessage) -> RoutingColumn | None:
         """The column of expert records, if the request wants them."""
@@ -290,6 +312,7 @@ class Intake:
             token_ids=token_ids,
             strings=tuple(dict.fromkeys(message.stop.strings)),
             min_tokens=message.stop.min_tokens,
+            repetition=None if message.repetition_detection is None else message.repetition_detection.rule,
         )
 
     def _delta_every(self, message: GenerateMessage) -> int:
@@ -300,6 +323,13 @@ class Intake:
         if message.return_routing:
             wanted.append(_ROUTING_EVERY)
         return min(wanted, default=0)
+
+
+def _forced_tokens(request: Request, prior: ContinueFrom | None) -> ForcedTokens:
+    """The forced tokens of a completion at its start."""
+    known = [] if prior is None else prior.forced or []
+    budgeted = request.constraint if isinstance(request.constraint, Budgeted) else None
+    return ForcedTokens(known, None if budgeted is None else budgeted.begin.copy())
 
 
 def _prior_columns(prior: ContinueFrom | None, tops: int = 0) -> TokenColumns:

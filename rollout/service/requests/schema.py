@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails
 
-from rollout.engine.messages.requests import MAX_TOP_LOGPROBS, VERSION_END
+from rollout.engine.messages.requests import MAX_TOP_LOGPROBS, VERSION_END, RepetitionRule
 from rollout.service.requests.constraint import ConstraintFields
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.fields import (
@@ -27,6 +27,7 @@ from rollout.service.requests.fields import (
     token_id_array,
 )
 from rollout.service.requests.request_media import MediaFields
+from rollout.service.requests.thinking import ThinkingFields
 from trainer_bridge.wire.codec import MAX_ID_CHARS, PROTOCOL_VERSION
 from trainer_bridge.wire.errors import BadMessage, BadRequest, RolloutError
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
@@ -34,6 +35,7 @@ from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 256
+MAX_PATTERN = 1024  # tokens: each token of a completion costs the engine that many comparisons
 MAX_MEDIA = 4096
 MAX_ACKS = 65_536
 MAX_OWNER_CHARS = 1024
@@ -110,6 +112,21 @@ class Stop(_Strict):
     min_tokens: int = Field(0, ge=0, le=INT32_MAX)
 
 
+class RepetitionDetection(_Strict):
+    """vLLM's sizes of a pattern, and how often it repeats itself; without a largest size nothing is detected."""
+
+    max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN)
+    min_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN)
+    min_count: int = Field(0, ge=0, le=INT32_MAX)
+
+    @property
+    def rule(self) -> RepetitionRule | None:
+        """The rule for the engine; None if nothing is detected."""
+        if not self.max_pattern_size:
+            return None
+        return RepetitionRule(max(self.min_pattern_size, 1), self.max_pattern_size, self.min_count)
+
+
 class Fork(_Strict):
     """Tokens that a request continues: the first `offset` of a prompt and its completion, or all that there are."""
 
@@ -152,6 +169,9 @@ class GenerateMessage(RequestHeader):
     prompt_top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     min_complete: int | None = Field(None, ge=1)
     constraint: ConstraintFields | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)  # -1: without limit
+    thinking: ThinkingFields | None = None
+    repetition_detection: RepetitionDetection | None = None
     max_version_span: int | None = Field(None, ge=0)
     max_kv_age: int | None = Field(None, ge=0)
     priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
@@ -165,6 +185,11 @@ class GenerateMessage(RequestHeader):
     fork: Fork | None = None
     detached: bool = False
     metadata: dict[str, Any] | None = None
+
+    @property
+    def limits_thoughts(self) -> bool:
+        """True if thoughts have a budget."""
+        return self.thinking_token_budget is not None and self.thinking_token_budget >= 0
 
     @property
     def needs_text(self) -> bool:
@@ -390,6 +415,12 @@ def _check_generate(request: GenerateMessage) -> None:
     for name in ("session_lease_s", "end_of_session"):
         if request.session is None and getattr(request, name):
             raise BadRequest(f"'{name}' needs 'session'; add a session or remove it", field=name)
+    if request.limits_thoughts and request.thinking is None:
+        raise BadRequest(
+            "'thinking_token_budget' needs 'thinking': send the 'start' and the 'end' of a thought", field="thinking"
+        )
+    if request.repetition_detection is not None:
+        _check_repetition(request.repetition_detection)
     if request.join_chunks and not request.stream:
         raise BadRequest("'join_chunks' needs 'stream'; set it, or remove 'join_chunks'", field="join_chunks")
     if request.continue_from is not None:
@@ -410,6 +441,20 @@ def _check_generate(request: GenerateMessage) -> None:
                 "'continue_from' has 'adapter_versions'; set 'adapter', or remove them to continue without an adapter",
                 field="adapter",
             )
+
+
+def _check_repetition(detection: RepetitionDetection) -> None:
+    if detection.min_pattern_size > detection.max_pattern_size:
+        raise BadRequest(
+            f"'min_pattern_size' ({detection.min_pattern_size}) is larger than 'max_pattern_size' "
+            f"({detection.max_pattern_size}); lower it",
+            field="repetition_detection.min_pattern_size",
+        )
+    if detection.max_pattern_size and detection.min_count < 2:
+        raise BadRequest(
+            "a pattern repeats itself at least twice; set 'min_count' to 2 or more, or 'max_pattern_size' to 0",
+            field="repetition_detection.min_count",
+        )
 
 
 def _check_attach(request: AttachMessage) -> None:

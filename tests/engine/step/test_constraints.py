@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.constraints.matcher import AllowList, mask_words
+from rollout.constraints.matcher import AllowList, Matcher, mask_words
 from rollout.engine.messages.requests import Prior, StopParams
 from rollout.engine.step import masks as masks_module
 from rollout.engine.step.masks import MOST_LEFT_BEHIND, Ahead, MaskBuilder, MaskClock
@@ -22,7 +22,7 @@ STOP = 5
 SAMPLED = {"temperature": 1.0, "seed": 3}
 
 
-class Endless:
+class Endless(Matcher):
     """Fine for some tokens, then a matcher that does not come back until it is let go."""
 
     def __init__(self, good: int) -> None:

@@ -14,7 +14,8 @@ from rollout.gateway.answers.text_pieces import TextPieces
 from rollout.gateway.answers.views import Views
 from rollout.gateway.formats.regions import Mark, Region
 from tests.support.gateway.cuts import format_of
-from trainer_bridge.client.results import Completion, FinishReason
+from trainer_bridge.client.results import Completion
+from trainer_bridge.wire.finish_reasons import FinishReason
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 REGIONS = format_of(tools="hermes", reasoning="think")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from rollout.constraints.marker import AfterMarker
-from rollout.constraints.matcher import AllowList
+from rollout.constraints.matcher import AllowList, Matcher
 from rollout.engine.step.masks import MaskBuilder, MaskClock, usual_threads
 from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
 from tests.support.engine.harness import VOCAB, Bench
@@ -22,7 +22,7 @@ X, Y, SIZE = list(range(10, 20)), list(range(20, 30)), list(range(30, 40))
 class Cycle:
     """x, y, size, x, y, size, ...: token i is of list i modulo their number; a stop token after whole cycles."""
 
-    free = None
+    free = foreseen = None
 
     def __init__(self, lists: list[list[int]], stop: int | None = None, vocab: int = VOCAB) -> None:
         self.lists, self.stop, self.vocab = lists, stop, vocab
@@ -31,7 +31,7 @@ class Cycle:
         return CyclePlace(self)
 
 
-class CyclePlace:
+class CyclePlace(Matcher):
     def __init__(self, cycle: Cycle) -> None:
         self.cycle, self.at = cycle, 0
 
