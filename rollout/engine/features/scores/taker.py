@@ -38,7 +38,12 @@ class ScoreTaker(DeviceFeature):
 
     name = NAME
     token_words = SCORED_WORDS
-    spare_words = WIDE_WORDS + (2 * SCORED_WORDS + MAX_PROMPT_TOKENS_SCORED) * SCORED_AT_ONCE  # named tokens; padding
+    #: Named tokens; padding; and in a rehearsal the wide list, as the narrow one has all tokens.
+    spare_words = (
+        WIDE_WORDS
+        + (2 * SCORED_WORDS + MAX_PROMPT_TOKENS_SCORED) * SCORED_AT_ONCE
+        + SCORED_WORDS * (WIDE_WORDS // MAX_PROMPT_TOKENS_SCORED)
+    )
 
     def __init__(self, device: Device, vocab: int, exact: bool, shard: VocabShard | None) -> None:
         self._device, self._vocab, self._exact, self._part = device, vocab, exact, vocabulary(shard)
