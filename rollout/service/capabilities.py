@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rollout.engine.messages.statuses import SequenceStatus
 from rollout.service.text.codec import TextCodec
+from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD
 
 
 class WeightControl(Protocol):
@@ -49,7 +50,7 @@ def default_capabilities(
         offered += ["trace", "sequences"]
     offered += ["stream", "join_chunks", "continue_from", "priority", "deadline_s", "detached", "constraint.token_ids"]
     offered += ["min_complete", "max_version_span", "max_kv_age", "session", "end_session", "end_of_session", "fork"]
-    offered += ["logprobs", "prompt_logprobs", "prompt_top_logprobs", "return_prompt_ids", "cache_salt"]
+    offered += ["logprobs", *SCORE_FIELDS, SCORED_TOKENS_FIELD, "return_prompt_ids", "cache_salt"]
     offered += ["thinking_token_budget", "repetition_detection"]
     if grammars:
         offered.append("constraint")

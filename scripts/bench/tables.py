@@ -301,7 +301,7 @@ def _prefill() -> list[Table]:
                 tokens = found["chunk_tokens"]
                 gap = value(name, "gap_p99_ms", experiment="arrivals", chunk_tokens=tokens)
                 chunks.append([f"{title}, {kind.upper()}", tokens, found["prefill_tokens_per_s"], gap])
-    parts = "prefill_parts_h200"
+    parts, teacher = "prefill_parts_h200", "scores_batch_cpu"
     return [
         Table(
             "48 prompts of 4,096, tokens/s",
@@ -340,6 +340,21 @@ def _prefill() -> list[Table]:
             ],
             (parts,),
             "2K over 16K: 2,048 tokens after 16,384 known ones. Aim: 474.",
+        ),
+        Table(
+            "A teacher scores a batch, CPU",
+            ("way", "sequences", "tokens of each", "computed tokens", "tokens/s", "over plain"),
+            [
+                [
+                    *(found[name] for name in ("way", "sequences", "tokens", "computed", "tokens_per_s")),
+                    ratio(found["tokens_per_s"], value(teacher, "tokens_per_s", way="plain")),
+                ]
+                for found in rows(teacher)
+            ],
+            (teacher,),
+            "A toy model on a loaded machine. `plain` is prefill alone; `last` scores the last 64 tokens, `all` and "
+            "`chosen` all; `shared` is `last` where four sequences share the rest. Aim on a GPU, at 16,384 tokens: "
+            "`last` at 0.95 of `plain`.",
         ),
     ]
 

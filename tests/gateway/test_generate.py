@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from typing import Any
 
@@ -158,3 +160,98 @@ def test_sampling_params_of_one_item_that_exclude_each_other_name_the_item(clien
     assert refused(client, "/generate", {"text": ["17:", "98:"], "sampling_params": params}).startswith(
         "sampling_params.1."
     )
+
+
+def test_named_tokens_of_vllm(client: httpx.Client, direct: RolloutClient) -> None:
+    """A teacher: the student's tokens at each position of its completion, in vLLM's form."""
+    prompt, start = token_ids("17: 18 19"), 3
+    rows = len(prompt) - 1 - start
+    named = np.random.default_rng(0).integers(0, 16, (rows, 5)).tolist()
+    truth = direct.generate(prompt, max_tokens=0, prompt_logprobs_last=rows, prompt_logprob_token_ids=named)
+    params = {"max_tokens": 1, "prompt_logprob_start": start, "prompt_logprob_token_ids": named}
+    answer = post(client, "/inference/v1/generate", {"token_ids": prompt, "sampling_params": params})
+    scores = _npy(answer["prompt_token_id_logprobs"])
+    assert scores.dtype == np.float32 and answer["prompt_logprobs"] is None
+    assert truth.prompt_chosen_logprobs is not None and truth.prompt_logprobs is not None
+    np.testing.assert_allclose(scores, truth.prompt_chosen_logprobs, atol=1e-5)
+    own = params | {"prompt_logprob_token_ids": [[token] for token in prompt[start + 1 :]]}
+    answer = post(client, "/inference/v1/generate", {"token_ids": prompt, "sampling_params": own})
+    np.testing.assert_allclose(_npy(answer["prompt_token_id_logprobs"])[:, 0], truth.prompt_logprobs, atol=1e-5)
+    ragged = params | {"prompt_logprob_token_ids": [row[: 1 + place] for place, row in enumerate(named)]}
+    ragged |= {"prompt_logprobs": 2}
+    answer = post(client, "/inference/v1/generate", {"token_ids": prompt, "sampling_params": ragged})
+    found = _npy(answer["prompt_token_id_logprobs"])
+    for place, row in enumerate(found):
+        np.testing.assert_allclose(row[: 1 + place], truth.prompt_chosen_logprobs[place, : 1 + place], atol=1e-5)
+        assert (row[1 + place :] == -np.inf).all()
+    assert len(answer["prompt_logprobs"]) == len(prompt), "these are of the whole prompt"
+    for_all = {"max_tokens": 0, "prompt_logprob_token_ids": [4, -1, 5]}
+    answer = post(client, "/inference/v1/generate", {"token_ids": prompt, "sampling_params": for_all})
+    found = _npy(answer["prompt_token_id_logprobs"])
+    assert found.shape == (len(prompt) - 1, 3) and (found[:, 1] == -np.inf).all() and np.isfinite(found[:, ::2]).all()
+
+
+def _npy(text: str) -> np.ndarray:
+    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+
+
+NAMED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_logprob_start": 1}, "prompt_logprob_start"),
+    ({"prompt_logprob_start": 2, "prompt_logprob_token_ids": [1]}, "prompt_logprob_start"),
+    ({"prompt_logprob_start": -1, "prompt_logprob_token_ids": [1]}, "prompt_logprob_start"),
+    ({"prompt_logprob_token_ids": []}, "prompt_logprob_token_ids"),
+    ({"prompt_logprob_token_ids": [[], []]}, "prompt_logprob_token_ids"),
+    ({"prompt_logprob_token_ids": [[1]]}, "prompt_logprob_token_ids"),
+    ({"prompt_logprob_token_ids": [[1], 2]}, "prompt_logprob_token_ids"),
+    ({"prompt_logprob_token_ids": [-2]}, "prompt_logprob_token_ids"),
+    ({"prompt_logprob_token_ids": [[1] * 257, [1]]}, "prompt_logprob_token_ids"),
+    ({"prompt_logprob_token_ids": [99999]}, "prompt_logprob_token_ids"),
+    ({"prompt_logprobs": 257}, "prompt_logprobs"),
+]
+
+
+@pytest.mark.parametrize(("params", "named"), NAMED)
+def test_wrong_named_tokens_of_vllm(client: httpx.Client, params: dict[str, Any], named: str) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1} | params}
+    assert refused(client, "/inference/v1/generate", body).startswith(f"sampling_params.{named}")
+    body["sampling_params"] = {"max_tokens": 1, "prompt_logprob_token_ids": [1]}
+    assert refused(client, "/inference/v1/generate", body | {"stream": True}) == "stream"
+
+
+def test_named_tokens_of_sglang(client: httpx.Client, direct: RolloutClient) -> None:
+    prompt, named = token_ids("17: 18 19"), [3, 5, 4]
+    truth = direct.generate(prompt, max_tokens=0, prompt_logprob_token_ids=named, prompt_top_logprobs=12)
+    chosen, tops = truth.prompt_chosen_logprobs, truth.prompt_tops
+    assert chosen is not None and tops is not None
+    params = {"max_new_tokens": 0, "temperature": 0, "skip_special_tokens": False}
+    for start in (0, 4):
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "logprob_start_len": start}
+        meta = post(client, "/generate", body | {"token_ids_logprob": named, "top_logprobs_num": 12})["meta_info"]
+        rows = meta["input_token_ids_logprobs"]
+        assert len(rows) == len(meta["input_token_logprobs"]) == len(prompt) - start
+        assert start or rows.pop(0) is meta["input_top_logprobs"].pop(0) is None
+        assert all([token for _, token, _ in row] == named for row in rows)
+        np.testing.assert_allclose([[value for value, _, _ in row] for row in rows], chosen[max(start, 1) :], atol=1e-5)
+        likeliest = [[value for value, _, _ in row] for row in meta["input_top_logprobs"]]
+        np.testing.assert_allclose(likeliest, tops.logprobs[max(start, 1) :], atol=1e-5)
+    batch = {"input_ids": [prompt, prompt[:3]], "token_ids_logprob": [[1], [2, 3]], "sampling_params": params}
+    answers = post(client, "/generate", batch | {"return_logprob": True, "logprob_start_len": 0})
+    ids = [
+        [[token for _, token, _ in row] for row in each["meta_info"]["input_token_ids_logprobs"][1:]]
+        for each in answers
+    ]
+    assert ids == [[[1]] * (len(prompt) - 1), [[2, 3]] * 2]
+    scored = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+    for fields, field in (
+        ({"logprob_start_len": -1}, "token_ids_logprob"),
+        ({"return_logprob": False}, "token_ids_logprob"),
+        ({"token_ids_logprob": [99999]}, "token_ids_logprob"),
+        ({"token_ids_logprob": [-1]}, "token_ids_logprob"),
+        ({"token_ids_logprob": [[1], [2]]}, "token_ids_logprob"),
+        ({"token_ids_logprob": [1] * 257}, "token_ids_logprob"),
+        ({"logprob_start_len": 3}, "logprob_start_len"),
+        ({"top_logprobs_num": 21, "sampling_params": {"max_new_tokens": 1}}, "top_logprobs_num"),
+        ({"stream": True}, "stream"),
+    ):
+        named_field = refused(client, "/generate", scored | {"token_ids_logprob": [1]} | fields)
+        assert named_field is not None and named_field.startswith(field), (fields, named_field)

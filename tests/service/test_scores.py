@@ -237,6 +237,35 @@ def test_old_tokens_that_came_without_have_none(bench):
 OLD = {"token_ids": [11, 12], "seed": 77}
 
 
+def test_chosen_tokens_and_entropy_are_asked_for_and_come_as_arrays(bench):
+    client, ids = bench.client(), np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+    fields = {"prompt_logprobs_last": 2, "prompt_top_logprobs": 40, "prompt_entropy": True}
+    client.send("generate", prompt=[1, 2, 3], max_tokens=0, stream="tokens", prompt_logprob_token_ids=ids, **fields)
+    request = bench.submitted()
+    assert (request.prompt_logprobs, request.prompt_last, request.prompt_tops) == (True, 2, 40)
+    np.testing.assert_array_equal(request.prompt_chosen, ids)
+    assert request.prompt_chosen.dtype == np.int32 and request.prompt_entropy and request.scored_from == 1
+    told = {
+        "prompt_logprobs": PROMPT[1:],
+        "prompt_tops": PromptTops.unknown(2, 40),
+        "prompt_chosen": -ids.astype(np.float32),
+        "prompt_entropy": np.array([1.5, 0.25], np.float32),
+    }
+    bench.put(delta(request.key, 0, 0, [], finish=Finish("length"), **told), replace(done(request), **told))
+    for reply in (client.receive(), client.receive()):
+        np.testing.assert_array_equal(reply["prompt_chosen_logprobs"], told["prompt_chosen"])
+        np.testing.assert_array_equal(reply["prompt_entropy"], told["prompt_entropy"])
+        assert reply["prompt_top_ids"].shape == (2, 40) and len(reply["prompt_logprobs"]) == 2
+
+
+@pytest.mark.parametrize("ids", [[7, 8], [[7, 8]] * 3, np.array([7, 8], "<i8"), np.array([[7, 8]] * 3, "<u2")])
+def test_chosen_tokens_of_all_positions_or_of_each(bench, ids):
+    bench.client().send("generate", prompt=[1, 2, 3], max_tokens=0, prompt_logprob_token_ids=ids)
+    request = bench.submitted()
+    np.testing.assert_array_equal(request.prompt_chosen, ids)
+    assert request.prompt_logprobs and request.prompt_tops is None and request.scored_from == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "reason"),
     [
@@ -245,7 +274,27 @@ OLD = {"token_ids": [11, 12], "seed": 77}
         ({"logprobs": True}, "logprobs", "valid integer"),
         ({"logprobs": 2.5}, "logprobs", "valid integer"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "valid boolean"),
-        ({"prompt_top_logprobs": MAX_TOP_LOGPROBS + 1}, "prompt_top_logprobs", f"or equal to {MAX_TOP_LOGPROBS}"),
+        ({"prompt_top_logprobs": 257}, "prompt_top_logprobs", "or equal to 256"),
+        ({"prompt_logprob_token_ids": []}, "prompt_logprob_token_ids", "1 to 256"),
+        ({"prompt_logprob_token_ids": [[]]}, "prompt_logprob_token_ids", "1 to 256"),
+        ({"prompt_logprob_token_ids": np.zeros((0, 3), np.int32)}, "prompt_logprob_token_ids", "1 to 256"),
+        ({"prompt_logprob_token_ids": [0] * 257}, "prompt_logprob_token_ids", "1 to 256"),
+        ({"prompt_logprob_token_ids": [[1, 2], [3]]}, "prompt_logprob_token_ids", "different numbers"),
+        ({"prompt_logprob_token_ids": [[1], 2]}, "prompt_logprob_token_ids", "must be integers"),
+        ({"prompt_logprob_token_ids": [[[1]]]}, "prompt_logprob_token_ids", "must be integers"),
+        ({"prompt_logprob_token_ids": [1.0]}, "prompt_logprob_token_ids", "must be integers"),
+        ({"prompt_logprob_token_ids": [True]}, "prompt_logprob_token_ids", "must be integers"),
+        ({"prompt_logprob_token_ids": [-1]}, "prompt_logprob_token_ids", "negative"),
+        ({"prompt_logprob_token_ids": [2**40]}, "prompt_logprob_token_ids", "does not fit"),
+        ({"prompt_logprob_token_ids": "12"}, "prompt_logprob_token_ids", "list of integers"),
+        ({"prompt_logprob_token_ids": np.zeros((1, 1, 1), np.int32)}, "prompt_logprob_token_ids", "one-dimensional"),
+        ({"prompt_logprob_token_ids": np.zeros((1, 2), np.float32)}, "prompt_logprob_token_ids", "array of integers"),
+        ({"prompt_logprob_token_ids": [999]}, "prompt_logprob_token_ids", "not in the model's vocabulary"),
+        ({"prompt_logprob_token_ids": [[1], [2]]}, "prompt_logprob_token_ids", "2 rows, and 1 tokens"),
+        ({"prompt_entropy": 1}, "prompt_entropy", "valid boolean"),
+        ({"prompt_logprobs_last": 1}, "prompt_logprobs_last", "needs one of"),
+        ({"prompt_logprobs_last": 0, "prompt_logprobs": True}, "prompt_logprobs_last", "greater than or equal"),
+        ({"prompt_logprobs_last": 2, "prompt_logprobs": True}, "prompt_logprobs_last", "the prompt has 1 tokens"),
         ({"prompt_top_logprobs": -1}, "prompt_top_logprobs", "greater than or equal to 0"),
         ({"prompt_top_logprobs": True}, "prompt_top_logprobs", "valid integer"),
         ({"continue_from": {**OLD, **tops([1, 2], 3)}}, "logprobs", "make them equal"),
@@ -337,3 +386,19 @@ def test_more_than_the_vocabulary_is_refused():
 
 def test_status_lists_them(bench):
     assert {"logprobs", "prompt_logprobs"} <= set(bench.client().ask("status")["capabilities"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt_logprob_token_ids": [1] * 8}, "prompt_logprob_token_ids"),  # 40 x 8 x 4
+        ({"prompt_top_logprobs": 5}, "prompt_top_logprobs"),  # 40 x (4 + 5 x 8)
+    ],
+)
+def test_scores_of_the_tokens_that_are_asked_for_have_to_fit_a_reply(fields, field):
+    with serving(max_reply_bytes=1199) as bench:
+        client = bench.client()
+        refused = client.ask("generate", prompt=[1] * 40, max_tokens=0, **fields)
+        assert (refused["code"], refused["field"]) == ("bad_request", field)
+        client.send("generate", prompt=[1] * 40, max_tokens=0, prompt_logprobs_last=20, **fields)
+        assert bench.submitted().prompt_last == 20

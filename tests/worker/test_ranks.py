@@ -106,6 +106,11 @@ def test_scores_and_routing_are_those_of_one_rank(pair: Pair) -> None:
         assert a.top_ids is not None and np.array_equal(a.top_ids, b.top_ids)
         assert np.allclose(a.top_logprobs, b.top_logprobs, rtol=0, atol=LOGPROB)
         assert a.routing is not None and np.array_equal(a.routing, b.routing)
+    named = {"prompt_logprob_token_ids": [1, 7, 3], "prompt_entropy": True, "prompt_logprobs_last": 9}
+    for theirs, ours in pair.both([{"prompt": pair.prompt(25, 1), "max_tokens": 0, **named}]):
+        for name in ("prompt_logprobs", "prompt_chosen_logprobs", "prompt_entropy"):
+            a, b = getattr(ours, name), getattr(theirs, name)
+            assert len(a) == 9 and np.allclose(a, b, rtol=0, atol=LOGPROB)
     whole = {"max_tokens": 0, "prompt_logprobs": True, "return_routing": "all"}
     for theirs, ours in pair.both([{"prompt": pair.prompt(length, length), **whole} for length in (1, 30, 200)]):
         assert np.allclose(ours.prompt_logprobs, theirs.prompt_logprobs, rtol=0, atol=LOGPROB, equal_nan=True)

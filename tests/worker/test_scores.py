@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.engine.scores import Wanted
 from tests.support.models.families import make_checkpoint
 from tests.support.worker.harness import launch
 from tests.support.worker.raw_client import RawClient
+from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
-from trainer_bridge.client.results import Completion
+from trainer_bridge.client.results import Completion, GenerateResult
 from trainer_bridge.wire.errors import BadRequest, TooLong
 
 #: Few pages and small chunks: rows are preempted, and prompts come in pieces.
@@ -207,3 +211,36 @@ def test_over_zeromq_and_msgpack_alone_they_are_blobs_as_documented(reference: A
         check_tops(reference, prompt, Completion(0, tokens, none, none, [], top_ids=tops[0], top_logprobs=tops[1]), 3)
         refused = raw.ask("generate", "b", prompt=prompt, max_tokens=2, logprobs=21)
         assert (refused["code"], refused["field"]) == ("bad_request", "logprobs")
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_named_tokens_are_scored_on_prefixes_that_are_known(reference: Any, scorer: WorkerProcess, kind: str) -> None:
+    vocab = reference.config.vocab_size
+    prompt, rng = prompt_of(64, vocab, 77 + len(kind)), np.random.default_rng(3)
+    named = rng.integers(0, vocab, (12, 256)).astype(np.int32)
+    fields = {"max_tokens": 0, "prompt_logprobs_last": 12, "prompt_entropy": True}
+    wanted = Wanted(last=12, tops=min(256, vocab), chosen=named, entropy=True)
+    requests = [
+        {"prompt": prompt, "prompt_logprob_token_ids": named, "prompt_top_logprobs": wanted.tops, **fields}
+        for _ in range(3)
+    ]
+
+    async def asked() -> list[GenerateResult]:
+        async with AsyncRolloutClient(scorer.endpoint, timeout_s=60) as client:
+            return [await client.generate(**request) for request in requests]
+
+    if kind == "asyncio":
+        results = asyncio.run(asked())
+    else:
+        with RolloutClient(scorer.endpoint, timeout_s=60) as client:
+            results = [client.generate(**request) for request in requests]
+    assert [result.cached_tokens for result in results] == [0, 48, 48]
+    for result in results:
+        told = SimpleNamespace(
+            prompt_logprobs=result.prompt_logprobs,
+            prompt_tops=result.prompt_tops,
+            prompt_chosen=result.prompt_chosen_logprobs,
+            prompt_entropy=result.prompt_entropy,
+        )
+        wanted.check(told, prompt, reference)
+        assert result.prompt_version == 0 and len(result.completions[0]) == 0

@@ -68,6 +68,10 @@ class GenerateFields(SamplingFields, total=False):
     logprobs: int  # also the k likeliest tokens at each position: `top_ids`; the token's own log-prob always comes
     prompt_logprobs: bool  # also log-probs of the prompt's tokens, in the result
     prompt_top_logprobs: int  # these, their ranks, and the k likeliest tokens at each position: `prompt_tops`
+    #: These, and log-probs of up to 256 named tokens, int32 [k] or [scored tokens, k]: `prompt_chosen_logprobs`
+    prompt_logprob_token_ids: Sequence[int] | Sequence[Sequence[int]] | np.ndarray
+    prompt_entropy: bool  # these, and the entropy of each one's distribution: `prompt_entropy`
+    prompt_logprobs_last: int  # scores of the last so many tokens of the prompt alone
     min_complete: int | None
     return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
     constraint: Mapping[str, Any] | None  # json_schema, regex, grammar, choices or token_ids; `after` a marker
@@ -147,7 +151,11 @@ def plan_request(
         sent["stop"] = _stop(sent["stop"])
     if isinstance(sent.get("logprobs"), bool):  # the log-prob of each token comes without asking
         del sent["logprobs"]
-    if "prompt_top_logprobs" in sent:
+    if "prompt_logprob_token_ids" in sent:
+        sent["prompt_logprob_token_ids"] = _id_rows(sent["prompt_logprob_token_ids"], "prompt_logprob_token_ids")
+    if any(sent.get(name) not in (None, False) for name in ("prompt_top_logprobs", "prompt_entropy")) or (
+        "prompt_logprob_token_ids" in sent
+    ):
         sent["prompt_logprobs"] = True
     prior = _add_prior(sent) if "continue_from" in sent else None
     if stream:
@@ -167,6 +175,17 @@ def token_array(values: Any, name: str) -> np.ndarray:
     if array.size and (int(array.min()) < 0 or int(array.max()) > _INT32.max):
         raise ValueError(f"{name} has a number that is no token id: negative, or more than 32 bits")
     return array.astype(np.int32)
+
+
+def _id_rows(values: Any, name: str) -> np.ndarray:
+    """Token ids as int32 [k] or [n, k]. Raises ValueError as `token_array`."""
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise ValueError(f"{name} must be one row of integers, or rows of equal length") from error
+    if array.ndim != 2:
+        return token_array(array, name)
+    return token_array(array.reshape(-1), name).reshape(array.shape)
 
 
 def _add_prompt(sent: dict[str, Any], prompt: Prompt | None) -> None:

@@ -158,6 +158,7 @@ class Journal(ProcessBound):
         header = {name: getattr(chunk.part, name) for name in chunk.part.__dataclass_fields__}
         header |= {"offset": chunk.offset, "prompt_version": chunk.prompt_version}
         header |= {"prompt_logprobs": chunk.prompt_logprobs, **_tops_fields(chunk)}
+        header |= {name: getattr(chunk, name) for name in ("prompt_chosen_logprobs", "prompt_entropy")}
         span = self._append("chunk", request_id, header, sync=self._fsync == "always")
         self._ids[request_id].spans.append(span)
 

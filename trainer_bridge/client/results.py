@@ -82,9 +82,11 @@ class Chunk:
 
     offset: int
     part: Completion
-    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens]
+    prompt_logprobs: np.ndarray | None = None  # float32 [scored tokens]
     prompt_tops: PromptTops | None = None  # with `prompt_top_logprobs`
     prompt_version: int | None = None  # weights version of these
+    prompt_chosen_logprobs: np.ndarray | None = None  # float32 [scored tokens, k], with `prompt_logprob_token_ids`
+    prompt_entropy: np.ndarray | None = None  # float32 [scored tokens], with `prompt_entropy`
 
     @property
     def index(self) -> int:
@@ -128,8 +130,11 @@ class Timing:
 class GenerateResult:
     """The answer to one `generate`: its `n` completions by index, and the fields of the protocol's `result`.
 
-    `prompt_logprobs` is float32 [prompt tokens]. `prompt_tops` has `ranks` [prompt tokens], `ids` and `logprobs`
-    [prompt tokens, k]. `resumes` counts continuations after a lost worker. `extra` has fields of newer workers.
+    Scores of the prompt have a row for each of its tokens, or for the last `prompt_logprobs_last` ones:
+    `prompt_logprobs` is float32 [scored tokens]; `prompt_tops` has `ranks` [scored tokens], `ids` and `logprobs`
+    [scored tokens, k]; `prompt_chosen_logprobs` is float32 [scored tokens, k], `prompt_entropy` float32
+    [scored tokens].
+    `resumes` counts continuations after a lost worker. `extra` has fields of newer workers.
     """
 
     id: str
@@ -143,13 +148,17 @@ class GenerateResult:
     endpoint: str | None = None
     resumes: int = 0  # how often a completion went on after the loss of its worker (`RolloutClient(resume=True)`)
     extra: dict[str, Any] = field(default_factory=dict)  # fields of the reply that this client does not know
-    #: float32 [prompt tokens]: of each token of the prompt after those before it, at temperature 1; NaN for the first.
+    #: float32 [scored tokens]: of each token of the prompt after those before it, at temperature 1; NaN for its first.
     prompt_logprobs: np.ndarray | None = None
     media: list[str] = field(default_factory=list)  # hashes of the prompt's images
     prompt_token_ids: np.ndarray | None = None  # int32 [prompt tokens], with `return_prompt_ids`
     #: With `prompt_top_logprobs=k`: ranks of the same tokens, and the k likeliest tokens at each position.
     prompt_tops: PromptTops | None = None
-    prompt_version: int | None = None  # weights version of `prompt_logprobs` and `prompt_tops`
+    prompt_version: int | None = None  # weights version of `prompt_logprobs`, and of what else is told of the prompt
+    #: float32 [scored tokens, k]: of the tokens of `prompt_logprob_token_ids` in the place of each; -inf: impossible.
+    prompt_chosen_logprobs: np.ndarray | None = None
+    #: float32 [scored tokens], nats: entropy of the distribution that each token was one of.
+    prompt_entropy: np.ndarray | None = None
 
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self.completions[:_SHOWN]))
@@ -178,16 +187,21 @@ class PromptScores(NamedTuple):
     prompt_logprobs: np.ndarray | None = None
     prompt_tops: PromptTops | None = None
     prompt_version: int | None = None
+    prompt_chosen_logprobs: np.ndarray | None = None
+    prompt_entropy: np.ndarray | None = None
 
     @classmethod
     def of(cls, source: Chunk | GenerateResult) -> PromptScores:
         """The scores of a chunk or a result."""
-        return cls(source.prompt_logprobs, source.prompt_tops, source.prompt_version)
+        return cls(*(getattr(source, name) for name in cls._fields))
 
     @property
     def all_known(self) -> bool:
-        """True if all log-probs are known except the first, which the first token does not have."""
-        return self.prompt_logprobs is not None and not np.isnan(self.prompt_logprobs[1:]).any()
+        """True if all log-probs are known, except that of the prompt's first token, which has none."""
+        known = self.prompt_logprobs
+        if known is None or np.isnan(known[1:]).any():
+            return False
+        return len(known) > 1 or self.prompt_version is not None
 
 
 def _plain_fields(value: Any) -> dict[str, Any]:
@@ -289,7 +303,14 @@ def _prompt_scores(header: Mapping[str, Any]) -> PromptScores:
         raise ProtocolError(f"the field 'prompt_version' of a reply is {version!r:.40}, not an integer")
     given = header.get("prompt_logprobs") is not None
     logprobs = _array(header, "prompt_logprobs", np.float32) if given else None
-    return PromptScores(logprobs, _prompt_tops(header), version)
+    chosen, entropy = (
+        None if header.get(name) is None else _array(header, name, np.float32, dims)
+        for name, dims in (("prompt_chosen_logprobs", 2), ("prompt_entropy", 1))
+    )
+    for name, rows in (("prompt_chosen_logprobs", chosen), ("prompt_entropy", entropy)):
+        if rows is not None and (logprobs is None or len(rows) != len(logprobs)):
+            raise ProtocolError(f"the field {name!r} of a reply does not have as many rows as prompt_logprobs")
+    return PromptScores(logprobs, _prompt_tops(header), version, chosen, entropy)
 
 
 def _prompt_tops(header: Mapping[str, Any]) -> PromptTops | None:

@@ -1,4 +1,7 @@
-"""Facts about a prompt's tokens besides their log-probs: their ranks, and the likeliest tokens at each position."""
+"""Facts about a prompt's tokens besides their log-probs: their ranks, and the likeliest tokens at each position.
+
+Rows belong to all tokens of a prompt, or to the last ones that a request asks for.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from trainer_bridge.wire.short_repr import short_fields
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PromptTops:
-    """Row i belongs to token i of the prompt. The first row is unknown, and so are the rows of a prompt that was cut.
+    """Row i belongs to scored token i. That of the prompt's first token is unknown, and so are those of a cut prompt.
 
     A rank is 1 plus the number of likelier tokens; 0 if unknown. The k likeliest tokens come likeliest first, with
     their log-probs at temperature 1; -1 and NaN if unknown.
     """
 
-    ranks: np.ndarray  # int32 [prompt tokens]
-    ids: np.ndarray  # int32 [prompt tokens, k]
-    logprobs: np.ndarray  # float32 [prompt tokens, k]
+    ranks: np.ndarray  # int32 [scored tokens]
+    ids: np.ndarray  # int32 [scored tokens, k]
+    logprobs: np.ndarray  # float32 [scored tokens, k]
 
     def __repr__(self) -> str:
         return f"PromptTops({short_fields(self)})"
@@ -52,4 +55,10 @@ def reply_bytes(tokens: int, k: int) -> int:
 
 
 #: The fields of a reply that tell of a prompt's tokens.
-PROMPT_FIELDS = ("prompt_logprobs", "prompt_version", "prompt_ranks", "prompt_top_ids", "prompt_top_logprobs")
+PROMPT_FIELDS = (
+    *("prompt_logprobs", "prompt_version", "prompt_ranks", "prompt_top_ids", "prompt_top_logprobs"),
+    *("prompt_chosen_logprobs", "prompt_entropy"),
+)
+#: The fields of a request that ask for scores of its prompt, and the one that says of which tokens.
+SCORE_FIELDS = ("prompt_logprobs", "prompt_top_logprobs", "prompt_logprob_token_ids", "prompt_entropy")
+SCORED_TOKENS_FIELD = "prompt_logprobs_last"

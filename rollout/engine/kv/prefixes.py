@@ -82,9 +82,12 @@ class Prefixes:
             found = Reusable(share.pages[:full], share.pages[full], len(tokens) - 1, keys=keys, place=share.place)
             found.hit, found.oldest = "group", share.oldest
             return found
-        if seq.scores_prompt:  # log-probs of the prompt need a forward of the whole prompt
-            return Reusable(keys=self.no_keys(seq, version) if self.cache else None)
-        return self._find(seq, tokens, version)
+        if seq.scores_prompt:  # as if the prompt ended with the first token whose logits are scored
+            tokens = tokens[: seq.scores_after + 1]
+        return self._find(seq, tokens, version) if len(tokens) > 1 else self._nothing(seq, version)
+
+    def _nothing(self, seq: Sequence, version: int) -> Reusable:
+        return Reusable(keys=self.no_keys(seq, version) if self.cache else None)
 
     def _find(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
         found, full = self._find_in_session(seq, tokens, version), (len(tokens) - 1) // self.page_size
@@ -170,8 +173,11 @@ class Prefixes:
     # --- age ----------------------------------------------------------------------------------------------------------
 
     def oldest_for(self, group: Group, version: int) -> int:
-        """The oldest weights version in KV that a group may use, besides its sequences' own."""
-        asked = group.request.max_kv_age
+        """The oldest weights version in KV that a group may use, besides its sequences' own.
+
+        Scores of a prompt are of one version.
+        """
+        asked = 0 if group.prompt_due else group.request.max_kv_age
         return version - (self.max_age if asked is None else min(asked, self.max_age))
 
     def of_use(self, seq: Sequence, version: int) -> bool:

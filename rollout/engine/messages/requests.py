@@ -24,6 +24,8 @@ MAX_LOGIT_BIAS = 512
 MAX_STOP_IDS = 64
 #: The most top tokens that a request can ask for at each position: the slots' buffers have this size.
 MAX_TOP_LOGPROBS = 20
+#: The same for a position of the prompt: likeliest tokens, and tokens that the request names.
+MAX_PROMPT_TOKENS_SCORED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,15 @@ class Request:
     session: SessionKey | None = None  # this request is the session's next turn; only with n == 1
     session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
     top_logprobs: int = 0  # top tokens to return at each position, up to MAX_TOP_LOGPROBS
-    prompt_logprobs: bool = False  # return log-probs of the prompt, which is then computed as a whole
-    prompt_tops: int | None = None  # ranks and this number of top tokens, up to MAX_TOP_LOGPROBS; None: neither
+    prompt_logprobs: bool = False  # return log-probs of the prompt; the next four say of which tokens, and what more
+    prompt_last: int | None = None  # of so many tokens at the end of the prompt; None: of all
+    prompt_tops: int | None = None  # ranks and this number of top tokens, up to MAX_PROMPT_TOKENS_SCORED; None: neither
+    prompt_chosen: np.ndarray | None = None  # int32 [K], or [scored tokens, K]: and log-probs of these in its place
+    prompt_entropy: bool = False  # and the entropy of the distribution of each token
     adapter: str | None = None  # name of the low-rank adapter that its rows use
     routing_from: int | None = None  # return routing from this position in prompt and completion on; None: no routing
+
+    @property
+    def scored_from(self) -> int:
+        """The first token of the prompt whose log-prob is wanted, if any is."""
+        return 0 if self.prompt_last is None else len(self.prompt) - self.prompt_last

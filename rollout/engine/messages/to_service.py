@@ -54,6 +54,8 @@ class Delta:
     top_logprobs: np.ndarray | None = None  # float32 [k, tops], of the model's plain distribution
     prompt_logprobs: np.ndarray | None = None  # as in `RequestDone`; with the first delta of completion 0
     prompt_tops: PromptTops | None = None  # the same
+    prompt_chosen: np.ndarray | None = None  # the same
+    prompt_entropy: np.ndarray | None = None  # the same
     prompt_version: int | None = None  # the same
     #: All so far, if the request names an adapter: (token, version): from this token on the adapter had that version.
     adapter_versions: tuple[tuple[int, int], ...] = ()
@@ -71,8 +73,11 @@ class RequestDone:
     prefill_s: float
     decode_s: float
     total_s: float
-    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens]; NaN for the first and for missing ones
+    #: float32 [scored tokens], of all tokens of the prompt or the last ones; NaN for its first and for missing ones
+    prompt_logprobs: np.ndarray | None = None
     prompt_tops: PromptTops | None = None  # of the same tokens, if asked for
+    prompt_chosen: np.ndarray | None = None  # float32 [scored tokens, K], the same
+    prompt_entropy: np.ndarray | None = None  # float32 [scored tokens], the same
     prompt_version: int | None = None  # weights version of these; None where none is known
 
 

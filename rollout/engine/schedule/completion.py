@@ -13,6 +13,7 @@ import numpy as np
 from rollout.engine.messages.requests import VersionRuns
 from rollout.engine.messages.to_service import Delta, RequestDone
 from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.sequence.prompt_scores import PromptScores
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit
 
@@ -97,12 +98,9 @@ def make_request_done(group: Group, now_s: float) -> RequestDone:
 
 
 def _prompt_scores(group: Group) -> dict[str, Any]:
-    """Copies of the present values: later chunks still write to the group's arrays."""
     if not group.request.prompt_logprobs:
         return {}
-    tops = None if group.prompt_tops is None else group.prompt_tops.copy()
-    scores = {"prompt_logprobs": group.prompt_logprobs.copy(), "prompt_tops": tops}
-    return scores | {"prompt_version": group.prompt_version}
+    return (group.prompt_scores or PromptScores.unknown(group.request)).event_fields()
 
 
 def _slice(values: array, start: int, end: int) -> np.ndarray:

@@ -40,11 +40,12 @@ class PromptPart:
     """What a span of a prompt carries beside."""
 
     tokens: np.ndarray  # int32 [tokens in]
-    scored: int = 0  # the first tokens whose successor's log-prob is wanted: it is the prompt's
+    scored: int = 0  # tokens, after the `unscored` first ones, whose successor's log-prob is wanted: it is the prompt's
     copies: tuple[tuple[int, int], ...] = ()  # (source page, target page) to copy before anything is written
     saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) to which the row's state is saved first
     loads: tuple[tuple[int, int], ...] = ()  # (place of a snapshot, row) that is loaded first, after all saves
     decodes: bool = True  # the decode forward can compute these tokens
+    unscored: int = 0
 
 
 #: Of a decode row, whose token the device drew last.

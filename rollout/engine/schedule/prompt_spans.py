@@ -49,9 +49,10 @@ def prompt_span(seq: Sequence, length: int, page_size: int, features: Seq[StepFe
     """The next `length` tokens of a sequence that is being prefilled."""
     kv = seq.kv
     start, end = kv.length, kv.length + length
-    scored = max(0, min(length, seq.prompt_len - 1 - start)) if seq.scores_prompt else 0
+    unscored = max(0, seq.scores_after - start)  # tokens before the first that is scored
+    scored = max(0, min(end, seq.prompt_len - 1) - start - unscored) if seq.scores_prompt else 0
     begins_with = kv.copies_to(kv.pages[start // page_size]), kv.saves_of(seq.row), kv.loads_of(seq.row)
     decodes = all(feature.decodes(seq, start, length) for feature in features)
     draws = int(end == len(kv.prefill_tokens) and seq.launched < seq.max_tokens)
-    part = PromptPart(kv.prefill_tokens[start:end], scored, *begins_with, decodes)
+    part = PromptPart(kv.prefill_tokens[start:end], scored, *begins_with, decodes, unscored)
     return Span(seq, start, length, draws, part)

@@ -75,9 +75,9 @@ class Scheduler:
         now = roster.clock()
         session = allocator.sessions.begin(request)
         group = Group(request, arrived_s=now, client=request.key[0], unfinished=request.n, session=session)
+        group.prompt_due = request.prompt_logprobs
         for feature in roster.features:
             feature.enter(group)
-        group.expect_prompt_logprobs()
         for index in range(request.n):
             self._arrivals += 1
             seq = Sequence(group, index, self._arrivals)

@@ -45,11 +45,11 @@ from rollout.engine.messages.requests import Request, RequestKey
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.sequence.drawn_tokens import DrawnTokens
 from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.prompt_scores import PromptScores
 from rollout.engine.sequence.repetition import repetition_of
 from rollout.engine.sequence.row_needs import RowNeeds, needs_of
 from rollout.engine.sequence.sequence_kv import SequenceKV
 from rollout.engine.sequence.session import Session
-from trainer_bridge.wire.prompt_tops import PromptTops
 
 SEED_MASK = (1 << 63) - 1
 _CONSTRAIN = RowNeeds.CONSTRAIN.value
@@ -100,11 +100,8 @@ class Group:
     preemptions: int = 0
     admitted_s: float = math.inf  # until then
     first_token_s: float = math.inf  # until then
-    #: float32 [prompt tokens], NaN where not known yet; empty if not asked for.
-    prompt_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    prompt_tops: PromptTops | None = None  # of the same tokens
-    prompt_version: int | None = None  # weights version of these; None while none is known
-    prompt_due: bool = False  # the leader has to compute them
+    prompt_due: bool = False  # the leader has to compute the scores of the prompt
+    prompt_scores: PromptScores | None = None  # none are known before the first
 
     @property
     def key(self) -> RequestKey:
@@ -115,14 +112,6 @@ class Group:
     def waits_for_turn(self) -> bool:
         """True while the turn before in its session is in flight as a zombie."""
         return self.session is not None and self.session.turns > 1
-
-    def expect_prompt_logprobs(self) -> None:
-        """Make room for the log-probs of the prompt, if they are asked for."""
-        if self.request.prompt_logprobs:
-            self.prompt_due = True
-            self.prompt_logprobs = np.full(len(self.request.prompt), np.nan, np.float32)
-            if self.request.prompt_tops is not None:
-                self.prompt_tops = PromptTops.unknown(len(self.request.prompt), self.request.prompt_tops)
 
 
 class Sequence:
@@ -230,6 +219,11 @@ class Sequence:
     def scores_prompt(self) -> bool:
         """True while its prefill is to compute the log-probs of its group's prompt."""
         return self.group.prompt_due and self.group.leader is self
+
+    @property
+    def scores_after(self) -> int:
+        """Tokens before the first one whose logits scores of its prompt need: their KV may be known already."""
+        return max(self.group.request.scored_from - 1, 0)
 
     @property
     def consumed(self) -> int:

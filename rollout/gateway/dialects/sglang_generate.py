@@ -22,7 +22,8 @@ from rollout.gateway.dialects.call import Call
 from rollout.gateway.dialects.handling import HttpRequest
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
-from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, MAX_TOP, Int32, SamplingBody, TokenId
+from rollout.gateway.prompts.chosen_tokens import positions_of_sglang, rows_of_sglang
+from rollout.gateway.prompts.sampling import MAX_PROMPT_TOP, MAX_TOKEN_ID, Int32, SamplingBody, TokenId
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
 from trainer_bridge.wire.prompt_tops import PromptTops
@@ -119,7 +120,6 @@ class SglangBody(Body):
         "audio_data": (None, []),
         "input_embeds": (None,),
         "return_hidden_states": (None, False),
-        "token_ids_logprob": (None,),
         "session_params": (None,),
         "custom_logit_processor": (None,),
         "model": (None,),  # sglang-router adds these
@@ -136,7 +136,8 @@ class SglangBody(Body):
     rid: str | list[str] | None = None
     return_logprob: bool = False
     logprob_start_len: Int32 = -1
-    top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP)
+    top_logprobs_num: int = Field(0, ge=0, le=MAX_PROMPT_TOP)
+    token_ids_logprob: list[TokenId] | list[list[TokenId]] | None = None
     return_routed_experts: bool = False
     routed_experts_start_len: int = Field(0, ge=0, le=MAX_TOKEN_ID)
     stream: bool = False
@@ -156,6 +157,22 @@ class SglangBody(Body):
         name, given = ("text", self.text) if self.text is not None else ("input_ids", self.input_ids)
         found: Any = given
         return {f"{name}.{place}": prompt for place, prompt in enumerate(found)} if self.several else {name: found}
+
+    def chosen(self, count: int) -> list[list[int]]:
+        """The tokens that are scored at each position of each prompt. Raises `HttpError`."""
+        ids = self.token_ids_logprob or []
+        if ids and (not self.return_logprob or self.logprob_start_len < 0):
+            raise bad_request(
+                "these are log-probs of tokens at positions of the prompt: set 'return_logprob', and with "
+                "'logprob_start_len' the first position",
+                "token_ids_logprob",
+            )
+        rows = [row for row in ids if isinstance(row, list)]
+        if not rows:
+            return [[token for token in ids if isinstance(token, int)]] * count
+        if len(rows) != count:
+            raise bad_request(f"send tokens for each of the {count} prompts, or one list for all", "token_ids_logprob")
+        return rows
 
     def params(self, count: int) -> list[tuple[str, SglangParams]]:
         """The sampling parameters of each prompt, with the beginning of the names of their fields."""
@@ -178,7 +195,6 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
     common: dict[str, Any] = place | {
         "adapter": await gateway.adapter_of(body.lora_path),
         "priority": body.priority,
-        "logprobs": body.top_logprobs_num if body.return_logprob else 0,
         "prompt_logprobs": scored,
         "return_routing": "all" if body.return_routed_experts else False,
     }
@@ -186,12 +202,22 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
         common["prompt_top_logprobs"] = body.top_logprobs_num
     if body.stream and (scored or body.return_routed_experts):
         raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
-    requests = []
-    for (name, prompt), (within, each) in zip(prompts.items(), params, strict=True):
+    requests, chosen = [], body.chosen(len(prompts))
+    for (name, prompt), (within, each), tokens in zip(prompts.items(), params, chosen, strict=True):
         ids = await text.encode(prompt, name=name) if isinstance(prompt, str) else prompt
         fields = each.worker_fields(within) | gateway.thinking_fields(each, within) | common
         fields |= {"return_text": from_worker(text, each)}
-        requests.append(TokenRequest(ids, fields, each.n, each.worker_names(name, within)))
+        if body.return_logprob and each.max_new_tokens != 0:
+            fields["logprobs"] = body.top_logprobs_num
+        if scored:
+            fields["prompt_logprobs_last"] = positions_of_sglang(body.logprob_start_len, ids, "logprob_start_len")
+        if tokens:
+            fields["prompt_logprob_token_ids"] = tokens
+        names = each.worker_names(name, within) | {
+            **dict.fromkeys(("logprobs", "prompt_top_logprobs"), "top_logprobs_num"),
+            "prompt_logprob_token_ids": "token_ids_logprob",
+        }
+        requests.append(TokenRequest(ids, fields, each.n, names))
     rid = body.rid if isinstance(body.rid, str) else None
     call = Call(gateway, request.id("", rid), requests, found or session)
     answer = _Answer(call, body, [each for _, each in params])
@@ -287,6 +313,9 @@ class _Answer:
                 meta["input_token_logprobs"] = self._prompt_logprobs(request.prompt, result.prompt_logprobs)
                 if result.prompt_tops is not None:
                     meta["input_top_logprobs"] = self._prompt_tops(result.prompt_tops)
+                if result.prompt_chosen_logprobs is not None:
+                    ids = request.fields["prompt_logprob_token_ids"]
+                    meta["input_token_ids_logprobs"] = rows_of_sglang(ids, result.prompt_chosen_logprobs, finite)
         if self._body.return_routed_experts:
             start = self._body.routed_experts_start_len
             meta["routed_experts"] = routed_experts.raw(completion, start)
@@ -294,11 +323,10 @@ class _Answer:
 
     def _prompt_logprobs(self, prompt: list[int], logprobs: np.ndarray) -> list[list[Any]]:
         start = self._body.logprob_start_len
-        return [[finite(float(logprobs[position])), prompt[position], None] for position in range(start, len(prompt))]
+        return [[finite(value), token, None] for value, token in zip(logprobs.tolist(), prompt[start:], strict=True)]
 
     def _prompt_tops(self, tops: PromptTops) -> list[list[list[Any]] | None]:
-        start = self._body.logprob_start_len
-        rows = zip(tops.ids[start:].tolist(), tops.logprobs[start:].tolist(), strict=True)
+        rows = zip(tops.ids.tolist(), tops.logprobs.tolist(), strict=True)
         return [
             None if ids[0] < 0 else [[finite(value), token, None] for token, value in zip(ids, values, strict=True)]
             for ids, values in rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncGenerator, Callable
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -21,6 +21,7 @@ from rollout.gateway.dialects.call import Call, StreamedChunk
 from rollout.gateway.dialects.handling import HttpRequest
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.prompts.chosen_tokens import ChosenTokens
 from rollout.gateway.prompts.sampling import (
     MAX_TOKEN_ID,
     MAX_TOP,
@@ -46,10 +47,16 @@ _FORMS: dict[ExpertFormat, ShowExperts | None] = {
 }
 
 
+#: A token that is scored, or -1 for none.
+ChosenId = Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)]
+
+
 class GenerateParams(SamplingBody):
     """The `sampling_params` of a request."""
 
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    prompt_logprob_token_ids: list[ChosenId] | list[list[ChosenId]] | None = None
+    prompt_logprob_start: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     routed_experts_prompt_start: int = Field(0, ge=0, le=MAX_TOKEN_ID)
 
 
@@ -120,28 +127,54 @@ async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None
     body, gateway = request.body, request.gateway
     params = GenerateParams.take(body.sampling_params, "sampling_params.")
     session, place = request.placement()
-    if body.stream and (params.prompt_logprobs is not None or show is not None):
+    chosen = _chosen(params, len(body.token_ids))
+    if body.stream and (params.prompt_logprobs is not None or chosen is not None or show is not None):
         raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
     fields = params.worker_fields("sampling_params.") | gateway.thinking_fields(params, "sampling_params.") | place
+    if chosen is not None:
+        scored = chosen.rows if params.prompt_logprobs is None else len(body.token_ids)
+        fields |= {"prompt_logprobs_last": scored, "prompt_logprob_token_ids": chosen.worker_ids(scored)}
     fields |= {"adapter": await gateway.adapter_of(body.model), "priority": -body.priority}
     fields["cache_salt"] = body.cache_salt
     fields |= {"logprobs": params.logprobs or 0, "return_routing": "all" if show is not None else False}
     request_id = request.id("", body.request_id)
     names = params.worker_names("token_ids", "sampling_params.")
+    names["prompt_logprob_token_ids"] = "sampling_params.prompt_logprob_token_ids"
     media = await asyncio.to_thread(media_of, body.media)
     call = Call(gateway, request_id, [TokenRequest(body.token_ids, fields, params.n, names, media)], session)
-    answer = _Answer(call, body, params, show)
+    answer = _Answer(call, body, params, show, chosen)
     return answer.events() if body.stream else await answer.whole()
+
+
+def _chosen(params: GenerateParams, prompt_tokens: int) -> ChosenTokens | None:
+    """The tokens that a request has scored at positions of its prompt. Raises `HttpError`."""
+    if params.prompt_logprob_token_ids is None:
+        if params.prompt_logprob_start is not None:
+            raise bad_request(
+                "'prompt_logprob_start' needs 'prompt_logprob_token_ids'; add them or remove it",
+                "sampling_params.prompt_logprob_start",
+            )
+        return None
+    start = params.prompt_logprob_start or 0
+    return ChosenTokens.of_vllm(params.prompt_logprob_token_ids, start, prompt_tokens, "sampling_params.")
 
 
 class _Answer:
     """The answer to a call."""
 
-    def __init__(self, call: Call, body: GenerateBody, params: GenerateParams, show: ShowExperts | None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        body: GenerateBody,
+        params: GenerateParams,
+        show: ShowExperts | None,
+        chosen: ChosenTokens | None,
+    ) -> None:
         self._call = call
         self._body = body
         self._params = params
         self._show = show
+        self._chosen = chosen
         self._logprobs: LogprobFormat | None = None
         if params.logprobs is not None:
             self._logprobs = call.gateway.logprob_format(params.logprobs, by_id=True)
@@ -149,12 +182,16 @@ class _Answer:
     async def whole(self) -> dict[str, Any]:
         """The answer without streaming."""
         (result,) = await self._call.whole()
-        body = self._body
+        body, chosen = self._body, self._chosen
+        scores = {}
+        if chosen is not None:
+            scores["prompt_token_id_logprobs"] = await asyncio.to_thread(chosen.npy, result)
         return {
             "request_id": self._call.id,
             "choices": [self._choice(completion, 0) for completion in result.completions],
             "prompt_logprobs": None,
             "usage": usage([result]),
+            **scores,
         } | await prompt_facts(
             self._call.gateway,
             body.token_ids,

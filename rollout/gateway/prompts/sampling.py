@@ -13,6 +13,7 @@ from trainer_bridge.client.results import Chunk
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOP = 20  # likeliest tokens at each position
+MAX_PROMPT_TOP = 256  # the same of a prompt
 _LARGEST_VOCABULARY = 1 << 24  # AReaL sends a top_k of 1e8, which means all tokens
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Int32 = Annotated[int, Field(ge=-MAX_TOKEN_ID, le=MAX_TOKEN_ID)]
@@ -146,7 +147,7 @@ class SamplingBody(Body):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOP)
     allowed_token_ids: list[TokenId] | None = None
     structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
@@ -193,6 +194,7 @@ class SamplingBody(Body):
         names |= {"stop.strings": f"{place}stop", "stop.token_ids": f"{place}stop_token_ids"}
         names |= dict.fromkeys(_THINKING, self.thought_budget(place)[1])
         names["repetition_detection"] = f"{place}repetition_detection"
+        names |= {"prompt_top_logprobs": f"{place}prompt_logprobs"}
         if self.allowed_token_ids is not None:
             return names | {"constraint": tokens, "constraint.token_ids": tokens}
         kinds = {"json_schema": "json", "regex": "regex", "choices": "choice", "grammar": "grammar"}

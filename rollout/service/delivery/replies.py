@@ -88,6 +88,10 @@ def prompt_scores(event: Delta | RequestDone) -> dict[str, Any]:
     fields: dict[str, Any] = {"prompt_logprobs": event.prompt_logprobs}
     if event.prompt_version is not None:
         fields["prompt_version"] = event.prompt_version
+    if event.prompt_chosen is not None:
+        fields["prompt_chosen_logprobs"] = event.prompt_chosen
+    if event.prompt_entropy is not None:
+        fields["prompt_entropy"] = event.prompt_entropy
     return fields if event.prompt_tops is None else fields | event.prompt_tops.fields()
 
 

@@ -23,6 +23,17 @@ MAX_BIAS = 100
 MAX_INDEX_ENTRIES = 65_536
 
 
+def token_id_rows(value: Any) -> np.ndarray:
+    """Token ids as int32 [k] or [n, k]: a list or an array as for `token_id_array`, or one of two dimensions."""
+    if isinstance(value, np.ndarray) and value.ndim == 2:
+        return token_id_array(value.reshape(-1)).reshape(value.shape)
+    if isinstance(value, list) and value and all(type(row) is list for row in value):
+        if len({len(row) for row in value}) > 1:
+            raise ValueError("rows have different numbers of token ids; repeat ids to make them equally long")
+        return token_id_array([item for row in value for item in row]).reshape(len(value), len(value[0]))
+    return token_id_array(value)
+
+
 def token_id_array(value: Any) -> np.ndarray:
     """A list of integers, or a one-dimensional integer array, as int32 [n]."""
     if isinstance(value, np.ndarray):

@@ -133,7 +133,8 @@ class Intake:
         self._check_prompt(prompt.token_ids, "messages" if message.messages is not None else "prompt")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         max_tokens = self._max_tokens(message, len(prompt), known)
-        self._check_reply(message, len(prompt), max_tokens)
+        scored = _scored_tokens(message, len(prompt))
+        self._check_reply(message, len(prompt), scored, max_tokens)
         return Request(
             key=key,
             prompt=prompt if message.cache_salt is None else replace(prompt, salt=_salt(message.cache_salt)),
@@ -153,8 +154,11 @@ class Intake:
             session=None if message.session is None else (key[0], message.session),
             session_lease_s=message.session_lease_s or self._lease_s,
             top_logprobs=message.logprobs,
-            prompt_logprobs=message.prompt_logprobs or message.prompt_top_logprobs is not None,
+            prompt_logprobs=message.scores_prompt,
+            prompt_last=message.prompt_logprobs_last,
             prompt_tops=message.prompt_top_logprobs,
+            prompt_chosen=message.prompt_logprob_token_ids,
+            prompt_entropy=message.prompt_entropy,
             adapter=message.adapter,
             routing_from=first_position(message.return_routing, message.continue_from, len(prompt)),
         )
@@ -211,6 +215,8 @@ class Intake:
             self._check_ids(message.continue_from.token_ids, "continue_from.token_ids")
             if message.continue_from.top_ids is not None and message.continue_from.tops:
                 self._check_ids(message.continue_from.top_ids, "continue_from.top_ids")
+        if message.prompt_logprob_token_ids is not None:
+            self._check_ids(message.prompt_logprob_token_ids, "prompt_logprob_token_ids")
         self._check_ids(np.array(message.stop.token_ids, np.int64), "stop.token_ids")
         self._check_ids(np.array(list(message.sampling.logit_bias), np.int64), "sampling.logit_bias")
         for name in ("logprobs", "prompt_top_logprobs"):
@@ -281,15 +287,16 @@ class Intake:
             )
         return message.max_tokens
 
-    def _check_reply(self, message: GenerateMessage, prompt_tokens: int, max_tokens: int) -> None:
+    def _check_reply(self, message: GenerateMessage, prompt_tokens: int, scored: int, max_tokens: int) -> None:
         """Refuse a request whose reply could exceed `max_reply_bytes`."""
         shape = self._model.routing if message.return_routing else None
         consumed = max_tokens + (prompt_tokens if message.return_routing == "all" else 0)
-        prompt_tops = message.prompt_top_logprobs
+        prompt_tops, chosen = message.prompt_top_logprobs, message.prompt_logprob_token_ids
         sizes = {
             "return_prompt_ids": 4 * prompt_tokens if message.return_prompt_ids else 0,
             "logprobs": message.n * max_tokens * message.logprobs * 8,
-            "prompt_top_logprobs": 0 if prompt_tops is None else reply_bytes(prompt_tokens, prompt_tops),
+            "prompt_top_logprobs": 0 if prompt_tops is None else reply_bytes(scored, prompt_tops),
+            "prompt_logprob_token_ids": 0 if chosen is None else 4 * scored * chosen.shape[-1],
             "return_routing": 0 if shape is None else message.n * consumed * shape.bytes_per_token,
         }
         most = self._limits.max_reply_bytes
@@ -330,6 +337,23 @@ def _forced_tokens(request: Request, prior: ContinueFrom | None) -> ForcedTokens
     known = [] if prior is None else prior.forced or []
     budgeted = request.constraint if isinstance(request.constraint, Budgeted) else None
     return ForcedTokens(known, None if budgeted is None else budgeted.begin.copy())
+
+
+def _scored_tokens(message: GenerateMessage, prompt_tokens: int) -> int:
+    """How many tokens at the end of a prompt are scored. Raises BadRequest."""
+    scored, ids = message.prompt_logprobs_last or prompt_tokens, message.prompt_logprob_token_ids
+    if scored > prompt_tokens:
+        raise BadRequest(
+            f"the prompt has {prompt_tokens} tokens; lower 'prompt_logprobs_last' to that, or remove it",
+            field="prompt_logprobs_last",
+        )
+    if ids is not None and ids.ndim == 2 and len(ids) != scored:
+        raise BadRequest(
+            f"'prompt_logprob_token_ids' has {len(ids)} rows, and {scored} tokens are scored; send a row for each "
+            "token, or one row of ids for all",
+            field="prompt_logprob_token_ids",
+        )
+    return scored
 
 
 def _prior_columns(prior: ContinueFrom | None, tops: int = 0) -> TokenColumns:

@@ -12,7 +12,12 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails
 
-from rollout.engine.messages.requests import MAX_TOP_LOGPROBS, VERSION_END, RepetitionRule
+from rollout.engine.messages.requests import (
+    MAX_PROMPT_TOKENS_SCORED,
+    MAX_TOP_LOGPROBS,
+    VERSION_END,
+    RepetitionRule,
+)
 from rollout.service.requests.constraint import ConstraintFields
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.fields import (
@@ -25,11 +30,13 @@ from rollout.service.requests.fields import (
     Offsets,
     Seed,
     token_id_array,
+    token_id_rows,
 )
 from rollout.service.requests.request_media import MediaFields
 from rollout.service.requests.thinking import ThinkingFields
 from trainer_bridge.wire.codec import MAX_ID_CHARS, PROTOCOL_VERSION
 from trainer_bridge.wire.errors import BadMessage, BadRequest, RolloutError
+from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
 MAX_STOP_STRINGS = 32
@@ -47,6 +54,17 @@ MAX_PATH_CHARS = 4096
 
 def _prompt(value: Any) -> str | np.ndarray:
     return value if isinstance(value, str) else token_id_array(value)
+
+
+def _scored_ids(value: Any) -> np.ndarray | None:
+    if value is None:
+        return None
+    array = token_id_rows(value)
+    if not 1 <= array.shape[-1] <= MAX_PROMPT_TOKENS_SCORED or not array.size:
+        raise ValueError(
+            f"name 1 to {MAX_PROMPT_TOKENS_SCORED} tokens, or so many in each row; the shape is {list(array.shape)}"
+        )
+    return array
 
 
 def _routing_wanted(value: Any) -> Any:
@@ -166,7 +184,10 @@ class GenerateMessage(RequestHeader):
     continue_from: ContinueFrom | None = None
     logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     prompt_logprobs: bool = False
-    prompt_top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_top_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOKENS_SCORED)
+    prompt_logprob_token_ids: Annotated[Any, BeforeValidator(_scored_ids)] | None = None
+    prompt_entropy: bool = False
+    prompt_logprobs_last: int | None = Field(None, ge=1, le=INT32_MAX)
     min_complete: int | None = Field(None, ge=1)
     constraint: ConstraintFields | None = None
     thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)  # -1: without limit
@@ -190,6 +211,12 @@ class GenerateMessage(RequestHeader):
     def limits_thoughts(self) -> bool:
         """True if thoughts have a budget."""
         return self.thinking_token_budget is not None and self.thinking_token_budget >= 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the request asks for scores of its prompt."""
+        more = self.prompt_top_logprobs is not None or self.prompt_logprob_token_ids is not None
+        return self.prompt_logprobs or self.prompt_entropy or more
 
     @property
     def needs_text(self) -> bool:
@@ -421,6 +448,11 @@ def _check_generate(request: GenerateMessage) -> None:
         )
     if request.repetition_detection is not None:
         _check_repetition(request.repetition_detection)
+    if request.prompt_logprobs_last is not None and not request.scores_prompt:
+        raise BadRequest(
+            f"'{SCORED_TOKENS_FIELD}' needs one of {', '.join(SCORE_FIELDS)}; add one or remove it",
+            field=SCORED_TOKENS_FIELD,
+        )
     if request.join_chunks and not request.stream:
         raise BadRequest("'join_chunks' needs 'stream'; set it, or remove 'join_chunks'", field="join_chunks")
     if request.continue_from is not None:

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from tests.support.bridge.client_script import Connect, Serve
-from tests.support.bridge.model_script import PROMPT_LOGPROBS, PROMPT_SCORES, PROMPT_TOPS, Model, check, columns, vanish
+from tests.support.bridge.model_script import (
+    PROMPT_CHOSEN,
+    PROMPT_ENTROPY,
+    PROMPT_LOGPROBS,
+    PROMPT_SCORES,
+    PROMPT_TOPS,
+    Model,
+    check,
+    columns,
+    vanish,
+)
 from tests.support.bridge.scripted_worker import ScriptedWorker, completion, result
 from trainer_bridge.client.assembly import Assembler
 from trainer_bridge.client.generate_request import plan_request
@@ -21,7 +31,13 @@ from trainer_bridge.wire.prompt_tops import PromptTops
 SEED = 11
 SEEDS = [completion_seed(SEED, index) for index in range(4)]
 UNKNOWN = PromptTops.unknown(2, 2)
-ASKED: dict[str, Any] = {"logprobs": 3, "prompt_top_logprobs": 2, "seed": SEED}
+SCORED: dict[str, Any] = {
+    "prompt_top_logprobs": 2,
+    "prompt_logprob_token_ids": np.array([[1, 2, 3], [4, 5, 6]]),
+    "prompt_entropy": True,
+    "prompt_logprobs_last": 2,
+}
+ASKED: dict[str, Any] = {"logprobs": 3, "seed": SEED, **SCORED}
 
 
 def check_tops(part: Completion, seed: int, tokens: int, unknown: int = 0) -> None:
@@ -45,6 +61,12 @@ def check_prompt(scored: Chunk | GenerateResult) -> None:
     )
     for name, values in PROMPT_TOPS.fields().items():
         np.testing.assert_array_equal(tops.fields()[name], values)
+    for found, values in (
+        (scored.prompt_chosen_logprobs, PROMPT_CHOSEN),
+        (scored.prompt_entropy, PROMPT_ENTROPY),
+    ):
+        assert found is not None and found.dtype == np.float32
+        np.testing.assert_array_equal(found, values)
 
 
 def askers(worker: ScriptedWorker) -> list[int]:
@@ -107,6 +129,10 @@ def test_a_request_for_ranks_asks_for_log_probs_and_has_both(connect: Connect, s
         {"prompt_top_ids": [[1], [2]]},
         {"prompt_top_logprobs": None},
         {"prompt_top_logprobs": [[0.0, 0.0]]},
+        {"prompt_chosen_logprobs": [0.0, 0.0]},
+        {"prompt_chosen_logprobs": [[0.0, 0.0]]},
+        {"prompt_entropy": [0.0]},
+        {"prompt_entropy": "x"},
     ],
 )
 def test_tops_of_a_prompt_that_do_not_fit_are_an_error(fields: dict[str, Any]) -> None:
@@ -248,7 +274,7 @@ def test_a_prompt_that_is_scored_without_a_token_goes_to_another_worker_when_its
     connect: Connect, serve: Serve, tmp_path: Path, n: int
 ) -> None:
     first, second = serve(Model(3, reach=(0,) * n, fail=vanish)), serve(Model(5))
-    path, asked = tmp_path / "j", {"max_tokens": 0, "n": n, "seed": SEED, "prompt_top_logprobs": 2}
+    path, asked = tmp_path / "j", {"max_tokens": 0, "n": n, "seed": SEED, **SCORED}
     for _ in range(2):  # then it is answered from the file
         client = connect(first.endpoint, second.endpoint, journal=path)
         done = client.generate([1, 2], request_id="r", **asked)
@@ -292,3 +318,15 @@ def test_a_map_with_rows_without_entries_has_none(tokens: int) -> None:
     assembler = Assembler(1, plan.prior)
     assembler.add(Chunk(tokens, read_completion({**columns(SEEDS[0], tokens, 5, 3, tops=3), "index": 0})))
     check_tops(assembler.joined(0), SEEDS[0], 5, unknown=tokens)
+
+
+def test_named_tokens_are_sent_as_an_array_and_ask_for_log_probs() -> None:
+    for given in ([1, 2], [[1, 2], [3, 4]], np.array([[1, 2]], np.int64), [np.array([1]), np.array([2])]):
+        sent = plan_request([1, 2], {"prompt_logprob_token_ids": given}).fields
+        assert sent["prompt_logprobs"] and sent["prompt_logprob_token_ids"].dtype == np.int32
+        np.testing.assert_array_equal(sent["prompt_logprob_token_ids"], given)
+    for wrong in ([[1], [2, 3]], [1.5], [-1], [[2**40]], "12", [[[1]]]):
+        with pytest.raises(ValueError, match="prompt_logprob_token_ids"):
+            plan_request([1, 2], {"prompt_logprob_token_ids": wrong})
+    sent = plan_request([1, 2], {"prompt_entropy": False, "prompt_logprobs_last": 3}).fields
+    assert "prompt_logprobs" not in sent

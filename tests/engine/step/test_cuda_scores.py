@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from rollout.engine.device.streams import make_device
+from rollout.engine.features.scores.feature import asked_of
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation
 from tests.support.engine.harness import Bench, load
+from tests.support.engine.scores import Wanted
 from tests.support.models.families import make_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +55,48 @@ def test_tops_and_prompts_are_transformers(tmp_path, captured):
             ranks = torch.tensor(tops.ranks[1:])
             assert (surely <= ranks).all() and (ranks <= perhaps).all()
     bench.close()
+
+
+#: What teachers ask about a prompt of 300 tokens.
+TEACHERS = [
+    Wanted(last=130, chosen=np.arange(130 * 256, dtype=np.int32).reshape(130, 256) % 90, entropy=True),
+    Wanted(last=1, tops=50),
+    Wanted(chosen=np.array([3, 89], np.int32)),
+    Wanted(last=299, entropy=True, tops=20),
+    Wanted(last=40),
+]
+
+
+def test_what_teachers_ask_for_is_transformers_also_on_known_prefixes(tmp_path):
+    hf_model = make_checkpoint("qwen3", tmp_path, max_position_embeddings=1024).float()
+    bench = Bench(load(tmp_path, "cuda"), make_device("cuda"), kv_pages=300, prefill_chunk_tokens=150)
+    for turn in range(2):
+        for i, wanted in enumerate(TEACHERS):
+            bench.submit(f"{turn}{i}", prompt(300, i % 2), 3 * (i % 2), **wanted.fields())
+        bench.run()
+    for i, wanted in enumerate(TEACHERS):
+        for turn in range(2):
+            wanted.check(bench.done[f"{turn}{i}"], prompt(300, i % 2), hf_model, atol=2e-4)
+    assert [bench.done[f"1{i}"].cached_tokens > 0 for i in range(5)] == [True, True, False, False, True]
+    bench.close()
+
+
+def test_teachers_compile_nothing_and_leave_other_scores_bit_for_bit(folder, monkeypatch):
+    compiled = watch_compilation(monkeypatch)
+
+    def scores(*teachers: Wanted) -> np.ndarray:
+        bench = Bench(load_bf16(folder), make_device("cuda"), page_size=16, kv_pages=600, deterministic=True)
+        compiled.clear()
+        bench.submit("a", prompt(300, 9), 4, prompt_logprobs=True, prompt_tops=20)
+        for i, wanted in enumerate(teachers):
+            bench.submit(f"t{i}", prompt(300, i), 0, **wanted.fields())
+        bench.run()
+        assert not compiled
+        bench.close()
+        tops = bench.done["a"].prompt_tops
+        return np.concatenate([bench.done["a"].prompt_logprobs[1:, None], tops.logprobs[1:], tops.ids[1:]], axis=1)
+
+    np.testing.assert_array_equal(scores(), scores(*TEACHERS))
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +158,7 @@ def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
     bench.engine.executor.compute.run(lambda: torch.cuda._sleep(2_000_000_000))
     bench.engine.tick()
     newest = bench.engine.pipeline.steps()[-1]
-    assert newest.header.tops and not newest.slot.d2h_done.query()
+    assert asked_of(newest.header).tops and not newest.slot.d2h_done.query()
     bench.run()
     bench.close()
 

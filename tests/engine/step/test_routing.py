@@ -250,7 +250,7 @@ def test_a_rescued_completion_has_the_experts_of_its_tokens(family, pages):
 
 def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
     class Full:
-        def copy(self):
+        def event_fields(self):
             raise MemoryError
 
     model, hf_model = family
@@ -261,10 +261,10 @@ def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
         bench.engine.tick()
     roster = bench.engine.roster
     (seq,) = roster.decoding
-    known, seq.group.prompt_logprobs = seq.group.prompt_logprobs, Full()
+    known, seq.group.prompt_scores = seq.group.prompt_scores, Full()
     with pytest.raises(MemoryError):
         make_delta(seq, roster.features)
-    seq.group.prompt_logprobs = known
+    seq.group.prompt_scores = known
     bench.emit(roster.rescue("a fault"))
     assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
     bench.close(check=False)

@@ -96,10 +96,11 @@ def test_equal_logits_have_the_rank_of_the_first():
     scores = scores_module.ScoreBuffers(CpuDevice(), max_rows=1, chunk_tokens=4, vocab=6)
     logits_NV = torch.tensor([[1.0, 3.0, 3.0, 2.0, 0.0, 0.0]]).repeat(4, 1)
     at, targets = torch.arange(4), torch.tensor([1, 2, 3, 5])
-    scores.score_prompt(logits_NV, at, targets, torch.clone, ranked=True)
-    scores.copy(0, 4, ranked=True)
-    found = scores.read((), 4, ranked=True)
-    assert found.prompt_ranks_N.tolist() == [1, 1, 3, 5] and not found.prompt_ids_NK.size
+    asked = scores_module.Scoring(4, ranked=True)
+    scores.narrow.score(logits_NV, at, targets, None, torch.clone, asked)
+    scores.narrow.copy(asked)
+    found = scores.narrow.read(asked)
+    assert found.ranks_N.tolist() == [1, 1, 3, 5] and not found.ids_NK.size
 
 
 def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model, prompt_of):
@@ -109,8 +110,8 @@ def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model
     for name, k in (("plain", None), ("ranks", 0), ("tops", 2)):
         bench.submit(name, prompt_of(9), 2, prompt_logprobs=True, prompt_tops=k)
         bench.run()
-    asked = [scored[2:] for header in told if (scored := asked_of(header)).scored]
-    assert asked == [(False, False), (True, False), (True, True)]
+    asked = [(scoring.ranked, scoring.tops) for header in told if (scoring := asked_of(header).narrow).scored]
+    assert asked == [(False, 0), (True, 0), (True, 20)]
     bench.close()
 
 
@@ -487,6 +488,8 @@ def test_steps_without_scores_have_one_upload_and_one_download(model, prompt_of)
 def test_exact_sums_do_not_depend_on_the_order_of_additions(exact):
     """Which on a GPU is another one for another number of rows."""
     vocab, generator = 20_011, torch.Generator().manual_seed(0)
+    narrow = scores_module.Scoring(4)
+    wide = scores_module.Scoring(4, chosen=1, entropy=True)
     logits_SV = torch.randn(4, vocab, generator=generator) * 3
     order_V = torch.randperm(vocab, generator=generator)
     told = []
@@ -495,17 +498,21 @@ def test_exact_sums_do_not_depend_on_the_order_of_additions(exact):
         at = torch.arange(4)
         scores.take_tops(each_SV, at, exact)
         targets_N = torch.full((4,), int((order_V == 0).nonzero()) if told else 0)
-        scores.score_prompt(each_SV, at, targets_N, lambda logits: logits.clone(), exact)
-        scores.copy(4, 4)
-        told.append(scores.read((0, 1, 2, 3), 4))
+        scores.narrow.score(each_SV, at, targets_N, None, torch.clone, narrow, exact)
+        scores.wide.score(each_SV, at, targets_N, targets_N[:, None].int(), torch.clone, wide, exact)
+        scores.copy(4, narrow, wide)
+        told.append(scores.read((0, 1, 2, 3), narrow, wide))
     expected_SV = logits_SV.double().log_softmax(1)
     off = 2e-6 if exact else 2e-5  # other CPUs add 20,011 numbers in another order
     for scores in told:
         np.testing.assert_allclose(scores.top_logprobs_CK, expected_SV.topk(20).values, atol=off)
-        np.testing.assert_allclose(scores.prompt_N, expected_SV[:, 0], atol=off)
+        np.testing.assert_allclose(scores.narrow.logprobs_N, expected_SV[:, 0], atol=off)
+        np.testing.assert_allclose(scores.wide.chosen_NM, expected_SV[:, :1], atol=off)
+        np.testing.assert_allclose(scores.wide.entropy_N, -(expected_SV.exp() * expected_SV).sum(1), atol=off)
     if exact:
         assert told[0].top_logprobs_CK.tobytes() == told[1].top_logprobs_CK.tobytes()
-        assert told[0].prompt_N.tobytes() == told[1].prompt_N.tobytes()
+        assert told[0].narrow.logprobs_N.tobytes() == told[1].narrow.logprobs_N.tobytes()
+        assert told[0].wide.entropy_N.tobytes() == told[1].wide.entropy_N.tobytes()
 
 
 class Copies(TorchDispatchMode):
@@ -526,9 +533,10 @@ def test_copies_to_the_host_are_contiguous():
     scores = scores_module.ScoreBuffers(CpuDevice(), max_rows=8, chunk_tokens=64, vocab=VOCAB)
     scores.take_tops(torch.arange(6 * VOCAB).view(6, VOCAB) / 50, torch.tensor([0, 2, 5]))
     with Copies() as copies:
-        scores.copy(tops=3, scored=10, ranked=True, prompt_tops=True)
-    assert copies.of_one_piece == [True] * 4
-    assert scores.read((0, 2, 5), 10).top_ids_CK[:, 0].tolist() == [VOCAB - 1] * 3
+        scores.copy(3, scores_module.Scoring(10, True, 20), scores_module.Scoring(7, True, 97, 5, True))
+    assert copies.of_one_piece == [True] * 9
+    nothing = scores_module.Scoring()
+    assert scores.read((0, 2, 5), nothing, nothing).top_ids_CK[:, 0].tolist() == [VOCAB - 1] * 3
 
 
 def test_logits_of_a_16_bit_model_are_not_rounded_to_16_bits(model):

@@ -44,8 +44,15 @@ PROMPT_TOPS = PromptTops(
     np.array([[-1, -1], [7, 2]], np.int32),
     np.array([[np.nan, np.nan], [-0.25, -0.5]], np.float32),
 )
+PROMPT_CHOSEN = np.array([[np.nan, np.nan, np.nan], [-1.0, -2.0, -np.inf]], np.float32)
+PROMPT_ENTROPY = np.array([np.nan, 0.75], np.float32)
 #: The fields of a reply that tells of them.
-PROMPT_SCORES = {"prompt_logprobs": PROMPT_LOGPROBS, **PROMPT_TOPS.fields()}
+PROMPT_SCORES = {
+    "prompt_logprobs": PROMPT_LOGPROBS,
+    **PROMPT_TOPS.fields(),
+    "prompt_chosen_logprobs": PROMPT_CHOSEN,
+    "prompt_entropy": PROMPT_ENTROPY,
+}
 
 
 @dataclass

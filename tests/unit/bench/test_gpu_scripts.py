@@ -161,6 +161,16 @@ def test_the_benchmark_of_scores_measures_steps_and_a_prompt(tmp_path):
 
 
 @pytest.mark.nightly
+def test_the_benchmark_of_a_teacher_counts_what_samples_share_once(tmp_path):
+    sizes = ("--shape", "toy", "--rows", "4", "--batch", "8", "--long", "120", "--last", "8", "--samples", "4")
+    _, rows = run(load_script("bench.scores"), tmp_path / "s.json", *sizes, "--chosen", "5", "--repeats", "1")
+    computed = {row["way"]: row["computed"] for row in rows}
+    assert [computed.pop(way) for way in ("plain", "last", "all", "chosen")] == [8 * 120] * 4
+    assert 2 * 112 + 8 * 8 <= computed["shared"] < 8 * 60
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.nightly
 def test_the_benchmark_of_offloading_runs_all_three(tmp_path):
     sizes = ("--shape", "toy", "--rows", "4", "--prompt", "8", "--tokens", "120", "--holds", "2", "--piece-mib", "0.02")
     script = load_script("bench.offload")

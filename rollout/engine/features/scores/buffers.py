@@ -5,6 +5,11 @@
     prompt    [chunk tokens] float32                     -D2H->     in steps with a prompt to score
     ranks     [chunk tokens] int32                       -D2H->     where such a prompt asks for them
     prompt tops  [chunk tokens, 2, K] int32              -D2H->     the same
+    chosen    [words] float32                            -D2H->     of prompts with tokens that a request names
+    entropy   [chunk tokens] float32                     -D2H->     of prompts whose request asks for it
+
+Prompts are scored in two lists. The narrow one has those that ask for their own tokens and up to 20 likeliest ones;
+nothing of the other one changes its numbers. The wide one has the rest: its steps are as long as `WIDE_WORDS` allows.
 
 All are log-softmax of the model's own logits: before temperature, penalties, bias, bans and masks. The upload of a step
 says which rows and positions these are; a step without any enqueues nothing of this. Each copy is one contiguous piece:
@@ -14,14 +19,15 @@ Where each rank of a tensor group has the logits of a part of the vocabulary, th
 each row, then sums, the likeliest tokens of their part, and how many tokens are likelier than the prompt's. All ranks
 merge them in the order of the ranks and have the same scores; exact sums are those of one rank, bit for bit.
 
-Legend: S rows that sample, C of them with tops, K tops, N scored positions, P of them at a time, V vocabulary or the
-rank's part of it, R ranks.
+Legend: S rows that sample, C of them with tops, K tops, N scored positions, P of them at a time, M tokens that a
+request names at a position, V vocabulary or the rank's part of it, R ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +35,13 @@ import torch.nn.functional as F
 from rollout_kernels.sampling import VocabShard
 
 from rollout.engine.device.streams import Device
-from rollout.engine.messages.requests import MAX_TOP_LOGPROBS
+from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS
 
 #: Prompt positions that go through the output layer at a time; only their logits exist at once. On a GPU every piece
 #: has this size: another size may need another kernel, and nothing is compiled while serving.
 SCORED_AT_ONCE = 128
+#: Scored positions of a step's wide list, times the most tokens at one of them: the size of its buffers.
+WIDE_WORDS = 1 << 19
 
 
 def scored_multiple(device: torch.device) -> int:
@@ -41,8 +49,30 @@ def scored_multiple(device: torch.device) -> int:
     return SCORED_AT_ONCE if device.type == "cuda" else 1
 
 
+class Scoring(NamedTuple):
+    """What a step scores of prompts, in one of its lists."""
+
+    scored: int = 0  # positions
+    ranked: bool = False  # these have ranks, too
+    tops: int = 0  # and so many likeliest tokens
+    chosen: int = 0  # and log-probs of so many tokens that the upload names
+    entropy: bool = False  # and the entropy
+
+
 def _nothing() -> np.ndarray:
     return np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompts:
+    """The scores of one list of prompt tokens, in their order; on the host. What was not asked for is empty."""
+
+    logprobs_N: np.ndarray = field(default_factory=_nothing)  # float32
+    ranks_N: np.ndarray = field(default_factory=_nothing)  # int32
+    ids_NK: np.ndarray = field(default_factory=_nothing)  # int32, likeliest first
+    top_logprobs_NK: np.ndarray = field(default_factory=_nothing)  # float32
+    chosen_NM: np.ndarray = field(default_factory=_nothing)  # float32
+    entropy_N: np.ndarray = field(default_factory=_nothing)  # float32, nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +82,8 @@ class Scores:
     places: tuple[int, ...]  # of the rows with tops, among those that sample
     top_ids_CK: np.ndarray  # int32, likeliest first
     top_logprobs_CK: np.ndarray  # float32
-    prompt_N: np.ndarray  # float32, of the prompt tokens that the step's spans score, in their order
-    prompt_ranks_N: np.ndarray = field(default_factory=_nothing)  # int32, in a step that ranks them
-    prompt_ids_NK: np.ndarray = field(default_factory=_nothing)  # int32, in a step that has their likeliest tokens
-    prompt_logprobs_NK: np.ndarray = field(default_factory=_nothing)  # float32, the same
+    narrow: ScoredPrompts
+    wide: ScoredPrompts
 
 
 class Vocabulary:
@@ -70,7 +98,7 @@ class Vocabulary:
         return own_P
 
     def logit_of(self, logits_PV: torch.Tensor, tokens_P1: torch.Tensor) -> torch.Tensor:
-        """The logit of a token of each row, [P, 1]."""
+        """The logits of a token of each row, [P, 1], or of several, [P, M]."""
         return logits_PV.gather(1, tokens_P1)
 
     def likeliest(self, logits_PV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,22 +147,113 @@ def vocabulary(shard: VocabShard | None) -> Vocabulary:
     return _WHOLE if shard is None else _PartOfVocabulary(shard)
 
 
+class PromptBuffers:
+    """The buffers for one list of scored positions.
+
+    `positions`: how many at most; `tops_words`, `chosen_words`: the most of them times their likeliest tokens, and
+    times the named ones.
+    """
+
+    def __init__(self, device: Device, positions: int, tops_words: int, chosen_words: int = 0) -> None:
+        def pair(words: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.zeros(words, dtype=dtype, device=device.torch_device), device.host_buffer((words,), dtype)
+
+        self._logprobs, self._logprobs_host = pair(positions, torch.float32)
+        self._ranks, self._ranks_host = pair(positions, torch.int32)
+        self._tops, self._tops_host = pair(2 * tops_words, torch.int32)
+        self._chosen, self._chosen_host = pair(chosen_words, torch.float32)
+        self._entropy, self._entropy_host = pair(positions, torch.float32)
+
+    def score(
+        self,
+        hidden_TH: torch.Tensor,
+        at_N: torch.Tensor,
+        targets_N: torch.Tensor,
+        chosen_NM: torch.Tensor | None,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        scoring: Scoring,
+        exact_sums: bool = False,
+        vocab: Vocabulary = _WHOLE,
+    ) -> None:
+        """Log-probs of `targets_N` after the tokens `at_N` of a step, and what else is asked; on the compute stream.
+
+        `chosen_NM` are the named tokens, int32. `compute_logits` gives logits of `vocab`; if that is a part, all ranks
+        call this.
+        """
+        tops_N2K = self._tops[: 2 * len(at_N) * scoring.tops].view(-1, 2, max(scoring.tops, 1))
+        scores_NM = self._chosen[: len(at_N) * scoring.chosen].view(-1, max(scoring.chosen, 1))
+        for start in range(0, len(at_N), SCORED_AT_ONCE):
+            part = slice(start, min(start + SCORED_AT_ONCE, len(at_N)))
+            logits_PV = compute_logits(hidden_TH.index_select(0, at_N[part]))
+            best_P1 = vocab.largest(logits_PV.amax(dim=1, keepdim=True))
+            logits_PV.sub_(best_P1)  # small numbers lose no digits in the difference
+            own_P1 = vocab.logit_of(logits_PV, targets_N[part, None])
+            if scoring.ranked:
+                likelier_P = (logits_PV > own_P1).sum(dim=1, dtype=torch.int32)
+                self._ranks[part] = vocab.sum(likelier_P) + 1
+            if scoring.tops:
+                values_PK, top_ids_PK = vocab.likeliest(logits_PV, scoring.tops)
+            if chosen_NM is not None:
+                chosen_PM = vocab.logit_of(logits_PV, chosen_NM[part].long())
+            if scoring.entropy:
+                weighted_P = _weighted_logits(logits_PV, exact_sums, vocab)
+            rest_P = _log_sum_exp(logits_PV, exact_sums, vocab)
+            self._logprobs[part] = own_P1.squeeze(1) - rest_P
+            if scoring.tops:
+                ids_PK, bits_PK = tops_N2K[part].unbind(1)
+                ids_PK.copy_(top_ids_PK)
+                bits_PK.view(torch.float32).copy_(values_PK - rest_P[:, None])
+            if chosen_NM is not None:
+                torch.sub(chosen_PM, rest_P[:, None], out=scores_NM[part])
+            if scoring.entropy:
+                self._entropy[part] = rest_P - weighted_P / rest_P.exp()
+
+    def copy(self, scoring: Scoring) -> None:
+        """Copy the scores of a step to the host; on the D2H stream."""
+        for host, device in self._parts(scoring):
+            host.copy_(device, non_blocking=True)
+
+    def _parts(self, scoring: Scoring) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        scored, tops, chosen = scoring.scored, 2 * scoring.scored * scoring.tops, scoring.scored * scoring.chosen
+        sizes = (
+            (self._logprobs_host, self._logprobs, scored),
+            (self._ranks_host, self._ranks, scored if scoring.ranked else 0),
+            (self._tops_host, self._tops, tops),
+            (self._chosen_host, self._chosen, chosen),
+            (self._entropy_host, self._entropy, scored if scoring.entropy else 0),
+        )
+        return [(host[:size], device[:size]) for host, device, size in sizes if size]
+
+    def read(self, scoring: Scoring) -> ScoredPrompts:
+        """A copy of the scores that have arrived; the next step overwrites the buffers."""
+        if not scoring.scored:
+            return ScoredPrompts()
+        scored, more = scoring.scored, dict[str, Any]()
+        if scoring.ranked:
+            more["ranks_N"] = self._ranks_host[:scored].numpy().copy()
+        if k := scoring.tops:
+            tops_N2K = self._tops_host[: 2 * scored * k].view(scored, 2, k).numpy().copy()
+            more |= {"ids_NK": tops_N2K[:, 0], "top_logprobs_NK": tops_N2K[:, 1].view(np.float32)}
+        if m := scoring.chosen:
+            more["chosen_NM"] = self._chosen_host[: scored * m].view(scored, m).numpy().copy()
+        if scoring.entropy:
+            more["entropy_N"] = self._entropy_host[:scored].numpy().copy()
+        return ScoredPrompts(self._logprobs_host[:scored].numpy().copy(), **more)
+
+
 class ScoreBuffers:
     """The buffers for the scores of one step."""
 
     def __init__(self, device: Device, max_rows: int, chunk_tokens: int, vocab: int) -> None:
         multiple = scored_multiple(device.torch_device)
-        self._k = min(MAX_TOP_LOGPROBS, vocab)
+        self.k = min(MAX_TOP_LOGPROBS, vocab)
         positions = -(-chunk_tokens // multiple) * multiple
-        tops, prompt, prompt_tops = (max_rows, 2, self._k), (positions,), (positions, 2, self._k)
+        tops = (max_rows, 2, self.k)
         self._tops = torch.zeros(tops, dtype=torch.int32, device=device.torch_device)
         self._tops_host = device.host_buffer(tops, torch.int32)
-        self._prompt = torch.zeros(prompt, device=device.torch_device)
-        self._prompt_host = device.host_buffer(prompt, torch.float32)
-        self._ranks = torch.zeros(prompt, dtype=torch.int32, device=device.torch_device)
-        self._ranks_host = device.host_buffer(prompt, torch.int32)
-        self._prompt_tops = torch.zeros(prompt_tops, dtype=torch.int32, device=device.torch_device)
-        self._prompt_tops_host = device.host_buffer(prompt_tops, torch.int32)
+        most = min(WIDE_WORDS, positions * MAX_PROMPT_TOKENS_SCORED) + multiple * MAX_PROMPT_TOKENS_SCORED
+        self.narrow = PromptBuffers(device, positions, positions * self.k)
+        self.wide = PromptBuffers(device, positions, most, most)
 
     def take_tops(
         self,
@@ -148,71 +267,25 @@ class ScoreBuffers:
         They cover `vocab`; if that is a part, all ranks call this.
         """
         logits_CV = logits_SV.index_select(0, at_C)
-        values_CK, top_ids_CK = vocab.likeliest(logits_CV, self._k)
+        values_CK, top_ids_CK = vocab.likeliest(logits_CV, self.k)
         best_C1 = values_CK[:, :1]
         rest_C1 = _log_sum_exp(logits_CV.sub_(best_C1), exact_sums, vocab)[:, None]
         ids_CK, bits_CK = self._tops[: len(at_C)].unbind(1)
         ids_CK.copy_(top_ids_CK)
         bits_CK.view(torch.float32).copy_(values_CK - best_C1 - rest_C1)
 
-    def score_prompt(
-        self,
-        hidden_TH: torch.Tensor,
-        at_N: torch.Tensor,
-        targets_N: torch.Tensor,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
-        exact_sums: bool = False,
-        *,
-        ranked: bool = False,
-        tops: bool = False,
-        vocab: Vocabulary = _WHOLE,
-    ) -> None:
-        """Log-probs of `targets_N` after the tokens `at_N` of a step; on the compute stream.
-
-        With `ranked` their ranks, too, and with `tops` the likeliest tokens at each position. `compute_logits` gives
-        those of `vocab`; if that is a part, all ranks call this.
-        """
-        for start in range(0, len(at_N), SCORED_AT_ONCE):
-            part = slice(start, min(start + SCORED_AT_ONCE, len(at_N)))
-            logits_PV = compute_logits(hidden_TH.index_select(0, at_N[part]))
-            best_P1 = vocab.largest(logits_PV.amax(dim=1, keepdim=True))
-            logits_PV.sub_(best_P1)  # small numbers lose no digits in the difference
-            chosen_P1 = vocab.logit_of(logits_PV, targets_N[part, None])
-            if ranked:
-                likelier_P = (logits_PV > chosen_P1).sum(dim=1, dtype=torch.int32)
-                self._ranks[part] = vocab.sum(likelier_P) + 1
-            if tops:
-                values_PK, top_ids_PK = vocab.likeliest(logits_PV, self._k)
-            rest_P = _log_sum_exp(logits_PV, exact_sums, vocab)
-            self._prompt[part] = chosen_P1.squeeze(1) - rest_P
-            if tops:
-                ids_PK, bits_PK = self._prompt_tops[part].unbind(1)
-                ids_PK.copy_(top_ids_PK)
-                bits_PK.view(torch.float32).copy_(values_PK - rest_P[:, None])
-
-    def copy(self, tops: int, scored: int, *, ranked: bool = False, prompt_tops: bool = False) -> None:
-        """Copy the tops of `tops` rows and the scores of `scored` positions to the host; on the D2H stream."""
+    def copy(self, tops: int, narrow: Scoring, wide: Scoring) -> None:
+        """Copy the tops of `tops` rows and the scores of two lists to the host; on the D2H stream."""
         if tops:
             self._tops_host[:tops].copy_(self._tops[:tops], non_blocking=True)
-        if scored:
-            self._prompt_host[:scored].copy_(self._prompt[:scored], non_blocking=True)
-        if ranked:
-            self._ranks_host[:scored].copy_(self._ranks[:scored], non_blocking=True)
-        if prompt_tops:
-            self._prompt_tops_host[:scored].copy_(self._prompt_tops[:scored], non_blocking=True)
+        self.narrow.copy(narrow)
+        self.wide.copy(wide)
 
-    def read(self, places: tuple[int, ...], scored: int, *, ranked: bool = False, prompt_tops: bool = False) -> Scores:
+    def read(self, places: tuple[int, ...], narrow: Scoring, wide: Scoring) -> Scores:
         """A copy of the scores that have arrived; the next step overwrites the buffers."""
         tops_C2K = self._tops_host[: len(places)].numpy().copy()
-        prompt_N = self._prompt_host[:scored].numpy().copy()
-        scores = Scores(places, tops_C2K[:, 0], tops_C2K[:, 1].view(np.float32), prompt_N)
-        if ranked:
-            scores = replace(scores, prompt_ranks_N=self._ranks_host[:scored].numpy().copy())
-        if prompt_tops:
-            tops_N2K = self._prompt_tops_host[:scored].numpy().copy()
-            ids_NK, logprobs_NK = tops_N2K[:, 0], tops_N2K[:, 1].view(np.float32)
-            scores = replace(scores, prompt_ids_NK=ids_NK, prompt_logprobs_NK=logprobs_NK)
-        return scores
+        of_prompts = self.narrow.read(narrow), self.wide.read(wide)
+        return Scores(places, tops_C2K[:, 0], tops_C2K[:, 1].view(np.float32), *of_prompts)
 
 
 def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, vocab: Vocabulary) -> torch.Tensor:
@@ -226,3 +299,14 @@ def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, vocab: Vocabulary) -> tor
         units_R = vocab.sum(probs_RV.mul_(2.0**43).long().sum(dim=1))
         return (units_R.double() * 2.0**-43).log_().float()
     return vocab.sum(probs_RV.sum(dim=1)).log_()
+
+
+def _weighted_logits(logits_RV: torch.Tensor, exact: bool, vocab: Vocabulary) -> torch.Tensor:
+    """[R]: the sum of exp(logit) * logit. No logit is above 0; those of impossible tokens become finite.
+
+    With `exact` as in `_log_sum_exp`: a term is at most 1 / e.
+    """
+    terms_RV = logits_RV.clamp_min_(-1e30).exp().mul_(logits_RV)
+    if exact:
+        return vocab.sum(terms_RV.mul_(2.0**43).long().sum(dim=1)).double().mul_(2.0**-43).float()
+    return vocab.sum(terms_RV.sum(dim=1))

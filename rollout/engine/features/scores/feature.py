@@ -2,25 +2,29 @@
 
 Sections:
 
-    top_at                 int64 [n]: which of the drawing rows report their likeliest tokens
-    scored_at, _targets    int64 [n]: tokens of the step, and the token whose log-prob each gives; padded
+    top_at                     int64 [n]: which of the drawing rows report their likeliest tokens
+    narrow_at, narrow_targets  int64 [n]: tokens of the step, and the token whose log-prob each gives; padded
+    wide_at, wide_targets      the same of the wide list (`buffers.py`)
+    wide_chosen                int32 [n, M]: tokens whose log-probs each gives; padded
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout.engine.features.scores.buffers import Scores
+from rollout.engine.features.scores.buffers import WIDE_WORDS, ScoredPrompts, Scores, Scoring
+from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, Request
 from rollout.engine.schedule.feature import StepFeature
-from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.plan import Plan, Span
+from rollout.engine.sequence.prompt_scores import PromptScores
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, Staging
-from trainer_bridge.wire.prompt_tops import PromptTops
 
 NAME = "scores"
 #: int32 words of a token that is scored: its place and the next token's id.
@@ -33,13 +37,12 @@ class Asked(NamedTuple):
     """What a step scores."""
 
     tops: tuple[int, ...] = ()  # which of the drawing rows report their likeliest tokens
-    scored: int = 0  # positions of prompts
-    ranked: bool = False  # these have ranks, too
-    prompt_tops: bool = False  # and their likeliest tokens
+    narrow: Scoring = Scoring()
+    wide: Scoring = Scoring()
 
     def to_facts(self) -> list[Any]:
         """As a header has it."""
-        return [list(self.tops), *self[1:]]
+        return [list(self.tops), list(self.narrow), list(self.wide)]
 
 
 _NOTHING = Asked()
@@ -49,44 +52,114 @@ def asked_of(header: Header) -> Asked:
     """What a step scores."""
     if NAME not in header.facts:
         return _NOTHING
-    tops, *others = header.facts[NAME]
-    return Asked(tuple(tops), *others)
+    tops, narrow, wide = header.facts[NAME]
+    return Asked(tuple(tops), Scoring(*narrow), Scoring(*wide))
+
+
+def wide_words(request: Request) -> int:
+    """The most tokens that a request scores at a position, if its prompt is in the wide list; else 0."""
+    tops, chosen = request.prompt_tops or 0, request.prompt_chosen
+    if chosen is None and not request.prompt_entropy and tops <= MAX_TOP_LOGPROBS:
+        return 0
+    return max(1, tops, 0 if chosen is None else chosen.shape[-1])
+
+
+@dataclass(slots=True)
+class _List:
+    """One list of the positions that a step scores."""
+
+    at: list[np.ndarray] = field(default_factory=list)
+    targets: list[np.ndarray] = field(default_factory=list)
+    chosen: list[np.ndarray] = field(default_factory=list)  # int32 [positions, M]; M may be 0
+    ranked: bool = False
+    tops: int = 0
+    entropy: bool = False
+
+    def add(self, span: Span, begin: int) -> None:
+        """Add a span whose first token is token `begin` of the step."""
+        request, first = span.seq.group.request, span.prompt.unscored
+        scored, token = span.prompt.scored, span.start + first + 1
+        self.at.append(np.arange(begin + first, begin + first + scored))
+        self.targets.append(request.prompt.token_ids[token : token + scored])
+        self.chosen.append(_chosen(request, token, scored))
+        self.ranked |= request.prompt_tops is not None
+        self.tops = max(self.tops, request.prompt_tops or 0)
+        self.entropy |= request.prompt_entropy
+
+    def put(self, staging: Staging, name: str, multiple: int, tops: int) -> Scoring:
+        """Put the list; `tops`: the likeliest tokens that are found if any are asked for."""
+        if not self.at:
+            return Scoring()
+        most = max(rows.shape[1] for rows in self.chosen)
+        chosen = np.concatenate([np.pad(rows, ((0, 0), (0, most - rows.shape[1]))) for rows in self.chosen])
+        scored = put_scored(staging, name, np.concatenate(self.at), np.concatenate(self.targets), multiple, chosen)
+        return Scoring(scored, self.ranked, tops if self.tops else 0, most, self.entropy)
+
+
+def _chosen(request: Request, token: int, scored: int) -> np.ndarray:
+    """The tokens that a request names for `scored` tokens of its prompt from `token` on, int32 [scored, M]."""
+    ids = request.prompt_chosen
+    if ids is None:
+        return np.zeros((scored, 0), np.int32)
+    first = token - request.scored_from
+    return ids[first : first + scored] if ids.ndim == 2 else np.broadcast_to(ids, (scored, len(ids)))
 
 
 class StepScores(StepFeature):
-    """The scores of one engine's steps. Scored positions of an upload are padded to a multiple of `multiple`."""
+    """The scores of one engine's steps over `vocab` tokens.
+
+    Scored positions of an upload are padded to a multiple of `multiple`. With `exact` the scores of a prompt do not
+    depend on others: the number of likeliest tokens that are found decides which of equal ones come first.
+    """
 
     name = NAME
 
-    def __init__(self, multiple: int) -> None:
+    def __init__(self, multiple: int, vocab: int, exact: bool) -> None:
         self.multiple = multiple
+        self._narrow_tops, self._wide_tops = min(MAX_TOP_LOGPROBS, vocab), min(MAX_PROMPT_TOKENS_SCORED, vocab)
+        self._exact = exact
+        self._wide, self._widest = 0, 0  # of the step that is planned: positions, and tokens at one of them
 
     def words(self, seq: Sequence, length: int) -> int:
-        """See `StepFeature`."""
+        """See `StepFeature`; the named tokens are in the spare words."""
         return SCORED_WORDS * length if seq.scores_prompt else 0
+
+    def plan_begins(self) -> None:
+        """See `StepFeature`."""
+        self._wide = self._widest = 0
+
+    def fit(self, seq: Sequence, start: int, length: int) -> int:
+        """Tokens up to the last position for which the wide list has room."""
+        wide = wide_words(seq.group.request) if seq.scores_prompt else 0
+        first = max(0, seq.scores_after - start)  # position that is scored
+        if not wide or first >= length:
+            return length
+        widest = max(self._widest, MAX_PROMPT_TOKENS_SCORED if self._exact else wide)
+        length = min(length, first + max(0, WIDE_WORDS // widest - self._wide))
+        if length > first:
+            self._wide, self._widest = self._wide + length - first, widest
+        return length
 
     def pack(self, plan: Plan, staging: Staging) -> None:
         """Put which rows and positions are scored."""
-        asked = self._put_scored(plan, staging) if plan.kind == "prefill" else _NOTHING
+        asked = self._put_prompts(plan, staging) if plan.kind == "prefill" else _NOTHING
         if plan.needs.value & _TOP:
             places = [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops.k]
             asked = asked._replace(tops=put_tops(staging, places))
         if asked != _NOTHING:
             staging.facts[NAME] = asked.to_facts()
 
-    def _put_scored(self, plan: Plan, staging: Staging) -> Asked:
-        at, targets, begin, most = [], [], 0, -1
-        for seq, start, tokens_in, _, prompt in plan.spans:
-            if prompt.scored:
-                at.append(np.arange(begin, begin + prompt.scored))
-                targets.append(seq.group.request.prompt.token_ids[start + 1 : start + 1 + prompt.scored])
-                if (tops := seq.group.request.prompt_tops) is not None:
-                    most = max(most, tops)
-            begin += tokens_in
-        if not at:
-            return _NOTHING
-        scored = put_scored(staging, np.concatenate(at), np.concatenate(targets), self.multiple)
-        return Asked(scored=scored, ranked=most >= 0, prompt_tops=most > 0)
+    def _put_prompts(self, plan: Plan, staging: Staging) -> Asked:
+        narrow, wide, begin = _List(), _List(), 0
+        for span in plan.spans:
+            if span.prompt.scored:
+                (wide if wide_words(span.seq.group.request) else narrow).add(span, begin)
+            begin += span.tokens_in
+        wide_tops = self._wide_tops if self._exact else wide.tops
+        return Asked(
+            narrow=narrow.put(staging, "narrow", self.multiple, self._narrow_tops),
+            wide=wide.put(staging, "wide", self.multiple, wide_tops),
+        )
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Give a step's scores to completions and groups."""
@@ -94,20 +167,19 @@ class StepScores(StepFeature):
             return
         scores: Scores = output.of_features[NAME]
         _note_tops(plan, scores, output.accepted)
-        taken = 0
-        for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():
-            logprobs, prompt_tops = seq.group.prompt_logprobs, seq.group.prompt_tops
-            if prompt.scored:
-                here, found = slice(start + 1, start + 1 + prompt.scored), slice(taken, taken + prompt.scored)
-                if start == 0:  # an earlier prefill may have left values of other weights
-                    seq.group.prompt_version = plan.version
-                    logprobs[:] = np.nan
-                    if prompt_tops is not None:
-                        prompt_tops.forget()
-                logprobs[here] = scores.prompt_N[found]
-                if prompt_tops is not None:
-                    _note_prompt_tops(prompt_tops, here, scores, found)
-                taken += prompt.scored
+        taken = {False: 0, True: 0}
+        for seq, start, _, _, prompt in plan.spans if plan.kind == "prefill" else ():
+            if not prompt.scored:
+                continue
+            group, token = seq.group, start + prompt.unscored + 1
+            wide, row = wide_words(group.request) > 0, token - group.request.scored_from
+            if group.prompt_scores is None or token == seq.scores_after + 1:  # an earlier prefill had other weights
+                group.prompt_scores = PromptScores.unknown(group.request, plan.version)
+            found = slice(taken[wide], taken[wide] + prompt.scored)
+            _note_prompt(
+                group.prompt_scores, slice(row, row + prompt.scored), scores.wide if wide else scores.narrow, found
+            )
+            taken[wide] += prompt.scored
 
 
 def put_tops(staging: Staging, places: Seq[int]) -> tuple[int, ...]:
@@ -116,14 +188,18 @@ def put_tops(staging: Staging, places: Seq[int]) -> tuple[int, ...]:
     return tuple(places)
 
 
-def put_scored(staging: Staging, at: np.ndarray, targets: np.ndarray, multiple: int) -> int:
-    """Have the log-probs of `targets` (ids) given at these tokens of the step. Returns their number.
+def put_scored(
+    staging: Staging, name: str, at: np.ndarray, targets: np.ndarray, multiple: int, chosen: np.ndarray | None = None
+) -> int:
+    """Have the log-probs of `targets` (ids), and of `chosen` (ids by row), given at these tokens of the step.
 
-    What is put is padded to a multiple of `multiple`.
+    Returns their number. What is put is padded to a multiple of `multiple`.
     """
     padding = (0, -len(at) % multiple)
-    staging.put("scored_at", np.pad(at, padding).astype(np.int64))
-    staging.put("scored_targets", np.pad(targets, padding).astype(np.int64))
+    staging.put(f"{name}_at", np.pad(at, padding).astype(np.int64))
+    staging.put(f"{name}_targets", np.pad(targets, padding).astype(np.int64))
+    if chosen is not None and chosen.size:
+        staging.put(f"{name}_chosen", np.pad(chosen, (padding, (0, 0))).astype(np.int32))
     return len(at)
 
 
@@ -146,8 +222,14 @@ def _refused_places(plan: Plan, accepted: list[int]) -> set[int]:
     return refused
 
 
-def _note_prompt_tops(tops: PromptTops, here: slice, scores: Scores, found: slice) -> None:
-    tops.ranks[here] = scores.prompt_ranks_N[found]
-    if k := tops.ids.shape[1]:
-        tops.ids[here] = scores.prompt_ids_NK[found, :k]
-        tops.logprobs[here] = scores.prompt_logprobs_NK[found, :k]
+def _note_prompt(known: PromptScores, here: slice, scores: ScoredPrompts, found: slice) -> None:
+    known.logprobs[here] = scores.logprobs_N[found]
+    if known.tops is not None:
+        known.tops.ranks[here] = scores.ranks_N[found]
+        if k := known.tops.ids.shape[1]:
+            known.tops.ids[here] = scores.ids_NK[found, :k]
+            known.tops.logprobs[here] = scores.top_logprobs_NK[found, :k]
+    if known.chosen is not None:
+        known.chosen[here] = scores.chosen_NM[found, : known.chosen.shape[1]]
+    if known.entropy is not None:
+        known.entropy[here] = scores.entropy_N[found]

@@ -11,9 +11,18 @@ import torch
 from rollout_kernels.sampling import VocabShard
 
 from rollout.engine.device.streams import Device
-from rollout.engine.features.scores.buffers import SCORED_AT_ONCE, ScoreBuffers, Scores, scored_multiple, vocabulary
+from rollout.engine.features.scores.buffers import (
+    SCORED_AT_ONCE,
+    WIDE_WORDS,
+    ScoreBuffers,
+    Scores,
+    Scoring,
+    scored_multiple,
+    vocabulary,
+)
 from rollout.engine.features.scores.feature import NAME, SCORED_WORDS, Asked, StepScores, asked_of, put_scored, put_tops
 from rollout.engine.features.site import Site
+from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.feature import DeviceFeature, HostParts
@@ -29,7 +38,12 @@ class ScoreTaker(DeviceFeature):
 
     name = NAME
     token_words = SCORED_WORDS
-    spare_words = SCORED_WORDS * SCORED_AT_ONCE  # padding
+    #: Named tokens; padding; and in a rehearsal the wide list, as the narrow one has all tokens.
+    spare_words = (
+        WIDE_WORDS
+        + (2 * SCORED_WORDS + MAX_PROMPT_TOKENS_SCORED) * SCORED_AT_ONCE
+        + SCORED_WORDS * (WIDE_WORDS // MAX_PROMPT_TOKENS_SCORED)
+    )
 
     def __init__(self, device: Device, vocab: int, exact: bool, shard: VocabShard | None) -> None:
         self._device, self._vocab, self._exact, self._part = device, vocab, exact, vocabulary(shard)
@@ -42,7 +56,7 @@ class ScoreTaker(DeviceFeature):
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> StepScores:
         """See `DeviceFeature`."""
-        return StepScores(scored_multiple(self._device.torch_device))
+        return StepScores(scored_multiple(self._device.torch_device), self._vocab, self._exact)
 
     def slot_output(self, rows: int, tokens: int, words: torch.Tensor) -> ScoreBuffers:
         """See `DeviceFeature`."""
@@ -50,7 +64,8 @@ class ScoreTaker(DeviceFeature):
 
     def reads_hidden(self, header: Header) -> bool:
         """See `DeviceFeature`."""
-        return asked_of(header).scored > 0
+        asked = asked_of(header)
+        return asked.narrow.scored + asked.wide.scored > 0
 
     def prefilled(
         self,
@@ -61,9 +76,13 @@ class ScoreTaker(DeviceFeature):
     ) -> None:
         """Score positions of prompts."""
         asked = asked_of(step.header)
-        if asked.scored:
-            of_step = hidden_TD, step["scored_at"], step["scored_targets"], compute_logits, self._exact
-            output.score_prompt(*of_step, ranked=asked.ranked, tops=asked.prompt_tops, vocab=self._part)
+        for name, scoring, buffers in (
+            ("narrow", asked.narrow, output.narrow),
+            ("wide", asked.wide, output.wide),
+        ):
+            if scoring.scored:
+                of_list = step[f"{name}_at"], step[f"{name}_targets"], step.get(f"{name}_chosen")
+                buffers.score(hidden_TD, *of_list, compute_logits, scoring, self._exact, self._part)
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: ScoreBuffers) -> None:
         """Find the likeliest tokens of rows that ask for them."""
@@ -74,15 +93,14 @@ class ScoreTaker(DeviceFeature):
         """See `DeviceFeature`."""
         if NAME not in header.facts:
             return ()
-        tops, scored, ranked, prompt_tops = asked_of(header)
-        return (functools.partial(output.copy, len(tops), scored, ranked=ranked, prompt_tops=prompt_tops),)
+        asked = asked_of(header)
+        return (functools.partial(output.copy, len(asked.tops), asked.narrow, asked.wide),)
 
     def downloaded(self, header: Header, output: ScoreBuffers) -> Scores | None:
         """See `DeviceFeature`."""
         if NAME not in header.facts:
             return None
-        tops, scored, ranked, prompt_tops = asked_of(header)
-        return output.read(tops, scored, ranked=ranked, prompt_tops=prompt_tops)
+        return output.read(*asked_of(header))
 
     def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
         """All rows, and all tokens of a prefill."""
@@ -91,6 +109,11 @@ class ScoreTaker(DeviceFeature):
         asked = Asked(put_tops(staging, range(rows)))
         if token_ids is not None:
             multiple = scored_multiple(self._device.torch_device)
-            scored = put_scored(staging, np.arange(len(token_ids)), token_ids, multiple)
-            asked = Asked(asked.tops, scored, ranked=True, prompt_tops=True)
+            k, wide = min(MAX_TOP_LOGPROBS, self._vocab), min(MAX_PROMPT_TOKENS_SCORED, self._vocab)
+            scored = put_scored(staging, "narrow", np.arange(len(token_ids)), token_ids, multiple)
+            few = np.arange(min(len(token_ids), WIDE_WORDS // MAX_PROMPT_TOKENS_SCORED))
+            chosen = np.zeros((len(few), MAX_PROMPT_TOKENS_SCORED), np.int32)
+            put_scored(staging, "wide", few, token_ids[few], multiple, chosen)
+            most = Scoring(len(few), True, wide, MAX_PROMPT_TOKENS_SCORED, True)
+            asked = Asked(asked.tops, Scoring(scored, True, k), most)
         staging.facts[NAME] = asked.to_facts()

@@ -1,0 +1,44 @@
+"""The scores of a request's prompt, as far as they are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollout.engine.messages.requests import Request
+from trainer_bridge.wire.prompt_tops import PromptTops
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """Row i belongs to token `scored_from` + i of the prompt; unknown rows are NaN. N: scored tokens."""
+
+    logprobs: np.ndarray  # float32 [N]
+    tops: PromptTops | None  # of the same tokens
+    chosen: np.ndarray | None  # float32 [N, K], of the tokens that the request names
+    entropy: np.ndarray | None  # float32 [N], nats
+    version: int | None = None  # weights version of these; None while none is known
+
+    @classmethod
+    def unknown(cls, request: Request, version: int | None = None) -> PromptScores:
+        """Rows for what a request asks for, all unknown."""
+        rows, chosen = len(request.prompt) - request.scored_from, request.prompt_chosen
+        return cls(
+            np.full(rows, np.nan, np.float32),
+            None if request.prompt_tops is None else PromptTops.unknown(rows, request.prompt_tops),
+            None if chosen is None else np.full((rows, chosen.shape[-1]), np.nan, np.float32),
+            np.full(rows, np.nan, np.float32) if request.prompt_entropy else None,
+            version,
+        )
+
+    def event_fields(self) -> dict[str, Any]:
+        """The fields of an event, with copies of the present values: later chunks still write to these."""
+        return {
+            "prompt_logprobs": self.logprobs.copy(),
+            "prompt_tops": None if self.tops is None else self.tops.copy(),
+            "prompt_chosen": None if self.chosen is None else self.chosen.copy(),
+            "prompt_entropy": None if self.entropy is None else self.entropy.copy(),
+            "prompt_version": self.version,
+        }
