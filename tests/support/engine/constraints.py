@@ -10,6 +10,7 @@ import torch
 
 from rollout.constraints.marker import AfterMarker
 from rollout.constraints.matcher import AllowList, Matcher
+from rollout.constraints.thoughts import Budgeted
 from rollout.engine.step import masks
 from rollout.process.deadline_thread import DeadlineCall
 from tests.support.engine.harness import VOCAB
@@ -59,6 +60,12 @@ class AlwaysMasked(AfterMarker):
     """A constraint after a marker for which every token has a mask, also before the marker."""
 
     free = None
+
+
+class AlwaysMaskedBudget(Budgeted):
+    """A budget of thoughts for which every token has a mask."""
+
+    free = foreseen = None
 
 
 def only_hangs_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
