@@ -1,13 +1,15 @@
-"""On a GPU, rows take captured steps before the marker of their constraint, and have the bits of rows with masks."""
+"""On a GPU, rows take captured steps where no mask is needed, and have the bits of rows with masks."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from rollout.constraints.marker import AfterMarker, IdMarker
+from rollout.constraints.thoughts import ANYTHING, Budgeted, ThoughtRule
 from rollout.engine.device.streams import make_device
 from rollout.engine.sequence.row_needs import RowNeeds
-from tests.support.engine.constraints import SIZE, AlwaysMasked, Cycle, X, Y
+from tests.support.engine.constraints import SIZE, AlwaysMasked, AlwaysMaskedBudget, Cycle, X, Y
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import Bench, prompt_of
@@ -35,6 +37,12 @@ def submit(bench: Bench, always: bool) -> None:
             f"after{i}", prompt_of(20 + 9 * i, i), 90, sampling=sampling, stop=stop, constraint=constraint, **more
         )
         bench.submit(f"plain{i}", prompt_of(20 + 9 * i, i), 30 + 5 * i, sampling={"temperature": 1.0, "seed": i})
+    for i, budget in enumerate((0, 7, 40)):
+        prompt = [*prompt_of(30, i), MARK]
+        begin = ThoughtRule(budget, (MARK,), (STOP, STOP + 1)).after(np.array(prompt, np.int32), ())
+        budgeted = AlwaysMaskedBudget if always else Budgeted
+        sampling = {"temperature": 1.0, "seed": i, "logit_bias": ((MARK, 6.0),), **rules[i]}
+        bench.submit(f"budget{i}", prompt, 90, sampling=sampling, constraint=budgeted(ANYTHING, begin))
 
 
 def run(bench: Bench, always: bool) -> dict:
@@ -51,6 +59,7 @@ def test_free_rows_have_the_bits_of_rows_with_masks_and_nothing_is_compiled_for_
     fields = {**SIZES, "deterministic": True, "fused_experts": True}
     masked = run(Bench(load_bf16(folder), make_device("cuda"), **fields), always=True)
     assert sum(MARK in tokens[:-1] for tokens, *_ in masked.values()) >= 6
+    assert [masked[f"budget{i}", 0][0][budget : budget + 2] for i, budget in enumerate((0, 7, 40))] == [[5, 6]] * 3
     bench = Bench(load_bf16(folder), make_device("cuda"), **fields)
     compiled = watch_compilation(monkeypatch)
     free = run(bench, always=False)

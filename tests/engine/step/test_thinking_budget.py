@@ -9,7 +9,7 @@ from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import AllowList
 from rollout.constraints.thoughts import ANYTHING, Budgeted, ThoughtRule, forced_places
 from rollout.engine.messages.requests import Prior
-from tests.support.engine.constraints import SIZE, Cycle, X, Y
+from tests.support.engine.constraints import SIZE, AlwaysMaskedBudget, Cycle, X, Y
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import VOCAB, Bench, load
 from tests.support.engine.streams import random_delays
@@ -21,12 +21,6 @@ STOP, OPEN, CLOSE, CLOSE_2 = 5, 7, 8, 9
 BIAS = ((OPEN, 4.0), (CLOSE, 3.0), (CLOSE_2, 3.0), (STOP, -100.0))
 RULES = {"one": ((OPEN,), (CLOSE,)), "two": ((OPEN, 1), (CLOSE, CLOSE_2)), "same": ((OPEN,), (CLOSE, CLOSE, CLOSE_2))}
 BUDGETS = (0, 1, 2, 3, 5, 8, 100)
-
-
-class AlwaysMasked(Budgeted):
-    """A budget for which every token has a mask."""
-
-    free = None
 
 
 def rule(kind: str, budget: int) -> ThoughtRule:
@@ -55,7 +49,7 @@ def expected_force(prompt: list[int], tokens: list[int], kind: str, budget: int)
 
 def submit_all(bench: Bench, prompt_of, always: bool, **more) -> dict[str, tuple]:
     """Requests of every kind and budget between rows without one; returns what was asked, by name."""
-    made, asked = AlwaysMasked if always else Budgeted, {}
+    made, asked = AlwaysMaskedBudget if always else Budgeted, {}
     for i, (kind, budget) in enumerate((kind, budget) for kind in RULES for budget in BUDGETS):
         name, prompt = f"{kind}{budget}", prompt_of(7 + i % 5, i)
         prompt += [(), RULES[kind][0], (*RULES[kind][0], 3, 4), RULES[kind][0][:1]][i % 4]
@@ -207,9 +201,7 @@ def test_models_with_states_have_masks_only_near_the_end_of_a_budget(tmp_path, p
     for always in (False, True):
         bench = Bench(model, speculation=speculation)
         waits = watch_draws(bench)
-        made = AlwaysMasked if always else Budgeted
-        if always:
-            made.foreseen = None
+        made = AlwaysMaskedBudget if always else Budgeted
         for i in range(3):
             begin = rule("one", budget).after(np.array([3, OPEN], np.int32), ())
             sampling = {"temperature": 1.0, "seed": i, "logit_bias": bias}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollout.gateway.formats.table import THOUGHTS
 from tests.support.gateway.cuts import Answer, cut, format_of, in_pieces
 
 HERMES = format_of("hermes", "think")
@@ -346,3 +347,12 @@ def test_white_space_without_end_is_cut_in_time_and_stays(name: str, before: str
     regions, space = format_of(name, "think" if name != "gpt_oss" else None), "\n" * 10_000
     answer = in_pieces(regions, [before, *space])  # what is quadratic takes minutes
     assert (answer.content, answer.calls) == (before + space, ())
+
+
+@pytest.mark.parametrize("name", sorted(THOUGHTS))
+def test_a_budget_has_the_marks_of_the_format(name: str) -> None:
+    """A forced end closes the reasoning, and what follows is the answer."""
+    start, end = THOUGHTS[name]
+    header = "<|start|>assistant<|channel|>final<|message|>" if name == "gpt_oss" else ""
+    answer = cut(format_of(None, name), f"{start}a thought{end}{header}an answer")
+    assert (answer.reasoning, answer.content) == ("a thought", "an answer")

@@ -11,6 +11,7 @@ import torch
 
 from rollout.constraints.marker import AfterMarker
 from rollout.constraints.matcher import AllowList, Matcher
+from rollout.constraints.thoughts import Budgeted
 from rollout.engine.step.masks import MaskBuilder, MaskClock, usual_threads
 from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
 from tests.support.engine.harness import VOCAB, Bench
@@ -60,6 +61,12 @@ class AlwaysMasked(AfterMarker):
     """A constraint after a marker for which every token has a mask, also before the marker."""
 
     free = None
+
+
+class AlwaysMaskedBudget(Budgeted):
+    """A budget of thoughts for which every token has a mask."""
+
+    free = foreseen = None
 
 
 class _PatientCall(DeadlineCall):
