@@ -125,7 +125,6 @@ class Generation:
         self._intake.check(message)
         size = sum(len(frame) for frame in frames) + message.n * _COMPLETION_BYTES
         self._check_capacity(client, size)
-        self._sources.forget(name)
         key = (client, f"{message.id}#{next(self._serial)}")
         entry = InFlight(key, name, message, content, time.monotonic(), [waiter], size, frames)
         self._pending_bytes += size
@@ -279,7 +278,7 @@ class Generation:
     def _handle(self, entry: InFlight, event: Delta | RequestDone | Rejected | Flushed) -> None:
         match event:
             case Flushed():
-                self._answer_source(entry)
+                self._ask_source(entry)
             case Delta():
                 self._add(entry, event)
             case RequestDone():
@@ -353,18 +352,19 @@ class Generation:
         return Overloaded(message, retry_after_s=self._retry.retry_after_s(len(self._by_key)))
 
     def _ask_source(self, entry: InFlight) -> None:
-        """A request continues others' tokens: have the engine send those that it has drawn, if they are running."""
-        assert entry.message.fork is not None
-        source = self._sources.running(entry.name[0], entry.message.fork)
-        if source is None:
-            self._answer_source(entry)
-        else:
-            self._inbox.put(Flush(source.key, entry.key))
+        """A request continues others' tokens: have the engine send those that it has drawn, if they are running.
 
-    def _answer_source(self, entry: InFlight) -> None:
-        """All tokens that a request may continue are here."""
-        assert entry.message.fork is not None
-        self._preparation.answer(entry, partial(self._sources.prompt, entry.name[0], entry.message.fork))
+        Called again when they are here. The source may have been refused meanwhile, and then another turn of its
+        session is asked.
+        """
+        client, fork = entry.name[0], entry.message.fork
+        assert fork is not None
+        source = self._sources.running(client, fork)
+        if source is None or source.key == entry.flushed:
+            self._preparation.answer(entry, partial(self._sources.prompt, client, fork, entry.flushed))
+        else:
+            entry.flushed = source.key
+            self._inbox.put(Flush(source.key, entry.key))
 
     def end_session(self, client: str, session: str, token: int | None = None) -> None:
         """End a session; the engine confirms with `token`, if it is given."""
