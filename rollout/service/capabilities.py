@@ -49,6 +49,7 @@ def default_capabilities(
         offered += ["trace", "sequences"]
     offered += ["stream", "join_chunks", "continue_from", "priority", "deadline_s", "detached", "constraint.token_ids"]
     offered += ["min_complete", "max_version_span", "max_kv_age", "session", "end_session", "end_of_session", "fork"]
+    offered += ["lease_s", "prefetch"]
     offered += ["logprobs", "prompt_logprobs", "prompt_top_logprobs", "return_prompt_ids", "cache_salt"]
     if grammars:
         offered.append("constraint")

@@ -27,7 +27,7 @@ from rollout.config import ServiceSettings
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.messages.statuses import EngineStatus
-from rollout.engine.messages.to_engine import Cancel, Command, EndSession, Flush, StopAt, Submit
+from rollout.engine.messages.to_engine import Cancel, Command, EndSession, Flush, Prefetch, StopAt, Submit
 from rollout.engine.messages.to_service import Delta, Flushed, Rejected, RequestDone
 from rollout.process.logs import about
 from rollout.service.connections import Connections, ReplyAddress
@@ -366,6 +366,29 @@ class Generation:
             entry.flushed = source.key
             self._inbox.put(Flush(source.key, entry.key))
 
+    def prefetch(
+        self, client: str, message: requests.PrefetchMessage, token: Callable[[Callable[[], None]], int]
+    ) -> None:
+        """Have the engine bring KV to the device. Raises `RolloutError`.
+
+        `token` returns the token of the command, and takes what to do once it is answered.
+        """
+        self.check_alive()
+        self._intake.check_prefetch(message)
+        if message.session is None:
+            prompt = self._intake.prefetch_prompt(message)
+        else:
+            prompt = self._sources.last_turn(client, message.session)
+        nbytes = prompt.token_ids.nbytes
+        if self._pending_bytes + nbytes > self._settings.constants.max_pending_bytes:
+            raise self._overloaded(_NO_MEMORY)
+
+        def answered() -> None:
+            self._pending_bytes -= nbytes
+
+        self._inbox.put(Prefetch(prompt, message.adapter, token(answered)))
+        self._pending_bytes += nbytes
+
     def end_session(self, client: str, session: str, token: int | None = None) -> None:
         """End a session; the engine confirms with `token`, if it is given."""
         self._sources.end_session(client, session)
@@ -397,8 +420,9 @@ class Generation:
             return
         entry.request = request
         self._media.hold(request.prompt)
-        if request.session is not None and not may_return(request.session[0]):
-            self._with_sessions.add(request.session[0])
+        client = entry.name[0]
+        if (request.session is not None or request.lease_s) and not may_return(client):
+            self._with_sessions.add(client)
         if logger.isEnabledFor(logging.DEBUG):
             facts = {"prompt_tokens": len(prepared.prompt), "n": request.n, "max_tokens": request.max_tokens}
             logger.debug("a request is taken", extra=about(*entry.name) | facts)

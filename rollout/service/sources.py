@@ -20,7 +20,7 @@ from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import RequestKey
 from rollout.service.delivery.in_flight import InFlight
 from rollout.service.delivery.store import Name, Store
-from rollout.service.requests.forked_prompt import beginning
+from rollout.service.requests.forked_prompt import beginning, joined
 from rollout.service.requests.request_media import MediaStore, without_pixels
 from rollout.service.requests.schema import Fork
 from trainer_bridge.wire.errors import BadRequest, NotFound
@@ -126,6 +126,22 @@ class Sources(Store[History]):
                 field="fork.offset",
             )
         return beginning(prompt, drawn, offset)
+
+    def last_turn(self, client: str, session: str) -> Prompt:
+        """The tokens of a session's last turn; images may lack their pixels. Raises `NotFound`."""
+        fork = Fork(session=session)
+        entry = self.running(client, fork)
+        if entry is not None and entry.request is not None:
+            return joined(entry.request.prompt, entry.completions[0].tokens())
+        target = self._turns.get((client, session))
+        history = None if target is None else self.get((client, target))
+        if history is None:
+            raise NotFound(
+                f"this worker knows no tokens of the session {session!r} of this client, or not any more: send the "
+                "token ids as 'prompt'",
+                field="session",
+            )
+        return joined(history.prompt, history.completions[0])
 
     def _history(self, client: str, fork: Fork, asked: RequestKey | None) -> History:
         target = fork.request if fork.session is None else self._turns.get((client, fork.session))

@@ -268,6 +268,12 @@ class ClientCore(ProcessBound):
             cancel_id = self.next_id()
             self._send(endpoint, cancel_id, self._header("cancel", cancel_id) | {"target": request_id})
 
+    def prefetch(self, fields: dict[str, Any], endpoint: str | None, timeout_s: float | None) -> list[ClientCall]:
+        """Send `prefetch` to the worker that has or may have the KV, or to all if it is unknown."""
+        if endpoint is None:
+            endpoint = self.fleet.holder(fields)
+        return self.control("prefetch", endpoint, timeout_s, **fields)
+
     def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
         """Send `cancel` to the workers that have or may have a request; returns the calls to wait for."""
         self._absorb_all()

@@ -148,6 +148,13 @@ class Fleet:
         """The endpoint that has a session's KV, if it is known."""
         return self._sessions.get(session)
 
+    def holder(self, fields: Mapping[str, Any]) -> str | None:
+        """The endpoint that has a session's KV, or the longest part of a prompt, if it is known."""
+        if "session" in fields:
+            return self.session_home(fields["session"])
+        holders = _holders(list(self), prompt_blocks(fields)) if len(self._members) > 1 else []
+        return _least_loaded(holders).endpoint if holders else None
+
     def end_session(self, session: str) -> None:
         """Forget where a session is."""
         self._sessions.pop(session, None)

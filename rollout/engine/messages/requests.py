@@ -92,6 +92,7 @@ class Request:
     max_kv_age: int | None = None  # the most versions by which KV of others may be older than the weights; None: engine
     session: SessionKey | None = None  # this request is the session's next turn; only with n == 1
     session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
+    lease_s: float = 0.0  # for how long after the request its KV gives way after KV without a lease
     top_logprobs: int = 0  # top tokens to return at each position, up to MAX_TOP_LOGPROBS
     prompt_logprobs: bool = False  # return log-probs of the prompt, which is then computed as a whole
     prompt_tops: int | None = None  # ranks and this number of top tokens, up to MAX_TOP_LOGPROBS; None: neither
