@@ -159,12 +159,19 @@ class Fleet:
         """Forget where a session is."""
         self._sessions.pop(session, None)
 
-    def sent(self, request_id: str, endpoint: str) -> None:
-        """Note where a request was sent."""
+    def sent(self, request_id: str, endpoint: str) -> Sent | None:
+        """Note where a request was sent; returns what was known of an earlier one with its id."""
+        earlier = self._sent.get(request_id)
         self._sent[request_id] = Sent(endpoint)
         self._sent.move_to_end(request_id)
         while len(self._sent) > _MOST_REQUESTS:
             self._sent.popitem(last=False)
+        return earlier
+
+    def refused(self, request_id: str, earlier: Sent) -> None:
+        """A request was refused: others go on to continue the earlier one with its id."""
+        if request_id in self._sent:
+            self._sent[request_id] = earlier
 
     def moved(self, request_id: str, index: int, place: Place) -> None:
         """Note where a completion of a request is now."""
@@ -199,8 +206,6 @@ class Fleet:
         member.hold(blocks)
         if plan.session is not None:
             self._sessions[plan.session] = member.endpoint
-            if plan.fields.get("end_of_session"):
-                self.end_session(plan.session)
         return member.endpoint
 
     def _choose(
