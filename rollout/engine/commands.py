@@ -16,7 +16,8 @@ from collections.abc import Callable
 from queue import Empty
 
 from rollout.engine.adapters import AdapterError
-from rollout.engine.features.adapters.changes import drop_adapter, put_adapter
+from rollout.engine.features.adapters.changes import drop_adapter, edition_of, put_adapter
+from rollout.engine.kv.prefetch import prefetch
 from rollout.engine.messages.to_engine import (
     Cancel,
     Command,
@@ -25,6 +26,7 @@ from rollout.engine.messages.to_engine import (
     Flush,
     Look,
     Pause,
+    Prefetch,
     PutAdapter,
     Resume,
     Shutdown,
@@ -78,7 +80,12 @@ class Commands:
                 return [Rejected(request.key, "internal", message)]
             case Flush(asker=asker):
                 return [Flushed(asker)]
-            case PutAdapter(token=int(token)) | DropAdapter(token=int(token)) | EndSession(token=int(token)):
+            case (
+                PutAdapter(token=int(token))
+                | DropAdapter(token=int(token))
+                | EndSession(token=int(token))
+                | Prefetch(token=int(token))
+            ):
                 return [Failed(token, message, code="internal")]
         return []
 
@@ -118,6 +125,8 @@ class Commands:
             case EndSession(client, name, token):
                 roster.allocator.sessions.end(client, name)
                 roster.events += _answers(token, Done)
+            case Prefetch():
+                roster.events.append(self._prefetch(command, parts))
             case Look():
                 pass
 
@@ -127,6 +136,17 @@ class Commands:
         if mode == "now" or self._gate.asleep:  # asleep: no request could finish
             parts.roster.end_all("cancelled", WORKER_ENDS)
         parts.roster.end_early("cancelled", WORKER_ENDS)  # no trainer publishes to a worker that ends
+
+    def _prefetch(self, command: Prefetch, parts: EngineParts) -> Done | Failed:
+        roster = parts.roster
+        if self._gate.sleep.ordered:
+            return Failed(command.token, "this worker is asleep: wake it first", code="unavailable")
+        try:
+            edition = edition_of(roster, command.adapter)
+        except AdapterError as error:
+            return Failed(command.token, str(error), error.field)
+        tokens = prefetch(roster.allocator, command.prompt, roster.version, edition, roster.running)
+        return Done(command.token, {"tokens": tokens})
 
     def _adapt(self, token: int | None, parts: EngineParts, change: Callable[[], object]) -> None:
         events = parts.roster.events

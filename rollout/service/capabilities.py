@@ -50,6 +50,7 @@ def default_capabilities(
         offered += ["trace", "sequences"]
     offered += ["stream", "join_chunks", "continue_from", "priority", "deadline_s", "detached", "constraint.token_ids"]
     offered += ["min_complete", "max_version_span", "max_kv_age", "session", "end_session", "end_of_session", "fork"]
+    offered += ["lease_s", "prefetch"]
     offered += ["logprobs", *SCORE_FIELDS, SCORED_TOKENS_FIELD, "return_prompt_ids", "cache_salt"]
     offered += ["thinking_token_budget", "repetition_detection"]
     if grammars:

@@ -65,6 +65,7 @@ class Controls:
         self._receiver = receiver
         self._tokens = count(1)
         self._waiting: dict[int, ReplyAddress] = {}
+        self._ended: dict[int, Callable[[], None]] = {}  # what to do once a command is answered, by its token
         self._weights_waiting = 0
 
     def take(self, peer: ReplyAddress, message: Order) -> None:
@@ -86,16 +87,22 @@ class Controls:
                 self._adapter_loads()
                 self._inbox.put(DropAdapter(message.name, self.token(peer)))
 
-    def token(self, peer: ReplyAddress) -> int:
-        """A token for a command, whose `Done` or `Failed` is sent to `peer`. Raises `RolloutError` if too many wait."""
+    def token(self, peer: ReplyAddress, ended: Callable[[], None] | None = None) -> int:
+        """A token for a command, whose `Done` or `Failed` is sent to `peer`. Raises `RolloutError` if too many wait.
+
+        `ended` is called then.
+        """
         if len(self._waiting) >= _MAX_WAITING:
             raise _too_many()
         token = next(self._tokens)
         self._waiting[token] = peer
+        if ended is not None:
+            self._ended[token] = ended
         return token
 
     def done(self, event: Done | Failed) -> None:
         """The loop has carried out a command, or refused it."""
+        self._ended.pop(event.token, lambda: None)()
         peer = self._waiting.pop(event.token, None)
         if peer is None:
             return

@@ -27,7 +27,7 @@ from rollout.config import ServiceSettings
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.messages.statuses import EngineStatus
-from rollout.engine.messages.to_engine import Cancel, Command, EndSession, Flush, StopAt, Submit
+from rollout.engine.messages.to_engine import Cancel, Command, EndSession, Flush, Prefetch, StopAt, Submit
 from rollout.engine.messages.to_service import Delta, Flushed, Rejected, RequestDone
 from rollout.process.logs import about
 from rollout.service.connections import Connections, ReplyAddress
@@ -125,7 +125,6 @@ class Generation:
         self._intake.check(message)
         size = sum(len(frame) for frame in frames) + message.n * _COMPLETION_BYTES
         self._check_capacity(client, size)
-        self._sources.forget(name)
         key = (client, f"{message.id}#{next(self._serial)}")
         entry = InFlight(key, name, message, content, time.monotonic(), [waiter], size, frames)
         self._pending_bytes += size
@@ -279,7 +278,7 @@ class Generation:
     def _handle(self, entry: InFlight, event: Delta | RequestDone | Rejected | Flushed) -> None:
         match event:
             case Flushed():
-                self._answer_source(entry)
+                self._ask_source(entry)
             case Delta():
                 self._add(entry, event)
             case RequestDone():
@@ -353,18 +352,42 @@ class Generation:
         return Overloaded(message, retry_after_s=self._retry.retry_after_s(len(self._by_key)))
 
     def _ask_source(self, entry: InFlight) -> None:
-        """A request continues others' tokens: have the engine send those that it has drawn, if they are running."""
-        assert entry.message.fork is not None
-        source = self._sources.running(entry.name[0], entry.message.fork)
-        if source is None:
-            self._answer_source(entry)
+        """A request continues others' tokens: have the engine send those that it has drawn, if they are running.
+
+        Called again when they are here. The source may have been refused meanwhile, and then another turn of its
+        session is asked.
+        """
+        client, fork = entry.name[0], entry.message.fork
+        assert fork is not None
+        source = self._sources.running(client, fork)
+        if source is None or source.key == entry.flushed:
+            self._preparation.answer(entry, partial(self._sources.prompt, client, fork, entry.flushed))
         else:
+            entry.flushed = source.key
             self._inbox.put(Flush(source.key, entry.key))
 
-    def _answer_source(self, entry: InFlight) -> None:
-        """All tokens that a request may continue are here."""
-        assert entry.message.fork is not None
-        self._preparation.answer(entry, partial(self._sources.prompt, entry.name[0], entry.message.fork))
+    def prefetch(
+        self, client: str, message: requests.PrefetchMessage, token: Callable[[Callable[[], None]], int]
+    ) -> None:
+        """Have the engine bring KV to the device. Raises `RolloutError`.
+
+        `token` returns the token of the command, and takes what to do once it is answered.
+        """
+        self.check_alive()
+        self._intake.check_prefetch(message)
+        if message.session is None:
+            prompt = self._intake.prefetch_prompt(message)
+        else:
+            prompt = self._sources.last_turn(client, message.session)
+        nbytes = prompt.token_ids.nbytes
+        if self._pending_bytes + nbytes > self._settings.constants.max_pending_bytes:
+            raise self._overloaded(_NO_MEMORY)
+
+        def answered() -> None:
+            self._pending_bytes -= nbytes
+
+        self._inbox.put(Prefetch(prompt, message.adapter, token(answered)))
+        self._pending_bytes += nbytes
 
     def end_session(self, client: str, session: str, token: int | None = None) -> None:
         """End a session; the engine confirms with `token`, if it is given."""
@@ -397,8 +420,9 @@ class Generation:
             return
         entry.request = request
         self._media.hold(request.prompt)
-        if request.session is not None and not may_return(request.session[0]):
-            self._with_sessions.add(request.session[0])
+        client = entry.name[0]
+        if (request.session is not None or request.lease_s) and not may_return(client):
+            self._with_sessions.add(client)
         if logger.isEnabledFor(logging.DEBUG):
             facts = {"prompt_tokens": len(prepared.prompt), "n": request.n, "max_tokens": request.max_tokens}
             logger.debug("a request is taken", extra=about(*entry.name) | facts)

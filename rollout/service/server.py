@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -325,6 +326,8 @@ class Server:
                 name, token = message.session, self._controls.token(peer)
                 # After the turns that were sent before it.
                 self._background.after_client(client, None, lambda _: self._generation.end_session(client, name, token))
+            case requests.PrefetchMessage():
+                self._generation.prefetch(client, message, partial(self._controls.token, peer))
             case requests.CancelMessage():
                 self._generation.cancel(peer, client, message)
             case requests.AttachMessage():

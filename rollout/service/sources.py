@@ -20,7 +20,7 @@ from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import RequestKey
 from rollout.service.delivery.in_flight import InFlight
 from rollout.service.delivery.store import Name, Store
-from rollout.service.requests.forked_prompt import beginning
+from rollout.service.requests.forked_prompt import beginning, joined
 from rollout.service.requests.request_media import MediaStore, without_pixels
 from rollout.service.requests.schema import Fork
 from trainer_bridge.wire.errors import BadRequest, NotFound
@@ -32,6 +32,7 @@ _OVERHEAD_BYTES = 1024  # of an entry besides its tokens; a generous estimate
 class History:
     """The tokens of a request that has ended."""
 
+    key: RequestKey
     prompt: Prompt  # its images have no pixels
     completions: tuple[np.ndarray, ...]  # int32 [tokens] each
     session: str | None  # whose turn it was
@@ -64,9 +65,11 @@ class Sources(Store[History]):
     def add(self, entry: InFlight) -> None:
         """A request has ended, and its client knows its tokens."""
         assert entry.request is not None
+        self.forget(entry.name)  # an earlier request with this id
         client, session = entry.name[0], entry.message.session
         completions = tuple(completion.tokens() for completion in entry.completions)
-        kept = self.keep(entry.name, History(without_pixels(entry.request.prompt), completions, session, self._clock()))
+        history = History(entry.key, without_pixels(entry.request.prompt), completions, session, self._clock())
+        kept = self.keep(entry.name, history)
         if session is not None:
             self._turns.pop((client, session), None)
             if kept:
@@ -85,7 +88,10 @@ class Sources(Store[History]):
             self._turns.pop((client, session), None)
 
     def running(self, client: str, fork: Fork) -> InFlight | None:
-        """The request in flight that this client's `fork` names; None if it has ended, or is unknown."""
+        """The request in flight that this client's `fork` names; None if it has ended, or is unknown.
+
+        Of several turns of a session it is the oldest: the engine refuses a turn while another one runs.
+        """
         if fork.request is not None:
             entry = self._by_name.get((client, fork.request))
             return None if entry is None or entry.request is None else entry
@@ -94,16 +100,20 @@ class Sources(Store[History]):
             for entry in self._by_client.get(client, {}).values()
             if entry.request is not None and entry.message.session == fork.session
         ]
-        return turns[-1] if turns else None
+        return turns[0] if turns else None
 
-    def prompt(self, client: str, fork: Fork) -> Prompt:
-        """The tokens that this client's `fork` continues. Raises `RolloutError` that names the field."""
+    def prompt(self, client: str, fork: Fork, asked: RequestKey | None = None) -> Prompt:
+        """The tokens that this client's `fork` continues. Raises `RolloutError` that names the field.
+
+        `asked` is the source that was in flight when the fork came. If that one was refused, an earlier request with
+        its id does not take its place.
+        """
         entry = self.running(client, fork)
         if entry is not None and entry.request is not None:
             prompt, count = entry.request.prompt, len(entry.completions)
             drawn = entry.completions[fork.index].tokens() if fork.index < count else None
         else:
-            history = self._history(client, fork)
+            history = self._history(client, fork, asked)
             prompt, count = self._with_pixels(history.prompt, fork), len(history.completions)
             drawn = history.completions[fork.index] if fork.index < count else None
         if drawn is None:
@@ -117,10 +127,26 @@ class Sources(Store[History]):
             )
         return beginning(prompt, drawn, offset)
 
-    def _history(self, client: str, fork: Fork) -> History:
-        target = fork.request if fork.session is None else self._turns.get((client, fork.session))
+    def last_turn(self, client: str, session: str) -> Prompt:
+        """The tokens of a session's last turn; images may lack their pixels. Raises `NotFound`."""
+        fork = Fork(session=session)
+        entry = self.running(client, fork)
+        if entry is not None and entry.request is not None:
+            return joined(entry.request.prompt, entry.completions[0].tokens())
+        target = self._turns.get((client, session))
         history = None if target is None else self.get((client, target))
         if history is None:
+            raise NotFound(
+                f"this worker knows no tokens of the session {session!r} of this client, or not any more: send the "
+                "token ids as 'prompt'",
+                field="session",
+            )
+        return joined(history.prompt, history.completions[0])
+
+    def _history(self, client: str, fork: Fork, asked: RequestKey | None) -> History:
+        target = fork.request if fork.session is None else self._turns.get((client, fork.session))
+        history = None if target is None else self.get((client, target))
+        if history is None or (fork.request is not None and asked not in (None, history.key)):
             kind = "request" if fork.session is None else "session"
             raise NotFound(
                 f"this worker knows no tokens of the {kind} {getattr(fork, kind)!r} of this client, or not any more: "

@@ -269,7 +269,7 @@ def _agents() -> list[Table]:
             ],
             on_cpu,
             "A toy model. Without host memory, which turns find their KV depends on what else the machine does: runs "
-            "differ by a fifth. Two workers: measured before known pages were kept on the host.",
+            "differ by a fifth.",
         ),
         Table(
             "The format of a trace",

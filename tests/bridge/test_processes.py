@@ -73,6 +73,7 @@ entries = {
     "ping": lambda: client.ping(),
     "pause": lambda: client.pause(),
     "cancel": lambda: client.cancel("x"),
+    "prefetch": lambda: client.prefetch(session="talk"),
     "report": lambda: client.report("x", []),
     "ack": lambda: client.ack(["x"]),
     "end_session": lambda: client.end_session("talk"),

@@ -107,11 +107,45 @@ def test_an_acknowledged_request_can_be_continued_until_its_id_is_taken_again(be
     assert prompt_of(forked(bench, client, fork={"request": "source"}, max_tokens=1)) == [5, 6, 7, 11]
     ended(bench, client, tokens=[44], prompt=[4])
     assert prompt_of(forked(bench, client, "again", fork={"request": "source"})) == [4, 44]
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_request_that_is_refused_leaves_the_tokens_of_an_earlier_one_with_its_id(bench, client, accepted):
+    """Whether the service refuses it, before or after its prompt is prepared, or the engine."""
+    ended(bench, client, tokens=[11], session="s")
+    client.ask("ack", "k", targets=["source"])
+    if accepted:
+        client.send("generate", "source", prompt=[1], max_tokens=5, session="s")
+        bench.put(Rejected(bench.submitted().key, "overloaded", "full"))
+        assert client.receive()["code"] == "overloaded"
+    else:
+        assert client.ask("generate", "source", prompt=[1] * 1001, session="s")["code"] == "too_long"
+        assert client.ask("generate", "source", fork={"request": "nobody"})["code"] == "not_found"
+    for name, fork in (("a", {"request": "source"}), ("b", {"session": "s"})):
+        assert prompt_of(forked(bench, client, name, fork=fork)) == [5, 6, 7, 11]
+
+
+def test_a_fork_of_a_request_in_flight_never_takes_an_earlier_one_with_its_id(bench, client):
+    ended(bench, client, tokens=[11])
     client.ask("ack", "k", targets=["source"])
     client.send("generate", "source", prompt=[1], max_tokens=5)
-    bench.put(Rejected(bench.submitted().key, "overloaded", "full"))
+    source = bench.submitted()
+    client.send("generate", "branch", fork={"request": "source"}, max_tokens=5)
+    bench.put(Rejected(source.key, "overloaded", "full"), Flushed(bench.command().asker))
     assert client.receive()["code"] == "overloaded"
-    assert client.ask("generate", "last", fork={"request": "source"})["code"] == "not_found"
+    error = client.receive()
+    assert (error["id"], error["code"], error["field"]) == ("branch", "not_found", "fork.request")
+    assert prompt_of(forked(bench, client, "later", fork={"request": "source"})) == [5, 6, 7, 11]
+
+
+def test_a_request_may_continue_an_earlier_one_with_its_id(bench, client):
+    ended(bench, client, tokens=[11])
+    client.ask("ack", "k", targets=["source"])
+    again = forked(bench, client, "source", fork={"request": "source"}, prompt=[9])
+    assert prompt_of(again) == [5, 6, 7, 11, 9]
+    bench.finish(again, [12])
+    client.receive()
+    assert prompt_of(forked(bench, client, "b", fork={"request": "source"})) == [5, 6, 7, 11, 9, 12]
 
 
 # --- of running requests ---
@@ -240,6 +274,32 @@ def test_the_running_turn_of_a_session_is_its_last_one(bench, client):
     assert flush.key == turn.key
     bench.put(Flushed(flush.asker))
     assert prompt_of(bench.submitted()) == [1, 2]
+
+
+def test_a_turn_that_is_refused_because_another_one_runs_is_not_the_last_one(bench, client):
+    """It is in flight until its refusal comes."""
+    client.send("generate", "runs", prompt=[1, 2], max_tokens=9, session="s")
+    runs = bench.submitted()
+    client.send("generate", "refused", prompt=[3], max_tokens=9, session="s")
+    refused = bench.submitted()
+    client.send("generate", "branch", fork={"session": "s"}, max_tokens=5)
+    flush = bench.command()
+    assert flush.key == runs.key
+    bench.put(Rejected(refused.key, "bad_request", "a turn runs"), delta(runs.key, 0, 0, [7]), Flushed(flush.asker))
+    assert prompt_of(bench.submitted()) == [1, 2, 7]
+
+
+def test_the_turn_after_one_that_is_refused_is_asked_for_its_tokens(bench, client):
+    client.send("generate", "refused", prompt=[3], max_tokens=9, session="s")
+    refused = bench.submitted()
+    client.send("generate", "runs", prompt=[1, 2], max_tokens=9, session="s")
+    runs = bench.submitted()
+    client.send("generate", "branch", fork={"session": "s"}, max_tokens=5)
+    bench.put(Rejected(refused.key, "overloaded", "full"), Flushed(bench.command().asker))
+    again = bench.command()
+    assert isinstance(again, Flush) and again.key == runs.key
+    bench.put(delta(runs.key, 0, 0, [7]), Flushed(again.asker))
+    assert prompt_of(bench.submitted()) == [1, 2, 7]
 
 
 def test_a_session_that_was_ended_is_not_known(bench, client):

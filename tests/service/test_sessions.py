@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollout.config import ServiceSettings
-from rollout.engine.messages.to_engine import Cancel, EndSession
-from rollout.engine.messages.to_service import Done, Rejected
+from rollout.engine.messages.to_engine import Cancel, EndSession, Prefetch
+from rollout.engine.messages.to_service import Done, Failed, Rejected
 from tests.support.service.harness import serving
 from tests.support.service.slow_codec import SlowCodec
 
@@ -138,3 +138,100 @@ def test_status_has_the_sessions(bench, client):
 def test_a_lease_beyond_its_limit_is_a_wrong_setting():
     with pytest.raises(ValueError, match="session_lease_s"):
         ServiceSettings(session_lease_s=3601.0)
+
+
+# --- hints ---
+
+
+def test_a_lease_is_for_requests_with_and_without_a_session(bench, client):
+    client.send("generate", "a", prompt=[1], max_tokens=3, lease_s=7)
+    request = bench.submitted()
+    assert (request.lease_s, request.session) == (7.0, None)
+    client.send("generate", "b", prompt=[1], max_tokens=3, n=4, lease_s=0.5)
+    assert bench.submitted().lease_s == 0.5
+    client.send("generate", "c", prompt=[1], max_tokens=3, session="s", lease_s=30)
+    request = bench.submitted()
+    assert (request.lease_s, request.session_lease_s) == (30.0, 20.0)
+    client.send("generate", "d", prompt=[1], max_tokens=3)
+    assert bench.submitted().lease_s == 0.0
+
+
+@pytest.mark.parametrize("bad", [0, -1, 40.1, "5", True, 1e400, [1]])
+def test_wrong_leases_are_refused_by_name(bench, client, bad):
+    error = client.ask("generate", prompt=[1], lease_s=bad)
+    assert (error["code"], error["field"]) == ("bad_request", "lease_s")
+    assert bench.inbox.empty()
+
+
+def test_leases_of_a_client_without_a_name_end_with_its_connection(bench):
+    going = bench.client()
+    going.send("generate", prompt=[1], max_tokens=3, lease_s=7)
+    request = bench.submitted()
+    bench.finish(request)
+    assert going.receive()["op"] == "result"
+    going.socket.close(0)
+    assert bench.command() == EndSession(request.key[0])
+
+
+def test_a_prefetch_names_tokens_or_a_session(bench, client):
+    client.send("prefetch", "p", prompt=[5, 6, 7], cache_salt="mine")
+    order = bench.command()
+    assert isinstance(order, Prefetch) and order.prompt.token_ids.tolist() == [5, 6, 7] and order.adapter is None
+    client.send("generate", "salted", prompt=[5, 6, 7], max_tokens=3, cache_salt="mine")
+    assert bench.submitted().prompt.salt == order.prompt.salt != b""
+    bench.put(Done(order.token, {"tokens": 2}))
+    assert client.receive()["tokens"] == 2
+    client.send("generate", "turn", prompt=[1, 2], max_tokens=3, session="s", cache_salt="of s")
+    turn = bench.submitted()
+    for said in ([1, 2], [1, 2, 11, 12]):
+        client.send("prefetch", "p", session="s")
+        order = bench.command()
+        assert order.prompt.token_ids.tolist() == said and order.prompt.salt == turn.prompt.salt
+        bench.put(Failed(order.token, "asleep", code="unavailable"))
+        assert client.receive()["code"] == "unavailable"
+        if len(said) == 2:
+            bench.finish(turn, [11, 12])
+            assert client.receive()["op"] == "result"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "field"),
+    [
+        ({}, "bad_request", "prompt"),
+        ({"session": "s", "prompt": [1]}, "bad_request", "prompt"),
+        ({"session": "s", "cache_salt": "x"}, "bad_request", "cache_salt"),
+        ({"session": "s"}, "not_found", "session"),
+        ({"session": ""}, "bad_request", "session"),
+        ({"prompt": "text"}, "bad_request", "prompt"),
+        ({"prompt": []}, "bad_request", "prompt"),
+        ({"prompt": [302]}, "bad_request", "prompt"),
+        ({"prompt": [-1]}, "bad_request", "prompt"),
+        ({"prompt": [1], "cache_salt": ""}, "bad_request", "cache_salt"),
+        ({"prompt": [1], "adapter": "a"}, "bad_request", "adapter"),
+        ({"prompt": [1], "lease_s": 3}, "bad_request", "lease_s"),
+    ],
+)
+def test_wrong_prefetches_are_refused_by_name(bench, client, fields, code, field):
+    error = client.ask("prefetch", "p", **fields)
+    assert (error["code"], error.get("field")) == (code, field)
+    assert bench.inbox.empty()
+
+
+def test_a_session_is_prefetched_for_its_own_client_alone(bench, client):
+    client.send("generate", "turn", prompt=[1, 2], max_tokens=3, session="s")
+    bench.finish(bench.submitted(), [3])
+    client.receive()
+    assert bench.client().ask("prefetch", "p", session="s")["code"] == "not_found"
+
+
+def test_prefetches_count_as_memory_until_they_are_answered():
+    with serving(max_pending_bytes=20_000) as bench:
+        client = bench.client()
+        for i in range(6):
+            client.send("prefetch", f"p{i}", prompt=[1] * 990)
+        assert client.receive()["code"] == "overloaded"
+        for _ in range(5):
+            bench.put(Done(bench.command().token, {"tokens": 0}))
+            assert client.receive()["op"] == "ok"
+        client.send("prefetch", "last", prompt=[1] * 990)
+        assert isinstance(bench.command(), Prefetch)

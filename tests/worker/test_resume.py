@@ -167,6 +167,35 @@ def test_random_draws_go_on_as_if_no_worker_had_died(
     assert max(json.loads(line).get("speculation/accepted", 0) for line in metrics.read_text().splitlines()) > 20
 
 
+def test_forks_go_on_when_the_worker_of_their_sources_is_killed(
+    worker: WorkerProcess, client: RolloutClient, mortal: Any
+) -> None:
+    """In the middle of a fork, and before another one of the same source; one source has ended, one runs."""
+    dying = mortal(ONES, **{"max_context_tokens": 4096})
+    dying.wait_ready()
+    sampled = {"temperature": 1.0, "stop": {"ignore_eos": True}}
+    asked = {"n": 2, "max_tokens": 400, "seed": 9, **sampled}
+    prompt, further = token_ids("17: 18 19"), token_ids(" 41:")
+    with RolloutClient([dying.endpoint, worker.endpoint], resume=True, timeout_s=100.0) as both:
+        first = {"endpoint": dying.endpoint, "seed": 3, **sampled}
+        ended = both.generate(prompt, **first, max_tokens=60, request_id="ended")
+        runs = both.generate(prompt, **first, max_tokens=1500, request_id="runs", stream="tokens")
+        said = {"ended": [*prompt, *ended.completions[0].token_ids], "runs": [*prompt, *next(runs).token_ids]}
+        forks = {name: {"request": name, "offset": len(said[name])} for name in said}
+        begun = [both.generate(further, fork=fork, **asked, stream="tokens", stream_every=8) for fork in forks.values()]
+        for branch in begun:
+            next(branch)
+        dying.process.kill()
+        results = [branch.wait() for branch in begun]
+        later = [both.generate(further, fork=fork, **asked) for fork in forks.values()]
+        runs.close()
+    for name, result, again in zip(said, results, later, strict=True):
+        alone = client.generate([*said[name], *further], **asked)
+        assert result.resumes and result.prompt_tokens == again.prompt_tokens == alone.prompt_tokens
+        for each in zip(result.completions, again.completions, alone.completions, strict=True):
+            assert len({tuple(completion.token_ids.tolist()) for completion in each}) == 1
+
+
 def test_a_member_of_a_group_that_had_not_begun_is_drawn_as_in_the_group(client: RolloutClient) -> None:
     fields = {"max_tokens": 40, "temperature": 60.0, "stop": {"ignore_eos": True}}
     group = client.generate(token_ids("7:"), n=3, seed=9, **fields)

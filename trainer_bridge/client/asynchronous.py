@@ -10,10 +10,11 @@ touches a socket must empty it: every send is followed by a read of all messages
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack, overload
 
+import numpy as np
 import zmq
 
 from trainer_bridge.client import calls
@@ -136,6 +137,20 @@ class AsyncRolloutClient(ClientFace):
     async def cancel(self, target: str, *, endpoint: str | None = None) -> None:
         """As `RolloutClient.cancel`."""
         await self._run(calls.cancel, target, endpoint)
+
+    async def prefetch(
+        self,
+        prompt: Sequence[int] | np.ndarray | None = None,
+        *,
+        session: str | None = None,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """As `RolloutClient.prefetch`."""
+        fields = {"session": session, "adapter": adapter, "cache_salt": cache_salt}
+        return await self._run(calls.prefetch, prompt, endpoint, timeout_s, fields)
 
     async def status(self, endpoint: str | None = None) -> Status:
         """As `RolloutClient.status`."""

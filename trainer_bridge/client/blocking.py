@@ -11,10 +11,11 @@ A client belongs to one thread at a time; make one for each thread (a connection
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
+import numpy as np
 import zmq
 
 from trainer_bridge.client import calls
@@ -172,6 +173,24 @@ class RolloutClient(ClientFace):
         `target` is the id of a request of this client, or of one with the same `client` name.
         """
         self._run(calls.cancel, target, endpoint)
+
+    def prefetch(
+        self,
+        prompt: Sequence[int] | np.ndarray | None = None,
+        *,
+        session: str | None = None,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Bring KV from host memory to the device before a turn: of these tokens, or of a session's last turn.
+
+        A hint, at the worker that has the KV as far as this client knows. Returns how many tokens have their KV on the
+        device or on the way; it may be evicted again. Raises `NotFound` for an unknown session.
+        """
+        fields = {"session": session, "adapter": adapter, "cache_salt": cache_salt}
+        return self._run(calls.prefetch, prompt, endpoint, timeout_s, fields)
 
     def status(self, endpoint: str | None = None) -> Status:
         """A worker's `state`, `weights_version`, `rows`, ...: the protocol's `status`."""

@@ -11,13 +11,15 @@ A call that is closed or fails is given up: what it has in flight is cancelled a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+
 from trainer_bridge.client.batch import Settled, settle_all, tokens_of
 from trainer_bridge.client.core import ClientCall, ClientCore
-from trainer_bridge.client.generate_request import RequestPlan
+from trainer_bridge.client.generate_request import RequestPlan, token_array
 from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
 from trainer_bridge.client.progress import Progress, show_progress
 from trainer_bridge.client.results import Chunk, GenerateResult, Status
@@ -98,6 +100,25 @@ def cancel(core: ClientCore, wake: Wake, target: str, endpoint: str | None) -> W
                 missing.append(error)
         if missing and len(missing) == len(calls):
             raise missing[0]
+
+
+def prefetch(
+    core: ClientCore,
+    wake: Wake,
+    prompt: Sequence[int] | np.ndarray | None,
+    endpoint: str | None,
+    timeout_s: float | None,
+    fields: Mapping[str, Any],
+) -> Waits[int]:
+    """Have KV brought to the device; the most tokens that a worker has there, or on the way."""
+    sent = {name: value for name, value in fields.items() if value is not None}
+    if prompt is not None:
+        sent["prompt"] = token_array(prompt, "prompt")
+    calls = core.prefetch(sent, endpoint, timeout_s)
+    with _watched(core, wake, calls):
+        for call in calls:
+            yield from _until_done(core, call)
+    return max(int((call.reply or {}).get("tokens", 0)) for call in calls)
 
 
 def end_stream(core: ClientCore, wake: Wake, call: ClientCall) -> Waits[None]:

@@ -20,7 +20,7 @@ import zmq
 
 from trainer_bridge.client.assembly import Assembler, join_chunks
 from trainer_bridge.client.generate_request import AttachFields, RequestPlan, StreamKind, attach_fields
-from trainer_bridge.client.placement import Fleet
+from trainer_bridge.client.placement import Fleet, Sent
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result, split_chunks
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire import codec as wire
@@ -97,6 +97,8 @@ class ClientCall:
         self.deadline = deadline
         self.started = time.monotonic()
         self.target: str | None = None  # of `attach`
+        self.earlier: Sent | None = None  # where a request with the same id was sent before
+        self.ends_session: str | None = None  # the session that its result ends
         self.detached = False  # the worker goes on if this client goes
         self.acknowledged_with_result = True  # false: its owner acknowledges it later
         self.assembler: Assembler | None = None  # of a stream
@@ -210,7 +212,8 @@ class ClientCore(ProcessBound):
             fields = fields | {"fork": fork}
         endpoint = self.fleet.choose(plan, gone, avoid, home)
         call = self.start("generate", fields, endpoint, timeout_s, plan.n, plan.request_id)
-        self.fleet.sent(call.id, endpoint)
+        call.earlier = self.fleet.sent(call.id, endpoint)
+        call.ends_session = plan.session if plan.fields.get("end_of_session") else None
         call.detached = bool(plan.fields.get("detached"))
         return call
 
@@ -266,6 +269,12 @@ class ClientCore(ProcessBound):
         if endpoint in self.connections:
             cancel_id = self.next_id()
             self._send(endpoint, cancel_id, self._header("cancel", cancel_id) | {"target": request_id})
+
+    def prefetch(self, fields: dict[str, Any], endpoint: str | None, timeout_s: float | None) -> list[ClientCall]:
+        """Send `prefetch` to the worker that has or may have the KV, or to all if it is unknown."""
+        if endpoint is None:
+            endpoint = self.fleet.holder(fields)
+        return self.control("prefetch", endpoint, timeout_s, **fields)
 
     def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
         """Send `cancel` to the workers that have or may have a request; returns the calls to wait for."""
@@ -367,6 +376,12 @@ class ClientCore(ProcessBound):
         """Raise ValueError for an endpoint that this client does not have."""
         if endpoint not in self.connections:
             raise ValueError(f"{endpoint!r} is not an endpoint of this client; it has {', '.join(self.endpoints)}")
+
+    def serves(self, endpoint: str) -> bool:
+        """True if an endpoint can be reached and has not been lost since it was used, nor is being removed."""
+        if endpoint not in self.endpoints or self.connections[endpoint].gone:
+            return False
+        return not self.fleet[endpoint].newcomer
 
     def reachable(self, plan: RequestPlan) -> bool:
         """True if an endpoint that a request may go to is not known to be gone."""
@@ -539,6 +554,8 @@ class ClientCore(ProcessBound):
             error = from_reply(reply)
             if not (error.need and self._send_again(call, error.need)):
                 call.error = error
+                if call.earlier is not None:
+                    self.fleet.refused(call.id, call.earlier)
         elif op == "chunk" and call.assembler is not None:
             chunk = read_chunk(reply)
             call.assembler.add(chunk)
@@ -550,6 +567,8 @@ class ClientCore(ProcessBound):
                     call.assembler.add(chunk)
                     call.keep(chunk)
             call.result = result if call.target is None else replace(result, id=call.target)
+            if call.ends_session is not None:
+                self.fleet.end_session(call.ends_session)
             if self.acknowledges and call.acknowledged_with_result:
                 self.acknowledge(call)
         elif op in ("ok", "status", "trace") and call.op not in ("generate", "attach"):

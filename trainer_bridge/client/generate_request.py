@@ -84,6 +84,7 @@ class GenerateFields(SamplingFields, total=False):
     session: str | None  # the conversation whose next turn this is; all go to one endpoint. Needs n = 1
     session_lease_s: float | None  # how long its KV waits for the next turn; absent: as the worker is set
     end_of_session: bool  # its last turn: no KV is kept after it
+    lease_s: float | None  # for so long after the request its KV gives way after KV without a lease
     fork: Mapping[str, Any] | None  # continue a request or session: `request`, `index` or `session`; `offset`
     # for this client alone, not sent
     endpoint: str | None  # the endpoint to use; absent: the least loaded one

@@ -148,16 +148,30 @@ class Fleet:
         """The endpoint that has a session's KV, if it is known."""
         return self._sessions.get(session)
 
+    def holder(self, fields: Mapping[str, Any]) -> str | None:
+        """The endpoint that has a session's KV, or the longest part of a prompt, if it is known."""
+        if "session" in fields:
+            return self.session_home(fields["session"])
+        holders = _holders(list(self), prompt_blocks(fields)) if len(self._members) > 1 else []
+        return _least_loaded(holders).endpoint if holders else None
+
     def end_session(self, session: str) -> None:
         """Forget where a session is."""
         self._sessions.pop(session, None)
 
-    def sent(self, request_id: str, endpoint: str) -> None:
-        """Note where a request was sent."""
+    def sent(self, request_id: str, endpoint: str) -> Sent | None:
+        """Note where a request was sent; returns what was known of an earlier one with its id."""
+        earlier = self._sent.get(request_id)
         self._sent[request_id] = Sent(endpoint)
         self._sent.move_to_end(request_id)
         while len(self._sent) > _MOST_REQUESTS:
             self._sent.popitem(last=False)
+        return earlier
+
+    def refused(self, request_id: str, earlier: Sent) -> None:
+        """A request was refused: others go on to continue the earlier one with its id."""
+        if request_id in self._sent:
+            self._sent[request_id] = earlier
 
     def moved(self, request_id: str, index: int, place: Place) -> None:
         """Note where a completion of a request is now."""
@@ -192,8 +206,6 @@ class Fleet:
         member.hold(blocks)
         if plan.session is not None:
             self._sessions[plan.session] = member.endpoint
-            if plan.fields.get("end_of_session"):
-                self.end_session(plan.session)
         return member.endpoint
 
     def _choose(

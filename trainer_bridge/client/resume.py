@@ -26,6 +26,7 @@ from trainer_bridge.client.assembly import Assembler
 from trainer_bridge.client.core import ClientCall, ClientCore, check_id
 from trainer_bridge.client.generate_request import RequestPlan
 from trainer_bridge.client.journal import Fsync, Journal, Saved, fingerprint
+from trainer_bridge.client.known_tokens import KnownTokens, prompt_of
 from trainer_bridge.client.placement import Place
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.client.resumed_call import (
@@ -35,6 +36,7 @@ from trainer_bridge.client.resumed_call import (
     draw_seed,
     first_plan,
     request_seed,
+    with_tokens,
 )
 from trainer_bridge.wire import codec as wire
 from trainer_bridge.wire.errors import (
@@ -42,6 +44,7 @@ from trainer_bridge.wire.errors import (
     Duplicate,
     InternalError,
     JournalFailed,
+    NotFound,
     Overloaded,
     ProtocolError,
     ResumeFailed,
@@ -114,6 +117,11 @@ class ResumingCore(ClientCore):
         """Seconds that a call may go on waiting, None for ever. Sends what is due."""
         return self.resumer.patience(call) if isinstance(call, ResumedCall) else super().patience(call)
 
+    def end_session(self, session: str) -> None:
+        """End a session at its worker, or at all workers if its worker is unknown."""
+        self.resumer.end_session(session)
+        super().end_session(session)
+
     def endpoint_came(self) -> None:
         """Let requests that wait for an endpoint try again."""
         self.resumer.endpoint_came()
@@ -139,6 +147,7 @@ class Resumer:
     def __init__(self, core: ClientCore, policy: ResumePolicy) -> None:
         self.calls: dict[str, ResumedCall] = {}
         self.journal = None if policy.journal is None else Journal(policy.journal, policy.journal_fsync)
+        self._known = KnownTokens(self.calls, self._saved)
         self._core = core
         self._policy = policy
 
@@ -157,8 +166,15 @@ class Resumer:
                 f"the journal has another request with the id {request_id!r}; forget it, or use a new id",
                 request_id=request_id,
             )
+        if saved is not None and "fork" in saved.fields:
+            plan = replace(plan, fields=plan.fields | {"fork": saved.fields["fork"]})
+        source = self._known.source(plan)
+        if source is not None:
+            plan = replace(plan, fields=plan.fields | {"fork": source.fork})
         call = self._new_call(request_id, plan, saved)
+        call.source, call.prompt = source, prompt_of(plan, source)
         if call.done:
+            self._known.keep(call)
             return call
         self.calls[request_id] = call
         try:
@@ -209,6 +225,10 @@ class Resumer:
         self._drop_legs(call)
         call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
 
+    def end_session(self, session: str) -> None:
+        """A session is not continued by its name any more."""
+        self._known.end_session(session)
+
     def endpoint_came(self) -> None:
         """An endpoint can be reached: wake the calls that wait for one."""
         for call in list(self.calls.values()):
@@ -229,6 +249,10 @@ class Resumer:
             self._fail(call, ConnectionLost("the client was closed"))
         if self.journal is not None:
             self.journal.close()
+
+    def _saved(self, request_id: str) -> Saved | None:
+        """What the journal has of a request that does not run."""
+        return None if self.journal is None or request_id in self.calls else self.journal.read(request_id)
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -262,11 +286,26 @@ class Resumer:
         remaining_s = None if call.ends_at == math.inf else call.ends_at - now
         if len(due) == len(call.parts) and not any(call.new_tokens(part) for part in due):
             plan = first_plan(call.plan, call.seed, remaining_s)
-            self._send(call, due, replace(plan, request_id=first_id))
+            self._send(call, due, replace(self._with_source(call, plan, due), request_id=first_id))
+            return
+        if due and call.source is None and "offset" not in call.plan.fields.get("fork", ("offset",)):
+            self._fail(call, _lost_source(), due[0].error)  # all tokens of a running source are others by now
             return
         for part in due:
             if part.leg is None and not part.done:  # sending takes in messages, which may change the call
-                self._send(call, [part], continued_plan(call.plan, call.so_far(part), remaining_s, call.scored))
+                plan = continued_plan(call.plan, call.so_far(part), remaining_s, call.scored)
+                self._send(call, [part], self._with_source(call, plan, [part]))
+
+    def _with_source(self, call: ResumedCall, plan: RequestPlan, parts: list[ResumedCompletion]) -> RequestPlan:
+        """The plan of a fork: it names what it continues where a worker has that, or else brings the tokens."""
+        source = call.source
+        if source is None:
+            return plan
+        home, _ = self._core.fleet.source(source.fork)
+        usable = home is not None and self._core.serves(home) and plan.endpoint in (None, home)
+        if not usable or call.by_tokens or home in (part.avoid for part in parts):
+            return with_tokens(plan, source)
+        return plan
 
     def _send(self, call: ResumedCall, parts: list[ResumedCompletion], plan: RequestPlan) -> None:
         avoid = frozenset(part.avoid for part in parts if part.avoid is not None)
@@ -359,6 +398,12 @@ class Resumer:
             self._disown(leg.endpoint, leg.id)
         if not parts:
             return
+        if call.source is not None and not call.by_tokens and (error.field or "").startswith("fork"):
+            call.by_tokens = True
+            for part in parts:
+                self._suspend(call, part, error, None)
+            call.on_update()
+            return
         if not (isinstance(error, (ConnectionLost, Unavailable, InternalError)) or _full_later(call, error)):
             self._fail(call, error)
             return
@@ -424,6 +469,7 @@ class Resumer:
             self.journal.finish(call.id, result)
         self.calls.pop(call.id, None)
         call.result = result
+        self._known.keep(call)
         call.on_update()
 
     def _fail(self, call: ResumedCall, error: RolloutError, cause: RolloutError | None = None) -> None:
@@ -448,6 +494,15 @@ def _handed_back(part: Completion) -> RolloutError | None:
     if part.finish_reason == "cancelled" and part.error is not None:
         return Unavailable(part.error)
     return None
+
+
+def _lost_source() -> NotFound:
+    return NotFound(
+        "the worker of this fork is lost, and this client does not know the token ids of what it continues: send the "
+        "tokens as a prompt, with 'continue_from' for those in 'partials'. A client knows them if the prompts of its "
+        "requests are token ids, or if these asked for 'return_prompt_ids'",
+        field="fork",
+    )
 
 
 def _full_later(call: ResumedCall, error: RolloutError) -> bool:

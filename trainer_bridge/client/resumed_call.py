@@ -18,6 +18,7 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from trainer_bridge.client.assembly import Assembler, tail
 from trainer_bridge.client.core import ClientCall
 from trainer_bridge.client.generate_request import RequestPlan, prior_fields
 from trainer_bridge.client.journal import Saved
+from trainer_bridge.client.media import MediaPrompt
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, PromptScores, Timing
 from trainer_bridge.wire.errors import ProtocolError, RolloutError
 from trainer_bridge.wire.finish_reasons import FinishReason
@@ -61,6 +63,15 @@ class ResumedCompletion:
         self.down_s = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a request with a `fork` continues, as this client knows it."""
+
+    fork: dict[str, Any]  # names the request; `offset` is there, so that every worker takes the same tokens
+    prompt: MediaPrompt  # the whole prompt of the request: these tokens and its own
+    salt: str | None
+
+
 class ResumedCall(ClientCall):
     """A request that outlives its workers. `started_unix_s` is when it was first asked for, of `time.time`."""
 
@@ -69,6 +80,9 @@ class ResumedCall(ClientCall):
     ) -> None:
         super().__init__(request_id, "generate", "", 0, deadline)
         self.plan = plan
+        self.source: Source | None = None  # what it continues; None if that is not known here
+        self.prompt: MediaPrompt | None = None  # with what it continues; None if its token ids are not known here
+        self.by_tokens = False  # a worker did not know what it continues, so the tokens are sent
         self.seed = seed
         unix_s = time.time()
         self.started_unix_s = unix_s if started_unix_s is None else started_unix_s
@@ -87,6 +101,12 @@ class ResumedCall(ClientCall):
         self.ends_at = math.inf  # of the request's own deadline, after which completions end with what they have
         if limit_s is not None:
             self.ends_at = self._asked_at + limit_s
+
+    @property
+    def salt(self) -> str | None:
+        """Its `cache_salt`, or that of what it continues."""
+        salt: str | None = self.plan.fields.get("cache_salt", None if self.source is None else self.source.salt)
+        return salt
 
     @property
     def begun(self) -> bool:
@@ -190,8 +210,7 @@ class ResumedCall(ClientCall):
         # A worker that gave a completion back may say its last word after the one that went on has ended.
         newest = max(self.results, key=lambda leg: leg.started, default=None)
         last = None if newest is None else self.results[newest]
-        prompt = self.plan.fields.get("prompt")
-        known = len(prompt) if isinstance(prompt, np.ndarray) else 0
+        known = 0 if self.prompt is None else len(self.prompt.token_ids)
         return GenerateResult(
             id=self.id,
             completions=completions,
@@ -284,6 +303,17 @@ def continued_plan(
         fields["deadline_s"] = remaining_s
     prior = replace(partial, index=0)
     return replace(plan, fields=fields, n=1, prior=prior, request_id=None, stream="tokens")
+
+
+def with_tokens(plan: RequestPlan, source: Source) -> RequestPlan:
+    """A request with the tokens that it continues, in place of their name."""
+    fields = {name: value for name, value in plan.fields.items() if name != "fork"}
+    fields["prompt"] = source.prompt.token_ids
+    if source.prompt.media:
+        fields["media"] = [item.fields() for item in source.prompt.media]
+    if source.salt is not None:
+        fields["cache_salt"] = source.salt
+    return replace(plan, fields=fields)
 
 
 def empty_part(index: int, seed: int, finish_reason: FinishReason | None = None) -> Completion:

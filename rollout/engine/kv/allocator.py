@@ -251,9 +251,16 @@ class PageAllocator:
     # --- when the sequence leaves its row ----------------------------------------------------------------------------
 
     def keep_turn(self, seq: Sequence, version: int, now_s: float) -> None:
-        """A finalized turn is settled: its session gets its KV, if that is of use under `version`."""
-        assert seq.group.session is not None and seq.finish is not None
-        kv = seq.kv
+        """A finalized turn is settled: its session gets its KV, if that is of use under `version`.
+
+        So does a sequence without a session whose request asked for a lease, if others can find its KV.
+        """
+        kv, session = seq.kv, seq.group.session
+        assert seq.finish is not None
+        if session is None:
+            if not seq.group.request.lease_s or kv.keys is None or self.prefixes.has_states:
+                return
+            session = self.sessions.unnamed(seq.group.request, seq.index)
         known = min(kv.length, seq.prompt_len + len(seq.tokens))
         if kv.copy_source is not None:  # it ended before its first chunk: the page was not copied
             known -= known % self.page_size
@@ -264,7 +271,7 @@ class PageAllocator:
         known, snapshots = self.prefixes.turn_end(seq, known)
         tokens = seq.identity(seq.history())[:known]
         left = SessionKV(tokens, kv.pages, kv.oldest, kv.keys, kv.adapter_edition, snapshots)
-        self.sessions.keep(seq.group.session, left, now_s)
+        self.sessions.keep(session, left, now_s)
         self.prefixes.turn_kept(snapshots)
 
     def release(self, seq: Sequence) -> None:

@@ -6,6 +6,8 @@
     keep         the turn is settled, no step in flight names it: the session has the KV that the turn leaves
     ... idle, until the next turn, the end of its lease, or until rows or other sessions need the pages
 
+A request outside of sessions that asks for a lease leaves its KV to a session of its own, without a name (`unnamed`).
+
 A session has a reference to each of its pages and knows the tokens of their KV; pages and prefix keys are the pool's.
 
 Invariants:
@@ -25,11 +27,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollout.engine.kv.eviction_order import EvictionOrder
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.messages.requests import Request, RequestKey, SessionKey
 from rollout.engine.messages.statuses import SessionStatus
 from rollout.engine.sequence.session import Session, SessionKV
+from trainer_bridge.wire.codec import MAX_ID_CHARS
 
 #: The heap of leases is cleaned when it has more entries than this plus twice those in use.
 _SLACK = 16
@@ -66,6 +70,7 @@ class Sessions:
         self._sessions: dict[SessionKey, Session] = {}
         self._of_client: dict[str, dict[SessionKey, None]] = {}
         self._with_kv: OrderedDict[SessionKey, Session] = OrderedDict()  # least recently used first
+        self._order = EvictionOrder()
         self._unseen: OrderedDict[SessionKey, int] = OrderedDict()  # first pages that `look` has not returned
         self._refs: dict[int, int] = {}  # how many sessions have a page, by page
         self._refs_sum = 0
@@ -90,7 +95,7 @@ class Sessions:
 
     def longest_idle_s(self, now_s: float) -> float | None:
         """How long the session that gives way next was idle; 0 if its next turn is here; None if none has pages."""
-        first = next(iter(self._with_kv.values()), None)
+        first = self._order.first
         if first is None:
             return None
         return 0.0 if first.turns else now_s - (first.until_s - first.lease_s)
@@ -124,11 +129,13 @@ class Sessions:
             return None
         session = self._sessions.setdefault(key, Session(key, request.session_lease_s))
         self._of_client.setdefault(key[0], {})[key] = None
-        session.lease_s, session.turn = request.session_lease_s, request.key
+        session.lease_s, session.turn = max(request.session_lease_s, request.lease_s), request.key
+        session.last_s = request.lease_s
         session.turns += 1
         self.counts.turns += 1
         if session.kv is not None:
             self._with_kv.move_to_end(key)
+            self._order.use(key)
         if key in self._unseen:
             self._unseen.move_to_end(key)
         return session
@@ -159,11 +166,13 @@ class Sessions:
         if session.over:
             return
         if session.kv is None:  # else the turn was never admitted
-            self._take(session, left)
+            session.last_until_s = now_s + session.last_s
+            self._take(session, left, now_s)
         if session.turns:
             return
         if session.kv is None:
-            self._forget(session.key)
+            if session.key in self._sessions:  # else it gave way at once, because all others have a lease
+                self._forget(session.key)
             return
         session.until_s = now_s + session.lease_s
         self._serial += 1
@@ -176,10 +185,11 @@ class Sessions:
 
     def evict_one(self) -> bool:
         """Release the pages of the least recently used session; False if no session has any."""
-        if not self._with_kv:
+        first = self._order.first
+        if first is None:
             return False
         self.counts.evicted += 1
-        self._drop(next(iter(self._with_kv.values())))
+        self._drop(first)
         return True
 
     def end(self, client: str, name: str | None = None) -> None:
@@ -193,6 +203,7 @@ class Sessions:
 
     def expire(self, now_s: float) -> None:
         """End the sessions whose lease is over."""
+        self._order.expire(now_s)
         while self._leases and self._leases[0][0] <= now_s:
             entry = heapq.heappop(self._leases)
             if _expires(entry):
@@ -214,6 +225,7 @@ class Sessions:
             for page in kv.pages:
                 refs[page] = refs.get(page, 0) + 1
         assert refs == self._refs and sum(refs.values()) == self._refs_sum, "sessions count their pages wrongly"
+        self._order.check(self._with_kv)
         assert self._unseen.keys() <= self._with_kv.keys(), "a session without pages is to be copied"
         assert not self._too_many, "sessions have more than they may"
         assert all(session.turns or session.kv for session in self._sessions.values()), "an empty session is left"
@@ -238,7 +250,7 @@ class Sessions:
         assert kv is not None and kv.keys is not None
         return kv.keys[count - 1], kv.pages[count - 1]
 
-    def _take(self, session: Session, left: SessionKV) -> None:
+    def _take(self, session: Session, left: SessionKV, now_s: float) -> None:
         count = min(len(left.tokens), self._most_pages * self._page_size)
         if count == 0:
             return
@@ -255,10 +267,11 @@ class Sessions:
             left.tokens[:count].copy(), pages, left.oldest, left.keys, left.adapter_edition, snapshots
         )
         self._with_kv[session.key] = session
+        self._order.add(session, now_s)
         if left.keys is not None and (full := count // self._page_size):
             self._unseen[session.key] = full
         while self._too_many:
-            self.evict_one()  # never this one: it is the newest, and by itself within the limits
+            self.evict_one()
 
     @property
     def _too_many(self) -> bool:
@@ -289,7 +302,18 @@ class Sessions:
             self._snapshots.release(snapshot.place)
         session.kv = None
         del self._with_kv[session.key]
+        self._order.drop(session.key)
         self._unseen.pop(session.key, None)
+
+    # --- leases of other requests ------------------------------------------------------------------------------------
+
+    def unnamed(self, request: Request, index: int) -> Session:
+        """A session for the KV of completion `index` of a request without a session; `keep` gives it the KV."""
+        client, name = request.key
+        key = client, f"{name:{MAX_ID_CHARS}}/{index}"  # longer than any name that a client gives
+        session = self._sessions[key] = Session(key, request.lease_s, turns=1, last_s=request.lease_s)
+        self._of_client.setdefault(client, {})[key] = None
+        return session
 
 
 def _expires(entry: tuple[float, int, Session]) -> bool:

@@ -104,6 +104,7 @@ class Request:
     max_kv_age: int | None = None  # the most versions by which KV of others may be older than the weights; None: engine
     session: SessionKey | None = None  # this request is the session's next turn; only with n == 1
     session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
+    lease_s: float = 0.0  # for how long after the request its KV gives way after KV without a lease
     top_logprobs: int = 0  # top tokens to return at each position, up to MAX_TOP_LOGPROBS
     prompt_logprobs: bool = False  # return log-probs of the prompt; the next four say of which tokens, and what more
     prompt_last: int | None = None  # of so many tokens at the end of the prompt; None: of all

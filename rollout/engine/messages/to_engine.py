@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request, RequestKey
 
 if TYPE_CHECKING:
@@ -85,6 +86,18 @@ class EndSession:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetch:
+    """The KV of a prompt is needed soon: bring its known beginning from the host to the device.
+
+    Answered by `Done(token)` with the `tokens` whose KV is there or on its way, or by `Failed`.
+    """
+
+    prompt: Prompt  # its images need no pixels
+    adapter: str | None
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
 class PutAdapter:
     """Load an adapter, or a newer version of one. Answered by `Done(token)` or `Failed`, if there is a token.
 
@@ -140,6 +153,7 @@ Command = (
     | Resume
     | Shutdown
     | EndSession
+    | Prefetch
     | PutAdapter
     | DropAdapter
     | Sleep

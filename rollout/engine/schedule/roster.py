@@ -231,7 +231,7 @@ class Roster:
         assert 0 <= seq.inflight_refs <= 2
         if seq.inflight_refs > 0 or self.allocator.cancel_restores(seq) or self.allocator.copies_state(seq):
             return
-        if seq.finalized and seq.group.session is not None:
+        if seq.finalized:
             self.allocator.keep_turn(seq, self.version, self.clock())
         if seq.row:
             self.free_rows.append(seq.row)

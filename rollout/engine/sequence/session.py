@@ -34,3 +34,5 @@ class Session:
     over: bool = False  # it was ended: it keeps no KV
     kv: SessionKV | None = None
     until_s: float = 0.0  # end of its lease, while it has no turn
+    last_s: float = 0.0  # for how long after a turn it gives way after others
+    last_until_s: float = 0.0  # until then, while it has no turn

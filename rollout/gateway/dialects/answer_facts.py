@@ -7,8 +7,10 @@ from typing import Any
 
 from rollout.gateway.answers.logprobs import prompt_entries
 from rollout.gateway.dialects.handling import Gateway
-from rollout.gateway.http.http_errors import HttpError
-from rollout.gateway.prompts.sampling import SamplingBody
+from rollout.gateway.http.bodies import Body
+from rollout.gateway.http.http_errors import HttpError, bad_request
+from rollout.gateway.prompts.sampling import SamplingBody, StreamOptions
+from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
 
 #: vLLM's stop reason of a completion that repeats itself.
@@ -30,6 +32,25 @@ def usage(results: list[GenerateResult]) -> dict[str, Any]:
         "total_tokens": prompt + tokens,
         "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results)},
     }
+
+
+def prompt_ids(request: TokenRequest, result: GenerateResult) -> list[int]:
+    """The token ids of a prompt, with those that it continues."""
+    return request.prompt if result.prompt_token_ids is None else result.prompt_token_ids.tolist()
+
+
+def check_fork(body: Body, stream: bool) -> None:
+    """Refuse what needs the tokens that a request continues before its answer is complete. Raises `HttpError`."""
+    if getattr(body, "echo", False):
+        raise bad_request("the gateway has no text of what is continued: use 'return_token_ids'", "echo")
+    if not stream:
+        return
+    if getattr(body, "return_token_ids", False):
+        raise bad_request("a stream has no ids of tokens that are continued; remove 'stream'", "return_token_ids")
+    options = getattr(body, "stream_options", None)
+    if isinstance(options, StreamOptions) and options.continuous_usage_stats:
+        message = "the number of continued tokens is known at the end only; use 'include_usage' alone"
+        raise bad_request(message, "stream_options.continuous_usage_stats")
 
 
 def fault(completion: Completion) -> HttpError | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,8 @@ class Call:
 
     async def whole(self) -> list[GenerateResult]:
         """The results, prompt by prompt. Raises `HttpError`, also if faults ended every completion."""
-        results = await self.gateway.workers.generate_all(self.id, self.requests, self.session)
+        with self._noted():
+            results = await self.gateway.workers.generate_all(self.id, self.requests, self.session)
         faults = [fault(completion) for result in results for completion in result.completions]
         if faults[0] is not None and all(faults):
             raise faults[0]
@@ -47,9 +48,10 @@ class Call:
     async def chunks(self, least_every: int = 1) -> AsyncGenerator[StreamedChunk, None]:
         """The chunks of all prompts as they come, of `least_every` tokens or more. At the end `results` is complete."""
         sources = [self._stream(place, least_every) for place in range(len(self.requests))]
-        async with aclosing(merged(sources)) as found:
-            async for each in found:
-                yield each
+        with self._noted():
+            async with aclosing(merged(sources)) as found:
+                async for each in found:
+                    yield each
 
     async def events(
         self, head: dict[str, Any], options: StreamOptions, event: Callable[[StreamedChunk], dict[str, Any]]
@@ -63,6 +65,10 @@ class Call:
                 yield head | event(each) | options.usage_so_far(len(self.requests[each.place].prompt), each.chunk)
         if options.include_usage:
             yield head | {"choices": [], "usage": usage(list(self.results.values()))}
+
+    def _noted(self) -> AbstractContextManager[None]:
+        """Other requests may continue this one."""
+        return self.gateway.workers.sources.note(self.id, [(each.request_id, each.n) for each in self.requests])
 
     async def _stream(self, place: int, least_every: int) -> AsyncGenerator[StreamedChunk, None]:
         every = max(least_every, self.gateway.settings.stream_every)

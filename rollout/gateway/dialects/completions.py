@@ -11,10 +11,19 @@ from pydantic import Field
 from rollout.gateway.answers.logprobs import LogprobFormat, TextOffsets
 from rollout.gateway.answers.text_pieces import from_worker, text_pieces
 from rollout.gateway.answers.views import Views
-from rollout.gateway.dialects.answer_facts import end_facts, now, prompt_facts, usage, version_runs
+from rollout.gateway.dialects.answer_facts import (
+    check_fork,
+    end_facts,
+    now,
+    prompt_facts,
+    prompt_ids,
+    usage,
+    version_runs,
+)
 from rollout.gateway.dialects.call import Call, StreamedChunk
 from rollout.gateway.dialects.handling import HttpRequest
 from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.prompts.kv_hints import ForkField
 from rollout.gateway.prompts.sampling import MAX_TOP, OpenAiBody, TokenId
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion
@@ -22,18 +31,24 @@ from trainer_bridge.client.results import Completion
 _MAX_PROMPTS = 4096
 
 
-class CompletionBody(OpenAiBody):
+class CompletionBody(OpenAiBody, ForkField):
     """The body of `/v1/completions`."""
 
     switched_off: ClassVar = OpenAiBody.switched_off | {"logprobs_mode": (None,)}
 
-    prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    prompt: (
+        str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=_MAX_PROMPTS)] | None
+    ) = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     echo: bool = False
 
     @property
     def prompts(self) -> dict[str, str | list[int]]:
-        """All prompts, by the names of their fields."""
+        """All prompts, by the names of their fields. Raises `HttpError`."""
+        if self.prompt is None:
+            if self.fork is None:
+                raise bad_request("the field 'prompt' is missing; add it", "prompt")
+            return {"prompt": []}
         if isinstance(self.prompt, str) or all(isinstance(part, int) for part in self.prompt):
             return {"prompt": self.prompt}  # type: ignore[dict-item]
         return {f"prompt.{place}": prompt for place, prompt in enumerate(self.prompt)}  # type: ignore[misc]
@@ -47,13 +62,18 @@ async def complete(request: HttpRequest[CompletionBody]) -> Any:
     scored = body.echo and body.logprobs is not None
     if body.stream and (scored or body.prompt_logprobs is not None):
         raise bad_request("a stream has no log-probs of the prompt; remove 'stream'", "stream")
+    if body.fork is not None:
+        check_fork(body, body.stream)
+        fields["return_prompt_ids"] = body.return_token_ids or body.prompt_logprobs is not None
     fields["logprobs"] = body.logprobs or 0
     if scored:
         fields["prompt_top_logprobs"] = max(body.logprobs or 0, body.prompt_logprobs or 0)
     fields["return_text"] = from_worker(text, body)
     requests = [
         TokenRequest(
-            await text.encode(prompt, body.add_special_tokens, name) if isinstance(prompt, str) else prompt,
+            await text.encode(prompt, body.add_special_tokens and body.fork is None, name)
+            if isinstance(prompt, str)
+            else prompt,
             fields,
             body.n,
             body.worker_names(name),
@@ -97,9 +117,9 @@ class _Answer:
                     before = await asyncio.to_thread(self._logprobs.prompt_columns, request.prompt, result)
                     choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
                 versions, ids = body.return_weight_versions, body.return_token_ids
+                prompt = prompt_ids(request, result)
                 choices.append(
-                    choice
-                    | await prompt_facts(self._gateway, request.prompt, result, body.prompt_logprobs, versions, ids)
+                    choice | await prompt_facts(self._gateway, prompt, result, body.prompt_logprobs, versions, ids)
                 )
         return self._head | {"choices": choices, "usage": usage(results)}
 

@@ -14,6 +14,7 @@ from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import HttpError, bad_request
 from rollout.gateway.orders.control import Control
 from rollout.gateway.orders.group_updates import GroupUpdates
+from rollout.gateway.prompts.kv_hints import ForkField, KvFields
 from rollout.gateway.prompts.sampling import OpenAiBody, SamplingBody
 from rollout.gateway.prompts.served_model import ServedModel
 from rollout.gateway.workers.workers import Workers
@@ -84,8 +85,19 @@ class HttpRequest(Generic[B]):
         """The same request with another body."""
         return HttpRequest(self.gateway, body, self.path, self.headers)
 
-    def placement(self) -> tuple[str | None, dict[str, Any]]:
-        """The session of the request, and the arguments of `generate` that name a worker. Raises `HttpError`."""
+    def placement(self, key: str | None = None) -> tuple[str | None, dict[str, Any]]:
+        """The session of the request, and the arguments of `generate` about its KV and its worker. Raises `HttpError`.
+
+        `key` names the session if no header does.
+        """
+        session, fields = self._session_and_worker()
+        session = session or key
+        if isinstance(self.body, KvFields):
+            fields |= self.body.hints(session)
+        fork = self.body.continued(session) if isinstance(self.body, ForkField) else None
+        return session, fields if fork is None else fields | {"fork": self.gateway.workers.sources.at_worker(fork)}
+
+    def _session_and_worker(self) -> tuple[str | None, dict[str, Any]]:
         session = self.headers.get("x-session-id")
         if session is not None and not 1 <= len(session) <= _MAX_ID:
             raise bad_request(f"send 1 to {_MAX_ID} characters", "X-Session-ID")

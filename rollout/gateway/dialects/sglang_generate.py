@@ -17,12 +17,13 @@ from rollout.gateway.answers import routed_experts
 from rollout.gateway.answers.logprobs import finite
 from rollout.gateway.answers.text_pieces import from_worker, text_pieces
 from rollout.gateway.answers.views import Views
-from rollout.gateway.dialects.answer_facts import REPETITION, end_facts, fault
+from rollout.gateway.dialects.answer_facts import REPETITION, end_facts, fault, prompt_ids
 from rollout.gateway.dialects.call import Call
 from rollout.gateway.dialects.handling import HttpRequest
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
 from rollout.gateway.prompts.chosen_tokens import positions_of_sglang, rows_of_sglang
+from rollout.gateway.prompts.kv_hints import ForkField, KvFields
 from rollout.gateway.prompts.sampling import MAX_PROMPT_TOP, MAX_TOKEN_ID, Int32, SamplingBody, TokenId
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
@@ -102,7 +103,7 @@ class SglangParams(SamplingBody):
         return fields
 
 
-class SglangBody(Body):
+class SglangBody(KvFields, ForkField):
     """The body of `/generate`."""
 
     ignored: ClassVar = {
@@ -152,6 +153,8 @@ class SglangBody(Body):
     @property
     def prompts(self) -> dict[str, str | list[int]]:
         """All prompts, by the names of their fields."""
+        if self.fork is not None and self.text is None and self.input_ids is None:
+            return {"input_ids": []}
         if (self.text is None) == (self.input_ids is None):
             raise bad_request("send exactly one of 'text' and 'input_ids'", "text")
         name, given = ("text", self.text) if self.text is not None else ("input_ids", self.input_ids)
@@ -189,8 +192,7 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
     body, gateway, text = request.body, request.gateway, request.gateway.model.text
     prompts = body.prompts
     params = body.params(len(prompts))
-    session = request.headers.get("x-smg-routing-key") or None
-    found, place = request.placement()
+    session, place = request.placement(request.headers.get("x-smg-routing-key") or None)
     scored = body.return_logprob and body.logprob_start_len >= 0
     common: dict[str, Any] = place | {
         "adapter": await gateway.adapter_of(body.lora_path),
@@ -202,14 +204,20 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
         common["prompt_top_logprobs"] = body.top_logprobs_num
     if body.stream and (scored or body.return_routed_experts):
         raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
+    if body.fork is not None:
+        if body.logprob_start_len > 0 and scored:
+            raise bad_request(
+                "its position is not known before a fork is found; send 0, or remove 'fork'", "logprob_start_len"
+            )
+        common["return_prompt_ids"] = scored
     requests, chosen = [], body.chosen(len(prompts))
     for (name, prompt), (within, each), tokens in zip(prompts.items(), params, chosen, strict=True):
-        ids = await text.encode(prompt, name=name) if isinstance(prompt, str) else prompt
+        ids = await text.encode(prompt, body.fork is None, name) if isinstance(prompt, str) else prompt
         fields = each.worker_fields(within) | gateway.thinking_fields(each, within) | common
         fields |= {"return_text": from_worker(text, each)}
         if body.return_logprob and each.max_new_tokens != 0:
             fields["logprobs"] = body.top_logprobs_num
-        if scored:
+        if scored and body.fork is None:
             fields["prompt_logprobs_last"] = positions_of_sglang(body.logprob_start_len, ids, "logprob_start_len")
         if tokens:
             fields["prompt_logprob_token_ids"] = tokens
@@ -219,7 +227,7 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
         }
         requests.append(TokenRequest(ids, fields, each.n, names))
     rid = body.rid if isinstance(body.rid, str) else None
-    call = Call(gateway, request.id("", rid), requests, found or session)
+    call = Call(gateway, request.id("", rid), requests, session)
     answer = _Answer(call, body, [each for _, each in params])
     if body.stream:
         return answer.events()
@@ -289,7 +297,7 @@ class _Answer:
         meta: dict[str, Any] = {
             "id": f"{self._call.id}-{place}-{completion.index}" if several else self._call.id,
             "finish_reason": _finish(completion, params),
-            "prompt_tokens": len(request.prompt),
+            "prompt_tokens": self._prompt_tokens(request, result),
             "completion_tokens": len(completion),
             "cached_tokens": 0 if result is None else result.cached_tokens,
             "weight_version": None if version is None else str(version),
@@ -310,7 +318,9 @@ class _Answer:
                     [[value, token, None] for token, value in top.items()] for top in form.likeliest(completion)
                 ]
             if result is not None and result.prompt_logprobs is not None:
-                meta["input_token_logprobs"] = self._prompt_logprobs(request.prompt, result.prompt_logprobs)
+                meta["input_token_logprobs"] = self._prompt_logprobs(
+                    prompt_ids(request, result), result.prompt_logprobs
+                )
                 if result.prompt_tops is not None:
                     meta["input_top_logprobs"] = self._prompt_tops(result.prompt_tops)
                 if result.prompt_chosen_logprobs is not None:
@@ -320,6 +330,12 @@ class _Answer:
             start = self._body.routed_experts_start_len
             meta["routed_experts"] = routed_experts.raw(completion, start)
         return {"text": text, "output_ids": completion.token_ids.tolist(), "meta_info": meta}
+
+    def _prompt_tokens(self, request: TokenRequest, result: GenerateResult | None) -> int | None:
+        """None before the end of a stream that continues other tokens."""
+        if result is not None:
+            return result.prompt_tokens
+        return len(request.prompt) if self._body.fork is None else None
 
     def _prompt_logprobs(self, prompt: list[int], logprobs: np.ndarray) -> list[list[Any]]:
         start = self._body.logprob_start_len

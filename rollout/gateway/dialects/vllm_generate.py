@@ -16,12 +16,20 @@ from pydantic import Field
 from rollout.config.gateway_settings import ExpertFormat
 from rollout.gateway.answers import routed_experts
 from rollout.gateway.answers.logprobs import LogprobFormat
-from rollout.gateway.dialects.answer_facts import end_facts, prompt_facts, usage, version_runs
+from rollout.gateway.dialects.answer_facts import (
+    check_fork,
+    end_facts,
+    prompt_facts,
+    prompt_ids,
+    usage,
+    version_runs,
+)
 from rollout.gateway.dialects.call import Call, StreamedChunk
 from rollout.gateway.dialects.handling import HttpRequest
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
 from rollout.gateway.prompts.chosen_tokens import ChosenTokens
+from rollout.gateway.prompts.kv_hints import ForkField, KvFields
 from rollout.gateway.prompts.sampling import (
     MAX_TOKEN_ID,
     MAX_TOP,
@@ -60,7 +68,7 @@ class GenerateParams(SamplingBody):
     routed_experts_prompt_start: int = Field(0, ge=0, le=MAX_TOKEN_ID)
 
 
-class GenerateBody(Body):
+class GenerateBody(KvFields, ForkField):
     """The body of `/inference/v1/generate`."""
 
     switched_off: ClassVar = {
@@ -70,7 +78,7 @@ class GenerateBody(Body):
         "ec_transfer_params": (None,),
     }
 
-    token_ids: list[TokenId] = Field(min_length=1)
+    token_ids: list[TokenId] = []
     media: list[dict[str, Any]] = []
     sampling_params: dict[str, Any] = {}
     model: str | None = None
@@ -125,12 +133,22 @@ async def generate_with_experts(request: HttpRequest[GenerateBody]) -> Any:
 async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None) -> Any:
     """The answer to a request, or the events of its stream. `show`: how experts look; None: the answer has none."""
     body, gateway = request.body, request.gateway
+    if body.fork is None and not body.token_ids:
+        raise bad_request("send at least one token", "token_ids")
     params = GenerateParams.take(body.sampling_params, "sampling_params.")
     session, place = request.placement()
+    if body.fork is not None and params.prompt_logprob_token_ids is not None:
+        raise bad_request(
+            "its positions are not known before a fork is found; remove it or 'fork'",
+            "sampling_params.prompt_logprob_token_ids",
+        )
     chosen = _chosen(params, len(body.token_ids))
     if body.stream and (params.prompt_logprobs is not None or chosen is not None or show is not None):
         raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
     fields = params.worker_fields("sampling_params.") | gateway.thinking_fields(params, "sampling_params.") | place
+    if body.fork is not None:
+        check_fork(body, body.stream)
+        fields["return_prompt_ids"] = body.return_token_ids or params.prompt_logprobs is not None
     if chosen is not None:
         scored = chosen.rows if params.prompt_logprobs is None else len(body.token_ids)
         fields |= {"prompt_logprobs_last": scored, "prompt_logprob_token_ids": chosen.worker_ids(scored)}
@@ -194,7 +212,7 @@ class _Answer:
             **scores,
         } | await prompt_facts(
             self._call.gateway,
-            body.token_ids,
+            prompt_ids(self._call.requests[0], result),
             result,
             self._params.prompt_logprobs,
             body.return_weight_versions,

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.prompts.kv_hints import KvFields
 from trainer_bridge.client.results import Chunk
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -247,7 +248,7 @@ class StreamOptions(Body):
 StreamOptionsField = Annotated[StreamOptions, BeforeValidator(StreamOptions.of)]
 
 
-class OpenAiBody(SamplingBody):
+class OpenAiBody(SamplingBody, KvFields):
     """The fields that `/v1/completions` and `/v1/chat/completions` share."""
 
     ignored: ClassVar = SamplingBody.ignored | {

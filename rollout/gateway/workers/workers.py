@@ -22,6 +22,7 @@ import numpy as np
 
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.http.http_errors import HttpError, Names, from_worker
+from rollout.gateway.workers.sources import Sources
 from rollout.gateway.workers.watch import Watch, WorkerState
 from trainer_bridge.client.asynchronous import AsyncRolloutClient, AsyncStream
 from trainer_bridge.client.media import MediaItem, MediaPrompt
@@ -51,6 +52,11 @@ class TokenRequest:
     media: tuple[MediaItem, ...] = ()
     request_id: str = field(default_factory=lambda: f"gateway-{uuid.uuid4().hex}")
 
+    @property
+    def ends_session(self) -> bool:
+        """True if it is the last one of its session."""
+        return "end_of_session" in self.fields
+
 
 @dataclass(slots=True)
 class Counts:
@@ -73,6 +79,7 @@ class Workers:
         self.lasting: tuple[str, dict[str, Any]] | None = None  # a pause or sleep that has not ended, and its fields
         self.adapters: dict[str, str] = {}  # paths of the adapters that this gateway has loaded, by name
         self.sessions = Sessions(pool, settings.session_s)
+        self.sources = Sources()
         self._most = settings.max_in_flight
         self._resumes = settings.resumes
         self._running: dict[str, set[str]] = {}  # ids at workers, by the id that the client knows
@@ -86,7 +93,7 @@ class Workers:
     async def generate(self, known_id: str, request: TokenRequest, session: str | None) -> GenerateResult:
         """The result of one request. Raises `HttpError`."""
         async with self._counted(known_id, [request]):
-            with _named_errors(request), self.sessions.turn(session, request.n) as turn:
+            with _named_errors(request), self.sessions.turn(session, request) as turn:
                 result: GenerateResult = await self.pool.generate(**_arguments(request), **turn)
                 return result
 
@@ -106,6 +113,8 @@ class Workers:
                 async for outcome in settled:
                     with _named_errors(requests[outcome.index]):
                         results[outcome.index] = outcome.unwrap()
+        if session is not None and requests[0].ends_session:
+            self.sessions.end(session)
         return [results[index] for index in range(len(requests))]
 
     @asynccontextmanager
@@ -117,7 +126,7 @@ class Workers:
         Raises as `generate`.
         """
         async with self._counted(known_id, [request]):
-            with _named_errors(request), self.sessions.turn(session, request.n) as turn:
+            with _named_errors(request), self.sessions.turn(session, request) as turn:
                 stream = await self.pool.generate(
                     **_arguments(request), **turn, stream="tokens", stream_every=every, join_chunks=True
                 )
@@ -250,19 +259,24 @@ class Sessions:
         return len(self._used)
 
     @contextmanager
-    def turn(self, session: str | None, n: int) -> Iterator[dict[str, Any]]:
+    def turn(self, session: str | None, request: TokenRequest) -> Iterator[dict[str, Any]]:
         """The fields of a request of this session."""
-        if session is None or n > 1 or session in self._busy:
+        if session is None:
             yield {}
             return
-        self._forget_old()
-        self._busy.add(session)
-        try:
-            yield {"session": session}
-        finally:
-            self._busy.discard(session)
-            self._used[session] = time.monotonic()
-            self._used.move_to_end(session)
+        if request.n > 1 or session in self._busy:
+            yield {}
+        else:
+            self._forget_old()
+            self._busy.add(session)
+            try:
+                yield {"session": session}
+            finally:
+                self._busy.discard(session)
+                self._used[session] = time.monotonic()
+                self._used.move_to_end(session)
+        if request.ends_session:
+            self.end(session)
 
     def end(self, session: str) -> bool:
         """Forget a session and free its KV; False if it is unknown."""
@@ -305,4 +319,5 @@ def _arguments(request: TokenRequest) -> dict[str, Any]:
     prompt: Any = request.prompt
     if request.media:
         prompt = MediaPrompt(np.array(request.prompt, np.int32), request.media)
-    return {"prompt": prompt, "n": request.n, "request_id": request.request_id, **request.fields}
+    fields = {name: value for name, value in request.fields.items() if name != "end_of_session"}  # see `Sessions.turn`
+    return {"prompt": prompt, "n": request.n, "request_id": request.request_id, **fields}

@@ -25,4 +25,5 @@ class InFlight:
     request: Request | None = None  # None while its prompt is prepared
     cancelled: bool = False
     reclaimed: bool = False  # its client is gone
+    flushed: RequestKey | None = None  # the request in flight that it continues, once that was asked for its tokens
     completions: list[CompletionDelivery] = field(default_factory=list)

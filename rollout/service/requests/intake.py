@@ -26,7 +26,7 @@ from rollout.service.delivery.token_columns import TokenColumns
 from rollout.service.requests.constraint import ConstraintFields, Constraints
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.request_media import MediaLimits, check_media, check_pieces, check_placeholders
-from rollout.service.requests.schema import GenerateMessage, MediaMessage, Sampling
+from rollout.service.requests.schema import GenerateMessage, MediaMessage, PrefetchMessage, Sampling
 from rollout.service.served_model import ServedModel
 from rollout.service.text.codec import TextCodec, check_chars
 from rollout.service.text.stop_strings import StopText
@@ -92,20 +92,17 @@ class Intake:
             check_media(message.media, message.prompt, self._model.images, self._media_limits)
         self._check_vocabulary(message)
         check_wanted(message, self._model.routing, self._model.sparse)
-        if message.adapter is not None and not self._model.adapters:
-            raise BadRequest(
-                "this worker does not offer 'adapter'; start it with --adapter-slots N (engine.adapter_slots), or "
-                "remove the field (see 'capabilities' in the status)",
-                field="adapter",
-            )
+        if message.adapter is not None:
+            self._check_adapters()
         if message.constraint is not None:
             self._check_constraint(message.constraint)
         rule = self._thought_rule(message)
         if rule is not None:
             self._check_ids(np.array(rule.start), "thinking.start")
             self._check_ids(np.array(rule.end), "thinking.end")
-        if (message.session_lease_s or 0) > self._limits.max_session_lease_s:
-            raise BadRequest(f"ask for at most {self._limits.max_session_lease_s:g} seconds", field="session_lease_s")
+        for name in ("session_lease_s", "lease_s"):
+            if (getattr(message, name) or 0) > self._limits.max_session_lease_s:
+                raise BadRequest(f"ask for at most {self._limits.max_session_lease_s:g} seconds", field=name)
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         if message.max_tokens is not None:
             if message.max_tokens < known:
@@ -119,6 +116,19 @@ class Intake:
     def check_media(self, message: MediaMessage) -> None:
         """All checks of images that come ahead of a request. Raises `RolloutError`."""
         check_pieces(message.media, self._model.images, self._media_limits)
+
+    def check_prefetch(self, message: PrefetchMessage) -> None:
+        """All checks of a prefetch that need no session. Raises `RolloutError`."""
+        if message.prompt is not None:
+            self._check_prompt(message.prompt, "prompt")
+        if message.adapter is not None:
+            self._check_adapters()
+
+    def prefetch_prompt(self, message: PrefetchMessage) -> Prompt:
+        """The prompt of a prefetch with token ids."""
+        assert message.prompt is not None
+        prompt = Prompt.of_tokens(message.prompt)
+        return prompt if message.cache_salt is None else replace(prompt, salt=_salt(message.cache_salt))
 
     def stop_ids(self, message: GenerateMessage) -> tuple[int, ...]:
         """Tokens that end a completion, with the eos ids unless they are ignored."""
@@ -153,6 +163,7 @@ class Intake:
             max_kv_age=message.max_kv_age,
             session=None if message.session is None else (key[0], message.session),
             session_lease_s=message.session_lease_s or self._lease_s,
+            lease_s=message.lease_s or 0.0,
             top_logprobs=message.logprobs,
             prompt_logprobs=message.scores_prompt,
             prompt_last=message.prompt_logprobs_last,
@@ -226,6 +237,14 @@ class Intake:
             raise BadRequest(
                 f"the vocabulary has {self._model.vocab_size} tokens; set 'top_k' to at most that, or 0",
                 field="sampling.top_k",
+            )
+
+    def _check_adapters(self) -> None:
+        if not self._model.adapters:
+            raise BadRequest(
+                "this worker does not offer 'adapter'; start it with --adapter-slots N (engine.adapter_slots), or "
+                "remove the field (see 'capabilities' in the status)",
+                field="adapter",
             )
 
     def _check_constraint(self, constraint: ConstraintFields) -> None:

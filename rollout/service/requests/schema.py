@@ -29,6 +29,7 @@ from rollout.service.requests.fields import (
     Logprobs,
     Offsets,
     Seed,
+    TokenIds,
     token_id_array,
     token_id_rows,
 )
@@ -74,6 +75,7 @@ def _routing_wanted(value: Any) -> Any:
 
 
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -199,9 +201,10 @@ class GenerateMessage(RequestHeader):
     deadline_s: Number | None = Field(None, gt=0)
     min_version: int | None = Field(None, ge=0, lt=VERSION_END)
     adapter: Id | None = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    cache_salt: Salt | None = None
     session: Id | None = None
     session_lease_s: Number | None = Field(None, gt=0)
+    lease_s: Number | None = Field(None, gt=0)
     end_of_session: bool = False
     fork: Fork | None = None
     detached: bool = False
@@ -236,6 +239,16 @@ class EndSessionMessage(RequestHeader):
 
     op: Literal["end_session"]
     session: Id
+
+
+class PrefetchMessage(RequestHeader):
+    """KV of these tokens is needed soon: bring it from host memory to the device."""
+
+    op: Literal["prefetch"]
+    session: Id | None = None
+    prompt: TokenIds | None = None
+    adapter: Id | None = None
+    cache_salt: Salt | None = None
 
 
 class LoadAdapterMessage(RequestHeader):
@@ -355,6 +368,7 @@ AnyRequest = (
     GenerateMessage
     | MediaMessage
     | EndSessionMessage
+    | PrefetchMessage
     | LoadAdapterMessage
     | UnloadAdapterMessage
     | CancelMessage
@@ -376,6 +390,7 @@ _OPS: dict[str, type[AnyRequest]] = {
     "generate": GenerateMessage,
     "media": MediaMessage,
     "end_session": EndSessionMessage,
+    "prefetch": PrefetchMessage,
     "load_adapter": LoadAdapterMessage,
     "unload_adapter": UnloadAdapterMessage,
     "cancel": CancelMessage,
@@ -410,6 +425,8 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
         _check_generate(request)
     elif isinstance(request, AttachMessage):
         _check_attach(request)
+    elif isinstance(request, PrefetchMessage):
+        _check_prefetch(request)
     return request
 
 
@@ -499,6 +516,14 @@ def _check_attach(request: AttachMessage) -> None:
             raise BadRequest(
                 "'text_chars' needs the completion's offset; add it to 'offsets'", field=f"offsets.{index}"
             )
+
+
+def _check_prefetch(request: PrefetchMessage) -> None:
+    """Checks across fields."""
+    if (request.session is None) == (request.prompt is None):
+        raise BadRequest("send exactly one of 'session' and 'prompt'", field="prompt")
+    if request.session is not None and request.cache_salt is not None:
+        raise BadRequest("a session has its own salt; remove 'cache_salt'", field="cache_salt")
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:

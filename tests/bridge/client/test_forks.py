@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.bridge.client_script import Connect, Serve
@@ -11,7 +12,7 @@ from tests.support.bridge.model_script import Model, vanish
 from tests.support.bridge.scripted_worker import ScriptedWorker, completion, result
 from trainer_bridge.client.generate_request import plan_request
 from trainer_bridge.client.placement import Fleet
-from trainer_bridge.wire.errors import NotFound
+from trainer_bridge.wire.errors import NotFound, TooLong
 
 
 def accept(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
@@ -93,22 +94,154 @@ def test_a_completion_that_changed_workers_is_continued_where_it_ended(connect: 
     client.generate([7], fork={"request": "b"}, max_tokens=3)
     assert [fork for _, fork in forks(other)] == [
         {"request": legs[3], "index": 0, "offset": 4},
-        {"request": legs[0], "index": 0},
-        {"request": "b"},
+        {"request": legs[0], "index": 0, "offset": 8},
+        {"request": "b", "index": 0, "offset": 8},
     ]
 
 
-def test_a_fork_whose_worker_is_lost_ends_with_its_tokens_and_says_what_to_send(connect: Connect, serve: Serve) -> None:
-    """Another worker does not know what it continues."""
-
-    def unknown(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
-        worker.reply(
-            peer, header, {"op": "error", "code": "not_found", "message": "send the tokens", "field": "fork.request"}
-        )
-
-    lost, other = serve(Model(3, reach=(4,), fail=vanish)), serve(unknown)
+def test_a_fork_of_unknown_tokens_whose_worker_is_lost_says_what_to_send(connect: Connect, serve: Serve) -> None:
+    """Another process of this client may have sent their source. All its tokens so far may be others by now."""
+    lost, other = serve(Model(3, reach=(4,), fail=vanish)), serve(Model(4))
     client = connect(lost.endpoint, other.endpoint, resume=True)
-    fields = {"fork": {"request": "r"}, "max_tokens": 9, "seed": 1}
     with pytest.raises(NotFound, match="send the tokens") as ended:
-        client.generate([7], endpoint=None, request_id="b", **fields)
-    assert [len(part) for part in ended.value.partials] == [4]
+        client.generate([7], fork={"request": "r"}, max_tokens=9, seed=1, request_id="b")
+    assert [len(part) for part in ended.value.partials] == [4] and ended.value.field == "fork"
+    assert not other.requests
+
+
+def test_a_text_prompt_cannot_be_sent_again_as_tokens(connect: Connect, serve: Serve) -> None:
+    lost, other = serve(Model(3, reach=(3,), fail=vanish)), serve(Model(4))
+    client = connect(lost.endpoint, resume=True)
+    lost.handler = Model(3)
+    client.generate("text", max_tokens=6, request_id="r")
+    client.add(other.endpoint)
+    lost.handler = Model(3, reach=(3,), fail=vanish)
+    with pytest.raises(NotFound, match="send the tokens"):
+        client.generate([7], fork={"request": "r"}, max_tokens=9)
+
+
+# --- forks that outlive the worker of their source ---
+
+
+class Sourced:
+    """Two workers and a client that resumes; the first one has the source `r`, with the prompt 5 6."""
+
+    def __init__(self, connect: Connect, serve: Serve, **source: Any) -> None:
+        self.home, self.other = serve(Model(3)), serve(Model(4))
+        self.client = connect(self.home.endpoint, self.other.endpoint, resume=True)
+        fields = {"n": 2, "max_tokens": 6, "seed": 1, "request_id": "r", "endpoint": self.home.endpoint, **source}
+        result = self.client.generate(np.array([5, 6]), **fields)
+        self.drawn = [completion.token_ids.tolist() for completion in result.completions]
+
+    def loses(self, *reach: int) -> None:
+        """The next requests at the home come to an end after so many tokens."""
+        self.home.handler = Model(3, reach=reach, fail=vanish)
+
+    def prompts(self) -> list[list[int]]:
+        """The prompts of what the other worker was asked; nothing there has a fork."""
+        sent = [header for header in self.other.requests if header["op"] == "generate"]
+        assert not any("fork" in header for header in sent)
+        return [header["prompt"].tolist() for header in sent]
+
+
+def test_a_fork_goes_on_elsewhere_with_the_tokens_that_it_continues(connect: Connect, serve: Serve) -> None:
+    pair = Sourced(connect, serve, cache_salt="mine")
+    pair.loses(4, 0)
+    fork = {"request": "r", "index": 1, "offset": 5}
+    branch = pair.client.generate([7], fork=fork, n=2, max_tokens=6, seed=9, request_id="b")
+    assert pair.prompts() == [[5, 6, *pair.drawn[1][:3], 7]] * 2
+    assert {header["cache_salt"] for header in pair.other.requests if header["op"] == "generate"} == {"mine"}
+    assert branch.resumes and [len(completion) for completion in branch.completions] == [6, 6]
+    leaf = pair.client.generate(fork={"request": "b", "index": 1}, max_tokens=6)
+    assert leaf.endpoint == pair.other.endpoint and forks(pair.other)[-1][1]["offset"] == 6 + 6
+
+
+def test_a_fork_whose_source_was_lost_before_goes_elsewhere_at_once(connect: Connect, serve: Serve) -> None:
+    pair = Sourced(connect, serve, n=1, session="s")
+    pair.loses(0)
+    pair.client.generate([1], max_tokens=6, session="s")
+    assert pair.prompts() == [[1]] and len(pair.home.requests) >= 2
+    pair.client.generate([7], fork={"request": "r"}, max_tokens=6)
+    assert pair.prompts()[1:] == [[5, 6, *pair.drawn[0], 7]]
+
+
+def test_a_worker_that_does_not_know_the_source_any_more_gets_its_tokens(connect: Connect, serve: Serve) -> None:
+    pair = Sourced(connect, serve)
+
+    def forgets(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        if "fork" in header:
+            error = {"op": "error", "code": "not_found", "message": "not any more", "field": "fork.request"}
+            worker.reply(peer, header, error)
+        else:
+            Model(3)(worker, peer, header)
+
+    pair.home.handler = pair.other.handler = forgets
+    result = pair.client.generate([7], fork={"request": "r"}, max_tokens=6)
+    assert len(result.completions[0]) == 6
+    sent = [header for worker in (pair.home, pair.other) for header in worker.requests if header["op"] == "generate"]
+    assert [header["prompt"].tolist() for header in sent if header.get("fork") is None][-1] == [
+        5, 6, *pair.drawn[0], 7
+    ]  # fmt: skip
+
+
+def test_a_fork_of_a_running_source_takes_the_same_tokens_at_every_worker(connect: Connect, serve: Serve) -> None:
+    """What the client has received is all that there is; the source goes on meanwhile."""
+    home, other = serve(Model(3, reach=(4,), fail=lambda *of_reply: None)), serve(Model(4))
+    client = connect(home.endpoint, other.endpoint, resume=True)
+    stream = client.generate(
+        np.array([5, 6]), max_tokens=50, seed=1, stream="tokens", request_id="r", endpoint=home.endpoint
+    )
+    have = [int(token) for chunk in (next(stream), next(stream)) for token in chunk.token_ids]
+    home.handler = Model(3, reach=(2,), fail=vanish)
+    client.generate([7], fork={"request": "r"}, max_tokens=6, request_id="b")
+    first = next(header for header in home.requests if header.get("id") == "b")
+    assert first["fork"] == {"request": "r", "index": 0, "offset": 6}
+    again = next(header for header in other.requests if header["op"] == "generate" and header["id"] != "r")
+    assert again["prompt"].tolist() == [5, 6, *have, 7]
+    stream.close()
+
+
+def test_a_fork_of_a_session_continues_its_last_turn_elsewhere(connect: Connect, serve: Serve) -> None:
+    pair = Sourced(connect, serve, n=1, session="s")
+    pair.loses(2)
+    pair.client.generate([7], fork={"session": "s"}, max_tokens=6)
+    assert pair.prompts()[-1] == [5, 6, *pair.drawn[0], 7]
+    pair.client.end_session("s")
+    with pytest.raises(NotFound):
+        pair.other.handler = pair.home.handler = refuse_forks
+        pair.client.generate([7], fork={"session": "s"}, max_tokens=6)
+
+
+def refuse_forks(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+    if header["op"] == "generate":
+        error = {"op": "error", "code": "not_found", "message": "unknown", "field": "fork.session"}
+        worker.reply(peer, header, error)
+
+
+def test_an_id_that_is_refused_the_second_time_is_continued_where_it_was(connect: Connect, serve: Serve) -> None:
+    def refuse(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        worker.reply(peer, header, {"op": "error", "code": "too_long", "message": "no", "field": "prompt"})
+
+    home, other = serve(accept), serve(refuse)
+    client = connect(home.endpoint, other.endpoint)
+    client.generate([5], request_id="r", endpoint=home.endpoint)
+    with pytest.raises(TooLong):
+        client.generate([5], request_id="r", endpoint=other.endpoint)
+    assert client.generate(fork={"request": "r"}).endpoint == home.endpoint
+
+
+def test_a_last_turn_that_is_refused_leaves_its_session_where_it_was(connect: Connect, serve: Serve) -> None:
+    def refuse_last(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        if header.get("end_of_session") and len(header["prompt"]) > 1:
+            worker.reply(peer, header, {"op": "error", "code": "too_long", "message": "no", "field": "prompt"})
+        else:
+            accept(worker, peer, header)
+
+    workers = serve(refuse_last), serve(refuse_last), serve(refuse_last)
+    client = connect(*(worker.endpoint for worker in workers))
+    home = client.generate([5], session="s").endpoint
+    with pytest.raises(TooLong):
+        client.generate([5, 6], session="s", end_of_session=True)
+    assert [client.generate([5], session="s").endpoint for _ in range(3)] == [home] * 3
+    client.generate([5], session="s", end_of_session=True)
+    assert {client.generate([5], session=f"s{i}").endpoint for i in range(3)} == {each.endpoint for each in workers}

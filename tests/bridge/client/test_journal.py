@@ -416,3 +416,22 @@ def test_a_client_that_is_dropped_without_close_lets_go_of_its_journal(serve: Se
         after = client.generate([1], max_tokens=4, request_id="r")
         assert after.completions[0].token_ids.tolist() == before.completions[0].token_ids.tolist()
     assert len(worker.requests) == 1
+
+
+def test_a_fork_goes_on_in_another_process_with_the_tokens_that_the_journal_has(
+    connect: Connect, serve: Serve, tmp_path: Path
+) -> None:
+    """The workers are others by then."""
+    worker = serve(Model(3))
+    client = connect(worker.endpoint, journal=tmp_path / "j")
+    drawn = client.generate(np.array([5, 6]), max_tokens=6, seed=SEED, request_id="r").completions[0].token_ids
+    worker.handler = Model(3, reach=(2,), fail=silent)
+    stream = client.generate([7], fork={"request": "r"}, max_tokens=6, request_id="b", stream="tokens")
+    next(stream)
+    client.close()
+    other = serve(Model(4))
+    client = connect(other.endpoint, journal=tmp_path / "j")
+    result = client.generate([7], fork={"request": "r"}, max_tokens=6, request_id="b")
+    (sent,) = (header for header in other.requests if header["op"] == "generate")
+    assert "fork" not in sent and sent["prompt"].tolist() == [5, 6, *drawn.tolist(), 7]
+    assert len(result.completions[0]) == 6 and len(sent["continue_from"]["token_ids"]) == 2

@@ -152,6 +152,7 @@ OPS = [
     "generate",
     "media",
     "end_session",
+    "prefetch",
     "load_adapter",
     "unload_adapter",
     "cancel",

@@ -33,6 +33,16 @@ def put_adapter(
     return taken_off
 
 
+def edition_of(roster: Roster, name: str | None) -> int:
+    """The edition of an adapter that is loaded; 0 without a name. Raises AdapterError."""
+    adapters = find(roster.features, Adapters)
+    if name is None:
+        return 0
+    if adapters is None or name not in adapters.table.known:
+        raise AdapterError(f"adapter {name!r:.200} is not loaded", "adapter")
+    return adapters.table.known[name].edition
+
+
 def drop_adapter(roster: Roster, name: str) -> None:
     """Forget an adapter. Raises AdapterError if it is not loaded, or if a request names it."""
     adapters = find(roster.features, Adapters)

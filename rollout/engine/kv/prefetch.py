@@ -1,0 +1,56 @@
+"""A hint: the KV of these tokens is needed soon. What of it is on the host comes to the pool before the turn.
+
+The pages are cached then, as the newest ones, so they may be evicted again. They take the place of cached pages only:
+no row and no session gives way.
+"""
+
+from __future__ import annotations
+
+from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.sequence.prefix_keys import PrefixKeys
+
+
+def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edition: int, spare: int) -> int:
+    """Begin to copy the known beginning of a prompt from the host, and leave `spare` pages available.
+
+    Returns how many of its first tokens have their KV in the pool, or on the way there: whole pages. 0 for models with
+    states, whose pages alone are of no use. Not to be called while the pool's memory is given back.
+    """
+    prefixes, pool, tier, size = allocator.prefixes, allocator.pool, allocator.tier, allocator.page_size
+    if not prefixes.cache or prefixes.has_states:
+        return 0
+    oldest = version - prefixes.max_age
+    keys = PrefixKeys(0 if prefixes.max_age else version, size, adapter_edition)
+    pages: list[int | None] = []
+    for start in range(0, len(prompt) - size + 1, size):
+        key = keys.next_key(prompt.content(start, start + size))
+        page = pool.find(key, oldest)
+        if page is None and not tier.has(key, oldest):
+            break
+        keys.append(key)
+        pages.append(page)
+    here = pages.index(None) if None in pages else len(pages)
+    pages = pages[: _fitting(allocator, pages, spare)]
+    first = [page for page in pages[:here] if page is not None]
+    if len(pages) > here:
+        beyond = [keys[index] for index in range(here, len(pages))]
+        if allocator.fetch(beyond, spare, first, oldest) is None:
+            return here * size
+    else:  # they are used now, so that they give way last; the end before the beginning
+        for page in first:
+            pool.retain(page)
+        for page in reversed(first):
+            pool.release(page)
+    return max(here, len(pages)) * size
+
+
+def _fitting(allocator: PageAllocator, pages: list[int | None], spare: int) -> int:
+    """How many of the first pages the pool can have at once, without those of sessions. None: a page on the host."""
+    pool = allocator.pool
+    room = pool.available - pool.leaving - spare
+    for index, page in enumerate(pages):
+        room -= page is None or pool.refs[page] == 0
+        if room < 0:
+            return index
+    return len(pages)

@@ -1,0 +1,64 @@
+"""What a request may continue (`fork`): requests of this gateway, by the id that the client knows."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rollout.gateway.http.http_errors import HttpError, bad_request
+
+_MOST = 16_384  # requests whose workers are asked; a worker knows as many
+
+#: Ids at the workers, and the number of completions of each, in the order of the prompts.
+Parts = tuple[tuple[str, int], ...]
+
+
+class Sources:
+    """Ids at the workers, by the id that the client knows; the oldest is forgotten first."""
+
+    def __init__(self) -> None:
+        self._parts: OrderedDict[str, Parts] = OrderedDict()
+
+    @contextmanager
+    def note(self, known_id: str, parts: Sequence[tuple[str, int]]) -> Iterator[None]:
+        """A request is sent in this block. If it is refused, an earlier one with its id is known again."""
+        earlier, mine = self._parts.get(known_id), tuple(parts)
+        self._keep(known_id, mine)
+        try:
+            yield
+        except HttpError as error:
+            if earlier is not None and error.status < 500 and self._parts.get(known_id) is mine:
+                self._keep(known_id, earlier)
+            raise
+
+    def at_worker(self, fork: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A fork as the workers know it: `index` counts the choices of an answer. Raises `HttpError`."""
+        known_id = fork.get("request")
+        if known_id is None:
+            return fork
+        parts, index = self._find(known_id), fork["index"]
+        for request_id, n in parts:
+            if index < n:
+                return {**fork, "request": request_id, "index": index}
+            index -= n
+        count = sum(n for _, n in parts)
+        raise bad_request(f"the request has {count} choices; use an index below that", "fork.index")
+
+    def _keep(self, known_id: str, parts: Parts) -> None:
+        self._parts[known_id] = parts
+        self._parts.move_to_end(known_id)
+        while len(self._parts) > _MOST:
+            self._parts.popitem(last=False)
+
+    def _find(self, known_id: str) -> Parts:
+        """The parts of a request; its id may lack the prefix that the gateway put in front."""
+        for name in (known_id, f"cmpl-{known_id}", f"chatcmpl-{known_id}"):
+            if name in self._parts:
+                return self._parts[name]
+        raise HttpError(
+            404,
+            f"this gateway knows no request {known_id!r}, or not any more: send the tokens as a prompt",
+            "fork.request",
+        )

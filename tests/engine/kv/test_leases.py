@@ -1,0 +1,198 @@
+"""Leases: KV that a client says it needs soon gives way after other KV, with a session or without one."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.sessions import Sessions
+from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.messages.prompts import Prompt
+from rollout.engine.messages.requests import Request
+from rollout.engine.messages.to_engine import EndSession
+from rollout.engine.sequence.session import SessionKV
+from tests.support.engine.conversation import Conversation
+from tests.support.engine.harness import Bench
+from tests.support.engine.updates import Mailbox, Update
+
+LEASE_S = 1e6
+
+
+class Books:
+    """Sessions of two pages each, by name."""
+
+    def __init__(self, most_pages: int = 100) -> None:
+        self.pool = PagePool(101)
+        self.sessions = Sessions(self.pool, 4, most_pages, Snapshots(0, 0, self.pool))
+
+    def turn(self, name: str, now_s: float, lease_s: float = 0.0, session_lease_s: float = LEASE_S) -> None:
+        fields = {"session": ("c", name), "session_lease_s": session_lease_s, "lease_s": lease_s}
+        prompt = Prompt.of_tokens(np.zeros(9, np.int32))
+        session = self.sessions.begin(Request(("c", f"{name}{now_s}"), prompt, 1, **fields))
+        assert session is not None
+        self.sessions.hand_over(session, 0)
+        pages = [self.pool.allocate() for _ in range(2)]
+        self.sessions.keep(session, SessionKV(np.zeros(8, np.int32), pages, 0, None), now_s)
+        for page in pages:
+            self.pool.release(page)
+        self.sessions.check()
+
+    @property
+    def left(self) -> list[str]:
+        """The sessions with pages."""
+        names = [f"s{i}" for i in range(9)]
+        prompt = Prompt.of_tokens(np.zeros(9, np.int32))
+        return [name for name in names if self._has(name, prompt)]
+
+    def _has(self, name: str, prompt: Prompt) -> bool:
+        return self.sessions.turn_of(Request(("c", "-"), prompt, 1, session=("c", name))) is not None
+
+
+def test_sessions_with_a_lease_give_way_after_the_others_and_the_oldest_first():
+    books = Books()
+    for name, lease_s in (("s0", 50.0), ("s1", 0.0), ("s2", 50.0), ("s3", 0.0)):
+        books.turn(name, 1.0, lease_s)
+    books.turn("s0", 2.0, 50.0)
+    for left in (["s0", "s2", "s3"], ["s0", "s2"], ["s0"], []):
+        assert books.sessions.evict_one() and books.left == left
+        books.sessions.check()
+    assert not books.sessions.evict_one()
+
+
+def test_a_lease_that_is_over_counts_no_more_and_one_that_is_renewed_does():
+    books = Books()
+    books.turn("s0", 0.0, 10.0), books.turn("s1", 0.0, 20.0), books.turn("s2", 0.0)
+    books.turn("s1", 15.0, 20.0)
+    books.sessions.expire(30.0)
+    assert books.sessions.evict_one() and books.left == ["s1", "s2"], "it was used before s2"
+    assert books.sessions.evict_one() and books.left == ["s1"]
+    books.turn("s3", 31.0)
+    books.sessions.expire(35.0)
+    assert books.sessions.evict_one() and books.left == ["s3"]
+
+
+def test_a_turn_without_a_lease_ends_the_one_of_the_turn_before():
+    books = Books()
+    books.turn("s0", 0.0, 50.0), books.turn("s1", 0.0, 50.0), books.turn("s0", 1.0)
+    assert books.sessions.evict_one() and books.left == ["s1"]
+
+
+def test_a_session_is_kept_for_its_lease_at_least():
+    books = Books()
+    books.turn("s0", 0.0, lease_s=50.0, session_lease_s=5.0), books.turn("s1", 0.0, session_lease_s=5.0)
+    books.sessions.expire(49.0)
+    assert books.left == ["s0"]
+    books.sessions.expire(50.0)
+    assert books.left == [] and books.pool.used == 0
+
+
+def test_a_session_that_finds_all_room_under_lease_gives_way_at_once():
+    books = Books(most_pages=4)
+    books.turn("s0", 0.0, 50.0), books.turn("s1", 0.0, 50.0), books.turn("s2", 0.0)
+    assert books.left == ["s0", "s1"]
+    books.turn("s3", 0.0, 50.0)
+    assert books.left == ["s1", "s3"]
+
+
+def test_leases_over_many_turns_leave_the_books_in_order():
+    draw = random.Random(7)
+    books, now_s = Books(most_pages=30), 0.0
+    for _ in range(2000):
+        now_s += draw.random()
+        match draw.randrange(6):
+            case 0:
+                books.sessions.evict_one()
+            case 1:
+                books.sessions.expire(now_s)
+            case 2:
+                books.sessions.end("c", f"s{draw.randrange(9)}")
+            case _:
+                books.turn(f"s{draw.randrange(9)}", now_s, draw.choice([0.0, 0.5, 5.0]), draw.choice([1.0, 9.0]))
+        books.sessions.check()
+    books.sessions.end("c")
+    assert books.pool.used == 0 and books.left == []
+
+
+# --- requests without a session ---
+
+
+def crowd(bench: Bench, prompt_of, count: int = 12) -> None:
+    """Other requests, one after the other, which need more pages than the pool has."""
+    for i in range(count):
+        bench.submit(f"crowd{len(bench.done)}", prompt_of(60, 7000 + i), 1)
+        bench.run()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_kv_under_lease_is_there_after_others_needed_pages_and_other_kv_is_not(model, prompt_of, greedy, n):
+    bench = Bench(model, kv_pages=81)
+    sampling = {"temperature": 1.0, "seed": 3}
+    for name, fields in (("kept", {"lease_s": LEASE_S}), ("lost", {})):
+        bench.submit(name, prompt_of(33, len(name)), 9, n=n, sampling=sampling, **fields)
+        bench.submit(f"{name}2", prompt_of(33, 5 + len(fields)), 9, **fields)
+        bench.run()
+    crowd(bench, prompt_of)
+    for index in range(n):
+        said = prompt_of(33, 4) + bench.tokens("kept", index) + prompt_of(5)
+        bench.submit(f"next{index}", said, 9)
+        bench.run()
+        assert bench.done[f"next{index}"].cached_tokens == 40, "the full pages of prompt and completion"
+        assert bench.tokens(f"next{index}") == greedy(said, 9)
+    bench.submit("again", prompt_of(33, 5), 9)
+    bench.run()
+    assert bench.done["again"].cached_tokens == 0
+    bench.close()
+
+
+def test_rows_take_pages_under_lease_when_there_are_no_others(model, prompt_of, greedy):
+    bench = Bench(model, kv_pages=61, max_rows=4)
+    for i in range(6):
+        bench.submit(f"kept{i}", prompt_of(36, i), 4, lease_s=LEASE_S)
+        bench.run()
+    for i in range(4):
+        bench.submit(f"r{i}", prompt_of(20, 50 + i), 38)
+    bench.run()
+    assert [bench.tokens(f"r{i}") for i in range(4)] == [greedy(prompt_of(20, 50 + i), 38) for i in range(4)]
+    assert bench.engine.roster.counters.preemptions == 0
+    bench.close()
+
+
+@pytest.mark.parametrize("fields", [{"prefix_cache": False}, {"session_share": 0.0}])
+def test_a_lease_that_is_of_no_use_keeps_nothing(model, prompt_of, fields):
+    bench = Bench(model, **fields)
+    bench.submit("r", prompt_of(33), 9, lease_s=LEASE_S)
+    bench.run()
+    assert bench.status().sessions.holding == 0
+    bench.close()
+
+
+def test_leases_end_with_their_client_and_with_the_weights(model, folders, prompt_of):
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox)
+    for client in ("c", "d"):
+        bench.submit(f"of {client}", prompt_of(33), 9, client, lease_s=LEASE_S)
+        bench.run()
+    assert bench.status().sessions.holding == 2
+    bench.engine.inbox.put(EndSession("c"))
+    bench.run()
+    assert bench.status().sessions.holding == 1
+    mailbox.ready = Update(1, model, model)
+    bench.run()
+    assert bench.status().sessions.holding == 0
+    bench.close()
+
+
+def test_a_lease_of_a_session_holds_beside_sessions_without_one(model, prompt_of):
+    bench = Bench(model, kv_pages=61, session_share=1.0, prefix_cache=False)
+    kept, other = Conversation(bench, "k", prompt_of), Conversation(bench, "oo", prompt_of)
+    kept.say(40, lease_s=LEASE_S), other.say(40)
+    bench.submit("row", prompt_of(150, 9), 9)
+    bench.run()
+    kept.say(3)
+    assert kept.reused == 48
+    other.say(3)
+    assert other.reused == 0
+    bench.close()

@@ -1,0 +1,117 @@
+"""A prefetch brings known pages from the host before the turn; it takes no page from a row or a session."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout.engine.messages.prompts import Prompt, TokenIds
+from rollout.engine.messages.to_engine import Prefetch
+from rollout.engine.messages.to_service import Done, Failed
+from tests.support.engine.conversation import Conversation
+from tests.support.engine.harness import Bench
+from tests.support.engine.offloading import offloading
+from tests.support.engine.sleeping import Sleeping
+
+
+def host_of(bench: Bench):
+    tier = bench.engine.roster.allocator.tier
+    tier.costs.computed = lambda tokens, seconds: None  # copies would seem dear beside so small a model
+    return tier.host
+
+
+def push_out(bench: Bench, prompt_of) -> None:
+    """Other requests take the whole pool."""
+    for i in range(2 + bench.engine.roster.allocator.pool.total // 15):
+        bench.submit(f"other{len(bench.done)}", prompt_of(60, 9000 + i), 1)
+        bench.run()
+
+
+def prefetch(bench: Bench, prompt: list[int], adapter: str | None = None, salt: bytes = b"") -> int:
+    """Ask, and wait until the copies have ended; returns what the answer says."""
+    before = len(bench.events)
+    bench.engine.inbox.put(Prefetch(Prompt((TokenIds(np.array(prompt, np.int32)),), salt=salt), adapter, 77))
+    bench.run()
+    (answer,) = (event for event in bench.events[before:] if isinstance(event, Done))
+    assert answer.token == 77
+    return int(answer.facts["tokens"])
+
+
+@pytest.mark.parametrize("session", [True, False])
+def test_what_was_prefetched_is_in_the_pool_when_the_turn_comes(model, prompt_of, greedy, session):
+    bench = offloading(model, kv_pages=81)
+    host = host_of(bench)
+    talk = Conversation(bench, "s", prompt_of, session=session)
+    talk.say(50)
+    bench.engine.roster.allocator.sessions.evict_one()
+    push_out(bench, prompt_of)
+    fetched = host.counts.fetched
+    assert prefetch(bench, [*talk.said, 1, 2, 3]) == 56
+    assert host.counts.fetched > fetched
+    fetched = host.counts.fetched
+    assert talk.say(3) == greedy(talk.said[:-9], 9) and talk.reused == 56
+    assert host.counts.fetched == fetched, "nothing was left to fetch"
+    bench.close()
+
+
+def test_a_prefetch_of_what_is_there_or_unknown_copies_nothing(model, prompt_of):
+    bench = offloading(model, kv_pages=81)
+    host = host_of(bench)
+    talk = Conversation(bench, "s", prompt_of)
+    talk.say(50)
+    assert prefetch(bench, talk.said) == 56
+    assert prefetch(bench, prompt_of(40, 5)) == 0
+    assert prefetch(bench, talk.said, salt=b"other") == 0
+    assert prefetch(bench, talk.said[:3]) == 0
+    assert host.counts.fetched == 0
+    bench.close()
+    alone = Bench(model)
+    alone.submit("r", prompt_of(33), 1)
+    alone.run()
+    assert prefetch(alone, prompt_of(33)) == 32, "without host memory it says what is there"
+    alone.close()
+
+
+def test_a_prefetch_takes_no_page_of_a_session_and_brings_what_fits(model, prompt_of):
+    bench = offloading(model, kv_pages=81, session_share=1.0)
+    host = host_of(bench)
+    bench.submit("far", prompt_of(80, 1), 1)
+    bench.run()
+    push_out(bench, prompt_of)
+    near = Conversation(bench, "near", prompt_of)
+    near.say(271)
+    pages = bench.engine.roster.allocator.sessions.pages
+    assert pages == 70
+    assert prefetch(bench, prompt_of(80, 1)) == 40, "ten pages are left"
+    assert bench.engine.roster.allocator.sessions.pages == pages and host.counts.fetched == 10
+    near.say(3)
+    assert near.reused == 279
+    bench.close()
+
+
+def test_rows_that_run_keep_a_page_each(model, prompt_of, greedy):
+    bench = offloading(model, kv_pages=81)
+    host_of(bench)
+    bench.submit("far", prompt_of(60, 1), 1)
+    bench.run()
+    push_out(bench, prompt_of)
+    for i in range(3):
+        bench.submit(f"r{i}", prompt_of(30, 40 + i), 40)
+    for _ in range(8):
+        bench.engine.tick()
+    assert prefetch(bench, prompt_of(60, 1)) > 0
+    assert [bench.tokens(f"r{i}") for i in range(3)] == [greedy(prompt_of(30, 40 + i), 40) for i in range(3)]
+    assert bench.engine.roster.counters.preemptions == 0
+    bench.close()
+
+
+def test_a_worker_that_sleeps_or_lacks_the_adapter_says_so(model, prompt_of):
+    bench = Sleeping(model)
+    prompt = Prompt.of_tokens(np.array(prompt_of(9), np.int32))
+    assert isinstance(bench.sleep(), Done)
+    asleep = bench.obeyed(bench.order(Prefetch, prompt, None))
+    assert isinstance(asleep, Failed) and asleep.code == "unavailable"
+    assert isinstance(bench.wake(), Done)
+    lacks = bench.obeyed(bench.order(Prefetch, prompt, "none"))
+    assert isinstance(lacks, Failed) and (lacks.field, lacks.code) == ("adapter", "bad_request")
+    bench.close()
