@@ -98,9 +98,10 @@ class HostPageBooks:
 
     def end_write(self, page: int, key: bytes | None, oldest: int = 0) -> None:
         """The copy to this page has ended; without a key it is of no use. A key is kept once, with its newest KV."""
-        if key is None or key in self._read or self.has(key, oldest):
+        if key is None or self.has(key, oldest):
             self._free.append(page)
             return
+        self._read.pop(key, None)  # free when the copy that reads it has ended
         if (older := self._kept.pop(key, None)) is not None:
             self._free.append(older.page)
         self._kept[key] = Kept(page, oldest)
@@ -111,7 +112,7 @@ class HostPageBooks:
         return kept
 
     def end_read(self, key: bytes, page: int) -> None:
-        """The copy has ended, or will not begin. The page is free if it was forgotten meanwhile."""
+        """The copy has ended, or will not begin. The page is free if it was forgotten, or newer KV came."""
         kept = self._read.get(key)
         if kept is not None and kept.page == page:
             del self._read[key]

@@ -451,8 +451,9 @@ def test_newer_kv_takes_the_place_of_older_kv_with_the_same_key():
     assert host.has(b"a", 7) and not host.use(b"a", 8) and host.room == 3
     kept = host.begin_read(b"a")
     host.end_write(host.begin_write(), b"a", 9)
-    assert kept.oldest == 7 and host.kept == 1, "a copy reads the older one"
+    assert kept.oldest == 7 and host.kept == 1 and host.free == 1, "a copy reads the older one"
     host.end_read(b"a", kept.page)
+    assert host.has(b"a", 9) and host.free == 2
     host.check()
 
 

@@ -34,7 +34,6 @@ class Routing(StepFeature):
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """The step's record has the experts of its tokens."""
-        self._put_fetched()
         self._committed += 1
         for span in plan.spans if plan.kind == "prefill" else ():
             for copy in span.prompt.copies:
@@ -42,6 +41,7 @@ class Routing(StepFeature):
             if span.seq in self._restored:
                 self.entries.put(*self._restored.pop(span.seq))
         self.entries.take(output.of_features[self.name])
+        self._put_fetched()
 
     def launched(self, plan: Plan) -> None:
         """Its commit comes after those of all steps before."""
