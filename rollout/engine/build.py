@@ -24,6 +24,7 @@ from rollout.engine.features.site import Lead, Site, alone
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
 from rollout.engine.kv.host_pages import HostPageBooks, KeptCounts
+from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import HostMemory, PageMover
@@ -293,16 +294,18 @@ def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], t
     host_kv, host_states = map(_host_memory, executor.movers)
     states = step.kv.states.layers
     host = HostPageBooks(host_kv.pages, totals.kept)
-    keeps = host_kv.pages > 0 and engine.prefix_cache and not states  # known pages, on the host
-    pool = PagePool(step.kv.pages, host.note_evicted) if keeps else PagePool(step.kv.pages)
     places = engine.snapshot_places if states else 0
+    known = host_kv.pages > 0 and engine.prefix_cache  # known pages are kept on the host, and so are states after them
+    keeps = known and (not states or (places > 0 and host_states.pages > 0))
+    pool = PagePool(step.kv.pages, host.note_evicted) if keeps else PagePool(step.kv.pages)
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
-    tier = Tier(pool, host, sessions, engine.page_size, not keeps, mirrors, host_kv.page_bytes)
+    on_host = host, HostStates(host_states.pages)
+    tier = Tier(pool, *on_host, sessions, snapshots, engine.page_size, not keeps, mirrors, host_kv.page_bytes)
     found_by = pool, tier, engine.page_size, engine.prefix_cache, sessions, engine.max_kv_age
     prefixes = StatePrefixes(*found_by, snapshots) if states else Prefixes(*found_by)
-    books = OffloadBooks(pool, engine.page_size, host, host_kv.page_bytes, host_states.pages, mirrors, totals.offload)
+    books = OffloadBooks(pool, engine.page_size, host, host_kv.page_bytes, on_host[1], mirrors, totals.offload)
     return PageAllocator(sessions, prefixes, books, mirrors)
 
 
