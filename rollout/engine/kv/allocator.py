@@ -132,7 +132,8 @@ class PageAllocator:
         targets = dict(zip([*missing, *half], new, strict=True))
         pages = [targets.get(key, page) for key, page in zip(keys, known, strict=True)]
         prefix = [*first, *(page for page in pages if page is not None), *new[len(missing) :]]
-        return self.tier.fetch(prefix, list(targets.items()), None if end is None or place is None else (end, place))
+        state = None if end is None or place is None else (end, place)
+        return self.tier.fetch(prefix, list(targets.items()), oldest, state)
 
     def try_admit(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.

@@ -464,6 +464,7 @@ class Offload:
         if not self.moving:
             return
         self._take_finished()
+        self.tier.use_disk()
         if not self.failure:
             self._begin()
         if ended := self.tier.take_ended():
@@ -474,6 +475,8 @@ class Offload:
         mover = self.mover
         if self.state_mover is not None and self.state_mover.moving:
             mover = self.state_mover
+        if not mover.moving:
+            self.tier.disk.wait(most_s)
         mover.wait(most_s)
 
     def _take_finished(self) -> None:

@@ -11,6 +11,9 @@ copied when; it touches no tensor. `Offload` has `page_mover` carry it out.
 With states of linear attention the *end* of a prefix goes along: the state after it, and the page in which it ends if
 that is half full. Both have the key of the snapshot, and a fetch brings them after the full pages.
 
+With a folder on disk (`disk`) the host does as the pool does: its oldest pages are written before it needs their room.
+A fetch has pages that are on disk read to the host first.
+
 Nobody waits for a copy to the host. If the pool needs a page that is not on the host yet, the page is lost, and whoever
 wants it computes it again.
 
@@ -25,10 +28,12 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from rollout.engine.kv.disk import NO_DISK, DiskJob, DiskPages, NoDisk
 from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.page_mirror import PageMirror
@@ -83,7 +88,7 @@ class Fetch:
     keys: list[bytes]  # of the pages that are copied, in order
     queued: deque[MovedPage]
     end: MovedState | None = None  # the state after the prefix
-    copying: int = 0  # pages, and the state
+    copying: int = 0  # pages, those that are read from disk, and the state
     over: bool = False  # what it brings is of no use
 
 
@@ -95,6 +100,7 @@ class CopyCosts:
         self._page_size = page_size
         self._copies: deque[float] = deque(maxlen=8)  # seconds a page; the first copies of a device are slow
         self._state_copies: deque[float] = deque(maxlen=8)  # seconds a state
+        self._reads: deque[float] = deque(maxlen=8)  # seconds a page, from disk
         self._tokens = self._seconds = 0.0  # of prompt steps, recent ones weigh more
 
     def copied(self, pages: int, seconds: float) -> None:
@@ -105,6 +111,15 @@ class CopyCosts:
     def state_copied(self, seconds: float) -> None:
         """A state was copied."""
         self._state_copies.append(seconds)
+
+    def read(self, seconds: float) -> None:
+        """A page was read from disk."""
+        self._reads.append(seconds)
+
+    @property
+    def disk_pays(self) -> bool:
+        """Whether it is better to read a page from disk than to compute it."""
+        return self._worth(self._reads, self._page_size)
 
     def state_pays(self, tokens: int) -> bool:
         """Whether it is better to copy a state than to compute that many tokens."""
@@ -137,11 +152,12 @@ class Tier:
         closed: bool,
         mirrors: Seq[PageMirror] = (),
         page_bytes: int = 0,
+        disk: DiskPages | NoDisk = NO_DISK,
     ) -> None:
         self.costs = CopyCosts(page_size)
         self._page_size, self._page_bytes = page_size, page_bytes
         self.closed = closed
-        self.host, self.states = host, host_states
+        self.host, self.states, self.disk = host, host_states, disk
         self.writing = 0  # pages whose copy to the host is due or under way
         self._writing_states = 0
         self._pool = pool
@@ -153,6 +169,7 @@ class Tier:
         self._fetching: dict[bytes, Fetch] = {}
         self._fetches: deque[Fetch] = deque()  # with queued pages; they take turns
         self._ended: list[Fetch] = []
+        self._to_read: deque[MovedPage] = deque()  # from disk
         self._half_out: deque[MovedPage] = deque()
         self._states_out: deque[MovedState] = deque()
         self._states_in: deque[MovedState] = deque()
@@ -165,7 +182,14 @@ class Tier:
     @property
     def busy(self) -> bool:
         """True while copies are due, or fetches are under way."""
-        return self._short or self._ends_due or bool(self._fetching) or bool(self._ended) or self.copies_out
+        return (
+            self._short
+            or self._ends_due
+            or bool(self._fetching)
+            or bool(self._ended)
+            or self.copies_out
+            or self.disk.reading
+        )
 
     @property
     def copies_out(self) -> bool:
@@ -257,7 +281,8 @@ class Tier:
 
     def has(self, key: bytes, oldest: int = 0) -> bool:
         """Whether the page with this key can be fetched, or is being fetched; its KV has no version before `oldest`."""
-        return self.host.has(key, oldest) and self.costs.pays and not self.closed
+        known = self.host.has(key, oldest) or (self.disk.has(key, oldest) and self.costs.disk_pays)
+        return known and self.costs.pays and not self.closed
 
     def has_end(self, point: Point, tokens: int, oldest: int) -> bool:
         """Whether the end of a prefix of so many tokens can be fetched, or is being fetched."""
@@ -272,20 +297,29 @@ class Tier:
         """The fetch under way that brings the page with this key."""
         return self._fetching.get(key)
 
-    def fetch(self, prefix: list[int], targets: Seq[tuple[bytes, int]], end: tuple[Point, int] | None = None) -> Fetch:
+    def fetch(
+        self,
+        prefix: list[int],
+        targets: Seq[tuple[bytes, int]],
+        oldest: int = 0,
+        end: tuple[Point, int] | None = None,
+    ) -> Fetch:
         """Begin to copy kept pages into new pages of the pool: `targets` are their keys and these pages.
 
-        `prefix` are all pages of the prefix. Each has a reference, which the fetch takes over. The state of `end` goes
-        to this new place of a snapshot; the page in which that prefix ends, if it is half full, is the last target.
+        Their KV has no version before `oldest`. `prefix` are all pages of the prefix. Each has a reference, which the
+        fetch takes over. The state of `end` goes to this new place of a snapshot; the page in which that prefix ends,
+        if it is half full, is the last target.
         """
         fetch = Fetch(prefix, [key for key, _ in targets], deque())
         for key, page in targets:
-            kept = self.host.begin_read(key)
             half = end is not None and end[0].key == key
-            fetch.queued.append(MovedPage(key, page, kept.page, fetch, kept.oldest, half))
+            moved = MovedPage(key, page, -1, fetch, half=half)
             self._fetching[key] = fetch
-        if fetch.queued:
-            self._fetches.append(fetch)
+            if self.host.has(key, oldest):
+                self._queue(moved)
+            else:
+                self._to_read.append(moved)
+                fetch.copying += 1
         if end is not None:
             point, place = end
             kept = self.states.begin_read(point.key)
@@ -295,6 +329,14 @@ class Tier:
             self._states_in.append(fetch.end)
             self._fetching[point.key] = fetch
         return fetch
+
+    def _queue(self, moved: MovedPage) -> None:
+        """The host has this page of a fetch."""
+        assert moved.fetch is not None
+        moved.host_page, moved.oldest = self.host.begin_read(moved.key)
+        if not moved.fetch.queued:
+            self._fetches.append(moved.fetch)
+        moved.fetch.queued.append(moved)
 
     def next_in(self, most: int) -> list[MovedPage]:
         """Up to `most` pages of one fetch whose copies from the host begin now."""
@@ -371,6 +413,61 @@ class Tier:
             self.host.use(key)
         self._ended.append(fetch)
 
+    # --- disk ---------------------------------------------------------------------------------------------------------
+
+    def use_disk(self) -> None:
+        """Account for pages that were written and read, and begin others. Never waits."""
+        for job in self.disk.finished():
+            if job.kind == "write":
+                self.disk.keep(job, self.host.end_spill(job.page, job))
+            else:
+                self._read(job, job.entry)
+        while self._to_read and self.disk.may_read:
+            moved = self._to_read.popleft()
+            if self.host.has(moved.key, self._oldest):
+                self._arrived(moved)
+                continue
+            known = self.disk.has(moved.key, self._oldest)  # else it has given way meanwhile
+            if not known or (page := self.host.begin_write()) is None:
+                self._not_read(moved)
+            else:
+                self.disk.read(moved.key, page, moved)
+        while self.host.short and self.disk.may_write and not self.closed:
+            key, kept = self.host.look()
+            if not self.disk.has(key, kept.oldest):
+                beside = b"".join(mirror.bytes_beside(kept.page) for mirror in self._mirrors)
+                self.host.begin_spill(kept.page, self.disk.write(key, kept.page, kept.oldest, beside))
+
+    def _read(self, job: DiskJob, moved: MovedPage) -> None:
+        fetch = moved.fetch
+        assert fetch is not None
+        if job.failure or fetch.over:
+            self.host.end_write(job.page, None)
+            self._not_read(moved)
+            return
+        self.costs.read(time.perf_counter() - job.began_s)
+        start = 0
+        for mirror in self._mirrors:
+            end = start + len(mirror.bytes_beside(job.page))
+            mirror.take_bytes_beside(job.page, job.beside[start:end])
+            start = end
+        self.host.end_write(job.page, moved.key, job.oldest)
+        self._arrived(moved)
+
+    def _arrived(self, moved: MovedPage) -> None:
+        assert moved.fetch is not None
+        moved.fetch.copying -= 1
+        self._queue(moved)
+
+    def _not_read(self, moved: MovedPage) -> None:
+        """A page of a fetch does not come: its sequences compute from there."""
+        fetch = moved.fetch
+        assert fetch is not None
+        self._forget_fetching(moved.key, fetch)
+        fetch.copying -= 1
+        fetch.over |= moved.half
+        self._end_if_done(fetch)
+
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def forget_all(self) -> None:
@@ -380,12 +477,15 @@ class Tier:
         self._fetching.clear()
         self.host.forget_all()
         self.states.forget_all()
+        self.disk.forget_all()
+        to_read, self._to_read = self._to_read, deque()
         self._pool.forget_half_copies()
         self._snapshots.forget_copies()
         for fetch in fetches:
             fetch.over = True
             while fetch.queued:
                 self._fetched(fetch.queued.popleft())
+            fetch.copying -= sum(moved.fetch is fetch for moved in to_read)
             if fetch.end in self._states_in:
                 self._states_in.remove(fetch.end)
                 self._state_fetched(fetch.end, failed=True)
@@ -395,6 +495,7 @@ class Tier:
         """KV with a weights version before `oldest` is of no use any more; what fetches bring is not found."""
         self._oldest = oldest
         self.host.forget_older(oldest)
+        self.disk.forget_older(oldest)
         self.states.forget_older(oldest)
 
     def close(self) -> None:
@@ -413,11 +514,15 @@ class Tier:
             bytes_in=counts.fetched * self._page_bytes,
             fetched_tokens=counts.fetched * self._page_size,
             lost_pages=counts.lost,
+            disk_pages=self.disk.pages,
+            disk_pages_total=self.disk.total,
+            disk_read=self.disk.counts.read,
+            disk_failed=self.disk.counts.failed,
         )
 
     def check(self) -> None:
         """Assert that no copy is queued or under way."""
         assert not self._fetching and not self._fetches and not self._ended, "a fetch is left"
-        assert not self.copies_out and not self._states_in, "a copy is left"
+        assert not self.copies_out and not self._states_in and not self._to_read, "a copy is left"
         self.host.check()
         self.states.check()

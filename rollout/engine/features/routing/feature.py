@@ -74,6 +74,14 @@ class Routing(StepFeature):
         self._fetched.append((self._launched, list(pages), self.entries.stowed(list(host_pages))))
         self._put_fetched()
 
+    def bytes_beside(self, host_page: int) -> bytes:
+        """See `PageMirror`."""
+        return self.entries.stowed([host_page]).tobytes()
+
+    def take_bytes_beside(self, host_page: int, packed: bytes) -> None:
+        """See `PageMirror`."""
+        self.entries.put_stowed(host_page, packed)
+
     def _put_fetched(self) -> None:
         while self._fetched and self._fetched[0][0] <= self._committed:
             _, pages, entries = self._fetched.popleft()
