@@ -115,7 +115,22 @@ class OffloadSettings(Section):
         description="pinned host memory, GiB, for KV that the GPU has no room for: of preempted sequences, of all "
         "sequences in a sleep of level 1, of idle sessions and known prefixes; 0: their KV is recomputed",
     )
+    disk_kv_gib: float = Field(
+        0.0,
+        ge=0.0,
+        description="disk, GiB, for KV of known prefixes that host_kv_gib has no room for; 0: it is recomputed",
+    )
+    disk_kv_folder: str | None = Field(
+        None, description="folder on a local disk for disk_kv_gib; each worker has a subfolder, which it deletes"
+    )
     sleep: bool = Field(False, description="allow sleep and wake, which release the device memory of weights and KV")
+
+    @model_validator(mode="after")
+    def _disk_is_behind_the_host(self) -> OffloadSettings:
+        if self.disk_kv_gib and (self.disk_kv_folder is None or not self.host_kv_gib):
+            missing = "disk_kv_folder" if self.disk_kv_folder is None else "host_kv_gib"
+            raise ValueError(f"disk_kv_gib = {self.disk_kv_gib} needs {missing}: set it, or set disk_kv_gib = 0")
+        return self
 
 
 class ExpertSettings(Section):
@@ -344,6 +359,14 @@ class EngineSettings(
     def _deterministic_without_adapters(self) -> EngineSettings:
         if self.adapter_slots and self.deterministic:
             raise ValueError("deterministic excludes adapters: set adapter_slots = 0")
+        return self
+
+    @model_validator(mode="after")
+    def _disk_of_one_rank(self) -> EngineSettings:
+        if self.disk_kv_gib and self.tensor_parallel > 1:
+            raise ValueError(f"disk_kv_gib excludes tensor_parallel = {self.tensor_parallel}: set disk_kv_gib = 0")
+        if self.disk_kv_gib and not self.prefix_cache:
+            raise ValueError("disk_kv_gib keeps KV of the prefix cache: set prefix_cache = true, or disk_kv_gib = 0")
         return self
 
     @model_validator(mode="after")

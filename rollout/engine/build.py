@@ -23,7 +23,9 @@ from rollout.engine.features.drafts.verifier import DraftVerifier, draft_rows
 from rollout.engine.features.site import Lead, Site, alone
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
+from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.host_pages import HostPageBooks, KeptCounts
+from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import HostMemory, PageMover
@@ -202,7 +204,7 @@ class _Memory:
     def of(cls, executor: Executor) -> _Memory:
         """The memory of an executor that a fault ended."""
         step = executor.step
-        return cls(step.features, step.kv.states, step.kv, *map(_host_memory, executor.movers))
+        return cls(step.features, step.kv.states, step.kv, *map(_host_memory, executor.movers[:2]))
 
 
 def _host_memory(mover: PageMover | None) -> HostMemory:
@@ -290,19 +292,31 @@ def _build_parts(
 def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], totals: _Totals) -> PageAllocator:
     """The books of the KV pool: pages, sessions, adapters, offloaded KV."""
     engine, step = site.settings.engine, executor.step
-    host_kv, host_states = map(_host_memory, executor.movers)
+    host_kv, host_states = map(_host_memory, executor.movers[:2])
     states = step.kv.states.layers
     host = HostPageBooks(host_kv.pages, totals.kept)
-    keeps = host_kv.pages > 0 and engine.prefix_cache and not states  # known pages, on the host
-    pool = PagePool(step.kv.pages, host.note_evicted) if keeps else PagePool(step.kv.pages)
     places = engine.snapshot_places if states else 0
+    known = host_kv.pages > 0 and engine.prefix_cache  # known pages are kept on the host, and so are states after them
+    keeps = known and (not states or (places > 0 and host_states.pages > 0))
+    pool = PagePool(step.kv.pages, host.note_evicted) if keeps else PagePool(step.kv.pages)
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
-    tier = Tier(pool, host, sessions, engine.page_size, not keeps, mirrors, host_kv.page_bytes)
+    on_host = host, HostStates(host_states.pages)
+    tier = Tier(
+        pool,
+        *on_host,
+        sessions,
+        snapshots,
+        engine.page_size,
+        not keeps,
+        mirrors,
+        host_kv.page_bytes,
+        executor.movers.disk,
+    )
     found_by = pool, tier, engine.page_size, engine.prefix_cache, sessions, engine.max_kv_age
     prefixes = StatePrefixes(*found_by, snapshots) if states else Prefixes(*found_by)
-    books = OffloadBooks(pool, engine.page_size, host, host_kv.page_bytes, host_states.pages, mirrors, totals.offload)
+    books = OffloadBooks(pool, engine.page_size, host, host_kv.page_bytes, on_host[1], mirrors, totals.offload)
     return PageAllocator(sessions, prefixes, books, mirrors)
 
 
@@ -325,7 +339,7 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memo
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else 0
     streams = Streams.make(device, [feature.name for feature in memory.features if feature.own_stream])
-    mover, state_mover = None, None
+    mover, state_mover, disk = None, None, NO_DISK
     graphs: DecodeGraphs = NO_GRAPHS
     try:
         if memory.kv is None:
@@ -345,11 +359,21 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memo
         if (host := memory.host_states).pages:
             tensors = memory.states.tensors  # they are moved one at a time
             state_mover = PageMover(device, tensors, host, 1, streams.compute, "state", orders)
+        disk = _disk(engine, model, step.kv, memory.host_memory)
     except BaseException:
         Executor(device, streams, step, graphs, Movers(mover, state_mover)).close()
         raise
     rank = Rank(orders, not site.follows, engine.check_ranks and step.group.size > 1)
-    return Executor(device, streams, step, graphs, Movers(mover, state_mover), rank)
+    return Executor(device, streams, step, graphs, Movers(mover, state_mover, disk), rank)
+
+
+def _disk(engine: EngineSettings, model: LanguageModel, kv: KVCache, host: HostMemory) -> DiskPages | NoDisk:
+    """The folder for KV that leaves host memory, if there is one."""
+    if engine.disk_kv_folder is None or not engine.disk_kv_gib:
+        return NO_DISK
+    identity = repr((model.spec, [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in kv.tensors])).encode()
+    most_bytes = int(engine.disk_kv_gib * 2**30)
+    return DiskPages(engine.disk_kv_folder, most_bytes, identity, host.memory_of, host.page_bytes)
 
 
 def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
@@ -377,6 +401,8 @@ def _host_states(site: Site) -> HostMemory:
 
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:
     """Raise ValueError if the settings ask for something that this model does not have."""
+    if engine.disk_kv_gib and model.spec.state_bytes(model.embed.dtype):
+        raise ValueError("disk_kv_gib keeps no states of linear attention, which this model has: set disk_kv_gib = 0")
     if isinstance(model, Decoder):
         _check_experts(engine, model)
         _check_deterministic(engine, model)

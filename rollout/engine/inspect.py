@@ -106,6 +106,9 @@ class Inspector:
                 "kv/kept_bytes": kept.bytes_out,
                 "kv/fetched_tokens": kept.fetched_tokens,
                 "kv/lost_pages": kept.lost_pages,
+                "kv/disk_used_pct": percent(kept.disk_pages, kept.disk_pages_total),
+                "kv/disk_read_pages": kept.disk_read,
+                "kv/disk_failed_pages": kept.disk_failed,
             }
         )
         for feature in roster.features:

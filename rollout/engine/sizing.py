@@ -28,6 +28,8 @@ from rollout.models.language_model import LanguageModel, native
 from rollout.models.lora_slots import AdapterSlots
 
 _GIB = 2**30
+#: States on the host for each row, those of known prefixes included.
+_KEPT_STATES = 8
 #: `kv_memory_fraction` on a CPU when it is absent.
 CPU_FRACTION = 0.25
 #: What is kept free on a GPU without it: this share of what the weights leave, and at least these bytes, but at most
@@ -209,7 +211,9 @@ def adapter_host_bytes(settings: EngineSettings, model: LanguageModel) -> int:
 
 
 def states_on_host(settings: EngineSettings, model: LanguageModel) -> int:
-    """States of linear attention that the host has room for: one for each row, within half of `host_kv_gib`.
+    """States of linear attention that the host has room for, within half of `host_kv_gib`.
+
+    One for each row, and with a prefix cache more for those of known prefixes.
 
     Raises ValueError with the numbers if that holds none.
     """
@@ -221,7 +225,7 @@ def states_on_host(settings: EngineSettings, model: LanguageModel) -> int:
             f"half of host_kv_gib = {settings.host_kv_gib} is for states of linear attention, and one takes "
             f"{_gib(each * settings.tensor_parallel)}: raise it"
         )
-    return min(settings.max_rows, half // each)
+    return min(settings.max_rows * (_KEPT_STATES if settings.prefix_cache else 1), half // each)
 
 
 def _host_bytes(settings: EngineSettings) -> int:

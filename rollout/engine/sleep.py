@@ -205,7 +205,7 @@ def _emptied(roster: Roster) -> bool:
     """True once no page is in use or copied. Until then, pages of offloaded sequences alone are sent to the host."""
     allocator = roster.allocator
     allocator.offload_books.send_unshared()
-    return allocator.pool.used == 0 and not allocator.tier.writing
+    return allocator.pool.used == 0 and not allocator.tier.copies_out
 
 
 def _forget_device_state(roster: Roster, keep: bool) -> None:

@@ -121,6 +121,7 @@ _SAVED = Panel("Speculation", "Device time saved")
 _COMPLETION_LENGTH = Panel("Completions", "Length of those that finished")
 _PREEMPTED = Panel("Completions", "Taken away")
 _COPIED = Panel("KV on the host", "Copied")
+_DISK = Panel("KV on disk", "Pages")
 _DIFFERENCE = Panel("Trainer and worker", "Log-prob difference")
 
 
@@ -368,6 +369,15 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "kv/lost_pages", "counter", "pages",
         "known pages that the pool gave up before they were copied to the host",
         Panel("KV on the host", "Lost"),
+    ),
+    Metric(
+        "kv/disk_used_pct", "gauge", "%", "share of `disk_kv_gib` that has known prefixes now",
+        Panel("KV on disk", "Disk in use"),
+    ),
+    Metric("kv/disk_read_pages", "counter", "pages", "pages of KV that were read from disk", _DISK),
+    Metric(
+        "kv/disk_failed_pages", "counter", "pages",
+        "pages of KV that could not be written to disk or read; the log says why", _DISK,
     ),
     Metric(
         "images/encoded", "counter", "count", "images that the vision tower encoded",

@@ -26,7 +26,7 @@ from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import VERSION_END
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.sequence.sequence_kv import OffloadedKV
+from rollout.engine.sequence.sequence_kv import OffloadedKV, Point
 from rollout.engine.sequence.session import SessionKV
 
 #: The most fetches for one admission of a sequence. Pages that wait for a row may be evicted meanwhile.
@@ -85,38 +85,55 @@ class PageAllocator:
         None if there are none, or if the sequence would not fit with `spare` pages left, or if it has had so many
         fetches that it is better computed: its pages are evicted before it gets a row.
         """
-        if reusable is None or not reusable.beyond:
+        if reusable is None or reusable.beyond is None:
             return None
-        more = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - len(reusable.shared) - len(reusable.beyond)
+        first, keys, end = reusable.beyond
+        more = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - len(first) - len(keys)
         oldest, begins = self.prefixes.oldest_for(seq.group, version), seq.kv.fetches < _MOST_FETCHES
-        fetch = self.fetch(reusable.beyond, spare + more, reusable.shared, oldest, begins)
+        fetch = self.fetch(keys, spare + more, first, oldest, begins, end)
         seq.kv.fetches += fetch is not None
         return fetch
 
     def fetch(
-        self, keys: Seq[bytes], spare: int, first: Seq[int] = (), oldest: int = 0, begins: bool = True
+        self,
+        keys: Seq[bytes],
+        spare: int,
+        first: Seq[int] = (),
+        oldest: int = 0,
+        begins: bool = True,
+        end: Point | None = None,
     ) -> Fetch | None:
         """Have pages of a prefix copied from the host, if `spare` pages stay available after that.
 
-        `keys` are those of pages that follow on the `first` ones; KV of a version before `oldest` is of no use. Returns
-        the fetch to wait for, which may be another one that is under way; None if there is none. Not to be called while
+        `keys` are those of pages that follow on the `first` ones; KV of a version before `oldest` is of no use. With
+        `end` the state after the prefix is copied, too, and the page in which it ends if that is half full. Returns the
+        fetch to wait for, which may be another one that is under way; None if there is none. Not to be called while
         the pool's memory is given back.
         """
-        if (other := self.tier.fetch_of(keys[0])) is not None:
-            return other
+        for key in (*keys[:1], *(() if end is None else (end.key,))):
+            if (other := self.tier.fetch_of(key)) is not None:
+                return other
         known = [self.pool.find(key, oldest) for key in keys]
         missing = [
             key for key, page in zip(keys, known, strict=True) if page is None and self.tier.may_fetch(key, oldest)
         ]
-        if not missing or not begins:
+        if not begins or not (missing or end):
             return None
+        place = None if end is None else self.prefixes.take_place()
+        if end is not None and place is None:
+            return None
+        half = [end.key] if end is not None and end.after else []
         retained = [*first, *(page for page in known if page is not None)]
-        new = self._retain_and_allocate(retained, len(missing), spare)
+        new = self._retain_and_allocate(retained, len(missing) + len(half), spare)
         if new is None:
+            if place is not None:
+                self.prefixes.give_place_back(place)
             return None
-        targets = dict(zip(missing, new, strict=True))
+        targets = dict(zip([*missing, *half], new, strict=True))
         pages = [targets.get(key, page) for key, page in zip(keys, known, strict=True)]
-        return self.tier.fetch([*first, *(page for page in pages if page is not None)], list(targets.items()))
+        prefix = [*first, *(page for page in pages if page is not None), *new[len(missing) :]]
+        state = None if end is None or place is None else (end, place)
+        return self.tier.fetch(prefix, list(targets.items()), oldest, state)
 
     def try_admit(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.

@@ -8,6 +8,8 @@ Every page is in exactly one of five states:
     kept       it has the KV of a known prefix, found by the same key as in the pool
     read       kept, and a copy reads it: it stays until that has ended
 
+A kept page may be written to disk meanwhile (`disk`), which is of use if it stays kept until that has ended.
+
 Preempted sequences come first: kept pages have only the room that these leave. The one that was used least recently
 gives way.
 """
@@ -45,6 +47,8 @@ class HostPageBooks:
         self._free = list(range(total - 1, -1, -1))
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()  # least recently used first
         self._read: dict[bytes, Kept] = {}
+        self._unseen: OrderedDict[bytes, None] = OrderedDict()  # keys that `look` has not returned
+        self._spills: dict[int, object] = {}  # to disk, by page; none of a page that was given up since
 
     @property
     def free(self) -> int:
@@ -79,6 +83,8 @@ class HostPageBooks:
         """Whether the page with this key is kept, with KV of no version before `oldest`; it counts as used now."""
         if key in self._kept:
             self._kept.move_to_end(key)
+            if key in self._unseen:
+                self._unseen.move_to_end(key)
         return self.has(key, oldest)
 
     def has(self, key: bytes, oldest: int = 0) -> bool:
@@ -98,12 +104,16 @@ class HostPageBooks:
 
     def end_write(self, page: int, key: bytes | None, oldest: int = 0) -> None:
         """The copy to this page has ended; without a key it is of no use. A key is kept once, with its newest KV."""
-        if key is None or key in self._read or self.has(key, oldest):
+        if key is None or self.has(key, oldest):
             self._free.append(page)
             return
+        if (read := self._read.pop(key, None)) is not None:  # free when the copy that reads it has ended
+            self._spills.pop(read.page, None)
         if (older := self._kept.pop(key, None)) is not None:
+            self._give_up(key, older)
             self._free.append(older.page)
         self._kept[key] = Kept(page, oldest)
+        self._unseen[key] = None
 
     def begin_read(self, key: bytes) -> Kept:
         """A copy is going to read the page with this key, which is kept."""
@@ -111,7 +121,7 @@ class HostPageBooks:
         return kept
 
     def end_read(self, key: bytes, page: int) -> None:
-        """The copy has ended, or will not begin. The page is free if it was forgotten meanwhile."""
+        """The copy has ended, or will not begin. The page is free if it was forgotten, or newer KV came."""
         kept = self._read.get(key)
         if kept is not None and kept.page == page:
             del self._read[key]
@@ -119,22 +129,53 @@ class HostPageBooks:
         else:
             self._free.append(page)
 
+    # --- to disk ------------------------------------------------------------------------------------------------------
+
+    @property
+    def short(self) -> bool:
+        """Whether fewer than half of the pages can be given up without loss, and `look` has some to return."""
+        return 0 < len(self._unseen) and 2 * (len(self._free) + self.kept - len(self._unseen)) < self.total
+
+    def look(self) -> tuple[bytes, Kept]:
+        """Key and page of the least recently used that `look` has not returned; there has to be one."""
+        key, _ = self._unseen.popitem(last=False)
+        return key, self._kept.get(key) or self._read[key]
+
+    def begin_spill(self, page: int, spill: object) -> None:
+        """A kept page is being written to disk."""
+        self._spills[page] = spill
+
+    def end_spill(self, page: int, spill: object) -> bool:
+        """The write has ended; False if the page was given up meanwhile."""
+        if self._spills.get(page) is not spill:
+            return False
+        del self._spills[page]
+        return True
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
     def forget_older(self, oldest: int) -> None:
         """Forget known pages with a weights version before `oldest`."""
         for key in [key for key, kept in self._kept.items() if kept.oldest < oldest]:
-            self._free.append(self._kept.pop(key).page)
+            self._free.append(self._give_up(key, self._kept.pop(key)))
 
     def forget_all(self) -> None:
         """Forget all known pages; those that copies read are free when these have ended."""
         self._free += [kept.page for kept in self._kept.values()]
-        self._kept.clear()
-        self._read.clear()
+        for known in (self._kept, self._read, self._unseen, self._spills):
+            known.clear()
 
     def check(self) -> None:
         """Assert that no sequence and no copy has a page."""
         assert self.taken == 0 and not self._read, "a host page is in use"
         pages = sorted([*self._free, *(kept.page for kept in self._kept.values())])
         assert pages == list(range(self.total)), "a host page is lost"
+        assert self._unseen.keys() <= self._kept.keys(), "a page that is not kept is to be written to disk"
 
     def _evict(self) -> int:
-        return self._kept.popitem(last=False)[1].page
+        return self._give_up(*self._kept.popitem(last=False))
+
+    def _give_up(self, key: bytes, kept: Kept) -> int:
+        self._unseen.pop(key, None)
+        self._spills.pop(kept.page, None)
+        return kept.page

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from rollout.engine.kv.host_pages import HostPageBooks
+from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import PageMover, Piece
 from rollout.engine.kv.pool import PagePool
@@ -80,7 +81,7 @@ class OffloadBooks:
         page_size: int,
         host: HostPageBooks,
         page_bytes: int,
-        host_places: int = 0,
+        host_states: HostStates,
         mirrors: Seq[PageMirror] = (),
         counts: OffloadCounts | None = None,
     ) -> None:
@@ -96,8 +97,7 @@ class OffloadBooks:
         self._shared: dict[int, OffloadedPage] = {}  # by pool page, in states shared and in both
         self._to_copy_out: deque[OffloadedPage] = deque()  # some may have been dropped since
         self.to_copy_in: deque[Restore] = deque()
-        self.host_places = host_places  # for states of linear attention
-        self.free_host_places = list(range(host_places - 1, -1, -1))
+        self.host_states = host_states  # places for states of linear attention
         self._states_out: deque[Sequence] = deque()
         self._states_in: deque[Sequence] = deque()
         self._waiting: dict[Restore, list[Sequence]] = {}  # the sequences that have its pool page and wait for it
@@ -115,7 +115,7 @@ class OffloadBooks:
         if seq.kv.offloaded is None:
             taken = wanted and self._take(seq)
             if state is not None and not taken:
-                self.free_host_places.append(state.host_place)
+                self.host_states.give_back(state.host_place)
             elif state is not None and seq.kv.offloaded is not None:
                 seq.kv.offloaded.host_place = state.host_place
             return taken
@@ -204,7 +204,7 @@ class OffloadBooks:
         assert kv is not None and not kv.restoring, "a copy may still read a host page"
         self._sequences -= 1
         if kv.host_place is not None:
-            self.free_host_places.append(kv.host_place)
+            self.host_states.give_back(kv.host_place)
         for page in kv.pages:
             page.owners -= 1
             if page.owners == 0 and not page.copying:
@@ -274,11 +274,11 @@ class OffloadBooks:
             return not kv.host_state.over
         if not kv.wants_offload or seq.finalized or kv.offloaded is not None or self.closed:
             return False
-        if not self.free_host_places:
+        if not self.host_states.room:
             self.counts.refused += 1
             kv.wants_offload = False
             return False
-        kv.host_state = HostState(self.free_host_places.pop())
+        kv.host_state = HostState(self.host_states.take())
         self._states_out.append(seq)
         return True
 
@@ -309,8 +309,8 @@ class OffloadBooks:
             seq.kv.offloaded.restores_state = "copying"
         return taken
 
-    def states_copied_in(self, seqs: list[Sequence]) -> list[Sequence]:
-        """The copies to these rows are over; returns the sequences that wait for no other copies."""
+    def states_copied_in(self, seqs: list[Sequence], failed: bool) -> list[Sequence]:
+        """The copies to these rows are over, or have failed; returns the sequences that wait for no other copies."""
         for seq in seqs:
             assert seq.kv.offloaded is not None
             seq.kv.offloaded.restores_state = "no"
@@ -407,7 +407,7 @@ class OffloadBooks:
         """Assert that nothing is offloaded, and that all host pages are free."""
         assert not self.busy and not self._in_pool and not self._shared and not self._waiting, "a page is left"
         assert self._sequences == 0 and self.host.taken == 0, "a host page is in use"
-        assert sorted(self.free_host_places) == list(range(self.host_places)), "a state on the host is left"
+        assert self.host_states.taken == 0, "a state on the host is left"
 
 
 # --- the copies ------------------------------------------------------------------------------------------------------
@@ -464,6 +464,7 @@ class Offload:
         if not self.moving:
             return
         self._take_finished()
+        self.tier.use_disk()
         if not self.failure:
             self._begin()
         if ended := self.tier.take_ended():
@@ -474,6 +475,8 @@ class Offload:
         mover = self.mover
         if self.state_mover is not None and self.state_mover.moving:
             mover = self.state_mover
+        if not mover.moving:
+            self.tier.disk.wait(most_s)
         mover.wait(most_s)
 
     def _take_finished(self) -> None:
@@ -494,13 +497,13 @@ class Offload:
 
     def _take_finished_states(self, mover: PageMover) -> None:
         for piece in mover.out.finished():
-            leaving: list[Sequence] = piece.entries
-            settled = self.books.states_copied_out(leaving, bool(piece.failure))
+            books, states = piece.entries
+            settled = books.states_copied_out(states, bool(piece.failure))
             self._note("out", piece)
             self._roster.restores_ended(settled)
         for piece in mover.back.finished():
-            restored: list[Sequence] = piece.entries
-            ready = self.books.states_copied_in(restored)
+            books, states = piece.entries
+            ready = books.states_copied_in(states, bool(piece.failure))
             self._note("in", piece)
             self._roster.restores_ended(ready)
 
@@ -510,6 +513,8 @@ class Offload:
             self.recent.append(move)
             if costs is not None:
                 costs.copied(move.pages, move.end_s - move.start_s)
+            else:
+                self.tier.costs.state_copied(move.end_s - move.start_s)
         elif not self.failure:
             self.failure = f"KV is no longer offloaded, and preempted completions are computed again: {piece.failure}"
             log.error("%s", self.failure)
@@ -521,6 +526,7 @@ class Offload:
 
     def _begin(self) -> None:
         out, back = self.mover.out, self.mover.back
+        self.tier.look_at_ends()
         for books in (self.books, self.tier):
             while out.capacity and (pages := books.next_out(out.capacity)):
                 sources = [page.pool_page for page in pages if page.pool_page is not None]
@@ -535,10 +541,16 @@ class Offload:
     def _begin_states(self, mover: PageMover) -> None:
         out, back = mover.out, mover.back
         while out.capacity and (seqs := self.books.next_states_out(out.capacity)):
-            out.start([seq.row for seq in seqs], [s.kv.host_state.host_place for s in seqs if s.kv.host_state], seqs)
+            places = [seq.kv.host_state.host_place for seq in seqs if seq.kv.host_state]
+            out.start([seq.row for seq in seqs], places, (self.books, seqs))
         while back.capacity and (seqs := self.books.next_states_in(back.capacity)):
             places = [
                 s.kv.offloaded.host_place for s in seqs if s.kv.offloaded and s.kv.offloaded.host_place is not None
             ]
             # After the steps in flight: one of them may still belong to the row's last sequence, or save its state.
-            back.start([seq.row for seq in seqs], places, seqs, mover.compute)
+            back.start([seq.row for seq in seqs], places, (self.books, seqs), mover.compute)
+        # The save of a snapshot may be in flight; a place may be one that a step in flight still loads.
+        while out.capacity and (states := self.tier.next_states_out(out.capacity)):
+            out.start([s.place for s in states], [s.host_place for s in states], (self.tier, states), mover.compute)
+        while back.capacity and (states := self.tier.next_states_in(back.capacity)):
+            back.start([s.place for s in states], [s.host_place for s in states], (self.tier, states), mover.compute)

@@ -18,3 +18,10 @@ class PageMirror:
 
     def restored(self, seq: Sequence, host_pages: Seq[int], pages: Seq[int]) -> None:
         """A sequence goes on with KV that is in these pages again; its first step is in flight."""
+
+    def bytes_beside(self, host_page: int) -> bytes:
+        """What is kept for a page of the host, for disk; always of the same length."""
+        return b""
+
+    def take_bytes_beside(self, host_page: int, packed: bytes) -> None:
+        """KV was read from disk to this page of the host."""

@@ -51,6 +51,10 @@ class HostMemory:
         """One page, [W] of `words`."""
         return self._blocks_HW[number // self._per_block][number % self._per_block].view(words)
 
+    def memory_of(self, number: int) -> memoryview:
+        """The bytes of one page."""
+        return self.page(number, torch.uint8).numpy().data
+
 
 @dataclass(eq=False, slots=True)
 class Piece:

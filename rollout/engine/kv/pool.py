@@ -54,7 +54,9 @@ class PagePool:
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._leaving: OrderedDict[int, None] = OrderedDict()
-        self._copies: dict[int, object] = {}  # of pages to the host, under way; none of a page that was evicted since
+        # Of pages to the host, under way; none of a page that was evicted since. The second are of half-full pages.
+        self._copies: dict[int, object] = {}
+        self._half_copies: dict[int, object] = {}
 
     @property
     def free(self) -> int:
@@ -116,6 +118,7 @@ class PagePool:
                 self._evictable[page] = None
             else:
                 self._free.append(page)
+                self._half_copies.pop(page, None)
                 self._forget_tail(page)
 
     def remember(self, key: bytes, page: int, oldest: int) -> None:
@@ -172,6 +175,21 @@ class PagePool:
             self._seen[page] = None
         return True
 
+    def begin_half_copy(self, page: int, copy: object) -> None:
+        """The first positions of a used page, which no step in flight writes to, are being copied to the host."""
+        self._half_copies[page] = copy
+
+    def end_half_copy(self, page: int, copy: object) -> bool:
+        """The copy has ended; False if the page was given up meanwhile."""
+        if self._half_copies.get(page) is not copy:
+            return False
+        del self._half_copies[page]
+        return True
+
+    def forget_half_copies(self) -> None:
+        """What copies of half-full pages bring is of no use."""
+        self._half_copies.clear()
+
     # ------------------------------------------------------------------------------------------------------------------
 
     def forget_all(self) -> None:
@@ -180,6 +198,7 @@ class PagePool:
             self._free += cached
             cached.clear()
         self._copies.clear()
+        self._half_copies.clear()
         for index in (self._page_of, self._key_of, self._tail_page_of, self._tail_key_of):
             index.clear()
 
@@ -188,7 +207,7 @@ class PagePool:
         free, cached = set(self._free), self._seen.keys() | self._evictable.keys() | self._leaving.keys()
         assert len(free) == len(self._free), "a page is free twice"
         assert len(cached) == self.cached, "a page is cached twice"
-        assert not self._copies, "a page is being copied"
+        assert not self._copies and not self._half_copies, "a page is being copied"
         assert not free & cached and DUMP_PAGE not in free | cached, "a page is both free and cached"
         for page in range(1, self.total + 1):
             in_pool = page in free or page in cached
@@ -219,6 +238,7 @@ class PagePool:
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]
         self._copies.pop(page, None)
+        self._half_copies.pop(page, None)
         self._forget_tail(page)
 
     def _forget_tail(self, page: int) -> None:

@@ -9,6 +9,7 @@ the sequence waits without a page until the tokens that both have are launched (
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,15 @@ from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.tier import Tier
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
-from rollout.engine.sequence.sequence_kv import PrefixHit, Snapshot
+from rollout.engine.sequence.sequence_kv import Point, PrefixHit, Snapshot
+
+
+class Beyond(NamedTuple):
+    """A known prefix of which some pages, or the state after it, are on the host."""
+
+    first: list[int]  # pages of the pool
+    keys: list[bytes]  # of the full pages after these
+    end: Point | None = None  # of models with states: its end, if that is on the host
 
 
 @dataclass(slots=True)
@@ -29,7 +38,7 @@ class Reusable:
     tokens: int = 0  # whose KV the sequence can use
     session_tokens: int = 0  # whose KV the session has
     keys: PrefixKeys | None = None  # of the shared pages
-    beyond: list[bytes] = field(default_factory=list)  # keys of the known pages after that, of which the host has some
+    beyond: Beyond | None = None  # more of it is known, and some of that is on the host
     awaited: tuple[Sequence, int] | None = None  # computes more of it: up to this number of tokens
     place: int | None = None  # of the snapshot of the state after these tokens, which is loaded
     hit: PrefixHit = "pages"  # where it was found
@@ -99,7 +108,8 @@ class Prefixes:
             key = keys.next_key(seq.content_between(index * self.page_size, (index + 1) * self.page_size))
             page = self.pool.find(key, oldest)
             if page is None:
-                found.beyond = self._find_beyond(seq, keys, key, index, full, oldest)
+                beyond = self._find_beyond(seq, keys, key, index, full, oldest)
+                found.beyond = Beyond(found.shared, beyond) if beyond else None
                 break
             found.shared.append(page)
             keys.append(key)
@@ -229,6 +239,13 @@ class Prefixes:
 
     def release(self, reusable: Reusable) -> None:
         """Take `retain` back."""
+
+    def take_place(self) -> int | None:
+        """A place for a state that is fetched; None if there is none."""
+        return None
+
+    def give_place_back(self, place: int) -> None:
+        """The state is not fetched."""
 
     def admitted(self, seq: Sequence, version: int) -> None:
         """A sequence has got the pages of what was found for it, and prefills the rest."""

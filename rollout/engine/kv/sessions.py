@@ -29,7 +29,7 @@ import numpy as np
 
 from rollout.engine.kv.eviction_order import EvictionOrder
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.kv.snapshots import Cached, Snapshots
 from rollout.engine.messages.requests import Request, RequestKey, SessionKey
 from rollout.engine.messages.statuses import SessionStatus
 from rollout.engine.sequence.session import Session, SessionKV
@@ -263,9 +263,11 @@ class Sessions:
         snapshots = tuple(snapshot for snapshot in left.snapshots if snapshot.tokens <= count)
         for snapshot in snapshots:
             self._snapshots.retain(snapshot.place)
-        session.kv = SessionKV(
+        session.kv = kv = SessionKV(
             left.tokens[:count].copy(), pages, left.oldest, left.keys, left.adapter_edition, snapshots
         )
+        for end in self._ends(kv):
+            self._snapshots.offer(end)
         self._with_kv[session.key] = session
         self._order.add(session, now_s)
         if left.keys is not None and (full := count // self._page_size):
@@ -278,7 +280,18 @@ class Sessions:
         most = self._most_pages
         return len(self._refs) > most or len(self._with_kv) > most or self._refs_sum > _SHARING * most
 
+    def _ends(self, kv: SessionKV) -> list[Cached]:
+        """Snapshots that only this session has, with the pages in which their prefixes end."""
+        return [
+            Cached(place, kv.pages[tokens // self._page_size] if point.after else None, point, kv.oldest)
+            for place, tokens, point in kv.snapshots
+            if point is not None
+        ]
+
     def _drop(self, session: Session) -> None:
+        """The session gives way: its full pages are cached, and so are its snapshots."""
+        for end in () if session.kv is None else self._ends(session.kv):
+            self._snapshots.keep(end.point, end.place, end.page, end.oldest)
         self._release(session)
         if not session.turns:
             self._forget(session.key)
@@ -298,6 +311,8 @@ class Sessions:
             if not self._refs[page]:
                 del self._refs[page]
         self._refs_sum -= len(session.kv.pages)
+        for end in self._ends(session.kv):
+            self._snapshots.withdraw(end)
         for snapshot in session.kv.snapshots:
             self._snapshots.release(snapshot.place)
         session.kv = None

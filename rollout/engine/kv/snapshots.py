@@ -10,6 +10,9 @@ its sequence goes on writing there, so another sequence copies it; full pages ar
 A save copies a row's state to a place. It belongs to the step that continues the row, or to the next step whatever it
 does (`save_soon`): that step may begin another sequence in the row, so in a step saves come first, then loads.
 
+`tier` copies snapshots to the host before their places are needed: cached ones and those of idle sessions, when their
+sequence is settled.
+
 Invariants:
 - A place is written only by the save of the reference that was taken with it, and never again while it has references.
 - The cache has only snapshots of the present weights version, or at most `engine.max_kv_age` versions older.
@@ -45,6 +48,8 @@ class Snapshots:
         self._points: dict[bytes, Counter[int]] = {}  # tokens after the full pages, by the digest of these
         self._soon: dict[int, int] = {}  # place to row: saves of the next step
         self._void: set[int] = set()  # places whose save was given up
+        self._unseen: OrderedDict[int, Cached] = OrderedDict()  # by place, that `look` has not returned; oldest first
+        self._copies: dict[int, object] = {}  # to the host, by place; none of a place that was freed since
 
     # --- places ------------------------------------------------------------------------------------------------------
 
@@ -77,6 +82,8 @@ class Snapshots:
             del self._refs[place]
             self._soon.pop(place, None)
             self._void.discard(place)
+            self._unseen.pop(place, None)
+            self._copies.pop(place, None)
             self._free.append(place)
 
     def save_soon(self, row: int, place: int) -> None:
@@ -89,6 +96,9 @@ class Snapshots:
         self._void.update(void)
         for place in void:
             del self._soon[place]
+            self._unseen.pop(place, None)
+        for key in [key for key, cached in self._cached.items() if cached.place in void]:
+            self._evict(key)
 
     def is_void(self, place: int) -> bool:
         """True for a place whose save was given up: it holds no snapshot."""
@@ -98,6 +108,53 @@ class Snapshots:
         """The saves that the next step begins with: (row, place)."""
         saves, self._soon = tuple((row, place) for place, row in self._soon.items()), {}
         return saves
+
+    # --- copies to the host -------------------------------------------------------------------------------------------
+
+    @property
+    def short(self) -> bool:
+        """Whether fewer than half of the places can be given up without loss."""
+        return 2 * len(self._unseen) > len(self.places)
+
+    @property
+    def unseen(self) -> bool:
+        """Whether there is a snapshot that `look` has not returned, and that is saved."""
+        place = next(iter(self._unseen), None)
+        return place is not None and place not in self._soon
+
+    def look(self) -> Cached:
+        """The oldest snapshot that `look` has not returned; there has to be one."""
+        return self._unseen.popitem(last=False)[1]
+
+    def settled(self, place: int) -> None:
+        """The sequence that saved this snapshot is settled: it may be copied if it is in the cache."""
+        cached = next((cached for cached in self._cached.values() if cached.place == place), None)
+        if cached is not None:
+            self._unseen[place] = cached
+
+    def offer(self, snapshot: Cached) -> None:
+        """A session has this snapshot, and the page in which its prefix ends."""
+        self._unseen[snapshot.place] = snapshot
+
+    def withdraw(self, snapshot: Cached) -> None:
+        """The session gives up the snapshot and its page; the cache may have them now."""
+        if self._cached.get(snapshot.point.key) != snapshot:
+            self._unseen.pop(snapshot.place, None)
+
+    def begin_copy(self, place: int, copy: object) -> None:
+        """A snapshot is being copied to the host."""
+        self._copies[place] = copy
+
+    def end_copy(self, place: int, copy: object) -> bool:
+        """The copy has ended; False if the snapshot was given up meanwhile."""
+        if self._copies.get(place) is not copy:
+            return False
+        del self._copies[place]
+        return True
+
+    def forget_copies(self) -> None:
+        """What copies to the host bring is of no use."""
+        self._copies.clear()
 
     # --- the cache ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +183,7 @@ class Snapshots:
     def keep(self, point: Point, place: int, page: int | None, oldest: int) -> None:
         """Put a snapshot into the cache, with the page in which its prefix ends; no-op if there is one no older."""
         known = self._cached.get(point.key)
-        if known is not None and known.oldest >= oldest:
+        if (known is not None and known.oldest >= oldest) or place in self._void:
             return
         if known is not None:
             self._evict(point.key)
@@ -148,8 +205,14 @@ class Snapshots:
         return cached
 
     def evict_page(self) -> bool:
-        """Give up the least recently used snapshot that keeps a page; False if there is none."""
-        key = next((key for key, cached in self._cached.items() if cached.page is not None), None)
+        """Give up the least recently used snapshot that only the cache has, with a page; False if there is none.
+
+        Who else has a snapshot has its page, too.
+        """
+        alone = (
+            key for key, cached in self._cached.items() if cached.page is not None and self._refs[cached.place] == 1
+        )
+        key = next(alone, None)
         if key is not None:
             self._evict(key)
         return key is not None
@@ -164,6 +227,7 @@ class Snapshots:
         self.expect_no_more(cached.point)
         if cached.page is not None:
             self._pool.release(cached.page)
+        self._unseen.pop(cached.place, None)
         self.release(cached.place)
 
     def check(self, kept: Counter[int]) -> None:
@@ -171,6 +235,7 @@ class Snapshots:
         assert sorted([*self._free, *self._refs]) == list(self.places), "a place is lost"
         expected = kept + Counter(cached.place for cached in self._cached.values())
         assert expected == self._refs, "the references to a place are not counted right"
+        assert self._unseen.keys() <= self._refs.keys() and not self._copies, "a snapshot is to be copied"
         points = Counter((cached.point.digest, cached.point.after) for cached in self._cached.values())
         left = {(digest, after): count for digest, some in self._points.items() for after, count in some.items()}
         assert points == left, "a prefill is waited for"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.prefixes import Prefixes, Reusable
+from rollout.engine.kv.prefixes import Beyond, Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.tier import Tier
@@ -46,30 +46,39 @@ class StatePrefixes(Prefixes):
             return found
         keys, pages, known = self.no_keys(seq, version), list[int](), True
         found.keys = found.keys or keys.fork(0)
+        path, reachable, farthest = list[bytes](), True, 0  # of full pages, in the pool or on the host
         expected, oldest = found.tokens, self.oldest_for(seq.group, version)
         for start in range(0, most + 1, page_size):
-            for after in snapshots.tokens_after(keys.last):
+            for after in {*snapshots.tokens_after(keys.last), *self.tier.states.tokens_after(keys.last)}:
                 end = start + after
                 if end > most:
                     continue
                 key = keys.tail_key(seq.content_between(start, end))
+                point = Point(keys.last, after, key)
                 cached, other = snapshots.find(key, oldest), self.frontiers.get(key)
                 if cached is not None and known and end > found.tokens:
                     reused = Reusable(list(pages), cached.page, end, found.session_tokens, keys.fork(len(pages)))
                     reused.place, reused.awaited, reused.hit = cached.place, found.awaited, "prompt_end"
-                    reused.oldest, found = cached.oldest, reused
+                    reused.oldest, reused.beyond, found = cached.oldest, found.beyond, reused
+                elif reachable and end > farthest and (cached or self.tier.has_end(point, end, oldest)):
+                    farthest = end
+                    found.beyond = Beyond(list(pages), path[len(pages) :], None if cached else point)
                 elif other is not None and other.priority >= seq.priority and other.kv.oldest >= oldest:
                     if end > expected:
                         found.awaited, expected = (other, end + 1), end
-            if start + page_size > most or not (known or self.frontiers):
+            if start + page_size > most or not (reachable or self.frontiers):
                 break
             key = keys.next_key(seq.content_between(start, start + page_size))
             page = self.pool.find(key, oldest)
             known = known and page is not None
             if known and page is not None:
                 pages.append(page)
+            reachable = reachable and (page is not None or self.tier.has(key, oldest))
+            path.append(key)
             keys.append(key)
-        if expected <= found.tokens:
+        if farthest <= found.tokens:
+            found.beyond = None
+        if expected <= max(found.tokens, farthest):
             found.awaited = None
         return found
 
@@ -119,6 +128,14 @@ class StatePrefixes(Prefixes):
         if reusable.place is not None:
             self.snapshots.release(reusable.place)
 
+    def take_place(self) -> int | None:
+        """See `Prefixes`."""
+        return self.snapshots.take()
+
+    def give_place_back(self, place: int) -> None:
+        """See `Prefixes`."""
+        self.snapshots.release(place)
+
     def admitted(self, seq: Sequence, version: int) -> None:
         """See `Prefixes`; it saves a snapshot on its way."""
         self._plan_snapshot(seq)
@@ -137,14 +154,17 @@ class StatePrefixes(Prefixes):
         place = self._take_place(bool(seq.group.followers))
         if place is None:
             return
-        point = None
-        if kv.keys is not None:
-            keys, (full, after) = kv.keys.fork(len(kv.keys)), divmod(tokens, self.page_size)
-            for index in range(len(keys), full):
-                start = index * self.page_size
-                keys.append(keys.next_key(seq.content_between(start, start + self.page_size)))
-            point = Point(keys.last, after, keys.tail_key(seq.content_between(tokens - after, tokens)))
-        kv.planned_snapshot = PlannedSnapshot(place, tokens, point)
+        kv.planned_snapshot = PlannedSnapshot(place, tokens, self._point_of(seq, tokens))
+
+    def _point_of(self, seq: Sequence, tokens: int) -> Point | None:
+        """Where the prefix of so many tokens ends; None without a prefix cache."""
+        if seq.kv.keys is None:
+            return None
+        full, after = divmod(tokens, self.page_size)
+        keys = seq.kv.keys.fork(full)
+        for start in range(len(keys) * self.page_size, full * self.page_size, self.page_size):
+            keys.append(keys.next_key(seq.content_between(start, start + self.page_size)))
+        return Point(keys.last, after, keys.tail_key(seq.content_between(tokens - after, tokens)))
 
     def _take_place(self, evict_sessions: bool) -> int | None:
         place = self.snapshots.take()
@@ -208,7 +228,7 @@ class StatePrefixes(Prefixes):
         kv, kept = seq.kv, list[Snapshot]()
         if known == kv.length > 0 and seq.row_ready and (place := self._take_place(True)) is not None:
             self.snapshots.save_soon(seq.row, place)
-            kept.append(Snapshot(place, known))
+            kept.append(Snapshot(place, known, self._point_of(seq, known)))
         if kv.snapshot is not None and kv.snapshot.tokens <= known:
             self.snapshots.retain(kv.snapshot.place)
             kept.append(kv.snapshot)
@@ -228,7 +248,9 @@ class StatePrefixes(Prefixes):
         return self.snapshots.take_saves()
 
     def left(self, seq: Sequence) -> None:
-        """The sequence gives its places back."""
+        """The sequence gives its places back. It is settled: what it saved may be copied to the host."""
+        if seq.kv.snapshot is not None:
+            self.snapshots.settled(seq.kv.snapshot.place)
         for snapshot in (seq.kv.planned_snapshot, seq.kv.snapshot):
             if snapshot is not None:
                 self.snapshots.release(snapshot.place)

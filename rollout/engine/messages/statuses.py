@@ -80,6 +80,10 @@ class KeptStatus:
     bytes_in: int = 0  # copied back
     fetched_tokens: int = 0  # whose KV was copied back
     lost_pages: int = 0  # known pages that the pool gave up before they were on the host
+    disk_pages: int = 0  # on disk, now
+    disk_pages_total: int = 0  # that the disk may have
+    disk_read: int = 0  # pages
+    disk_failed: int = 0  # pages that could not be written or read
 
 
 @dataclass(frozen=True, slots=True)

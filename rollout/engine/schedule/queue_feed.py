@@ -90,15 +90,11 @@ class QueueFeed:
         insort(self._held, _Held(seq, pages, self.queue.withdraw(seq)), key=lambda held: held.seq.rank)
 
     def queue_held(self, waits: Callable[[Sequence, int], bool]) -> None:
-        """Queue the first of the sequences that wait for room, if it waits no longer."""
-        while self._held:
-            seq, pages, time = self._held[0]
-            if not seq.finalized and waits(seq, pages):
-                return
-            del self._held[0]
-            if not seq.finalized:
-                self.queue.push(seq, time)
-                return
+        """Queue the first of the sequences that wait for room, and wait no longer."""
+        held = next((held for held in self._held if not waits(held.seq, held.pages)), None)
+        if held is not None:
+            self._held.remove(held)
+            self.queue.push(held.seq, held.time)
 
     @property
     def holds(self) -> bool:

@@ -34,6 +34,7 @@ class Snapshot(NamedTuple):
 
     place: int
     tokens: int  # of the prefix
+    point: Point | None = None  # of the end of a turn, with a prefix cache
 
 
 class PlannedSnapshot(NamedTuple):

@@ -23,6 +23,7 @@ import torch
 from rollout_kernels.parallel import TensorGroup
 
 from rollout.engine.device.streams import Device, Event
+from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.page_mover import CopyQueue, PageMover
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_step import DeviceStep
@@ -43,11 +44,12 @@ class Movers(NamedTuple):
 
     kv: PageMover | None = None
     states: PageMover | None = None
+    disk: DiskPages | NoDisk = NO_DISK
 
     @property
     def all(self) -> list[PageMover]:
-        """Those that there are."""
-        return [mover for mover in self if mover is not None]
+        """Those between device and host that there are."""
+        return [mover for mover in (self.kv, self.states) if mover is not None]
 
 
 class Rank(NamedTuple):
@@ -79,7 +81,7 @@ class Executor:
         self.step = step
         self.graphs = graphs
         self.movers = movers
-        self.mover, self.state_mover = movers
+        self.mover, self.state_mover = movers.kv, movers.states
         self.orders, self._downloads, self._compares = rank
 
     def execute(self, upload: Upload, slot: Slot) -> None:
@@ -220,6 +222,7 @@ class Executor:
         self.graphs = NO_GRAPHS
         for mover in self.movers.all:
             mover.close()
+        self.movers.disk.close()
 
 
 def compare_tokens(group: TensorGroup, tokens_S: torch.Tensor) -> None:

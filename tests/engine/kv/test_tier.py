@@ -10,6 +10,7 @@ import pytest
 from rollout.engine.build import rebuild_engine
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv.host_pages import HostPageBooks
+from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
@@ -403,7 +404,8 @@ def test_status_and_metrics_tell_what_is_kept(model, prompt_of):
 def books(pages: int = 9, host_pages: int = 4) -> tuple[PagePool, HostPageBooks, Tier]:
     host = HostPageBooks(host_pages)
     pool = PagePool(pages, host.note_evicted)
-    return pool, host, Tier(pool, host, Sessions(pool, PAGE, 8, Snapshots(0, 0, pool)), PAGE, False)
+    snapshots = Snapshots(0, 0, pool)
+    return pool, host, Tier(pool, host, HostStates(0), Sessions(pool, PAGE, 8, snapshots), snapshots, PAGE, False)
 
 
 def cached(pool: PagePool, *keys: bytes) -> list[int]:
@@ -451,8 +453,9 @@ def test_newer_kv_takes_the_place_of_older_kv_with_the_same_key():
     assert host.has(b"a", 7) and not host.use(b"a", 8) and host.room == 3
     kept = host.begin_read(b"a")
     host.end_write(host.begin_write(), b"a", 9)
-    assert kept.oldest == 7 and host.kept == 1, "a copy reads the older one"
+    assert kept.oldest == 7 and host.kept == 1 and host.free == 1, "a copy reads the older one"
     host.end_read(b"a", kept.page)
+    assert host.has(b"a", 9) and host.free == 2
     host.check()
 
 

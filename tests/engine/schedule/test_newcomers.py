@@ -131,6 +131,16 @@ def test_the_first_that_came_is_the_first_that_gets_room_and_the_cancelled_is_fo
     loop.end()
 
 
+def test_a_small_one_that_fits_does_not_wait_for_a_large_one_that_came_before(loop):
+    for length, name in ((150, "large"), (84, "small")):
+        loop.arrive(length, name, session=("c", name))
+    assert loop.bench.status().queue_waiting == 2
+    loop.bench.engine.inbox.put(EndSession("c", "a"))
+    loop.tick()
+    assert loop.waits and loop.bench.engine.roster.groups["c", "large"].sequences[0].kv.pages == []
+    loop.end()
+
+
 def test_tokens_are_those_of_an_engine_with_room(loop, model):
     loop.arrive()
     loop.bench.run()

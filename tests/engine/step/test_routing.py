@@ -9,6 +9,7 @@ import torch
 from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.routing.feature import Routing
+from rollout.engine.kv.pool import DUMP_PAGE
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import EndSession
 from rollout.engine.schedule.completion import make_delta
@@ -355,4 +356,16 @@ def test_more_than_256_experts_are_reported_in_16_bits(tmp_path):
     assert routing.dtype == np.uint16 and routing.max() > 255
     chosen = router_logits(hf_model, prompt + bench.tokens("a")).topk(3).indices.numpy()
     assert (chosen == routing).mean() > 0.995
+    bench.close()
+
+
+def test_experts_that_are_fetched_beside_the_last_step_are_not_left_over(moe):
+    bench = Bench(moe[0], routing=True, host_kv_gib=0.01)
+    routing = find(bench.engine.roster.features, Routing)
+    bench.submit("r", prompt_of(9, 1), 5)
+    while "r" not in bench.done:
+        if bench.engine.pipeline.in_flight:
+            routing.fetched([0], [DUMP_PAGE])
+        bench.engine.tick()
+    bench.run()
     bench.close()

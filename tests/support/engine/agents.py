@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from tests.support.engine.conversation import LEASE_S
 from tests.support.engine.harness import Bench, prompt_of
@@ -11,8 +12,17 @@ from tests.support.engine.harness import Bench, prompt_of
 class Agents:
     """Agents with a system prompt in common. Their tools answer after some ticks."""
 
-    def __init__(self, bench: Bench, count: int = 8, turns: int = 4, sessions: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        count: int = 8,
+        turns: int = 4,
+        sessions: bool = False,
+        seed: int = 0,
+        prompt_of: Callable[[int, int], list[int]] = prompt_of,
+    ) -> None:
         self.bench, self.turns, self.sessions = bench, turns, sessions
+        self._prompt_of = prompt_of
         self._rng = random.Random(seed)
         self._system = prompt_of(37, 999)
         self.said = [[*self._system, *prompt_of(self._rng.randint(9, 25), i)] for i in range(count)]
@@ -53,7 +63,7 @@ class Agents:
     def _end(self, agent: int) -> None:
         done = self.bench.completions[self._name(agent), 0]
         self._turn[agent] += 1
-        answer = prompt_of(10 + agent, 1000 + 100 * agent + self._turn[agent])
+        answer = self._prompt_of(10 + agent, 1000 + 100 * agent + self._turn[agent])
         self.said[agent] = [*self.said[agent], *done.token_ids, *answer]
         self.logprobs[agent] += done.raw_logprobs
         if self._turn[agent] < self.turns:

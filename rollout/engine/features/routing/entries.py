@@ -57,6 +57,10 @@ class ExpertPages:
         """A copy of the entries that lie beside KV on the host, by page."""
         return self._stowed_HSW[hosts]
 
+    def put_stowed(self, host: int, packed: bytes) -> None:
+        """Store the entries of a page of the host, as the bytes of `stowed`."""
+        self._stowed_HSW[host] = np.frombuffer(packed, np.int32).reshape(self._stowed_HSW.shape[1:])
+
     def put(self, pages: list[int], entries_NSW: np.ndarray) -> None:
         """Store the entries of pages whose KV came back from the host."""
         self._words_PSW[pages] = entries_NSW

@@ -34,7 +34,6 @@ class Routing(StepFeature):
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """The step's record has the experts of its tokens."""
-        self._put_fetched()
         self._committed += 1
         for span in plan.spans if plan.kind == "prefill" else ():
             for copy in span.prompt.copies:
@@ -42,6 +41,7 @@ class Routing(StepFeature):
             if span.seq in self._restored:
                 self.entries.put(*self._restored.pop(span.seq))
         self.entries.take(output.of_features[self.name])
+        self._put_fetched()
 
     def launched(self, plan: Plan) -> None:
         """Its commit comes after those of all steps before."""
@@ -73,6 +73,14 @@ class Routing(StepFeature):
         """See `PageMirror`."""
         self._fetched.append((self._launched, list(pages), self.entries.stowed(list(host_pages))))
         self._put_fetched()
+
+    def bytes_beside(self, host_page: int) -> bytes:
+        """See `PageMirror`."""
+        return self.entries.stowed([host_page]).tobytes()
+
+    def take_bytes_beside(self, host_page: int, packed: bytes) -> None:
+        """See `PageMirror`."""
+        self.entries.put_stowed(host_page, packed)
 
     def _put_fetched(self) -> None:
         while self._fetched and self._fetched[0][0] <= self._committed:

@@ -1,0 +1,405 @@
+"""KV pages in a folder on local disk: what leaves host memory is written there, and read back when it is wanted.
+
+Two threads of their own write and read; nobody waits for them. `Tier` says what is written and read. A page is a file
+of its own, in a subfolder of this worker:
+
+    header     mark, identity of the model and of this worker's run, epoch of its weights, weights version, key, sizes
+    digest     of header and content
+    content    what lies beside the page (`PageMirror`), then the page
+
+A file is used only if its header is the expected one and the digest is right: it cannot be of another model, of another
+worker, or of weights that were given up. What is wrong with the folder costs hits, and nothing else:
+
+- After a write that fails nothing more is written. What is there is read.
+- A read that fails, or brings another content, is a page that is not known.
+- A read that takes longer than `_PATIENCE_S` is given up, and the folder is not used any more.
+
+The subfolder is locked while its worker lives. It is deleted when the worker ends, or when the next worker starts that
+has the same folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import queue
+import secrets
+import shutil
+import struct
+import tempfile
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "rollout-kv-"
+_HEADER = struct.Struct("<8s32sQq16sQQ")
+_MARK, _DIGEST_BYTES = b"ROLLKV1\0", 16
+#: The most jobs of each thread that have not ended.
+_MOST_JOBS = 4
+#: The longest that a read may take, and how long the end of a worker waits for its threads, seconds.
+_PATIENCE_S = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class DiskJob:
+    """A page that is written or read."""
+
+    kind: Literal["write", "read"]
+    key: bytes
+    oldest: int  # weights version of its KV
+    page: int  # of host memory
+    header: bytes
+    path: Path
+    beside: bytes = b""  # what lies beside the page
+    entry: Any = None  # the caller's own object
+    began_s: float = 0.0
+    failure: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _given_up: bool = False
+    _over: bool = False
+
+    def give_up(self) -> bool:
+        """Have the thread not touch the page any more; False if it is done already."""
+        with self._lock:
+            self._given_up = not self._over
+            return self._given_up
+
+    def use_page(self, use: Callable[[], None]) -> None:
+        """The thread reads or writes the page, unless the job was given up."""
+        with self._lock:
+            if not self._given_up:
+                use()
+                self._over = True
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Running totals since start, pages."""
+
+    written: int = 0
+    read: int = 0
+    failed: int = 0  # writes and reads
+
+
+class NoDisk:
+    """No folder: nothing is written, and nothing is there."""
+
+    may_write = may_read = reading = False
+    pages = total = 0
+    counts = DiskCounts()
+
+    def has(self, key: bytes, oldest: int) -> bool:
+        """False."""
+        return False
+
+    def write(self, key: bytes, page: int, oldest: int, beside: bytes) -> DiskJob:
+        """Nobody calls this: `may_write` is False."""
+        raise AssertionError
+
+    def read(self, key: bytes, page: int, entry: object) -> DiskJob:
+        """Nobody calls this: `may_read` is False."""
+        raise AssertionError
+
+    def finished(self) -> Seq[DiskJob]:
+        """None."""
+        return ()
+
+    def keep(self, job: DiskJob, good: bool) -> None:
+        """No-op."""
+
+    def wait(self, most_s: float) -> None:
+        """No-op."""
+
+    def forget_all(self) -> None:
+        """No-op."""
+
+    def forget_older(self, oldest: int) -> None:
+        """No-op."""
+
+    def close(self) -> None:
+        """No-op."""
+
+
+NO_DISK = NoDisk()
+
+
+class DiskPages:
+    """At most `most_bytes` of pages in a subfolder of `folder`. `page` gives the bytes of a page of host memory.
+
+    `identity` says what the KV depends on besides the tokens and the weights: the model and the form of a page.
+
+    Raises ValueError if the folder cannot be written to, or may not hold a page.
+    """
+
+    def __init__(
+        self, folder: str, most_bytes: int, identity: bytes, page: Callable[[int], memoryview], page_bytes: int
+    ) -> None:
+        self.counts = DiskCounts()
+        self.total = most_bytes // (page_bytes + _HEADER.size + _DIGEST_BYTES)
+        if not self.total:
+            raise ValueError(f"disk_kv_gib holds no page of {page_bytes} bytes: raise it")
+        self.failure = ""  # why nothing is written any more
+        self._identity = blake2b(identity + secrets.token_bytes(16), digest_size=32).digest()
+        self._page, self._page_bytes = page, page_bytes
+        self._epoch = 0
+        self._known: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # version, bytes beside; oldest use first
+        self._reads: dict[DiskJob, None] = {}
+        self._writes = 0
+        self._ended: deque[DiskJob] = deque()
+        self._something_ended = threading.Event()
+        try:
+            self._folder, self._lock_file = _own_folder(Path(folder))
+        except OSError as error:
+            raise ValueError(f"disk_kv_folder = {folder} cannot be used: {error}") from None
+        self._to_write: queue.SimpleQueue[DiskJob | list[Path] | None] = queue.SimpleQueue()
+        self._to_read: queue.SimpleQueue[DiskJob | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=run, args=(Path(folder),), name=name, daemon=True)
+            for run, name in ((self._run_writes, "kv-disk-write"), (self._run_reads, "kv-disk-read"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- the caller's side --------------------------------------------------------------------------------------------
+
+    @property
+    def pages(self) -> int:
+        """Pages that can be read."""
+        return len(self._known)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether a write may begin now."""
+        return not self.failure and self._writes < _MOST_JOBS
+
+    @property
+    def reading(self) -> bool:
+        """True while reads are under way."""
+        return bool(self._reads)
+
+    @property
+    def writing(self) -> bool:
+        """True while writes are under way."""
+        return self._writes > 0
+
+    @property
+    def may_read(self) -> bool:
+        """Whether a read may begin now."""
+        return len(self._reads) < _MOST_JOBS
+
+    def has(self, key: bytes, oldest: int) -> bool:
+        """Whether the page with this key can be read, with KV of no version before `oldest`."""
+        known = self._known.get(key)
+        return known is not None and known[0] >= oldest
+
+    def write(self, key: bytes, page: int, oldest: int, beside: bytes) -> DiskJob:
+        """Begin to write a page of host memory, whose content may change before the end: see `keep`."""
+        job = DiskJob("write", key, oldest, page, *self._file(key, oldest, len(beside)), beside)
+        self._writes += 1
+        self._to_write.put(job)
+        return job
+
+    def read(self, key: bytes, page: int, entry: object) -> DiskJob:
+        """Begin to read a page that is there, to a page of host memory that nobody uses."""
+        oldest, beside = self._known[key]
+        self._known.move_to_end(key)
+        job = DiskJob("read", key, oldest, page, *self._file(key, oldest, beside), entry=entry)
+        job.began_s = time.perf_counter()
+        self._reads[job] = None
+        self._to_read.put(job)
+        return job
+
+    def finished(self) -> Seq[DiskJob]:
+        """The jobs that have ended since the last call, and reads that are given up."""
+        self._something_ended.clear()
+        ended = []
+        while self._ended:
+            job = self._ended.popleft()
+            if job.kind == "write":
+                self._writes -= 1
+                ended.append(job)
+            elif job in self._reads:  # else it was given up
+                del self._reads[job]
+                ended.append(job)
+        late_s = time.perf_counter() - _PATIENCE_S
+        for job in [job for job in self._reads if job.began_s < late_s and job.give_up()]:
+            del self._reads[job]
+            job.failure = f"a read took longer than {_PATIENCE_S:g} s"
+            self._stop(job.failure)
+            self._known.clear()
+            ended.append(job)
+        for job in ended:
+            self._note(job)
+        return ended
+
+    def keep(self, job: DiskJob, good: bool) -> None:
+        """A write has ended; `good` if the page had its content until then."""
+        if job.failure:
+            return
+        if not good or job.header != self._file(job.key, job.oldest, len(job.beside))[0]:
+            self._known.pop(job.key, None)
+            self._delete([job.key])
+            return
+        self._known[job.key] = job.oldest, len(job.beside)
+        self.counts.written += 1
+        while len(self._known) > self.total:
+            self._delete([self._known.popitem(last=False)[0]])
+
+    def wait(self, most_s: float) -> None:
+        """Block until a job has ended, for `most_s` seconds at most, if a read is under way."""
+        if self._reads:
+            self._something_ended.wait(min(most_s, _PATIENCE_S))
+
+    def forget_all(self) -> None:
+        """The weights are others now: nothing that was written before is used."""
+        self._epoch += 1
+        self._delete(list(self._known))
+        self._known.clear()
+
+    def forget_older(self, oldest: int) -> None:
+        """KV with a weights version before `oldest` is of no use any more."""
+        old = [key for key, (version, _) in self._known.items() if version < oldest]
+        for key in old:
+            del self._known[key]
+        self._delete(old)
+
+    def close(self) -> None:
+        """End the threads and delete the files."""
+        self._to_write.put(None)
+        self._to_read.put(None)
+        for thread in self._threads:
+            thread.join(_PATIENCE_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock_file)
+
+    def _note(self, job: DiskJob) -> None:
+        if job.failure:
+            self.counts.failed += 1
+            self._known.pop(job.key, None)
+            if job.kind == "write":
+                self._stop(job.failure)
+            else:
+                log.warning("KV could not be read from disk, and is computed", extra={"reason": job.failure})
+        elif job.kind == "read":
+            self.counts.read += 1
+
+    def _stop(self, why: str) -> None:
+        if not self.failure:
+            self.failure = f"KV is no longer written to {self._folder}: {why}"
+            log.warning("%s", self.failure)
+
+    def _file(self, key: bytes, oldest: int, beside: int) -> tuple[bytes, Path]:
+        """The header and the path of a page's file."""
+        numbers = self._epoch, oldest, key, beside, self._page_bytes
+        return _HEADER.pack(_MARK, self._identity, *numbers), self._folder / key.hex()
+
+    def _delete(self, keys: list[bytes]) -> None:
+        if keys:
+            self._to_write.put([self._folder / key.hex() for key in keys])
+
+    # --- the threads --------------------------------------------------------------------------------------------------
+
+    def _run_writes(self, folder: Path) -> None:
+        _delete_left(folder)
+        content = bytearray(self._page_bytes)
+        while (job := self._to_write.get()) is not None:
+            if isinstance(job, list):
+                for path in job:
+                    _try_unlink(path)
+                continue
+            content[:] = self._page(job.page)
+            try:
+                self._write(job, content)
+            except OSError as error:
+                job.failure = str(error)
+                _try_unlink(_part(job.path))
+            self._end(job)
+
+    @staticmethod
+    def _write(job: DiskJob, content: bytearray) -> None:
+        with _part(job.path).open("wb") as file:
+            file.write(job.header + _digest(job.header, job.beside, content) + job.beside)
+            file.write(content)
+        _part(job.path).replace(job.path)
+
+    def _run_reads(self, _: Path) -> None:
+        while (job := self._to_read.get()) is not None:
+            try:
+                self._read(job)
+            except OSError as error:
+                job.failure = str(error)
+            self._end(job)
+
+    def _read(self, job: DiskJob) -> None:
+        data = memoryview(job.path.read_bytes())
+        start = len(job.header) + _DIGEST_BYTES
+        beside = len(data) - start - self._page_bytes
+        digest = bytes(data[len(job.header) : start])
+        if data[: len(job.header)] != job.header or beside < 0:
+            job.failure = f"{job.path} has another content than was written"
+        elif digest != _digest(job.header, data[start : start + beside], data[start + beside :]):
+            job.failure = f"{job.path} has a wrong checksum"
+        else:
+            job.beside = bytes(data[start : start + beside])
+            job.use_page(lambda: _copy(data[start + beside :], self._page(job.page)))
+
+    def _end(self, job: DiskJob) -> None:
+        self._ended.append(job)
+        self._something_ended.set()
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    target[:] = source
+
+
+def _digest(header: bytes, beside: bytes | memoryview, content: bytearray | memoryview) -> bytes:
+    digest = blake2b(header, digest_size=_DIGEST_BYTES)
+    digest.update(beside)
+    digest.update(content)
+    return digest.digest()
+
+
+def _part(path: Path) -> Path:
+    return path.with_suffix(".part")
+
+
+def _try_unlink(path: Path) -> None:
+    """Delete a file that nobody reads any more. If that fails it is deleted with its folder."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.debug("a file of KV is left", extra={"reason": str(error)})
+
+
+def _own_folder(folder: Path) -> tuple[Path, int]:
+    """A subfolder of this worker, and the file that locks it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
+    lock = os.open(own / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return own, lock
+
+
+def _delete_left(folder: Path) -> None:
+    """Delete the subfolders of workers that have ended without doing so."""
+    for left in folder.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(left / "lock", os.O_RDWR)
+        except OSError:  # another worker begins, or ends
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+        except BlockingIOError:  # its worker lives
+            continue
+        finally:
+            os.close(lock)

@@ -1,0 +1,329 @@
+"""KV on disk: pages that leave host memory come back from a folder, and what is wrong with it costs hits alone."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.config.engine import EngineSettings
+from rollout.engine.build import rebuild_engine
+from rollout.engine.inspect import Inspector
+from rollout.engine.kv import disk as disk_module
+from rollout.engine.kv.disk import DiskPages
+from tests.support.engine.agents import Agents
+from tests.support.engine.conversation import Conversation
+from tests.support.engine.faults import fail_a_step
+from tests.support.engine.harness import Bench, load
+from tests.support.engine.offloading import PAGE, offloading
+from tests.support.engine.routing import assert_routed, routing_of
+from tests.support.engine.sleeping import Sleeping
+from tests.support.engine.streams import LateDevice
+from tests.support.engine.updates import Mailbox, Update
+from tests.support.kernels.grids import nightly
+from tests.support.models.families import make_checkpoint
+from tests.support.models.hybrids import make_hybrid
+
+SMALL = 110  # pages: a third of what the agents hold
+
+
+def with_disk(model, folder: Path, host_pages: int = 60, **fields) -> Bench:
+    """An engine whose host memory is small, with a folder that is not."""
+    bench = offloading(model, host_pages, **{"disk_kv_gib": 0.01, "disk_kv_folder": str(folder), **fields})
+    costs = bench.engine.roster.allocator.tier.costs
+    costs.computed = lambda tokens, seconds: None  # files would be dear beside so small a model
+    return bench
+
+
+def settle(bench: Bench) -> None:
+    """Until all writes that are due have ended."""
+    tier = bench.engine.roster.allocator.tier
+    until_s = time.perf_counter() + 20
+    while tier.host.short and not tier.disk.failure and time.perf_counter() < until_s:
+        tier.use_disk()
+        time.sleep(0.001)
+    while tier.disk.writing and time.perf_counter() < until_s:
+        tier.use_disk()
+        time.sleep(0.001)
+
+
+def push_out(bench: Bench, prompt_of, *prompts: list[int], others: int = 12) -> None:
+    """Compute prompts, and others until neither the pool nor the host has their pages."""
+    for prompt in [*prompts, *(prompt_of(60, 5000 + i) for i in range(others))]:
+        bench.submit(f"before{len(bench.done)}", prompt, 1)
+        bench.run()
+        settle(bench)
+
+
+def back(bench: Bench, prompt: list[int], tokens: int = 8) -> int:
+    """Ask for a prompt again; returns how many tokens of it were found."""
+    bench.submit("back", prompt, tokens)
+    bench.run()
+    return bench.done["back"].cached_tokens
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folders) -> dict[int, Agents]:
+    """By seed, agents that never ran short of pages."""
+    made: dict[int, Agents] = {}
+    for seed in range(3):
+        bench = Bench(load(folders[0]), kv_pages=1000)
+        made[seed] = Agents(bench, seed=seed)
+        made[seed].run()
+        bench.close()
+    return made
+
+
+# --- pages come back ---
+
+
+def test_pages_that_left_the_host_come_back_from_disk(model, prompt_of, greedy, tmp_path):
+    bench = with_disk(model, tmp_path)
+    prompt = prompt_of(50, 1)
+    push_out(bench, prompt_of, prompt)
+    tier = bench.engine.roster.allocator.tier
+    assert tier.disk.pages > 100 and tier.disk.counts.read == 0
+    assert back(bench, prompt) == 48 and tier.disk.counts.read == 12
+    assert bench.tokens("back") == greedy(prompt, 8)
+    bench.close()
+    assert list(tmp_path.iterdir()) == [], "its files are deleted"
+
+
+@pytest.mark.parametrize("seed", [0, 1, *nightly(*range(2, 12))])
+def test_agents_have_the_tokens_of_an_engine_with_room(model, undisturbed, tmp_path, seed):
+    rng, rng_late = random.Random(seed), random.Random(seed)
+    late = {name: lambda: rng_late.random() * 0.001 for name in ("compute", "d2h", "kv_out", "kv_in")}
+    bench = with_disk(
+        model,
+        tmp_path,
+        rng.choice([20, 60]),
+        piece_pages=rng.choice([1, 3, 20]),
+        device=LateDevice(late),
+        disk_kv_gib=rng.choice([0.0003, 0.01]),
+        kv_pages=rng.choice([70, SMALL]),
+        max_rows=rng.choice([2, 8]),
+        pipeline_depth=1 + seed % 2,
+    )
+    agents = Agents(bench, sessions=rng.random() < 0.5, seed=seed % 3)
+    agents.run()
+    bench.close()
+    assert agents.said == undisturbed[seed % 3].said
+    for some, others in zip(agents.logprobs, undisturbed[seed % 3].logprobs, strict=True):
+        assert some == pytest.approx(others, abs=1e-4)
+
+
+def test_a_session_that_left_the_host_goes_on(model, prompt_of, greedy, tmp_path):
+    bench = with_disk(model, tmp_path)
+    talk = Conversation(bench, "talk", prompt_of)
+    talk.say(50)
+    assert bench.engine.roster.allocator.sessions.evict_one()
+    push_out(bench, prompt_of)
+    said = [*talk.said, *prompt_of(7, 1000 * 2 + 4)]
+    talk.say(7)
+    assert talk.reused == 56 and talk.said == [*said, *greedy(said, 9)]
+    bench.close()
+
+
+def test_the_experts_of_tokens_come_back_with_their_page(tmp_path, prompt_of):
+    hf_model = make_checkpoint("qwen3_moe", tmp_path / "model", 0)
+    bench = with_disk(load(tmp_path / "model"), tmp_path / "kv", routing=True)
+    prompt = [token % 71 for token in prompt_of(50, 1)]
+    push_out(bench, lambda length, salt: [token % 71 for token in prompt_of(length, salt)], prompt)
+    bench.submit("back", prompt, 8, routing_from=0)
+    bench.run()
+    assert bench.done["back"].cached_tokens == 48 and bench.engine.roster.allocator.tier.disk.counts.read == 12
+    assert_routed(hf_model, prompt, bench.tokens("back"), routing_of(bench, "back"), 0)
+    bench.close()
+
+
+# --- other weights ---
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_new_weights_use_nothing_that_is_on_disk(model, folders, prompt_of, tmp_path, level):
+    page_bytes = model.spec.kv_bytes_per_token(torch.float32) * PAGE
+    fields = {"kv_pages": 40, "page_size": PAGE, "host_kv_gib": 60 * page_bytes / 2**30, "disk_kv_gib": 0.01}
+    bench = Sleeping(model, None, Mailbox(), disk_kv_folder=str(tmp_path), **fields)
+    bench.engine.roster.allocator.tier.costs.computed = lambda tokens, seconds: None
+    prompt = prompt_of(50, 1)
+    push_out(bench, prompt_of, prompt)
+    if level:
+        bench.sleep(level=level)
+        bench.wake()
+    if level != 1:
+        bench.links.receiver.ready = Update(1, load(folders[1]), bench.engine.executor.step.model)
+        while bench.engine.roster.version == 0:
+            bench.engine.tick()
+    assert back(bench, prompt) == (48 if level == 1 else 0)
+    alone = Bench(load(folders[level != 1]))
+    alone.submit("back", prompt, 8)
+    alone.run()
+    assert bench.tokens("back") == alone.tokens("back")
+    alone.close(), bench.close()
+
+
+def test_a_rebuilt_engine_begins_with_an_empty_folder(model, prompt_of, greedy, tmp_path):
+    bench = with_disk(model, tmp_path)
+    prompt = prompt_of(50, 1)
+    push_out(bench, prompt_of, prompt)
+    bench.submit("runs", prompt_of(5, 2), 30)
+    bench.engine.tick()
+    fail_a_step(bench)
+    rebuild_engine(bench.engine, bench.settings)
+    assert bench.engine.roster.allocator.tier.disk.pages == 0 and len(list(tmp_path.iterdir())) == 1
+    assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
+    bench.close()
+
+
+# --- what is wrong with a folder ---
+
+
+def spoil(path: Path, how: str, folder: Path) -> None:
+    data = bytearray(path.read_bytes())
+    match how:
+        case "flipped":
+            data[-1] ^= 1
+        case "identity":
+            data[20] ^= 1
+        case "other page":
+            other = next(file for file in folder.glob("*/*") if file.name not in (path.name, "lock"))
+            data = bytearray(other.read_bytes())
+        case "short":
+            data = data[:-3]
+        case "empty":
+            data = bytearray()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flipped", "identity", "other page", "short", "empty"])
+def test_a_file_with_another_content_is_not_used(model, prompt_of, greedy, tmp_path, how):
+    bench = with_disk(model, tmp_path)
+    prompt = prompt_of(50, 1)
+    push_out(bench, prompt_of, prompt)
+    for path in [path for path in tmp_path.glob("*/*") if path.name != "lock"]:
+        spoil(path, how, tmp_path)
+    bench.submit("back", prompt, 8)
+    bench.run()
+    assert bench.tokens("back") == greedy(prompt, 8)
+    assert bench.engine.roster.allocator.tier.disk.counts.failed >= 1
+    Inspector(bench.engine).set_gauges()
+    assert bench.engine.meter.report()["kv/disk_failed_pages"] >= 1
+    bench.close()
+
+
+@pytest.mark.parametrize("when", ["before writes", "before reads"])
+def test_a_folder_that_is_deleted_costs_hits_alone(model, prompt_of, greedy, tmp_path, when, caplog):
+    bench = with_disk(model, tmp_path / "kv")
+    prompt = prompt_of(50, 1)
+    if when == "before writes":
+        shutil.rmtree(tmp_path / "kv")
+    push_out(bench, prompt_of, prompt)
+    if when == "before reads":
+        shutil.rmtree(tmp_path / "kv")
+    bench.submit("back", prompt, 8)
+    bench.run()
+    assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8)
+    assert bench.engine.roster.allocator.tier.disk.counts.failed >= 1
+    assert ("KV is no longer written" if when == "before writes" else "KV could not be read") in caplog.text
+    bench.close()
+
+
+def test_a_full_disk_ends_writing_and_says_so(model, prompt_of, greedy, tmp_path, monkeypatch, caplog):
+    def full(job, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DiskPages, "_write", staticmethod(full))
+    bench = with_disk(model, tmp_path)
+    prompt = prompt_of(50, 1)
+    push_out(bench, prompt_of, prompt)
+    assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
+    disk = bench.engine.roster.allocator.tier.disk
+    assert "No space left" in disk.failure and disk.failure in caplog.text and disk.pages == 0
+    bench.close()
+
+
+def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, greedy, tmp_path, monkeypatch):
+    bench = with_disk(model, tmp_path)
+    prompt, gate, read = prompt_of(50, 1), threading.Event(), DiskPages._read
+    push_out(bench, prompt_of, prompt)
+    monkeypatch.setattr(DiskPages, "_read", lambda self, job: (gate.wait(), read(self, job)))
+    bench.submit("runs", prompt_of(5, 2), 60)
+    while not bench.engine.roster.decoding:
+        bench.engine.tick()
+    bench.submit("back", prompt, 8)
+    while "runs" not in bench.done:
+        bench.engine.tick()
+    assert "back" not in bench.done and bench.tokens("runs") == greedy(prompt_of(5, 2), 60)
+    monkeypatch.setattr(disk_module, "_PATIENCE_S", 0.05)
+    bench.run()
+    assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8)
+    gate.set()
+    assert bench.engine.roster.allocator.tier.disk.failure
+    bench.close()
+
+
+def test_a_write_that_hangs_delays_nothing(model, prompt_of, greedy, tmp_path, monkeypatch):
+    gate, write = threading.Event(), DiskPages._write
+    monkeypatch.setattr(DiskPages, "_write", staticmethod(lambda job, content: (gate.wait(), write(job, content))))
+    bench = with_disk(model, tmp_path)
+    prompt = prompt_of(50, 1)
+    for i in range(12):
+        bench.submit(f"r{i}", prompt_of(60, 5000 + i), 1)
+        bench.run()
+    assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
+    gate.set()
+    bench.close()
+
+
+# --- settings and folders ---
+
+
+def test_what_a_worker_left_behind_is_deleted_and_what_one_uses_is_not(model, tmp_path, prompt_of):
+    bench = with_disk(model, tmp_path)
+    push_out(bench, prompt_of, prompt_of(50, 1))
+    left = tmp_path / "rollout-kv-left"
+    left.mkdir()
+    for name in ("lock", "00"):
+        (left / name).write_bytes(b"x")
+    (tmp_path / "mine").write_bytes(b"x")
+    files = len(list(tmp_path.glob("*/*")))
+    other = with_disk(model, tmp_path)
+    until_s = time.perf_counter() + 20
+    while left.exists() and time.perf_counter() < until_s:
+        time.sleep(0.01)
+    assert not left.exists() and (tmp_path / "mine").exists()
+    assert len(list(tmp_path.glob("*/*"))) == files - 2 + 1
+    other.close(), bench.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"disk_kv_gib": 1.0, "host_kv_gib": 1.0}, "disk_kv_folder"),
+        ({"disk_kv_gib": 1.0, "disk_kv_folder": "x"}, "host_kv_gib"),
+        ({"disk_kv_gib": 1.0, "disk_kv_folder": "x", "host_kv_gib": 1.0, "tensor_parallel": 2}, "tensor_parallel"),
+        ({"disk_kv_gib": 1.0, "disk_kv_folder": "x", "host_kv_gib": 1.0, "prefix_cache": False}, "prefix_cache"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_an_error(fields, named):
+    with pytest.raises(ValueError, match=named):
+        EngineSettings(**fields)
+
+
+def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(model, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"disk_kv_folder = .*file"):
+        with_disk(model, tmp_path / "file")
+    with pytest.raises(ValueError, match="disk_kv_gib holds no page"):
+        with_disk(model, tmp_path, disk_kv_gib=1e-9)
+
+
+def test_models_with_states_refuse_a_disk(tmp_path):
+    make_hybrid("Qwen3_5", tmp_path, 0)
+    with pytest.raises(ValueError, match="disk_kv_gib keeps no states"):
+        Bench(load(tmp_path), disk_kv_gib=1.0, disk_kv_folder=str(tmp_path), host_kv_gib=0.1)

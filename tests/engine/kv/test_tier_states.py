@@ -1,0 +1,183 @@
+"""States of linear attention in host memory: agents of hybrid models come back and compute little twice."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.support.engine.agents import Agents
+from tests.support.engine.conversation import Conversation
+from tests.support.engine.harness import Bench, load
+from tests.support.engine.harness import prompt_of as any_prompt
+from tests.support.engine.offloading import PAGE
+from tests.support.engine.streams import InlineDevice, LateDevice
+from tests.support.engine.updates import Mailbox
+from tests.support.kernels.grids import nightly
+from tests.support.models.hybrids import make_hybrid
+
+SMALL = 84  # pages: a third of what the agents hold
+VOCAB = 83
+
+
+def prompt_of(length: int, salt: int) -> list[int]:
+    return [token % VOCAB for token in any_prompt(length, salt)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.set_num_threads(1)
+    made = tmp_path_factory.mktemp("hybrid")
+    make_hybrid("Qwen3_5", made, 0)
+    return made
+
+
+@pytest.fixture
+def model(folder):
+    return load(folder)
+
+
+def played(bench: Bench, **fields) -> Agents:
+    agents = Agents(bench, count=6, turns=3, prompt_of=prompt_of, **fields)
+    agents.run()
+    return agents
+
+
+def hosting(model, device=None, receiver=None, states: int = 100, **engine) -> Bench:
+    """An engine with host memory for so many states, and as much for KV."""
+    host_gib = 2 * states * model.spec.state_bytes(torch.float32) / 2**30
+    fields = {"kv_pages": SMALL, "host_kv_gib": host_gib, "page_size": PAGE, "max_rows": 8, "state_snapshots": 8}
+    bench = Bench(model, device, receiver, **{**fields, **engine})
+    costs = bench.engine.roster.allocator.tier.costs
+    costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
+    return bench
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    """Agents that never ran short of pages or of places, by seed, and with sessions or without."""
+    made: dict[tuple[int, bool], Agents] = {}
+
+    def agents(seed: int, sessions: bool) -> Agents:
+        if (seed, sessions) not in made:
+            bench = Bench(load(folder), kv_pages=1500, page_size=PAGE, max_rows=8, state_snapshots=100)
+            made[seed, sessions] = played(bench, seed=seed, sessions=sessions)
+            bench.close()
+        return made[seed, sessions]
+
+    return agents
+
+
+def assert_equal(mine: Agents, theirs: Agents) -> None:
+    assert mine.said == theirs.said
+    for some, others in zip(mine.logprobs, theirs.logprobs, strict=True):
+        assert some == pytest.approx(others, abs=2e-4)
+
+
+@pytest.mark.parametrize("sessions", [False, True])
+def test_agents_of_a_hybrid_find_their_states_on_the_host(model, undisturbed, sessions):
+    bench = hosting(model, InlineDevice())
+    agents = played(bench, sessions=sessions)
+    states = bench.engine.roster.allocator.tier.states
+    assert states.kept > 8 and bench.engine.roster.allocator.tier.host.counts.fetched > 0
+    assert agents.computed <= 1.2 * undisturbed(0, sessions).computed
+    bench.close()
+    assert_equal(agents, undisturbed(0, sessions))
+
+
+def test_without_host_memory_they_compute_them_again(model, undisturbed):
+    bench = Bench(model, kv_pages=SMALL, page_size=PAGE, max_rows=8, state_snapshots=8)
+    agents = played(bench, sessions=True)
+    assert agents.computed > 1.3 * undisturbed(0, True).computed
+    bench.close()
+    assert_equal(agents, undisturbed(0, True))
+
+
+@pytest.mark.parametrize("seed", [0, 1, *nightly(*range(2, 20))])
+def test_late_copies_change_nothing(model, undisturbed, seed):
+    rng, rng_late = random.Random(seed), random.Random(seed)
+    most_s = rng.choice([0.0, 0.001, 0.004])
+    names = ("compute", "d2h", "kv_out", "kv_in", "state_out", "state_in")
+    bench = hosting(
+        model,
+        LateDevice({name: lambda: rng_late.random() * most_s for name in names}),
+        states=rng.choice([2, 9, 100]),
+        kv_pages=rng.choice([60, SMALL]),
+        max_rows=rng.choice([2, 8]),
+        pipeline_depth=1 + seed % 2,
+        prefill_chunk_tokens=rng.choice([7, 64]),
+        state_snapshots=rng.choice([2, 5, 8]),
+    )
+    sessions = rng.random() < 0.7
+    agents = played(bench, sessions=sessions, seed=seed % 3)
+    bench.close()
+    assert_equal(agents, undisturbed(seed % 3, sessions))
+
+
+def crowd_out(bench: Bench, salt: int = 500) -> None:
+    """Requests that take the pages and places of all that was before, first one at a time."""
+    for i in range(20):
+        bench.submit(f"crowd{salt}{i}", prompt_of(100, salt + i), 2)
+        if i < 8 or i % 3 == 2:
+            bench.run()
+    bench.run()
+
+
+@pytest.mark.parametrize("session", [True, False])
+def test_a_conversation_goes_on_from_its_state_on_the_host(model, session):
+    bench, roomy = hosting(model), Bench(model, kv_pages=1500, page_size=PAGE)
+    talk, other = (Conversation(some, "talk", prompt_of, session) for some in (bench, roomy))
+    for some in (talk, other):
+        some.say(50)
+    crowd_out(bench)
+    assert bench.status().sessions.evicted == session
+    tier = bench.engine.roster.allocator.tier
+    before = tier.host.counts.fetched
+    for some in (talk, other):
+        some.say(7)
+    assert tier.host.counts.fetched - before >= 12
+    assert talk.reused == (58 if session else 49)
+    assert talk.said == other.said
+    bench.close(), roomy.close()
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+@pytest.mark.parametrize("piece", [0, 4])
+def test_a_state_copy_that_fails_ends_in_computing_again(model, undisturbed, direction, piece):
+    bench = hosting(model)
+    queue, left = getattr(bench.engine.executor.state_mover, direction), [piece]
+    copy = queue._copy
+
+    def failing(*of):
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("the bus is broken")
+        copy(*of)
+
+    queue._copy = failing
+    agents = played(bench, sessions=True)
+    tier = bench.engine.roster.allocator.tier
+    assert "the bus is broken" in bench.engine.parts.offload.failure and tier.states.kept == tier.host.kept == 0
+    bench.close()
+    assert_equal(agents, undisturbed(0, True))
+
+
+def test_rows_that_are_preempted_take_the_room_of_kept_states(model):
+    bench = hosting(model, states=4, max_rows=4)
+    tier = bench.engine.roster.allocator.tier
+    crowd_out(bench)
+    assert tier.states.kept == 4
+    for i in range(4):
+        bench.submit(f"r{i}", prompt_of(60, i), 80)
+    bench.run()
+    counts = bench.engine.roster.allocator.offload_books.counts
+    assert counts.restored == counts.offloaded > 0
+    bench.close()
+
+
+def test_an_engine_without_a_prefix_cache_keeps_no_states(model):
+    bench = hosting(model, prefix_cache=False, receiver=Mailbox())
+    crowd_out(bench)
+    assert bench.engine.roster.allocator.tier.states.kept == 0
+    bench.close()
