@@ -84,7 +84,7 @@ def replays(monkeypatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
     monkeypatch.setattr(Recording, "pools", [])
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(build, "capturable", lambda model, fused_experts: True)
+    monkeypatch.setattr(build, "capturable", lambda model: True)
     return ran
 
 
@@ -224,15 +224,15 @@ def model_of(feed_forward, on_gpu, dtype):
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_dense_models_on_a_gpu_are_captured(on_gpu):
     model = model_of(DenseSpec(64, 32, bias=False), on_gpu, torch.float32)
-    assert capturable(model, False) == on_gpu
+    assert capturable(model) == on_gpu
 
 
 def test_a_new_block_that_reads_on_the_host_is_not_captured():
     model = model_of(DenseSpec(64, 32, bias=True), True, torch.bfloat16)
-    assert capturable(model, True)
+    assert capturable(model)
     for block in (model.layers[0].feed_forward, model.layers[0].mixer):
         block.reads_host = True
-        assert not capturable(model, True)
+        assert not capturable(model)
         block.reads_host = False
 
 
@@ -249,5 +249,4 @@ def test_a_new_block_that_reads_on_the_host_is_not_captured():
 def test_experts_are_captured_where_the_fused_kernels_run_them(on_gpu, dtype, width, captured):
     moe = MoESpec(hidden=64, experts=4, intermediate=width, router=RouterSpec("softmax", 2, renormalize=True))
     model = model_of(moe, on_gpu, dtype)
-    assert capturable(model, True) == captured
-    assert not capturable(model, False)
+    assert capturable(model) == captured
