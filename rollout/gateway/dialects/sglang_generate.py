@@ -88,7 +88,7 @@ class SglangParams(SamplingBody):
 class SglangBody(Body):
     """The body of `/generate`."""
 
-    ignored: ClassVar = {"log_metrics": "metrics are always counted; routers add the field"}
+    ignored: ClassVar = {"log_metrics": "metrics are always counted"}
     switched_off: ClassVar = {
         "return_text_in_logprobs": (None, False),
         "return_bytes": (None, False),
