@@ -26,9 +26,9 @@ whose clients use it, what it does, and its fields or a link to them: of the bod
 sleep, wake or session.
 
 A field has its default after `=`, a type or range, and "required" if it must be there; without a default it is `null`,
-which always means the default. A count is an integer from 0 to 2147483647; ranges are of integers, also of token ids. A
-field that is not listed is an error (400) that names it. **Ignored** fields change nothing here. **Off only** lists
-fields of features that are not served: they may be `null`, or the value that is given."""
+which always means the default. A count is an integer from 0 to 2147483647; ranges are of integers, also of token ids.
+**Ignored** fields change nothing here. Any other field is an error (400) that names it, unless it is one of these
+servers and switches its feature off."""
 
 #: Bodies with more lines than this have a section of their own.
 _MOST_LINES = 3
@@ -120,9 +120,6 @@ def _body(body: type[Body]) -> Iterator[str]:
     ignored = _added(body.ignored, [base.ignored for base in bases])
     if ignored:
         yield f"**Ignored**: {', '.join(f'`{name}`' for name in ignored)}"
-    off = _added(body.switched_off, [base.switched_off for base in bases])
-    if off:
-        yield f"**Off only**: {', '.join(f'`{name}{_off_values(values)}`' for name, values in off.items())}"
 
 
 def _defaulted(name: str, field: FieldInfo) -> str:
@@ -137,12 +134,6 @@ def _of_field(schema: Mapping[str, Any], field: FieldInfo) -> str:
     if isinstance(field.default, bool):
         return ""
     return f": {_values(schema)}{', required' if field.is_required() else ''}"
-
-
-def _off_values(values: tuple[Any, ...]) -> str:
-    """The values except null that switch a feature off, each number once."""
-    others = dict.fromkeys(value for value in map(json.dumps, values) if value not in ("null", "1.0"))
-    return f"={'|'.join(others)}" if others else ""
 
 
 def _added(named: Mapping[str, Any], earlier: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     python -m scripts.reference_docs            checks that the pages are current (exit status 1 if one is not)
     python -m scripts.reference_docs --write    writes them
 
-A page is one function in `PAGES`. Of `protocol.md` only the table of the sampling rules is made from the code.
+A page is one function in `PAGES`. Of `protocol.md` only the list of the sampling rules is made from the code.
 """
 
 from __future__ import annotations
@@ -418,9 +418,11 @@ def _markdown(thing: Any) -> str:
 
 
 def protocol_page() -> str:
-    """The page as it is, with the table of the sampling rules made anew."""
+    """The page as it is, with the list of the sampling rules made anew."""
     text = (FOLDER / "protocol.md").read_text(encoding="utf-8")
-    return _with_table(text, "sampling rules", ("rule", "default", "range", "meaning"), [_rule(rule) for rule in RULES])
+    begin, end = "<!-- sampling rules -->\n", "\n<!-- end of the sampling rules -->"
+    before, _, rest = text.partition(begin)
+    return before + begin + "\n".join(map(_rule, RULES)) + end + rest.partition(end)[2]
 
 
 def gateway_page() -> str:
@@ -430,17 +432,10 @@ def gateway_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _with_table(text: str, name: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A page with the table between its two comments made anew."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of the {name} -->"
-    before, _, rest = text.partition(begin)
-    return before + begin + "\n".join(_table(heads, list(rows))) + "\n" + end + rest.partition(end)[2]
-
-
-def _rule(rule: SamplingRule) -> tuple[str, ...]:
-    kind = "integer" if rule.kind is int else "number"
-    bounds = f"{kind}, {'>' if rule.above_least else '>='} {rule.least}, <= {rule.most}"
-    return f"`{rule.name}`", str(rule.default), bounds, rule.meaning
+def _rule(rule: SamplingRule) -> str:
+    kind = "integer, " if rule.kind is int else ""
+    least = f"above {rule.least}" if rule.above_least else rule.least
+    return f"- `{rule.name}={rule.default}` ({kind}{least} to {rule.most}): {rule.meaning}"
 
 
 def _signature(thing: Any) -> str:
@@ -463,13 +458,6 @@ def _section(metric: Metric) -> str:
         return metric.panel.section
     word = metric.name.partition("/")[0]
     return next(other.panel.section for other in METRICS if other.panel and other.name.startswith(f"{word}/"))
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    heads = list(heads)
-    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    first, *others = (f"| {' | '.join(row)} |" for row in (heads, *cells))
-    return [first, f"|{'---|' * len(heads)}", *others]
 
 
 def fallback_page() -> str:
