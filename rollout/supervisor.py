@@ -141,9 +141,9 @@ class Supervisor:
             "restarts": worker.restarts,
         }
         metrics = self._settings.metrics
-        for name, path in (("jsonl", metrics.jsonl), ("timeline", metrics.timeline)):
-            if path is not None:
-                flags[name] = Path(path).with_stem(f"{Path(path).stem}-{worker.index}")
+        if metrics.jsonl is not None:
+            path = Path(metrics.jsonl)
+            flags["jsonl"] = path.with_stem(f"{path.stem}-{worker.index}")
         if metrics.metrics_port:  # with 0 each worker picks a free port
             flags["metrics-port"] = metrics.metrics_port + worker.index
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]

@@ -16,7 +16,6 @@ requests back and ends the worker with status HUNG.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -24,8 +23,6 @@ import threading
 import time
 from pathlib import Path
 from queue import SimpleQueue
-
-import torch
 
 from rollout.config import EngineSettings, Settings
 from rollout.engine.adapters import AdapterRegistry
@@ -46,11 +43,9 @@ from rollout.engine.messages.statuses import RankStatus
 from rollout.engine.messages.to_engine import Command, Look, PutAdapter, Shutdown
 from rollout.engine.parts import Links
 from rollout.engine.step.execute import Orders
-from rollout.extras import install
 from rollout.metrics.health import Health
 from rollout.metrics.prometheus import PrometheusSink
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Sink
-from rollout.metrics.timeline import write_timeline
 from rollout.metrics.wandb_mode import wandb_mode
 from rollout.metrics.wandb_sink import ContinuedRun, WandbSink
 from rollout.model_name import readable_name
@@ -65,7 +60,7 @@ from rollout.process.announce import say, write_whole
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
 from rollout.process.progress import both, stage
-from rollout.process.python_lock import hand_over_soon
+from rollout.process.threads import hand_over_soon, set_cpu_threads
 from rollout.process.watchdog import Watchdog
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.ranks.follower_processes import FollowerProcesses
@@ -98,7 +93,6 @@ _NOTICE_S = 1.0  # for the loop to notice by itself that a rank is lost
 _CAUSE_S = 1.0  # to learn which rank is lost, once an operation with it has failed
 _RANKS_CLOSE_S = 15.0  # for threads and sinks to end after that
 _FAULTS_WITHIN_S = 3600.0
-_TIMELINE_STEPS = 40  # of the picture: more would make bars of a pixel
 _MESSAGE_CHARS = 500
 
 #: Exit statuses, besides 0 (orderly end) and 2 (wrong usage).
@@ -274,7 +268,7 @@ class Worker:
 
     def _recover(self, message: str) -> bool:
         """Hand every request back, then make the engine whole; False if that fails or it has failed too often."""
-        now, faults, most = time.perf_counter(), self.vitals.faults, self.settings.engine.max_faults
+        now, faults, most = time.perf_counter(), self.vitals.faults, self.settings.engine.constants.max_faults
         try:
             self.engine.fail(message)
             faults.append(now)
@@ -359,7 +353,7 @@ class Worker:
             self.watchdog.expect_end(_STOP_S)
 
     def close(self, status: int) -> None:
-        """Answer the clients that wait, end the threads, write the last report and the timeline."""
+        """Answer the clients that wait, end the threads, write the last report."""
         self.watchdog.stop_watching()
         self.watchdog.end_within(_CLOSE_S, status)
         self.vitals.refresh(at_once=True)
@@ -378,16 +372,8 @@ class Worker:
                 self.engine.executor.close()
         except RuntimeError:  # of a device that has failed
             log.debug("the streams did not end in order", exc_info=True)
-        self._write_timeline()
         runs = [sink.run_path for sink in self.sinks if isinstance(sink, WandbSink)]
         say({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals}, self._supervised)
-
-    def _write_timeline(self) -> None:
-        metrics = self.settings.metrics
-        steps = self.engine.meter.recent_steps()[-_TIMELINE_STEPS:]
-        if metrics.timeline is not None and steps:
-            name = Path(self.settings.model.path).name
-            write_timeline(steps, metrics.timeline, f"{name}: the last {len(steps)} steps")
 
     def _announce(self) -> None:
         ready = {
@@ -421,7 +407,7 @@ def serve(
     """
     set_up(settings.log_level, settings.log_format, worker_name())  # after the imports of libraries with loggers
     device = check_settings(settings)
-    torch.set_num_threads(settings.model.cpu_threads)
+    set_cpu_threads()
     hand_over_soon()
     check_free(settings)  # before the model, which may take minutes
     health = Health()
@@ -462,8 +448,6 @@ def serve(
 
 def check_settings(settings: Settings) -> Device:
     """Check settings before the model is loaded, which may take minutes; returns the device. Raises `SettingsError`."""
-    if settings.metrics.timeline is not None and importlib.util.find_spec("matplotlib") is None:
-        raise SettingsError(f"metrics.timeline needs matplotlib: {install('plot')}; or leave the setting out")
     try:
         if settings.metrics.wandb:
             wandb_mode(os.environ)

@@ -21,13 +21,17 @@ from rollout.gateway.prompts import sampling
 _INTRODUCTION = """\
 # Endpoints of the gateway
 
-How to use them: [gateway](../gateway.md). In parentheses: the server or trainer whose clients use the endpoint. A link
-leads to the fields of the body, or of the URL for a GET, a pause, sleep, wake or session. An endpoint without a link
-ignores both.
+How to use them: [gateway](../gateway.md). Each line: path (POST, unless another method is named), the server or trainer
+whose clients use it, what it does, and its fields or a link to them: of the body, or of the URL for a GET, a pause,
+sleep, wake or session.
 
-Below, each field has its default after `=`, or "required"; any other field is `null` by default. `null` always means
-the default. A token id or count is at most 2147483647. A field that is not listed is an error (400) that names it.
-**Off only** lists fields of features that are not served: they may be `null`, or the value that is given."""
+A field has its default after `=`, a type or range, and "required" if it must be there; without a default it is `null`,
+which always means the default. A count is an integer from 0 to 2147483647; ranges are of integers, also of token ids.
+**Ignored** fields change nothing here. Any other field is an error (400) that names it, unless it is one of these
+servers and switches its feature off."""
+
+#: Bodies with more lines than this have a section of their own.
+_MOST_LINES = 3
 
 #: Bodies inside other bodies: the class, and the fields that hold it.
 _INNER: Mapping[type[Body], str] = {
@@ -53,11 +57,20 @@ _SHARED: Mapping[type[Body], str] = {
 def endpoints_page() -> str:
     """The text of the page."""
     lines = [_INTRODUCTION, ""]
-    for sentence, endpoints in groupby(ENDPOINTS, lambda each: _sentence(each.handler)):
-        lines.append(f"- {', '.join(map(_shown, endpoints))}: {sentence}")
+    for (sentence, body), endpoints in groupby(ENDPOINTS, lambda each: (_sentence(each.handler), _beside(each.takes))):
+        fields = "" if body is None else f" {'; '.join(_body(body))}."
+        lines.append(f"- {', '.join(map(_shown, endpoints))}: {sentence}{fields}")
     for body, title in _titles().items():
-        lines += ["", f"## {title}", "", *_body(body)]
+        if _beside(body) is None:
+            lines += ["", f"## {title}", "", *(f"- {line}" for line in _body(body))]
     return "\n".join(lines) + "\n"
+
+
+def _beside(body: type[Body] | None) -> type[Body] | None:
+    """The body whose few fields stand beside its endpoints; None: it has none, or a section."""
+    if body is None or body is EmptyBody or body in _SHARED or body in _INNER:
+        return None
+    return None if any(base in _titles() for base in body.__mro__[1:]) or len([*_body(body)]) > _MOST_LINES else body
 
 
 def _titles() -> dict[type[Body], str]:
@@ -72,12 +85,16 @@ def _titles() -> dict[type[Body], str]:
 def _shown(endpoint: Endpoint) -> str:
     """An endpoint with its aliases, linked to the fields that it takes, and its dialect."""
     paths = ", ".join(f"`{path}`" for path in endpoint.paths)
-    known = paths if endpoint.takes in (None, EmptyBody) else _to(endpoint.takes, paths)
-    return f"{'/'.join(endpoint.methods)} {known} ({endpoint.dialect})"
+    linked = endpoint.takes not in (None, EmptyBody) and _beside(endpoint.takes) is None
+    known = _to(endpoint.takes, paths) if linked else paths
+    methods = "/".join(endpoint.methods)
+    return f"{'' if methods == 'POST' else f'{methods} '}{known} ({endpoint.dialect})"
 
 
 def _sentence(thing: Any) -> str:
-    return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
+    """The first paragraph of a handler's docstring, without the verb that most have."""
+    text = " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split()).removeprefix("Return ")
+    return text[:1].upper() + text[1:]
 
 
 def _to(body: type[Body], text: str) -> str:
@@ -94,27 +111,22 @@ def _body(body: type[Body]) -> Iterator[str]:
         for name, field in body.model_fields.items()
         if not any(name in base.model_fields for base in bases)
     ]
-    for values, alike in groupby(own, lambda each: each[1]):
-        yield f"- {', '.join(shown for shown, _ in alike)}{values}"
+    kinds: dict[str, list[str]] = {}
+    for shown, values in own:
+        kinds.setdefault(values, []).append(shown)
+    yield from (f"{', '.join(names)}{values}" for values, names in kinds.items())
     if bases:
-        yield f"- also: {_to(bases[0], _titles()[bases[0]])}"
+        yield f"also: {_to(bases[0], _titles()[bases[0]])}"
     ignored = _added(body.ignored, [base.ignored for base in bases])
     if ignored:
-        why: dict[str, list[str]] = {}
-        for name, reason in ignored.items():
-            why.setdefault(reason, []).append(f"`{name}`")
-        reasons = (f"{', '.join(names)} ({reason})" for reason, names in why.items())
-        yield f"- **Ignored**: {'; '.join(reasons)}"
-    off = _added(body.switched_off, [base.switched_off for base in bases])
-    if off:
-        yield f"- **Off only**: {', '.join(f'`{name}`{_off_values(values)}' for name, values in off.items())}"
+        yield f"**Ignored**: {', '.join(f'`{name}`' for name in ignored)}"
 
 
 def _defaulted(name: str, field: FieldInfo) -> str:
     if field.is_required() or field.default is None:
         return f"`{name}`"
     default = {} if isinstance(field.default, Body) else field.default
-    return f"`{name}` = `{json.dumps(default)}`"
+    return f"`{name}={json.dumps(default)}`"
 
 
 def _of_field(schema: Mapping[str, Any], field: FieldInfo) -> str:
@@ -124,14 +136,18 @@ def _of_field(schema: Mapping[str, Any], field: FieldInfo) -> str:
     return f": {_values(schema)}{', required' if field.is_required() else ''}"
 
 
-def _off_values(values: tuple[Any, ...]) -> str:
-    """The values except null that switch a feature off, each number once."""
-    others = dict.fromkeys(value for value in map(json.dumps, values) if value not in ("null", "1.0"))
-    return f" ({', '.join(f'`{value}`' for value in others)})" if others else ""
-
-
 def _added(named: Mapping[str, Any], earlier: list[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if not any(name in each for each in earlier)}
+
+
+def _several(schema: Mapping[str, Any]) -> str:
+    """The values of a list's items, in words."""
+    if schema.get("type") == "array":
+        return f"lists of {_several(schema['items'])}"
+    if "anyOf" in schema:
+        return " or ".join(map(_several, schema["anyOf"]))
+    word, one = schema.get("type", "object"), _values(schema)
+    return f"{one}s" if one.isalpha() else f"{word}s of {one}"
 
 
 def _values(schema: Mapping[str, Any]) -> str:
@@ -142,11 +158,13 @@ def _values(schema: Mapping[str, Any]) -> str:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
     kind: str = schema.get("type", "object" if "$ref" in schema else "any value")
     if kind == "array":
-        return f"list of {_values(schema['items'])}" if schema.get("items") else "list"
+        return _several(schema["items"]) if schema.get("items") else "list"
     least = schema.get("minimum", schema.get("minLength", schema.get("exclusiveMinimum")))
     most = schema.get("maximum", schema.get("maxLength", schema.get("exclusiveMaximum", _MOST + 1) - 1))
     unit = " characters" if kind == "string" else ""
     if most == _MOST:
+        if least in (None, -_MOST):
+            return kind
         above = ">" if "exclusiveMinimum" in schema else ">="
-        return kind if least in (None, -_MOST) else f"{kind} {above} {least}{unit}"
-    return f"{kind}, {least} to {most}{unit}"
+        return "count" if (kind, least, above) == ("integer", 0, ">=") else f"{kind} {above} {least}{unit}"
+    return f"{least} to {most}{unit}"

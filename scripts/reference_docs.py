@@ -3,7 +3,7 @@
     python -m scripts.reference_docs            checks that the pages are current (exit status 1 if one is not)
     python -m scripts.reference_docs --write    writes them
 
-A page is one function in `PAGES`. Of `protocol.md` only the table of the sampling rules is made from the code.
+A page is one function in `PAGES`. Of `protocol.md` only the list of the sampling rules is made from the code.
 """
 
 from __future__ import annotations
@@ -43,46 +43,43 @@ Settings come from three sources; the later one wins:
 
 1. the TOML file of `--config`: `max_rows = 64` below `[engine]`;
 2. the environment: `ROLLOUT_ENGINE__MAX_ROWS=64`, or `ROLLOUT_LOG_LEVEL=debug` for a setting without a section;
-3. a flag: `--max-rows 64`; `--prefix-cache`, `--no-prefix-cache`; `--weights-bind` for `bind` of `[weights]`. The model
-   is `rollout serve MODEL`.
+3. a flag: `--max-rows 64`; `--prefix-cache`, `--no-prefix-cache`; `--weights-bind` for `bind` of `[weights]`;
+   `rollout serve MODEL` for `path`.
 
-In the environment and in flags, `none` unsets a setting that may be absent. An unknown name is an error. The
-[gateway](gateway.md) uses the same sources. Words: [glossary](../glossary.md).
+`none` unsets a setting. An unknown name is an error. Words: [glossary](../glossary.md).
 
-Each line: the setting, its default (and other choices), its meaning."""
+Each line: the setting with its default, other choices, its meaning."""
 
 _MODELS_INTRODUCTION = """\
 # Models
 
-The families that a worker runs natively, by `architectures` of config.json. For other architectures see
-[fallback](fallback.md). Checkpoints are safetensors in 16 or 32 bits; experts of gpt-oss in MXFP4 are decoded to 16.
+The families that a worker runs natively, by `architectures` of config.json; others: [fallback](fallback.md).
+Checkpoints are safetensors in 16 or 32 bits; experts of gpt-oss in MXFP4 are decoded to 16.
 
-On a GPU, with the default config of transformers:
-
-- **fused**: fused kernels, in CUDA graphs. **fused in part**: torch runs some blocks.
-- **torch in graphs**: torch and the attention kernels, in CUDA graphs. **torch**: without graphs; slow.
-
-Marks:
-
-- **images**: with `model.images` the worker also serves images and videos. torch runs the vision tower, transformers'
-  own module; updates may omit its tensors. Without the setting, and for other models of text and images, the worker
-  serves the language model and drops the other tensors.
+- **images**: with `model.images` the worker also serves images and videos; torch runs the vision tower, and updates may
+  omit its tensors. Without the setting, and for other models of text and images, it serves the language model.
 - **MTP**: has layers for multi-token prediction; the first one drafts with `speculation = heads`.
-- **MLA**: latent attention, one latent a token in the KV cache. `kv_dtype = fp8_e4m3`, `deterministic` and adapters of
-  `kv_b_proj` are errors; `group_attention` changes nothing.
+- **MLA**: latent attention. `kv_dtype = fp8_e4m3`, `deterministic` and adapters of `kv_b_proj` are errors;
+  `group_attention` changes nothing.
 
-Tests compare each family with the class of transformers of the same name, or the one that its line names, in float32
-with tiny random weights: logits within 1e-4 for prompts in chunks and decode steps; the same greedy tokens with several
-rows, preemptions and a change of weights.
+Tests compare each family with transformers' class of the same name, or the named one, in float32 with tiny random
+weights: logits within 1e-4, and the same greedy tokens with several rows, preemptions and a change of weights.
 
-Each line: models (marks), architecture, how it runs."""
+Lists by how a GPU runs them, with the default config of transformers: models (marks), architecture."""
+
+#: How a GPU runs a family, and what that means.
+_WAYS = {
+    "fused": "fused kernels, in CUDA graphs",
+    "fused in part": "the same, but torch runs some blocks",
+    "torch in graphs": "torch and the attention kernels, in CUDA graphs",
+    "torch": "torch without graphs; slow",
+}
 
 _CONFIG = """\
 ## What config.json means
 
-The worker builds transformers' own config of the checkpoint and takes every value from it. With `tie_word_embeddings`
-the output layer is the embedding, unless the files have another one: then the log warns. A single one of the two
-tensors serves as both.
+With `tie_word_embeddings` the output layer is the embedding, unless the files have another one: then the log warns. A
+single one of the two tensors serves as both.
 
 A config is in the **known form**, as transformers saves it for these families, if each of its keys
 
@@ -93,8 +90,7 @@ A config is in the **known form**, as transformers saves it for these families, 
 `per_layer_config`, and `is_causal` other than true, are errors. For any other config the worker **compares logits**
 with transformers' class at the start: on the CPU, in float32, with one layer of each kind. If a token's logits differ
 by more than 0.001 of their standard deviation, or an attention window differs, the worker does not start, and the error
-names the keys. For Qwen3-8B this takes about 15 s on one slow core, and 6 GiB of host memory. The log says if it is not
-possible."""
+names the keys. For Qwen3-8B this takes about 15 s and 6 GiB of host memory."""
 
 _LONGROPE = """\
 ## LongRoPE
@@ -102,17 +98,16 @@ _LONGROPE = """\
 Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers switches to the long set once a row is
 longer than the original context, so log-probs of earlier tokens change. The worker uses one set for all sequences:
 
-- `longrope = short` (default): sequences end at the original context. Log-probs equal transformers' own.
-- `longrope = long`: the whole context, with the long set from the first token on, as in vLLM. For shorter sequences a
-  trainer that uses transformers must also use the long set: copy `long_factor` over `short_factor` in its config.json.
-  A worker serves such a checkpoint's whole context without the setting."""
+- `longrope = short`: sequences end at the original context. Log-probs equal transformers' own.
+- `longrope = long`: the whole context, with the long set from the first token on, as in vLLM. A trainer that uses
+  transformers must do the same: copy `long_factor` over `short_factor` in its config.json."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
 
-A worker answers a wrong message with `code`, `message` (what to change), `field` and, with `overloaded`,
-`retry_after_s`. The Python client raises a subclass of `RolloutError` with these attributes and `request_id`; if it
-resumes requests, `partials` are the completions so far. The gateway's body is OpenAI's, and `param` names the field.
+An error has `code`, `message` (what to change), `field` and, with `overloaded`, `retry_after_s`. The Python client
+raises a subclass of `RolloutError` with these attributes and `request_id`; if it resumes requests, `partials` are the
+completions so far. The gateway's body is OpenAI's, and `param` names the field.
 
 Each line: code, exception, the gateway's HTTP status."""
 
@@ -130,55 +125,52 @@ _API_INTRODUCTION = """\
 # Python API
 
 What `trainer_bridge` exports. Examples, and which worker gets a request: [client](client.md). Exceptions:
-[errors](errors.md). Fields of requests and results: [protocol](protocol.md). Chunks, completions and results have
-`to_dict()`: all fields as plain values, lists for arrays, None for NaN. `AsyncStream` and `AsyncSession` are as
-`Stream` and `Session`, with `async for` and `async with`."""
+[errors](errors.md). Fields of requests and results: [protocol](protocol.md#generate). Chunks, completions and results
+have `to_dict()`: all fields as plain values, lists for arrays, None for NaN.
+
+`AsyncRolloutClient`, `AsyncStream` and `AsyncSession` have the methods of `RolloutClient`, `Stream` and `Session`, as
+coroutines, with `async for` and `async with`: `async for chunk in await client.generate(prompt, stream="tokens")`."""
 
 _METRICS_INTRODUCTION = """\
 # Metrics
 
-A worker reports every `metrics.interval_s` seconds, and once for the whole run when it ends. The names are for W&B and
-JSON lines. Prometheus names have the prefix `rollout_` (once), `_` for `/`, and `_total` after a counter:
-`kv/preemptions` is `rollout_kv_preemptions_total`. How to read them:
-[operations](../operations.md#reading-the-dashboard); words: [glossary](../glossary.md).
+A worker reports every `metrics.interval_s` seconds, and once for the whole run when it ends. How to read it:
+[operations](../operations.md#reading-the-dashboard); words: [glossary](../glossary.md). Prometheus calls
+`kv/preemptions` `rollout_kv_preemptions_total` (`_total` after a counter), and also has `rollout_worker_info` (label
+`model`), `rollout_report_time_s` (Unix time) and `rollout_report_step` (steps committed); JSON lines call the last two
+`time` and `step`.
 
-- A **gauge**, the kind of a metric that names no other, is the present value, or the value for the interval. A mean or
-  percentile without a sample keeps its last value. The last report covers the whole run.
+- A **gauge** (no kind is named) is the present value, or the value for the interval. A mean or percentile without a
+  sample keeps its last value.
 - A **counter** counts since the start of the worker.
 - A **histogram** counts by size: over the interval in W&B and JSON lines (`[begin, bound, count]` without empty
   buckets), since the start in Prometheus.
 - `gpu/...` also means a CPU that computes. `gpu/run/...` is the same since the start, not of the last 10 s.
-- `mismatch/...` appears after a trainer's first `report`; a share of accepted drafts after the first draft of its kind.
-
-Prometheus also has `rollout_worker_info` (label `model`), `rollout_report_time_s` (Unix time) and
-`rollout_report_step` (steps committed); JSON lines call the last two `time` and `step`.
 
 Each line: name (kind, unit), meaning."""
 
 _BY_VERSION = """
 ## By weights version
 
-One row for each version, written once the next one serves: in W&B with `weights/version` as x-axis, in JSON lines as an
-entry of `versions`; not in Prometheus. Values without a sample are left out.
+One row for each version, once the next one serves: in W&B with `weights/version` as x-axis, in JSON lines an entry of
+`versions`; not in Prometheus.
 """
 
 _AT_THE_END = """
 ## Totals
 
-Over the run: in W&B's summary (with the processes before a restart), in each JSON line, and in `totals` of the last
-line that the worker prints.
+Over the run: in W&B's summary (over restarts), in each JSON line, and in `totals` of the last line that the worker
+prints.
 """
 
 _FALLBACK_INTRODUCTION = """\
 # Models without a native family
 
-A worker runs any other causal LM of transformers by transformers' own code, over the same paged KV cache.
-`model_impl = auto` chooses by config.json, and the log warns; `model_impl = transformers` runs a native family this
-way, too. Code of a checkpoint is never run.
+A worker runs any other causal LM of transformers by transformers' own code, over the same paged KV cache, and the log
+warns; `model_impl = transformers` runs a native family this way, too. Code of a checkpoint is never run.
 
-**Works**: chunked prompts, prefix cache, sessions, groups, preemption, offload, sleep, updates, log-probs, constraints,
-`kv_dtype`. An update may use the names of `save_pretrained` or `named_parameters()`. It may omit buffers, and contain
-tensors that transformers does not load, such as `mtp.*`.
+An update may use the names of `save_pretrained` or `named_parameters()`. It may omit buffers, and contain tensors that
+transformers does not load, such as `mtp.*`.
 
 **Costs**: steps take about twice as long. If values have another dimension than keys (as MLA has here), torch computes
 attention from gathered pages, which take memory for `max_rows` times `max_context_tokens`. Decode steps are CUDA graphs
@@ -199,7 +191,7 @@ LongRoPE: [models](models.md#longrope). Tests compare the architectures below as
 _GATEWAY_INTRODUCTION = """\
 # Flags of the gateway
 
-How to use it: [gateway](../gateway.md). The flags are also [settings](settings.md), in `[gateway]`."""
+How to use it: [gateway](../gateway.md). The flags are also [settings](settings.md) of `[gateway]`."""
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
@@ -244,8 +236,9 @@ def _metric_lines(metrics: Iterable[Metric]) -> list[str]:
         ends = [(metric.name.removeprefix(begin), metric.meaning[len(shared) + 1 :]) for metric in members]
         parts = [f"`{end}`" if end == rest else f"`{end}` {rest}" if end else rest for end, rest in ends]
         meaning = f"{shared.rstrip(':,')}: {'; '.join(parts)}" if shared else first.meaning
-        unit = first.unit if first.kind == "gauge" else f"{first.kind}, {first.unit}"
-        lines.append(f"- {name} ({unit}): {meaning}")
+        units = [first.kind if first.kind != "gauge" else "", first.unit if first.unit != "count" else ""]
+        unit = ", ".join(filter(None, units))
+        lines.append(f"- {name}{f' ({unit})' if unit else ''}: {meaning}")
     return lines
 
 
@@ -257,27 +250,20 @@ def settings_page() -> str:
         groups.setdefault((key.section, key.group), []).append(key)
     for (section, group), keys in groups.items():
         title = f"{group} (`[{section}]`)" if section else f"{group} (no section)"
-        lines += ["", f"## {title}", "", *(_setting(key, f"`{key.name}`") for key in keys)]
+        lines += ["", f"## {title}", "", *(_setting(key, key.name) for key in keys)]
     return "\n".join(lines) + "\n"
 
 
 def _setting(key: SettingKey, name: str) -> str:
-    shown = _shown_default(key)
-    return f"- {name}{f' = {shown}' if shown else ''}: {key.field.description}"
-
-
-def _shown_default(key: SettingKey) -> str:
-    """The default, and the other choices of a fixed list."""
-    others = [str(choice) for choice in key.choices if choice != key.field.default]
-    default = f"`{key.default}`" if key.default else ""
-    return f"{default} ({', '.join(f'`{other}`' for other in others)})" if others else default
+    """A line: name, default, other choices of a fixed list, meaning."""
+    others = "".join(f", `{choice}`" for choice in key.choices if choice != key.field.default)
+    return f"- `{name}{f'={key.default}' if key.default else ''}`{others}: {key.field.description}"
 
 
 def models_page() -> str:
     """Every family of the registry."""
-    rows = [
-        (_marked(family.models, _marks(name, family)), f"`{name}`", _on_gpu(name, family))
-        for name, family in FAMILIES.items()
+    families = [
+        (_on_gpu(name, family), _marked(family.models, _marks(name, family)), name) for name, family in FAMILIES.items()
     ]
     for name, whole in MULTIMODAL.items():
         entries = [
@@ -286,9 +272,12 @@ def models_page() -> str:
         ways = dict.fromkeys(_on_gpu(*entry) for entry in entries)
         marks = dict.fromkeys(mark for _, family in entries for mark in _marks(name, family))
         images = [] if whole.tower is None else ["images"]
-        rows.append((_marked(whole.models, [*images, *marks]), f"`{name}`", " or ".join(ways)))
-    lines = [f"- {models}, {architecture}: {way}" for models, architecture, way in sorted(rows)]
-    return "\n".join([_MODELS_INTRODUCTION, "", *lines, "", _CONFIG, "", _LONGROPE]) + "\n"
+        families += [(way, _marked(whole.models, [*images, *marks]), name) for way in ways]
+    lines = [_MODELS_INTRODUCTION]
+    for way, meaning in _WAYS.items():
+        if found := sorted(family for family in families if family[0] == way):
+            lines += ["", f"**{way}**: {meaning}", "", *(f"- {models}: `{name}`" for _, models, name in found)]
+    return "\n".join([*lines, "", _CONFIG, "", _LONGROPE]) + "\n"
 
 
 def _marked(models: str, marks: list[str]) -> str:
@@ -321,7 +310,7 @@ def _on_gpu(architecture: str, family: Family) -> str:
     blocks: list[tuple[Block, bool]] = [(layer.mixer, takes_mixer(layer.mixer.spec)) for layer in layers]
     for block in (layer.feed_forward for layer in layers):
         blocks.append((block, takes_feed_forward(block.spec, torch.bfloat16)))
-    fused, alone = obstacle(model, experts=True) is None, experts_alone(model, experts=True)
+    fused, alone = obstacle(model) is None, experts_alone(model)
     if any(block.reads_host and not ((fused or alone) and taken) for block, taken in blocks):
         return "torch"
     if alone:
@@ -359,6 +348,10 @@ _MADE = {
     *("AsyncSession", "AsyncStream", "Chunk", "Completion", "GenerateResult", "Mismatch", "PublishHandle", "Session"),
     *("Settled", "Stream", "WorkerProcess", "WorkerReport"),
 }
+#: Classes that the introduction describes.
+_AS_OTHERS = {"AsyncSession"}
+#: Classes whose fields are the protocol's.
+_OF_PROTOCOL = {"Chunk", "Completion", "GenerateResult", "Mismatch", "Settled"}
 #: Methods that only this package calls.
 _OWN_METHODS = {
     **dict.fromkeys(("Chunk", "Completion", "GenerateResult"), {"to_dict"}),  # the introduction says what it does
@@ -373,7 +366,7 @@ def api_page() -> str:
     lines = [_API_INTRODUCTION]
     for name in sorted(trainer_bridge.__all__):
         thing: Any = getattr(trainer_bridge, name)
-        if not callable(thing) or (inspect.isclass(thing) and issubclass(thing, RolloutError)):
+        if not callable(thing) or name in _AS_OTHERS or (inspect.isclass(thing) and issubclass(thing, RolloutError)):
             continue
         lines += ["", f"## {name}", "", *_called(name, thing), _markdown(thing)]
         methods = (
@@ -392,53 +385,57 @@ def api_page() -> str:
 def _called(name: str, thing: Any) -> list[str]:
     """How a thing is called; of an object that a user does not make, the attributes."""
     if name not in _MADE:
-        signature = "" if name == "AsyncRolloutClient" else _signature(thing)  # it is the one of `RolloutClient`
+        listed = name == "AsyncRolloutClient" or "\nArgs:\n" in (inspect.getdoc(thing) or "")
+        signature = "" if listed else _signature(thing)  # a list has the parameters
         return [f"`{name}{signature}`", ""] if signature else []
+    if name in _OF_PROTOCOL:
+        return []
     attributes = [field.name for field in fields(thing)] if is_dataclass(thing) else []
     attributes += [name for name, _ in inspect.getmembers(thing, lambda value: isinstance(value, property))]
     return [f"Attributes: {', '.join(f'`{name}`' for name in attributes)}.", ""] if attributes else []
 
 
 def _own(thing: Any, method: str) -> bool:
-    """Whether a method is not listed elsewhere: for an asynchronous class the blocking one has the common ones."""
+    """Whether a method is not listed elsewhere: `RolloutClient`, `Session` and `Stream` have the common ones."""
     text = inspect.getdoc(getattr(thing, method)) or ""
     inherited = thing.__name__.startswith("Async") and method not in vars(thing)
-    return bool(text) and not inherited and not re.fullmatch(r"As `\w+\.\w+`\.", text)
+    return bool(text) and not inherited and not text.startswith("As `")
 
 
 def _markdown(thing: Any) -> str:
-    """A docstring with its `Args:` section, if any, as a list."""
+    """A docstring with its `Args:` section, if any, as a list with the defaults."""
     text, _, arguments = (inspect.getdoc(thing) or "").partition("\nArgs:\n")
     if not arguments:
         return text
-    items = re.sub(r"^ {4}(\w+): ", r"- `\1`: ", arguments, flags=re.MULTILINE)
+    parameters = inspect.signature(thing).parameters
+
+    def named(found: re.Match[str]) -> str:
+        default = parameters[found[1]].default
+        return f"- `{found[1]}{'' if default is inspect.Parameter.empty else f'={default!r}'}`: "
+
+    items = re.sub(r"^ {4}(\w+): ", named, arguments, flags=re.MULTILINE)
     return f"{text}\n{re.sub(r'^ {8}', '  ', items, flags=re.MULTILINE)}"
 
 
 def protocol_page() -> str:
-    """The page as it is, with the table of the sampling rules made anew."""
+    """The page as it is, with the list of the sampling rules made anew."""
     text = (FOLDER / "protocol.md").read_text(encoding="utf-8")
-    return _with_table(text, "sampling rules", ("rule", "default", "range", "meaning"), [_rule(rule) for rule in RULES])
+    begin, end = "<!-- sampling rules -->\n", "\n<!-- end of the sampling rules -->"
+    before, _, rest = text.partition(begin)
+    return before + begin + "\n".join(map(_rule, RULES)) + end + rest.partition(end)[2]
 
 
 def gateway_page() -> str:
     """The flags of `rollout gateway`."""
     keys = [key for key in setting_keys(GatewayFile) if key.path not in POSITIONAL]
-    lines = [_GATEWAY_INTRODUCTION, "", *(_setting(key, f"`{key.flag}`") for key in keys)]
+    lines = [_GATEWAY_INTRODUCTION, "", *(_setting(key, key.flag) for key in keys)]
     return "\n".join(lines) + "\n"
 
 
-def _with_table(text: str, name: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A page with the table between its two comments made anew."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of the {name} -->"
-    before, _, rest = text.partition(begin)
-    return before + begin + "\n".join(_table(heads, list(rows))) + "\n" + end + rest.partition(end)[2]
-
-
-def _rule(rule: SamplingRule) -> tuple[str, ...]:
-    kind = "integer" if rule.kind is int else "number"
-    bounds = f"{kind}, {'>' if rule.above_least else '>='} {rule.least}, <= {rule.most}"
-    return f"`{rule.name}`", str(rule.default), bounds, rule.meaning
+def _rule(rule: SamplingRule) -> str:
+    kind = "integer, " if rule.kind is int else ""
+    least = f"above {rule.least}" if rule.above_least else rule.least
+    return f"- `{rule.name}={rule.default}` ({kind}{least} to {rule.most}): {rule.meaning}"
 
 
 def _signature(thing: Any) -> str:
@@ -461,13 +458,6 @@ def _section(metric: Metric) -> str:
         return metric.panel.section
     word = metric.name.partition("/")[0]
     return next(other.panel.section for other in METRICS if other.panel and other.name.startswith(f"{word}/"))
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    heads = list(heads)
-    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    first, *others = (f"| {' | '.join(row)} |" for row in (heads, *cells))
-    return [first, f"|{'---|' * len(heads)}", *others]
 
 
 def fallback_page() -> str:

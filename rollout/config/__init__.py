@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rollout.config.engine import EngineConstants, EngineSettings
-from rollout.config.model import LongRope, ModelImpl, ModelSettings
+from rollout.config.model import LongRope, ModelConstants, ModelImpl, ModelSettings
 from rollout.config.observe import MetricsSettings
 from rollout.config.section import Section
 from rollout.config.service import ServiceConstants, ServiceSettings
@@ -22,6 +22,7 @@ __all__ = [
     "EngineSettings",
     "LongRope",
     "MetricsSettings",
+    "ModelConstants",
     "ModelImpl",
     "ModelSettings",
     "SecuritySettings",
@@ -38,11 +39,9 @@ class SecuritySettings(Section):
 
     curve_secret_key: str | None = Field(
         None,
-        description="file with the CURVE secret key of both sockets (`rollout keys` makes it); none: no encryption",
+        description="file with the CURVE secret key (`rollout keys`); none: no encryption",
     )
-    curve_client_keys: str | None = Field(
-        None, description="folder with the public keys (*.key) of clients that may connect"
-    )
+    curve_client_keys: str | None = Field(None, description="folder with the public keys (*.key) of clients")
     insecure: bool = Field(False, description="allow addresses that other hosts can reach without CURVE")
 
     @model_validator(mode="after")
@@ -55,11 +54,9 @@ class SecuritySettings(Section):
 class SupervisorSettings(Section):
     """Several workers on one machine, and restarts."""
 
-    workers: int = Field(
-        1, ge=1, le=64, description="worker processes; a supervisor runs and restarts them if there are several"
-    )
-    supervise: bool = Field(False, description="supervise a single worker, too, such as one of all GPUs")
-    max_restarts: int = Field(5, ge=0, description="restarts of one worker in an hour; after that it stays down")
+    workers: int = Field(1, ge=1, le=64, description="worker processes; a supervisor runs and restarts several")
+    supervise: bool = Field(False, description="supervise a single worker, too")
+    max_restarts: int = Field(5, ge=0, description="restarts of a worker in an hour; then it stays down")
     restart_backoff_s: float = Field(
         1.0, ge=0, description="seconds before the first restart; doubles with every restart in an hour, up to 60"
     )
@@ -82,4 +79,4 @@ class Settings(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe level that is logged"
     )
-    log_format: Literal["text", "json"] = Field("text", description="form of the log; json: one object a line")
+    log_format: Literal["text", "json"] = Field("text", description="json: one object a line")

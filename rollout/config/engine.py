@@ -24,27 +24,23 @@ class StepSettings(Section):
     prefill_chunk_tokens: int | None = Field(
         None,
         ge=1,
-        description="most prompt tokens in one prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
+        description="most prompt tokens in a prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
     )
-    pipeline_depth: Literal[1, 2] = Field(
-        2, description="steps in flight. 2 overlaps host and device, 1 waits for each step"
-    )
-    cuda_graphs: bool = Field(
-        True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"
-    )
+    pipeline_depth: Literal[1, 2] = Field(2, description="steps in flight; 1: host and device do not overlap")
+    cuda_graphs: bool = Field(True, description="capture decode steps as CUDA graphs")
     cuda_graph_rows: int = Field(
         256,
         ge=1,
         le=4096,
-        description="most rows of a captured decode step; larger steps are launched kernel by kernel",
+        description="most rows of a captured decode step; larger ones are launched kernel by kernel",
     )
     group_attention: bool = Field(
         True, description="read KV pages that rows share only once, where that is faster; on a GPU"
     )
     deterministic: bool = Field(
         False,
-        description="give a completion the same bits, whatever else runs; slower; needs a GPU with the fused "
-        "kernels; no adapters",
+        description="the same bits for a completion, whatever else runs; slower; needs a GPU and the fused kernels; "
+        "no adapters",
     )
 
 
@@ -58,22 +54,22 @@ class KVSettings(Section):
         gt=0.0,
         le=0.98,
         description="share of the memory that the weights leave free, for KV and, on a GPU, the largest steps; none: "
-        "0.25 on a CPU; on a GPU all but 5 %, at least 3 GiB and at most 15 % (15 % with sleep); ignored with kv_pages",
+        "0.25 on a CPU; on a GPU 5% stay free, at least 3 GiB and at most 15% (15% with sleep); not with kv_pages",
     )
     kv_memory_max_gib: float | None = Field(
-        None, gt=0, description="upper bound on the KV pool, GiB; set it if a trainer shares the GPU"
+        None, gt=0, description="most GiB of the KV pool; set it if a trainer shares the GPU"
     )
     kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",
-        description="type of the KV cache. auto: the model's type; fp8_e4m3: half the bytes of bf16, relative "
-        "error up to 1/16, needs compute capability 8.9",
+        description="type of the KV cache; fp8_e4m3: half the bytes of bf16, relative error up to 1/16, needs "
+        "compute capability 8.9",
     )
-    prefix_cache: bool = Field(True, description="keep the KV of prompts for later requests with the same prefix")
+    prefix_cache: bool = Field(True, description="keep the KV of prompts for requests with the same prefix")
     state_snapshots: int | None = Field(
         None,
         ge=0,
-        description="snapshots of linear-attention states: one for each prompt that a group shares, two for each "
-        "idle session; none: a quarter of max_rows, at least 4",
+        description="snapshots of linear-attention states: one for each prompt of a group, two for each idle "
+        "session; none: a quarter of max_rows, at least 4",
     )
 
 
@@ -82,21 +78,20 @@ class SwapSettings(Section):
 
     kv_on_swap: Literal["keep", "recompute"] = Field(
         "keep",
-        description="KV of running rows after an update. keep: new tokens attend to older KV; recompute: it is "
-        "computed again under the new weights",
+        description="KV of running rows after an update: new tokens attend to older KV, or it is computed again",
     )
     max_kv_age: int = Field(
         0,
         ge=0,
-        description="with kv_on_swap = keep: how many versions older than the weights KV of the prefix cache, of "
-        "sessions and of groups may be. 0: an update drops it",
+        description="with kv_on_swap=keep: most versions by which KV of the prefix cache, sessions and groups may be "
+        "older than the weights; 0: an update drops it",
     )
     recompute_fraction: float = Field(
         0.3,
         gt=0.0,
         le=1.0,
-        description="with kv_on_swap = recompute: largest share of the time that this may take; updates wait to "
-        "keep it. 1.0: no update waits",
+        description="with kv_on_swap=recompute: most of the time that this may take; updates wait for it; 1.0: none "
+        "waits",
     )
 
     @model_validator(mode="after")
@@ -112,8 +107,8 @@ class OffloadSettings(Section):
     host_kv_gib: float = Field(
         0.0,
         ge=0.0,
-        description="pinned host memory, GiB, for KV that the GPU has no room for: of preempted sequences, of all "
-        "sequences in a sleep of level 1, of idle sessions and known prefixes; 0: their KV is recomputed",
+        description="pinned host memory, GiB, for KV without room on the GPU: of preempted sequences, of sleeping "
+        "ones (level 1), of idle sessions and known prefixes; 0: it is recomputed",
     )
     disk_kv_gib: float = Field(
         0.0,
@@ -136,32 +131,20 @@ class OffloadSettings(Section):
 class ExpertSettings(Section):
     """Experts, of MoE models."""
 
-    fused_experts: bool = Field(
-        True, description="run experts with the warp-decode and grouped kernels (bf16 or f16, on a GPU)"
-    )
     expert_dtype: Literal["auto", "mxfp8", "fp8_row", "fp8_block"] = Field(
         "auto",
-        description="type of the experts' weights. auto: the model's type; else e4m3, with a scale for 32 inputs "
-        "(mxfp8), an output (fp8_row) or 128 x 128 (fp8_block)",
+        description="type of the experts' weights; not auto: e4m3 with a scale for 32 inputs, an output, or 128 x 128",
     )
     routing: bool = Field(
         False,
-        description="record the experts of every token, for return_routing; takes one or two bytes of host memory"
-        " a token, layer and chosen expert",
+        description="record the experts of tokens for return_routing: one or two bytes of host memory a token, layer "
+        "and chosen expert",
     )
 
     @property
     def expert_format(self) -> Literal["plain", "mxfp8", "fp8_row", "fp8_block"]:
         """`expert_dtype` as the kernels name it."""
         return "plain" if self.expert_dtype == "auto" else self.expert_dtype
-
-    @model_validator(mode="after")
-    def _codes_need_their_kernels(self) -> ExpertSettings:
-        if self.expert_dtype != "auto" and not self.fused_experts:
-            raise ValueError(
-                f"expert_dtype = {self.expert_dtype} needs fused_experts = true; or set expert_dtype = auto"
-            )
-        return self
 
 
 def _adapter_folders(text: str) -> list[tuple[str, str]]:
@@ -174,15 +157,13 @@ def _adapter_folders(text: str) -> list[tuple[str, str]]:
 class AdapterSettings(Section):
     """LoRA adapters."""
 
-    adapter_slots: int = Field(0, ge=0, le=64, description="adapters on the device at once; 0 serves none")
+    adapter_slots: int = Field(0, ge=0, le=64, description="adapters on the device at once; 0: no adapters")
     adapter_rank: int = Field(32, ge=1, le=256, description="largest rank of an adapter; every slot has room for it")
     max_adapters: int = Field(
-        32, ge=1, le=4096, description="adapters loaded at once; those without a slot stay in host memory"
+        32, ge=1, le=4096, description="adapters loaded at once; without a slot they are in host memory"
     )
-    adapter_root: str | None = Field(
-        None, description="load_adapter reads only folders below this one; none: it is refused"
-    )
-    adapters: str = Field("", description="adapters to load at start: name=folder, separated by commas; PEFT folders")
+    adapter_root: str | None = Field(None, description="load_adapter reads folders below this one; none: it is refused")
+    adapters: str = Field("", description="PEFT folders to load at start: name=folder, separated by commas")
 
     @property
     def adapter_folders(self) -> dict[str, str]:
@@ -208,13 +189,11 @@ class SpeculationSettings(Section):
 
     speculation: Literal["off", "suffix", "ngram", "heads", "auto"] = Field(
         "off",
-        description="source of drafts. suffix: what followed the same text earlier, in any completion; ngram: the"
-        " same within the row, on the device; heads: a draft model or multi-token prediction; auto: "
-        "for each row the better source, and only as many drafts as pay",
+        description="source of drafts: suffix and ngram from earlier text, heads from a draft model, auto what pays",
     )
     speculation_model: str | None = Field(
         None,
-        description="EAGLE-3 head for heads and auto: a folder or a hub id; none: the checkpoint's layers for "
+        description="EAGLE-3 head for heads and auto, a folder or a hub id; none: the checkpoint's layers for "
         "multi-token prediction",
     )
     speculation_tokens: int = Field(3, ge=1, le=16, description="most drafts of a row in a step")
@@ -250,23 +229,21 @@ class RankSettings(Section):
         1,
         ge=1,
         le=64,
-        description="GPUs of this machine that run the model together (ranks, a process each); needs Linux, and "
-        "heads and widths that divide by it",
+        description="GPUs of this machine that run the model together (ranks, a process each); heads and widths must "
+        "divide by it; Linux",
     )
     rank_stall_s: float | None = Field(
         8.0,
         gt=0,
-        description="seconds without progress of a rank, after which the worker returns all tokens and exits; "
-        "none: never",
+        description="seconds without progress of a rank, after which the worker returns all tokens and exits; none: "
+        "never",
     )
     rank_start_stall_s: float | None = Field(
         120.0,
         gt=0,
         description="the same at the start, without visible progress of all ranks; none: never",
     )
-    check_ranks: bool = Field(
-        False, description="end the worker if ranks draw different tokens, compared after every step; for debugging"
-    )
+    check_ranks: bool = Field(False, description="end the worker if ranks draw different tokens; for debugging")
 
     @model_validator(mode="after")
     def _ranks_can_do_it(self) -> RankSettings:
@@ -279,14 +256,13 @@ class FaultSettings(Section):
     """Faults and time limits."""
 
     mask_s: float = Field(
-        1.0, gt=0, description="seconds for the mask of a constrained row; a later mask fails its completion"
+        1.0, gt=0, description="seconds for the mask of a constrained row; a later one fails its completion"
     )
-    max_faults: int = Field(3, ge=0, description="rebuilds of the engine in an hour; one more fault ends the worker")
     stall_exit_s: float | None = Field(
         600.0,
         gt=0,
-        description="seconds without a tick of the loop, after which the worker returns all tokens and exits; after a "
-        "fifth of them `status` says stalled, and requests are refused; none: no exit, stalled after 120",
+        description="seconds without a tick, after which the worker returns all tokens and exits; after a fifth it "
+        "is stalled and refuses requests; none: no exit, stalled after 120",
     )
 
     @property
@@ -322,6 +298,8 @@ class EngineConstants(Section):
     shared_positions: int = 256
     #: Threads that compute masks of constrained rows. None: half the cores, as the loop and the tokenizer need others.
     mask_threads: int | None = None
+    #: Rebuilds of the engine in an hour; one more fault ends the worker.
+    max_faults: int = 3
     #: Tokens of ended completions and prompts to draft from: 300 bytes each, so 300 MB of host memory.
     speculation_kept_tokens: int = 1_000_000
     #: Part of the device's time that its drafter takes while its drafts do not pay.

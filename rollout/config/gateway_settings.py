@@ -18,19 +18,19 @@ class GatewaySettings(Section):
     """The gateway."""
 
     endpoints: tuple[str, ...] = Field((), description="addresses of workers, such as tcp://127.0.0.1:5757")
-    host: str = Field("127.0.0.1", description="address to listen at; any other than loopback needs api_key_file")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen at; 0 takes a free one")
+    host: str = Field("127.0.0.1", description="address; any other than loopback needs api_key_file")
+    port: int = Field(8000, ge=0, le=65535, description="port; 0: a free one")
     model: str | None = Field(
-        None, description="folder or hub id of the tokenizer and chat template; none: the model that the workers name"
+        None, description="folder or hub id of the tokenizer and chat template; none: the workers' model"
     )
     served_model_name: tuple[str, ...] = Field(
-        (), description="names by which requests may call the model; none: the workers' name"
+        (), description="names of the model in requests; none: the workers' name"
     )
     api_key_file: str | None = Field(None, description="file with the accepted bearer tokens, one a line")
     ready_file: str | None = Field(None, description="file for the URL, written when the gateway listens")
     start_s: float = Field(600.0, gt=0, description="seconds to wait at the start for a worker")
     resume: bool | None = Field(
-        None, description="continue requests of a lost worker on another one; none: if there are several endpoints"
+        None, description="continue requests of a lost worker on another one; none: if there are several"
     )
     resume_s: float = Field(120.0, gt=0, description="seconds that a resumed request may be without a worker")
     heartbeat_s: float = Field(
@@ -38,26 +38,24 @@ class GatewaySettings(Section):
         gt=0,
         description="seconds between heartbeats; a worker that misses three is lost",
     )
-    min_version: int = Field(0, ge=0, description="weights version below which a worker counts as unhealthy")
+    min_version: int = Field(0, ge=0, description="a worker with older weights is unhealthy")
     stream_every: int = Field(1, ge=1, description="least tokens of an event of a stream")
     session_s: float = Field(3600.0, gt=0, description="seconds after which an idle X-Session-ID is forgotten")
-    max_in_flight: int = Field(8192, ge=1, description="most completions in flight; further requests get status 429")
+    max_in_flight: int = Field(8192, ge=1, description="most completions in flight; further ones get status 429")
     max_connections: int = Field(
         4096,
         ge=1,
-        description="most client connections; a further one replaces an idle one, or gets status 503",
+        description="most connections; a further one replaces an idle one, or gets status 503",
     )
     keep_alive_s: float = Field(
         620.0,
         gt=0,
-        description="seconds until an idle connection is closed; keep it above the limit of proxies and of "
-        "clients' pools",
+        description="seconds until an idle connection is closed, which loses a request that comes meanwhile: keep it "
+        "above the limit of proxies and of clients' pools",
     )
     max_body_bytes: int = Field(64 << 20, ge=1, description="most bytes of a request's body")
-    body_s: float = Field(60.0, gt=0, description="seconds within which a request's body must arrive")
-    send_s: float = Field(
-        60.0, gt=0, description="seconds that a client may leave an answer unread before it is cut off"
-    )
+    body_s: float = Field(60.0, gt=0, description="seconds for a request's body to arrive")
+    send_s: float = Field(60.0, gt=0, description="seconds that a client may leave an answer unread")
     logprobs: LogprobMode = Field(
         "policy",
         description="log-prob of a sampled token. policy: at the request's temperature; processed: of the "
@@ -65,8 +63,7 @@ class GatewaySettings(Section):
     )
     routed_experts: ExpertFormat = Field(
         "off",
-        description="experts in answers of /inference/v1/generate. off: none; npy: vLLM's base64 .npy; object: "
-        "prime-rl's object",
+        description="experts in answers of /inference/v1/generate: vLLM's base64 .npy, or prime-rl's object",
     )
     tool_parser: str = Field(
         "auto",
@@ -83,12 +80,10 @@ class GatewaySettings(Section):
         description="apply constraints from the first token on; false: after the reasoning, if it has a parser",
     )
     trust_request_chat_template: bool = Field(False, description="accept chat templates in requests: each is a program")
-    weights_root: str | None = Field(
-        None, description="folder below which updates read weights; none: no updates from folders"
-    )
+    weights_root: str | None = Field(None, description="folder below which updates read weights; none: they do not")
     images_root: str | None = Field(
         None,
-        description="folder below which file URLs of pictures are read; none: data URLs only",
+        description="folder of pictures named by file URLs; none: data URLs only",
     )
     update_s: float = Field(600.0, gt=0, description="seconds from the start of an update until all workers use it")
 

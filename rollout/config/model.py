@@ -14,28 +14,38 @@ ModelImpl = Literal["auto", "native", "transformers"]
 LongRope = Literal["short", "long"]
 
 
-class ModelSettings(Section):
+class CheckpointSettings(Section):
     """The model and the device."""
 
-    path: str = Field("", description="checkpoint: a local folder or a Hugging Face hub id")
+    path: str = Field("", description="checkpoint: a folder or a Hugging Face hub id")
     revision: str | None = Field(None, description="branch, tag or commit of a hub checkpoint")
     load_format: Literal["auto", "random"] = Field(
-        "auto", description="auto reads the safetensors files; random fills tensors of the real shapes, for benchmarks"
+        "auto", description="random: tensors of the real shapes without the files, for benchmarks"
     )
     model_impl: ModelImpl = Field(
         "auto",
-        description="native: this project's decoder; transformers: transformers' own code, about half as fast; "
-        "auto: native if the family is native",
+        description="native: this project's decoder; transformers: its own code, half as fast; auto: native if the "
+        "family is",
     )
     longrope: LongRope = Field(
         "short",
-        description="frequencies of a model with LongRoPE (Phi-3, Phi-4-mini). short: sequences end at its original "
-        "context; long: its whole context",
+        description="frequencies of Phi-3 and Phi-4-mini; short: sequences end at the original context",
     )
     images: bool = Field(False, description="serve images; the model needs a vision tower")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="type of the weights; auto: the checkpoint's type, float32 on a CPU"
+        "auto", description="type of the weights; auto: the checkpoint's, float32 on a CPU"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    cpu_threads: int = Field(1, ge=1, description="threads of one tensor operation on a CPU")
-    random_seed: int = Field(0, ge=0, description="seed of the weights that load_format = random makes")
+
+
+class ModelConstants(Section):
+    """Values of the model that no source of settings can change. Tests load models with other values."""
+
+    #: Seed of the weights that `load_format = random` makes.
+    random_seed: int = 0
+
+
+class ModelSettings(CheckpointSettings):
+    """The model, and how it is loaded."""
+
+    constants: ModelConstants = ModelConstants()

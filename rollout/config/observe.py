@@ -1,4 +1,4 @@
-"""The settings of what a worker reports: metrics and the timeline picture."""
+"""The settings of what a worker reports."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ class MetricsSettings(Section):
     jsonl: str | None = Field(None, description="file for metrics, one JSON object a report")
     wandb: bool = Field(
         True,
-        description="log to Weights & Biases, which reads its variables (WANDB_NAME, "
-        "WANDB_RUN_GROUP, ...); offline, below WANDB_DIR or runs, if there is no API key",
+        description="log to Weights & Biases, which reads its variables (WANDB_NAME, WANDB_RUN_GROUP, ...); without "
+        "an API key offline, below WANDB_DIR or runs",
     )
     wandb_project: str = Field("rollout", description="W&B project")
     metrics_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="HTTP port for Prometheus (/metrics) and /health; 0 picks a free port; none: no HTTP",
+        description="HTTP port of /metrics (Prometheus) and /health; 0: a free one; none: no HTTP",
     )
-    metrics_host: str = Field("127.0.0.1", min_length=1, description="address of that HTTP port")
-    timeline: str | None = Field(None, description="file for a PNG of the last steps, drawn when the worker ends")
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="address of the metrics port")

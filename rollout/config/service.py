@@ -6,7 +6,7 @@ from pydantic import Field
 
 from rollout.config.section import Section
 
-#: Seconds of KV that an idle session may get. A tool call of a turn rarely takes longer than an hour.
+#: The longest lease of KV that a request may ask for, in seconds. A tool call of a turn rarely takes longer.
 MAX_SESSION_LEASE_S = 3600.0
 
 
@@ -15,11 +15,11 @@ class SocketSettings(Section):
 
     bind: str = Field(
         "tcp://127.0.0.1:5757",
-        description="endpoint of the request socket, an IPv6 address in brackets; port 0 picks a free port",
+        description="endpoint of the request socket; port 0: a free one; an IPv6 address stands in brackets",
     )
-    max_message_bytes: int = Field(64 << 20, ge=1024, description="most bytes of a message, all frames together")
+    max_message_bytes: int = Field(64 << 20, ge=1024, description="most bytes of a message")
     max_stream_buffer_bytes: int = Field(
-        256 << 20, ge=1 << 16, description="most unsent bytes for a slow client; beyond that it gets no more chunks"
+        256 << 20, ge=1 << 16, description="most unsent bytes for a slow client, which then gets no more chunks"
     )
 
 
@@ -30,12 +30,6 @@ class RequestSettings(Section):
     lease_s: float = Field(
         60.0, ge=0, description="seconds that a named client may be away before its requests are cancelled"
     )
-    session_lease_s: float = Field(
-        300.0,
-        gt=0,
-        le=MAX_SESSION_LEASE_S,
-        description="seconds that a session keeps its KV for the next turn, unless the request says otherwise",
-    )
     drain_s: float = Field(
         30.0, ge=0, description="seconds of a drain; then unfinished completions are returned as they are"
     )
@@ -44,16 +38,9 @@ class RequestSettings(Section):
 class MediaSettings(Section):
     """Images and videos of requests."""
 
-    max_media: int = Field(64, ge=1, le=4096, description="most images and videos of a request")
     media_store_bytes: int = Field(
-        2 << 30, ge=1, description="host memory, bytes, for pixels that requests use or may name by their hash"
+        2 << 30, ge=1, description="host memory for pixels that requests use or may name by their hash"
     )
-
-
-class ResultSettings(Section):
-    """Results, which are kept until acknowledged."""
-
-    max_results_bytes: int = Field(512 << 20, ge=0, description="most bytes of all kept results")
 
 
 class ServiceConstants(Section):
@@ -70,7 +57,12 @@ class ServiceConstants(Section):
     max_prompt_s: float = 60.0
     #: Seconds for compiling a constraint: one that never ends must not hold a thread of the compiler.
     max_constraint_s: float = 20.0
+    #: Seconds that a session keeps its KV for the next turn, unless the request says otherwise. Later its full pages
+    #: are cached like those of other prompts.
+    session_lease_s: float = 300.0
     max_session_lease_s: float = MAX_SESSION_LEASE_S
+    #: Images and videos of a request; of some models each frame of a video is one.
+    max_media: int = 1024
     #: Patches of all images and videos of a request: 16 of the largest size.
     max_media_patches: int = 262_144
     #: Bytes of top log-probs, routing and prompt ids in one reply, which is made as a whole on the service thread.
@@ -87,7 +79,8 @@ class ServiceConstants(Section):
     #: Reports of log-probs that wait for their comparison, and their bytes: one thread compares some a millisecond.
     max_reports: int = 1024
     max_report_bytes: int = 256 << 20
-    #: Kept results, since each takes some memory besides its bytes; `max_results_bytes` is reached first as a rule.
+    #: Bytes of kept results, and their number, since each takes some memory besides its bytes.
+    max_results_bytes: int = 512 << 20
     max_results: int = 4096
     #: Ended requests whose tokens others may continue (`fork`), and bytes of these tokens: 64 million tokens.
     max_histories: int = 16_384
@@ -96,7 +89,7 @@ class ServiceConstants(Section):
     max_results_age_s: float = 3600.0
 
 
-class ServiceSettings(SocketSettings, RequestSettings, MediaSettings, ResultSettings):
+class ServiceSettings(SocketSettings, RequestSettings, MediaSettings):
     """The request socket and the limits of requests."""
 
     constants: ServiceConstants = ServiceConstants()

@@ -12,7 +12,7 @@ from rollout.config.section import Section
 class WeightsSettings(Section):
     """The worker's side of weights updates."""
 
-    bind: str = Field("tcp://127.0.0.1:0", description="endpoint for weights updates; port 0 picks a free port")
+    bind: str = Field("tcp://127.0.0.1:0", description="endpoint for weights updates; port 0: a free one")
     initial_version: int = Field(0, ge=0, lt=2**63, description="weights version of the checkpoint")
     min_version: int = Field(
         0,
@@ -24,8 +24,8 @@ class WeightsSettings(Section):
     idle_s: float = Field(
         60.0,
         gt=0,
-        description="seconds without data after which an unfinished update is dropped; set it above the "
-        "publisher's begin_s and stall_s",
+        description="seconds without data after which an unfinished update is dropped; more than the publisher's "
+        "begin_s and stall_s",
     )
     apply: Literal["auto", "staged", "in_place"] = Field(
         "auto",
@@ -34,8 +34,8 @@ class WeightsSettings(Section):
     )
     staging: Literal["auto", "device", "host"] = Field(
         "auto",
-        description="memory of a staged update. device: less KV; host: pinned, swaps take about 40 times as long;"
-        " auto: device if it takes at most a third of the free memory",
+        description="memory of a staged update; device: less KV; host: pinned, swaps take about 40 times as long; "
+        "auto: device if it takes at most a third of the free memory",
     )
 
     @model_validator(mode="after")

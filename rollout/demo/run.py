@@ -55,11 +55,11 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         env={"WANDB_DIR": str(folder)},
         wandb_project="rollout-demo",
         interval_s=2.0,
-        timeline=folder / "timeline.png",
         **worker_command,
     ) as worker:
         console.print(f"worker {worker.pid} is ready at {worker.endpoint}; starting a trainer ...")
         status = _run_trainer(worker, args, folder / "report.json")
+        _draw_trace(worker, folder, console)
         worker.stop("drain")
         ended = _last_fact(worker.log_path)
     report = _read_report(folder / "report.json")
@@ -74,6 +74,15 @@ def _run_trainer(worker: WorkerProcess, args: argparse.Namespace, report: Path) 
     command = module_command("rollout.demo.trainer", worker.endpoint, "--twos", str(CHECKPOINTS / "twos"))
     command += ["--report", str(report), "--n", str(args.n), "--tokens", str(args.tokens), "--prompts", *args.prompts]
     return subprocess.run(command, check=False, env={**os.environ, **import_path()}).returncode
+
+
+def _draw_trace(worker: WorkerProcess, folder: Path, console: Console) -> None:
+    """Draw the last steps; if that is not possible, for example without matplotlib, say so and go on."""
+    files = ["--out", str(folder / "trace.json"), "--png", str(folder / "trace.png")]
+    command = module_command("rollout", "trace", worker.endpoint, *files)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **import_path()})
+    if done.returncode:
+        console.print(f"[yellow]no picture of the last steps: {done.stderr.strip()}[/yellow]", highlight=False)
 
 
 def _read_report(path: Path) -> dict[str, Any] | None:
@@ -117,7 +126,7 @@ def _print_places(console: Console, folder: Path, ended: dict[str, Any], seconds
     for what, where in (
         ("W&B run", ended["wandb_run"] or "off"),
         ("metrics", folder / "metrics.jsonl"),
-        ("timeline", folder / "timeline.png"),
+        ("trace", folder / "trace.png"),
         ("worker's log", folder / "worker.log"),
     ):
         console.print(f"{what:14}{where}", highlight=False, soft_wrap=True)

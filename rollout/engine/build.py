@@ -334,9 +334,9 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memo
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
     context = context_limit(settings.engine, model)
     kv = memory.kv or _allocate_kv(model, _LEAST_PAGES, engine, memory.states)
-    forward = make_forward(model, engine.fused_experts, engine.deterministic)
+    forward = make_forward(model, engine.deterministic)
     step = DeviceStep(model, forward, kv, rows, engine.deterministic, _shares_pages(site), memory.features)
-    captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
+    captured = engine.cuda_graphs and capturable(model)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else 0
     streams = Streams.make(device, [feature.name for feature in memory.features if feature.own_stream])
     mover, state_mover, disk = None, None, NO_DISK
@@ -431,7 +431,7 @@ def _check_fallback(engine: EngineSettings, architecture: str) -> None:
 def _check_experts(engine: EngineSettings, model: Decoder) -> None:
     """Raise ValueError for coded experts that no kernel reads: on a GPU each step would decode all of them."""
     assert model.experts == engine.expert_format, "the model was loaded for other settings"
-    if model.experts != "plain" and model.embed.is_cuda and not supports(model, engine.fused_experts):
+    if model.experts != "plain" and model.embed.is_cuda and not supports(model):
         raise ValueError(
             f"expert_dtype = {model.experts}, and the fused kernels don't run {model.spec.architecture} in "
             f"{model.embed.dtype} with the biases of this checkpoint: use expert_dtype = auto, or bfloat16"
@@ -442,11 +442,10 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
     """Raise ValueError if steps cannot be made deterministic: only steps of the fused kernels can."""
     if not engine.deterministic:
         return
-    if not supports(model, engine.fused_experts):
-        experts = ", with fused_experts" if model.spec.moe is not None else ""
+    if not supports(model):
         raise ValueError(
             f"engine.deterministic needs the fused kernels: a GPU, a model in 16 bits without biases of its output and "
-            f"MLP products{experts}; torch's own products on a {model.embed.device.type} depend on the batch"
+            f"MLP products; torch's own products on a {model.embed.device.type} depend on the batch"
         )
     check_deterministic(model.spec)
 

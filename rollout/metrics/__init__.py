@@ -13,7 +13,6 @@
       wandb_sink, wandb_mode   Weights & Biases     prometheus, health   the metrics port
     recording        the last steps as they travel to `rollout trace`
       chrome_trace   as a Chrome trace          overlap      as a picture of host and device
-      timeline       as a picture that a worker draws when it ends
 
 Modules are imported by name: this package imports none of them, so that `rollout trace` and `rollout top` need neither
 torch nor pydantic.

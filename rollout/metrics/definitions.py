@@ -236,17 +236,17 @@ METRICS: tuple[Metric[Stretch], ...] = (
         top="host",
     ),
     Metric(
-        "kv/used_pct", "gauge", "%", "share of the KV pages that rows and sessions hold now; cached pages do not count",
+        "kv/used_pct", "gauge", "%", "share of the KV pages that rows and sessions hold; cached pages do not count",
         _KV,
     ),
-    Metric("kv/session_pct", "gauge", "%", "share of the KV pages that sessions hold between their turns now", _KV),
+    Metric("kv/session_pct", "gauge", "%", "share of the KV pages that idle sessions hold", _KV),
     Metric(
         "state/snapshots_used_pct", "gauge", "%",
-        "share of the snapshots of linear attention that hold a known prefix now", _KV,
+        "share of the snapshots of linear attention in use", _KV,
     ),
     Metric(
         "state/snapshot_loads", "counter", "rows",
-        "rows that went on from a snapshot of linear attention", _KV,
+        "rows that went on from a snapshot", _KV,
     ),
     Metric(
         "kv/older_reused_tokens", "counter", "tokens",
@@ -276,7 +276,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "prefill/tokens_computed", "counter", "tokens",
-        "tokens that prefills computed, also again after a preemption or a swap",
+        "tokens that prefills computed, some again",
         _PREFILL, top="prefilled",
     ),
     Metric(
@@ -292,7 +292,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "drafts that equalled the token drawn at their position", _SPECULATION,
     ),
     Metric(
-        "speculation/accepted_pct", "gauge", "%", "share of the verified drafts that were accepted, since start",
+        "speculation/accepted_pct", "gauge", "%", "share of the drafts that were accepted, since start",
         _ACCEPTED, top="accepted",
     ),
     *(_accepted_by_drafter(name) for name in DRAFTER_NAMES),
@@ -304,7 +304,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     Metric(
         "speculation/saved_s", "gauge", "s",
         "device time that drafts saved since start: the expected time of plain steps for the same tokens, minus the "
-        "time of the steps and guesses; negative: drafts cost time", _SAVED, top="saved",
+        "time of the steps and guesses", _SAVED, top="saved",
     ),
     Metric(
         "speculation/expected_saved_s", "gauge", "s",
@@ -313,25 +313,25 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "speculation/tokens_a_step", "gauge", "tokens",
-        "tokens that a decode step draws for a row, mean since start: 1 and the accepted drafts",
+        "tokens that a decode step draws for a row, mean since start",
         Panel("Speculation", "Tokens a step"), top="a step",
     ),
     Metric(
-        "completion/length_mean", "gauge", "tokens", "length of the completions that finished, mean",
+        "completion/length_mean", "gauge", "tokens", "length of finished completions, mean",
         _COMPLETION_LENGTH, lambda stretch: stretch.samples.length.value(),
     ),
     Metric(
-        "completion/length_p50", "gauge", "tokens", "length of the completions that finished, median",
+        "completion/length_p50", "gauge", "tokens", "length of finished completions, median",
         _COMPLETION_LENGTH, lambda stretch: stretch.samples.length_quantiles.value(0.5),
     ),
     Metric(
-        "completion/length_p99", "gauge", "tokens", "length of the completions that finished, 99th percentile",
+        "completion/length_p99", "gauge", "tokens", "length of finished completions, 99th percentile",
         _COMPLETION_LENGTH, lambda stretch: stretch.samples.length_quantiles.value(0.99),
     ),
     *(_ended(reason) for reason in FINISH_REASONS),
     Metric(
         "kv/preemptions", "counter", "count",
-        "sequences that were preempted; without `host_kv_gib` their KV is computed again",
+        "sequences that were preempted",
         _PREEMPTED, top="preempted",
     ),
     Metric(
@@ -340,34 +340,34 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "kv/host_used_pct", "gauge", "%",
-        "share of the host memory for KV that preempted sequences occupy now",
+        "share of the host memory for KV that preempted sequences occupy",
         Panel("KV on the host", "Host memory in use"),
     ),
     Metric(
-        "kv/restores", "counter", "count", "preempted sequences whose KV came back from the host",
+        "kv/restores", "counter", "count", "preempted sequences whose KV came back",
         Panel("KV on the host", "Restored"),
     ),
     Metric(
-        "kv/offloaded_bytes", "counter", "bytes", "KV of preempted sequences that was copied to the host", _COPIED
+        "kv/offloaded_bytes", "counter", "bytes", "KV of preempted sequences copied to the host", _COPIED
     ),
     Metric(
-        "kv/brought_back_bytes", "counter", "bytes", "KV of preempted sequences that was copied back from the host",
+        "kv/brought_back_bytes", "counter", "bytes", "KV of preempted sequences copied back",
         _COPIED,
     ),
     Metric(
         "kv/host_kept_pct", "gauge", "%",
-        "share of the host memory for KV that has known prefixes now: of idle sessions and of the prefix cache",
+        "share of the host memory for KV that has known prefixes, also of idle sessions",
         Panel("KV on the host", "Host memory in use"),
     ),
-    Metric("kv/kept_bytes", "counter", "bytes", "KV of known prefixes that was copied to the host", _COPIED),
+    Metric("kv/kept_bytes", "counter", "bytes", "KV of known prefixes copied to the host", _COPIED),
     Metric(
         "kv/fetched_tokens", "counter", "tokens",
-        "tokens whose KV came back from the host, so that it was not computed again",
+        "tokens of known prefixes whose KV came back from the host",
         Panel("KV on the host", "Fetched"),
     ),
     Metric(
         "kv/lost_pages", "counter", "pages",
-        "known pages that the pool gave up before they were copied to the host",
+        "known pages that were given up before they were copied to the host",
         Panel("KV on the host", "Lost"),
     ),
     Metric(
@@ -386,7 +386,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     Metric("images/patches", "counter", "count", "patches of these images"),
     Metric(
         "images/reused", "counter", "count",
-        "images that a prefill step found in the buffer",
+        "images that were found in the buffer",
         Panel("Images", "Found"),
     ),
     Metric(
@@ -394,19 +394,19 @@ METRICS: tuple[Metric[Stretch], ...] = (
         Panel("Images", "Buffer in use"),
     ),
     Metric(
-        "ranks/beat_age_s", "gauge", "s", "seconds since the oldest last beat of a follower of a tensor group",
+        "ranks/beat_age_s", "gauge", "s", "seconds since the oldest last beat of a follower",
         Panel("Tensor group", "Oldest beat"),
     ),
     Metric(
         "ranks/steps_behind", "gauge", "steps",
-        "steps that the first rank of a tensor group has launched and the slowest one has not completed",
+        "steps that rank 0 has launched and the slowest rank has not completed",
         Panel("Tensor group", "Steps behind"),
     ),
     Metric(
         "weights/version", "gauge", "version", "weights version that new steps run with", Panel("Weights", "Version")
     ),
     Metric(
-        "weights/swap_pause_ms", "gauge", "ms", "time for which the last swap held the compute stream",
+        "weights/swap_pause_ms", "gauge", "ms", "pause of the compute stream by the last swap",
         Panel("Weights", "Pause of the last swap"),
     ),
     Metric(
@@ -415,18 +415,18 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "weights/recompute_s", "counter", "s",
-        "time of steps that computed KV again because of updates (`kv_on_swap = recompute`)",
+        "time of steps that computed KV again because of updates",
         Panel("Weights", "Computing KV again"),
     ),
     Metric(
         "off_policy/version_span", "gauge", "versions",
-        "newest minus oldest weights version of a completion, mean over the completions that finished",
+        "newest minus oldest weights version of a finished completion, mean",
         Panel("Weights", "Versions in a completion"), lambda stretch: stretch.samples.version_span.value(),
     ),
     Metric(
         "mismatch/k3_kl", "gauge", "nats",
-        "mean of exp(d) - 1 - d over the tokens that trainers reported on, with d = trainer's log-prob - worker's, at "
-        "most 20 in the exponent: an unbiased estimate of the KL divergence from worker to trainer",
+        "estimate of the KL divergence from worker to trainer: mean of exp(d) - 1 - d, d = trainer's log-prob - "
+        "worker's, at most 20 in the exponent",
         Panel("Trainer and worker", "KL, worker to trainer"), _mismatch(lambda stretch: stretch.mismatch.k3_kl),
     ),
     Metric(
@@ -446,15 +446,15 @@ METRICS: tuple[Metric[Stretch], ...] = (
 #: The histograms of every report.
 HISTOGRAMS: tuple[Metric[Stretch], ...] = (
     Metric(
-        "completion/length", "histogram", "tokens", "length of the completions that finished",
+        "completion/length", "histogram", "tokens", "length of finished completions",
         Panel("Completions", "Length"), buckets=TOKENS,
     ),
     Metric(
-        "queue/seconds", "histogram", "s", "time from a request's arrival until its first completion got a row",
+        "queue/seconds", "histogram", "s", "time from arrival until the first completion got a row",
         Panel("Requests", "Time in the queue"), buckets=SECONDS,
     ),
     Metric(
-        "request/seconds", "histogram", "s", "time from a request's arrival until its last completion ended",
+        "request/seconds", "histogram", "s", "time from arrival until the last completion ended",
         Panel("Requests", "Time of a request"), buckets=SECONDS,
     ),
 )  # fmt: skip
@@ -484,16 +484,16 @@ def _by_version(title: str) -> Panel:
 #: x-axis in W&B is `weights/version`. Values without a sample are left out.
 VERSION_METRICS: tuple[Metric[Served], ...] = (
     Metric(
-        "by_version/serving_s", "gauge", "s", "time for which the version served", None,
+        "by_version/serving_s", "gauge", "s", "time of service", None,
         lambda served: served.wall_s,
     ),
-    Metric("by_version/tokens", "gauge", "tokens", "tokens kept in that time", None, lambda served: served.tokens),
+    Metric("by_version/tokens", "gauge", "tokens", "tokens kept", None, lambda served: served.tokens),
     Metric(
         "by_version/tokens_per_s", "gauge", "tokens/s", "tokens kept per second", _by_version("Tokens"),
         lambda served: served.tokens / served.wall_s if served.wall_s > 0 else None,
     ),
     Metric(
-        "by_version/active_pct", "gauge", "%", "share of that time in which the compute stream ran a step",
+        "by_version/active_pct", "gauge", "%", "share of it in which the compute stream ran a step",
         _by_version("Active"),
         lambda served: min(100.0, max(0.0, percent(served.busy_s, served.wall_s))) if served.wall_s > 0 else None,
     ),
@@ -502,7 +502,7 @@ VERSION_METRICS: tuple[Metric[Served], ...] = (
         lambda served: 1e3 * served.decode_s / served.decode_steps if served.decode_steps else None,
     ),
     Metric(
-        "by_version/completions", "gauge", "count", "completions that finished in that time", None,
+        "by_version/completions", "gauge", "count", "completions that finished", None,
         lambda served: served.completions,
     ),
     Metric(
@@ -517,7 +517,7 @@ VERSION_METRICS: tuple[Metric[Served], ...] = (
     ),
     Metric(
         "by_version/swap_pause_ms", "gauge", "ms",
-        "time for which the swap to this version held the compute stream", None,
+        "pause by the swap to this version", None,
         lambda served: 1e3 * served.swap_pause_s,
     ),
 )  # fmt: skip

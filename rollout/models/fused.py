@@ -62,23 +62,23 @@ from rollout.models.rope import Rope
 from rollout.models.spec import AttentionSpec, DeltaNetSpec, FeedForwardSpec, MixerSpec, MoESpec
 
 
-def supports(model: Decoder, experts: bool) -> bool:
+def supports(model: Decoder) -> bool:
     """True if `FusedDecoder` is to run the steps of this model: on a GPU, in 16 bits, with blocks that are fused.
 
     It adds and normalises in one kernel, so the residual stream has to be a plain one.
 
-    The experts of all sparse layers must be fused: the generic ones read on the host. `experts` allows that.
+    The experts of all sparse layers must be fused: the generic ones read on the host.
     """
-    return model.embed.is_cuda and obstacle(model, experts) is None
+    return model.embed.is_cuda and obstacle(model) is None
 
 
-def experts_alone(model: Decoder, experts: bool) -> bool:
-    """True if torch runs the steps of this model on a GPU, with its experts by the kernels; `experts` allows that."""
+def experts_alone(model: Decoder) -> bool:
+    """True if torch runs the steps of this model on a GPU, with its experts by the kernels."""
     taken = model.spec.moe is not None and takes_feed_forward(model.spec.moe, model.embed.dtype)
-    return experts and taken and obstacle(model, experts) is not None
+    return taken and obstacle(model) is not None
 
 
-def obstacle(model: Decoder, experts: bool) -> str | None:
+def obstacle(model: Decoder) -> str | None:
     """Why torch runs the steps of this model on a GPU, and not `FusedDecoder`; None if that runs them."""
     dtype, spec = model.embed.dtype, model.spec
     if dtype not in (torch.bfloat16, torch.float16):
@@ -86,8 +86,7 @@ def obstacle(model: Decoder, experts: bool) -> str | None:
     if not spec.plain_stream:
         return "it has norms after blocks, or factors or bounds of its embedding, residuals or logits"
     if spec.moe is not None:
-        taken = takes_feed_forward(spec.moe, dtype)
-        return None if experts and taken else "fused_experts is off" if taken else "its experts have odd widths"
+        return None if takes_feed_forward(spec.moe, dtype) else "its experts have odd widths"
     if any(takes_mixer(layer.mixer) or takes_feed_forward(layer.feed_forward, dtype) for layer in spec.layers):
         return None
     return "its attention and its feed-forward blocks are variants that no kernel has"

@@ -239,7 +239,7 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     if source.config.unknown and group.rank == 0 and not source.outline:
         from rollout.models.start_check import check_start
 
-        check_start(source.config, whole, source.folder, stored, source.settings.random_seed)
+        check_start(source.config, whole, source.folder, stored, source.settings.constants.random_seed)
     drafted: dict[str, StoredTensor] = {}
     if source.draft is not None:
         draft, drafted = read_draft(source.draft, spec, source.random)
@@ -253,7 +253,7 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     group.prepare(spec.hidden, source.dtype)
     model = Decoder(spec, source.dtype, device, experts, group)
     if source.random:
-        fill_random(model, source.settings.random_seed, whole, source.progress)
+        fill_random(model, source.settings.constants.random_seed, whole, source.progress)
     else:
         copy_tensors(tensors, model.hf_views(), source.progress)
         if model.draft is not None and source.draft is not None:
@@ -389,7 +389,7 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
         if not source.random:
             check_tensors(source.folder, tensors, regions, architecture)
         _check_memory(own.values(), source.folder, device)
-        seed = source.settings.random_seed if source.random else None
+        seed = source.settings.constants.random_seed if source.random else None
         module = make_module(cls, config, dtype, device, seed)
         model = TransformersModel(module, max_positions(config))
         if not source.random:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import torch
 
 from rollout.config import Settings
 from rollout.engine.build import build_follower, sleeping_memory
@@ -30,7 +29,7 @@ from rollout.models import load_model
 from rollout.process.compiling import watch_compilations
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
-from rollout.process.python_lock import hand_over_soon
+from rollout.process.threads import hand_over_soon, set_cpu_threads
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.beat import Beat, DeviceProgress
 from rollout.ranks.copies import FollowerCopies
@@ -167,7 +166,7 @@ def follow(told: dict[str, Any]) -> None:
     start = StartProgress(report)
     try:
         watch_compilations()
-        torch.set_num_threads(settings.model.cpu_threads)
+        set_cpu_threads()
         hand_over_soon()  # the thread of updates must not hold back the launch of a step
         device = make_device(rank_device(settings.model.device, rank))
         start.enter(CONNECTING)

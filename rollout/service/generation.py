@@ -210,8 +210,8 @@ class Generation:
         stored = self.store.get((client, target))
         if stored is None:
             raise NotFound(
-                f"there is no result of {target!r}: it was acknowledged or dropped; report before 'ack', and raise "
-                "service.max_results_bytes if the worker drops results too early",
+                f"there is no result of {target!r}: it was acknowledged or dropped; report before 'ack', and "
+                "before many later results push it out",
                 field="target",
             )
         return stored

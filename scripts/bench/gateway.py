@@ -42,7 +42,7 @@ from rollout.engine.inspect import Inspector
 from rollout.engine.kv.allocator import pages_for
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
-from rollout.process.python_lock import SWITCH_INTERVAL_S
+from rollout.process.threads import SWITCH_INTERVAL_S
 from rollout.service.outbox import Outbox
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, Server

@@ -134,9 +134,7 @@ def main() -> None:
     bandwidth = read_bandwidth()
     model = load_random(args.shape, device.torch_device, layers=args.layers).model
     settings = Settings(
-        engine=EngineSettings(
-            max_rows=max(args.rows), max_context_tokens=args.prompt + 512, kv_memory_fraction=0.5, fused_experts=True
-        )
+        engine=EngineSettings(max_rows=max(args.rows), max_context_tokens=args.prompt + 512, kv_memory_fraction=0.5)
     )
     with stage("preparing decode steps") as advance:
         engine = build_engine(settings, device, model, local_links(settings, lambda events: None), progress=advance)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.initialization import no_init_weights
 
-from rollout.config import ModelSettings
+from rollout.config import ModelConstants, ModelSettings
 from rollout.models import load_model
 from rollout.models.cut import kept_values
 from rollout.models.decoder import Decoder
@@ -161,7 +161,8 @@ def load_fallback(folder: Path, dtype: str, device: str) -> LanguageModel:
 def make_model(config: dict[str, Any], dtype: str, device: str, folder: Path, seed: int = 0) -> Decoder:
     """Our model of a config.json, with random weights; `folder` gets the config alone."""
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    settings = ModelSettings(path=str(folder), load_format="random", dtype=dtype, device=device, random_seed=seed)  # type: ignore[arg-type]
+    constants = ModelConstants(random_seed=seed)
+    settings = ModelSettings(path=str(folder), load_format="random", dtype=dtype, device=device, constants=constants)  # type: ignore[arg-type]
     model = load_model(settings, torch.device(device)).model
     assert isinstance(model, Decoder), "a native family"
     _make_less_tame(model, seed)

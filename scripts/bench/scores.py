@@ -138,7 +138,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     context = max(args.prompt + args.new, args.long + 1)
     pages = max(max(args.rows) * (-(-(args.prompt + args.new) // 16) + 1), -(-args.long // 16) + 1) + 2
     engine_settings = EngineSettings(
-        max_rows=max(args.rows), max_context_tokens=context, kv_pages=pages, prefix_cache=False, fused_experts=True
+        max_rows=max(args.rows), max_context_tokens=context, kv_pages=pages, prefix_cache=False
     )
     settings = Settings(engine=engine_settings)
     engine = build_engine(settings, device, loaded.model, local_links(settings, SimpleQueue[Any]().put))

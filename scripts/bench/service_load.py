@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.config import EngineSettings, ServiceSettings, Settings
+from rollout.config import EngineSettings, ServiceConstants, ServiceSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv.allocator import pages_for
@@ -46,7 +46,7 @@ from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
 from rollout.process.garbage_collection import collect_and_freeze
-from rollout.process.python_lock import SWITCH_INTERVAL_S
+from rollout.process.threads import SWITCH_INTERVAL_S
 from rollout.service.outbox import Outbox
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, ServedText, Server
@@ -182,7 +182,8 @@ def _settings(load: Load, context: int) -> Settings:
         prefill_chunk_tokens=8 * load.known,
         prefix_cache=False,
     )
-    return Settings(engine=engine, service=ServiceSettings(bind="tcp://127.0.0.1:0", max_results_bytes=64 << 20))
+    constants = ServiceConstants(max_results_bytes=64 << 20)
+    return Settings(engine=engine, service=ServiceSettings(bind="tcp://127.0.0.1:0", constants=constants))
 
 
 def make_engine(settings: Settings, links: Links, step_s: float) -> tuple[Engine, Commits]:

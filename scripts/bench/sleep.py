@@ -118,7 +118,6 @@ def settings_of(args: argparse.Namespace, sleep: bool) -> Settings:
         prefill_chunk_tokens=min(2048, context),
         kv_pages=args.kv_pages,
         kv_memory_max_gib=args.kv_gib,
-        fused_experts=True,
         prefix_cache=False,
         sleep=sleep,
         host_kv_gib=args.host_kv_gib if sleep else 0.0,

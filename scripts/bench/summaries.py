@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.bench.output import DEFAULT_FOLDER
 
@@ -96,14 +96,23 @@ def figure(cell: Cell) -> str:
     return f"{cell:.{max(1, digits)}f}"
 
 
-def source(name: str, folder: Path = DEFAULT_FOLDER) -> str:
-    """How a summary was measured, as Markdown: file, machine, day, peer, what else is to say, and the command."""
+class Source(NamedTuple):
+    """How a summary was measured. `when` has the day or the times of the runs, with the peers."""
+
+    file: str
+    machine: str
+    when: str
+    note: str
+    command: str
+
+
+def source(name: str, folder: Path = DEFAULT_FOLDER) -> Source:
+    """The source of a summary."""
     data = summary(name, folder)
-    file = f"`{name}.json`" if (folder / f"{name}.json").exists() else f"`{name}.jsonl`"
-    facts = [*filter(None, [_machine(data), *_days(data, rows(name, folder)), data.get("note")])]
+    file = f"{name}.json" if (folder / f"{name}.json").exists() else f"{name}.jsonl"
     command = data.get("command") or next((fact["command"] for fact in data.get("facts", ()) if "command" in fact), "")
-    shown = f" `{shown_command(command)}`" if command else ""
-    return f"{file}: {'; '.join(facts)}.{shown}"
+    when = "; ".join(_days(data, rows(name, folder)))
+    return Source(file, _machine(data), when, data.get("note", ""), shown_command(command))
 
 
 def shown_command(command: str) -> str:

@@ -1210,5 +1210,18 @@ def _table(table: Table, known: set[str]) -> list[str]:
             raise ValueError(f"{table.title}: {len(cells)} cells below {len(table.head)} heads")
         lines.append(f"| {' | '.join(map(figure, cells))} |")
     names = dict.fromkeys(table.files)
-    sources = [f"- `{name}`: as above" if name in known else f"- {source(name)}" for name in names]
-    return [f"## {table.title}", "\n".join(lines), *filter(None, [table.note, "\n".join(sources)])]
+    return [f"## {table.title}", "\n".join(lines), *filter(None, [table.note, *_sources(names, known)])]
+
+
+def _sources(names: Iterable[str], known: set[str]) -> list[str]:
+    """A table of the summaries, and their commands."""
+    again = [f"`{name}`" for name in names if name in known]
+    found = [source(name) for name in names if name not in known]
+    lines = ["| summary | on | when | remarks |", "|---|---|---|---|"]
+    lines += [f"| `{each.file}` | {each.machine} | {each.when} | {each.note} |" for each in found]
+    commands = [each.command for each in found if each.command]
+    return [
+        f"Measured as above: {', '.join(again)}." if again else "",
+        "\n".join(lines) if found else "",
+        "\n".join(["```", *commands, "```"]) if commands else "",
+    ]

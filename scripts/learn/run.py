@@ -115,7 +115,7 @@ def worker_flags(recipe: Recipe, task: Task, device: str, out: Path) -> dict[str
         "kv_on_swap": recipe.kv_on_swap,
         "speculation": recipe.speculation,
         "speculation_rows": min(4096, 3 * rows),
-        "cpu_threads": 1 if on_gpu else max(1, torch.get_num_threads() // 2),
+        "env": None if on_gpu else {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // 2))},
         "jsonl": out / "worker.jsonl",
         "interval_s": 1.0,
         "log_file": out / "worker.log",

@@ -37,7 +37,7 @@ def compile_only(folder: Path, monkeypatch: pytest.MonkeyPatch, mtp: Any = "unus
     executor, slot = bench.engine.executor, bench.engine.pipeline.acquire()
     fill_with_dirt()
     with pretended_gpu(monkeypatch) as launched, zeroed_tensors():
-        executor.step.forward = make_forward(model, True, False)  # the one of a GPU
+        executor.step.forward = make_forward(model, False)  # the one of a GPU
         rehearse(executor, slot, ROWS, CHUNK, context, ROWS)
         DecodeGraphs(executor.step, executor.compute, context, ROWS).warm_up(slot)
     executor.close()

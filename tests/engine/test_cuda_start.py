@@ -152,7 +152,7 @@ def test_models_without_fused_kernels_are_captured_too(folders):
 
     model = load(folders[0], "cuda")
     bench = Bench(model, make_device("cuda"))
-    assert capturable(model, False) and bench.engine.executor.graphs is not None
+    assert capturable(model) and bench.engine.executor.graphs is not None
     bench.close()
 
 

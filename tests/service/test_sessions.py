@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.config import ServiceSettings
 from rollout.engine.messages.to_engine import Cancel, EndSession, Prefetch
 from rollout.engine.messages.to_service import Done, Failed, Rejected
 from tests.support.service.harness import serving
@@ -133,11 +132,6 @@ def test_status_has_the_sessions(bench, client):
     counts = dict.fromkeys(("holding", "pages", "turns", "hits", "reused_tokens", "evicted"), 0)
     assert found["sessions"] == counts | {"room": None}
     assert {"session", "end_session"} <= set(found["capabilities"])
-
-
-def test_a_lease_beyond_its_limit_is_a_wrong_setting():
-    with pytest.raises(ValueError, match="session_lease_s"):
-        ServiceSettings(session_lease_s=3601.0)
 
 
 # --- hints ---

@@ -237,7 +237,11 @@ def test_numbers_of_a_paragraph_are_counted_outside_of_tables_and_code():
     assert [len(numbers(paragraph)) for paragraph in paragraphs(page)] == [3, 1, 3]
 
 
-@pytest.mark.parametrize("page", BY_HAND, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page",
+    [*BY_HAND, *sorted(DOCS.glob("benchmarks/*.md")), *sorted(DOCS.glob("reference/*.md"))],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
 def test_no_paragraph_is_full_of_numbers(page: Path):
     full = [text for text in paragraphs(prose(page)) if len(numbers(text)) > MOST_NUMBERS]
     assert not full

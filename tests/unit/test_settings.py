@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.config import EngineConstants, EngineSettings, ServiceConstants, Settings
+from rollout.config import EngineConstants, EngineSettings, ModelConstants, ServiceConstants, Settings
 from rollout.config.gateway_settings import GatewayFile
 from rollout.config.retired import RETIRED
 from rollout.config.section import Section
@@ -163,7 +163,9 @@ def test_every_setting_has_a_description_and_one_spelling_in_each_source():
         for section, field in Settings.model_fields.items()
         for name in getattr(field.annotation, "model_fields", {"": None})
     }
-    assert {key.path for key in keys} == declared - {"engine.constants", "service.constants"}
+    assert {key.path for key in keys} == declared - {
+        f"{section}.constants" for section in ("engine", "model", "service")
+    }
 
 
 def test_a_flag_is_the_bare_name_and_has_its_section_only_on_a_clash():
@@ -210,15 +212,17 @@ def test_no_setting_has_the_name_or_the_flag_of_one_that_is_none_any_more():
 
 
 def test_what_holds_now_is_what_the_code_has():
-    constants = {f"engine.{name}": value for name, value in EngineConstants()} | {
-        f"service.{name}": value for name, value in ServiceConstants()
-    }
+    groups = {"engine": EngineConstants(), "model": ModelConstants(), "service": ServiceConstants()}
+    constants = {f"{section}.{name}": value for section, group in groups.items() for name, value in group}
     constants |= {"engine.compile_threads": COMPILE_THREADS, "engine.stop_check_every": STOP_CHECK_EVERY}
     words = {
         "engine.mask_threads",
         "engine.sleep_rows",
         "engine.sleep_requests",
         "engine.fair_queue",
+        "engine.fused_experts",
+        "model.cpu_threads",
+        "metrics.timeline",
     }  # without a number
     words |= {"metrics.wandb_dir", "metrics.wandb_group", "metrics.wandb_name"}
     elsewhere = {"metrics.timeline_steps", "service.heartbeat_s", "engine.stall_s"}

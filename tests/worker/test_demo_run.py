@@ -36,7 +36,7 @@ def test_the_demo_passes_and_leaves_its_records(tmp_path: Path) -> None:
     for row in report["completions"]:
         assert row["error"] is None and [version for version, _ in row["versions"]] == [0, 1]
         assert sum(count for _, count in row["versions"]) == row["tokens"] == TOKENS
-    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "trace.png").read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["final"] and lines[-1]["weights/version"] == 1
     assert lines[-1]["kv/prefix_hit_pct"] >= 0 and lines[-1]["weights/swap_pause_ms"] > 0

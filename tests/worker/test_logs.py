@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rollout.config import EngineConstants
 from rollout.engine.inspect import LAST_STEPS
 from tests.support.worker.harness import launch, until
 from trainer_bridge.client.blocking import RolloutClient
@@ -25,7 +26,7 @@ COLUMNS = {
 }
 STEPS = 400
 SETTINGS: dict[str, dict[str, Any]] = {
-    "faulty": {"max_faults": 1, "log_format": "json", "wandb": True},
+    "faulty": {"log_format": "json", "wandb": True},
     "hanging": {"stall_exit_s": 5.0, "log_format": "json"},
     "text": {},
 }
@@ -85,20 +86,24 @@ def check_block(line: dict[str, Any], name: str, last_states: set[str]) -> None:
 @pytest.mark.nightly
 def test_a_fault_that_is_recovered_from_and_one_that_is_not_print_the_last_steps(start: Callable) -> None:
     worker, folder = start("faulty")
-    fail(worker, folder, "device", "first")
+    repaired = EngineConstants().max_faults
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
-        until(lambda: client.status()["faults"] == 1, "the fault to be counted")
-    fail(worker, folder, "commit", "second")
+        for count in range(1, repaired + 1):
+            fail(worker, folder, "device", f"fault {count}")
+            until(lambda count=count: client.status()["faults"] == count, "the fault to be counted")  # type: ignore[misc]
+    fail(worker, folder, "commit", "last")
     until(lambda: worker.returncode is not None, "the end")
     lines = told(worker)
-    first, second = (line for line in lines if "steps" in line)
-    check_block(first, "first", {"in flight", "launching"})
-    check_block(second, "second", {"in flight"})
-    assert "RuntimeError: device" in first["trace"] and "AssertionError: commit" in second["trace"]
-    (whole,) = (line for line in lines if "faults" in line and "version" in line)
-    assert (whole["version"], whole["faults"]) == (0, 1)
-    (last,) = (line for line in lines if "max_faults" in line)
-    assert (last["faults"], last["max_faults"]) == (2, 1)
+    *recovered, last = (line for line in lines if "steps" in line)
+    for count, line in enumerate(recovered, start=1):
+        check_block(line, f"fault {count}", {"in flight", "launching"})
+        assert "RuntimeError: device" in line["trace"]
+    check_block(last, "last", {"in flight"})
+    assert len(recovered) == repaired and "AssertionError: commit" in last["trace"]
+    whole = [(line["version"], line["faults"]) for line in lines if "faults" in line and "version" in line]
+    assert whole == [(0, count) for count in range(1, repaired + 1)]
+    (end,) = (line for line in lines if "max_faults" in line)
+    assert (end["faults"], end["max_faults"]) == (repaired + 1, repaired)
 
 
 @pytest.mark.nightly

@@ -442,11 +442,10 @@ def flags_of_workers(
 
 
 def test_workers_do_not_share_a_file_or_a_name(tmp_path: Path) -> None:
-    metrics = {"jsonl": "runs/m.jsonl", "timeline": "t.png", "metrics_port": 9400}
+    metrics = {"jsonl": "runs/m.jsonl", "metrics_port": 9400}
     flags = flags_of_workers(tmp_path, metrics, wandb={"WANDB_NAME": "job"})[1]
     for pair in (
         ("--jsonl", "runs/m-1.jsonl"),
-        ("--timeline", "t-1.png"),
         ("WANDB_NAME", "job-1"),
         ("--metrics-port", "9401"),
     ):

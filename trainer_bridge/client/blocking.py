@@ -35,22 +35,20 @@ _Value = TypeVar("_Value")
 class RolloutClient(ClientFace):
     """Sends requests to one or several workers. Not thread-safe.
 
-    `docs/reference/client.md` says which worker gets a request. `add` and `remove` change the endpoints at any time.
-
     Args:
         endpoints: The workers' request sockets.
         client: A name by which workers know this client across connections.
-        timeout_s: Seconds until `RolloutTimeout`, for requests without their own. None: no limit.
+        timeout_s: Seconds until `RolloutTimeout`, for requests without their own.
         connect_timeout_s: Seconds until an unreachable endpoint raises `ConnectionLost`. None: 30, or 3 if it refuses
             connections.
-        curve: Keys for workers that use CURVE. A worker that does not accept them raises `AccessRefused`.
+        curve: Keys for workers that use CURVE. Wrong ones raise `AccessRefused`.
         resume: Continue a request whose worker is lost, fails or ends, at any endpoint.
-        resume_timeout_s: Seconds without a worker before a completion raises `ResumeFailed`.
+        resume_timeout_s: Seconds without a worker before `ResumeFailed`.
         resume_max_faults: Lost workers in a row without a new token before `ResumeFailed`.
         journal: A file of requests, tokens and results; turns `resume` on.
         journal_fsync: When the client waits for the disk: `never`, at `results`, or `always`.
-        acknowledge: The worker drops a result once the client has it. None: True, but False for a client with a name
-            and without a journal, which calls `ack`.
+        acknowledge: The worker drops a result once the client has it. None: unless the client has a name and no
+            journal; then call `ack`.
         heartbeat_s: Seconds between heartbeats. A worker that hangs is lost after at most four.
     """
 
@@ -80,8 +78,7 @@ class RolloutClient(ClientFace):
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
         """The completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
 
-        With `stream` it returns an iterator of chunks, or of completions as they end. An interrupted call (a time-out,
-        Ctrl-C) cancels the request.
+        With `stream` an iterator of chunks, or of completions as they end. An interrupted call cancels the request.
         """
         call = self._core.generate(plan_request(prompt, fields, stream))
         return Stream(self, call, stream) if stream else self._run(calls.finish, call)
@@ -96,19 +93,19 @@ class RolloutClient(ClientFace):
     ) -> list[GenerateResult]:
         """Results of many requests, in their order.
 
-        A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. `timeout_s` starts
-        when a request is sent. The first error cancels the rest and is raised. A full queue delays a request.
+        A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. The first error
+        cancels the rest and is raised. A full queue delays a request.
         """
         return self._run(calls.generate_many, plan_batch(requests, common), max_in_flight, progress)
 
     def generate_as_completed(
         self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
     ) -> Generator[Settled, None, None]:
-        """Each outcome of `generate_many`, result or error, as it comes. Closing the iterator cancels the rest."""
+        """Each outcome of `generate_many` as it comes. Closing the iterator cancels the rest."""
         return self._settle(plan_batch(requests, common), max_in_flight)
 
     def session(self, name: str | None = None, *, lease_s: float | None = None) -> Session:
-        """A conversation whose KV the worker keeps for `lease_s` seconds after a turn; None: the worker's setting."""
+        """A conversation whose KV the worker keeps for `lease_s` seconds after a turn; None: 300."""
         return Session(self, self._core.next_id() if name is None else name, lease_s)
 
     # --- coming back --------------------------------------------------------------------------------------------------
@@ -133,18 +130,18 @@ class RolloutClient(ClientFace):
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[AttachFields],
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
-        """Wait for the result of the request `target` of this `client` name, also of an earlier connection.
+        """The result of the request `target` of this `client` name, also of an earlier connection.
 
         With `stream` the new stream continues after `partials`. Interrupting the call does not cancel the request.
-        Raises `NotFound` if the worker does not know the request or has dropped its result.
+        Raises `NotFound` if the worker has no such request or result.
         """
         call = self._core.attach(target, stream, fields)
         return Stream(self, call, stream) if stream else self._run(calls.finish, call)
 
     def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
-        """Have the workers drop results that the caller has stored; unknown ids are ignored.
+        """Have the workers drop results; unknown ids are ignored.
 
-        Raises `BadRequest` if a request is in flight; its worker then drops none.
+        Raises `BadRequest`, and drops none, if a request is in flight.
         """
         self._run(calls.control, "ack", endpoint, None, targets=list(targets))
 
@@ -158,19 +155,17 @@ class RolloutClient(ClientFace):
     ) -> Mismatch:
         """Compare a trainer's own log-probs of a result (or its id) with the worker's.
 
-        `logprobs` has a row for each completion, in order (None: not known) or by index: float32 [tokens], defined as
-        `Completion.logprobs`; NaN: not known. The worker must still have the result: use a client with a name or
-        `acknowledge=False`, and `ack` afterwards. Raises `NotFound` for a dropped result, `BadRequest` for a row of the
-        wrong length, ValueError for values that cannot be sent.
+        `logprobs` has a row for each completion, in order or by index: float32 [tokens], as `Completion.logprobs`; None
+        and NaN: not known. The worker must still have the result: use a client with a name or `acknowledge=False`, and
+        `ack` afterwards. Raises `NotFound` for a dropped result, `BadRequest` for a row of the wrong length.
         """
         return self._run(calls.report, target, logprobs, endpoint, timeout_s)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
     def cancel(self, target: str, *, endpoint: str | None = None) -> None:
-        """End a request with the tokens it has. Raises `NotFound` if no worker knows it.
-
-        `target` is the id of a request of this client, or of one with the same `client` name.
+        """End a request of this `client` name, by its id, with the tokens it has. Raises `NotFound` if no worker knows
+        it.
         """
         self._run(calls.cancel, target, endpoint)
 
@@ -193,7 +188,7 @@ class RolloutClient(ClientFace):
         return self._run(calls.prefetch, prompt, endpoint, timeout_s, fields)
 
     def status(self, endpoint: str | None = None) -> Status:
-        """A worker's `state`, `weights_version`, `rows`, ...: the protocol's `status`."""
+        """A worker's `status`, a map."""
         return self._run(calls.status, endpoint)
 
     def statuses(self) -> dict[str, Status]:
@@ -221,7 +216,7 @@ class RolloutClient(ClientFace):
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Release the device's memory until `wake`: the protocol's `sleep`. Returns the replies."""
+        """Release the device's memory until `wake`; returns the replies."""
         return self._run(
             calls.control, "sleep", endpoint, timeout_s, **given(level=level, mode=mode, requests=requests)
         )
@@ -248,7 +243,7 @@ class RolloutClient(ClientFace):
     def control(
         self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
     ) -> list[dict[str, Any]]:
-        """Send any control message of the protocol to one endpoint or all; returns their replies in order."""
+        """Send a control message of the protocol to one endpoint or all; returns their replies in order."""
         return self._run(calls.control, op, endpoint, timeout_s, **fields)
 
     def close(self) -> None:
@@ -347,7 +342,7 @@ class Stream(StreamView, Generic[_Item]):
 
 
 class Session(SessionView):
-    """Turns of one conversation, one at a time. Each turn sends `id` and `lease_s`."""
+    """Turns of one conversation, one at a time."""
 
     _client: RolloutClient
 

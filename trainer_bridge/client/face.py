@@ -54,22 +54,22 @@ class ClientFace(ProcessBound):
         return tuple(self._core.endpoints)
 
     def add(self, endpoint: str) -> None:
-        """Add a worker. It gets requests once its weights are as new as the other workers' weights.
+        """Add a worker. It gets requests once its weights are as new as the others'.
 
-        Cancels a removal of the same endpoint. Raises ValueError for one that is there already.
+        Raises ValueError for an endpoint that is there already.
         """
         self._core.add(endpoint)
 
     def remove(self, endpoint: str, mode: Literal["drain", "now"] = "drain") -> None:
-        """Send nothing new to a worker; returns at once. Its sessions continue on other workers.
+        """Send nothing new to a worker, which goes on itself; returns at once. Its sessions continue elsewhere.
 
-        With `drain` its requests in flight end there; with `now` they fail with `ConnectionLost`, or continue on other
-        workers if this client resumes. The worker itself goes on. Raises ValueError for the last endpoint.
+        With `drain` its requests end there; with `now` they raise `ConnectionLost`, or continue elsewhere if this
+        client resumes. Raises ValueError for the last endpoint.
         """
         self._core.remove(endpoint, mode)
 
     def end_session(self, session: str) -> None:
-        """Free a session's KV on its worker, without waiting. A later turn may go to another endpoint."""
+        """Free a session's KV, without waiting."""
         self._core.end_session(session)
 
     def forget(self, ids: Iterable[str]) -> None:

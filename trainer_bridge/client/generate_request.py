@@ -28,14 +28,14 @@ _HALF = "\ufffd"  # what a text ends with whose last token is half a character; 
 class GenerateFields(SamplingFields, total=False):
     """The keyword arguments of `generate`, and the keys of a request of `generate_many`.
 
-    They are the fields of the protocol's `generate`; None is not sent. Besides:
+    They are the fields of the protocol's `generate`, and:
 
     - The sampling rules, `seed` and `logit_bias` may also stand outside of `sampling`.
     - `stop` may also be a string, a token id, or a list of either; `continue_from` a `Completion`.
-    - The client takes `endpoint` (absent: the least loaded one), `request_id` (absent: made up) and `timeout_s`
-      (seconds until `RolloutTimeout`; absent: the client's).
+    - `endpoint` (absent: the least loaded one), `request_id` (absent: made up), `timeout_s` (seconds until
+      `RolloutTimeout`; absent: the client's).
 
-    An unknown name raises TypeError, a value that cannot be sent ValueError.
+    An unknown name raises TypeError, a wrong value ValueError.
     """
 
     # instead of a prompt

@@ -65,7 +65,7 @@ def start_worker(
 
     `flags` become command line flags: `max_rows=8` is `--max-rows 8`, True is `--flag`, False is `--no-flag`, None is
     left out; `args` are appended. `env` adds to the environment (None removes). Without `log_file` the log is in a
-    temporary folder. With `wait=False`, call `wait_ready` later. `progress` shows the stages of a long start on stderr.
+    temporary folder. With `wait=False`, call `wait_ready` later. `progress` shows the stages of the start on stderr.
     `stop` needs `curve` for a worker with CURVE. Raises `WorkerFailed`.
     """
     scratch = ScratchFolder("worker")
@@ -136,10 +136,9 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
 
 
 class WorkerProcess(ProcessBound):
-    """A worker that `start_worker` started. It is killed when this object is deleted, at the latest when the job ends.
+    """A worker that `start_worker` started; with `workers=N` a supervisor and N workers, `endpoint` is the first one's.
 
-    With `workers=N` it is a supervisor and its N workers; `endpoint` is the first one's. Leaving a `with` block ends
-    the worker at once; call `stop` first to let requests finish.
+    It ends at once when a `with` block ends, this object is deleted, or the job ends; `stop` lets requests finish.
     """
 
     _instead = "end the worker in its process, and pass its endpoints"
@@ -218,7 +217,7 @@ class WorkerProcess(ProcessBound):
         return self._ready[name]
 
     def wait_ready(self, timeout_s: float = 900.0) -> None:
-        """Return once the worker can serve. Raises `WorkerFailed` if it ends before that, or takes longer."""
+        """Return once the worker can serve. Raises `WorkerFailed`."""
         deadline = time.monotonic() + timeout_s
         while self._ready is None:
             self._ready = self._read_ready()
@@ -254,10 +253,7 @@ class WorkerProcess(ProcessBound):
         return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
 
     def stop(self, mode: Literal["drain", "now"] = "drain", timeout_s: float = 60.0) -> int:
-        """End the worker as `RolloutClient.shutdown` does, and return its exit status.
-
-        A worker that has not ended after `timeout_s` is terminated, then killed.
-        """
+        """End the worker as `RolloutClient.shutdown` does, after `timeout_s` by signals; returns its exit status."""
         deadline = time.monotonic() + timeout_s
         if self.returncode is None and self._ready is not None:
             if "workers" in self._ready:
@@ -291,7 +287,7 @@ class WorkerProcess(ProcessBound):
             pass
 
     def kill(self) -> int:
-        """Kill the worker's process group, remove its temporary folder, and return the exit status."""
+        """Kill the worker, remove its temporary folder, and return the exit status."""
         self._end()
         return self._process.wait()
 

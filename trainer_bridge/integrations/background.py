@@ -51,9 +51,9 @@ class BackgroundFuture(ProcessBound, Future[_Value]):
 
 
 class BackgroundClient(ProcessBound):
-    """`RolloutClient` for any thread, with the same arguments: its methods return futures at once.
+    """`RolloutClient` for any thread: `generate` and `generate_many` return futures of `concurrent.futures`.
 
-    They are futures of `concurrent.futures` and raise the client's errors. Cancelling a future cancels its requests.
+    They raise the client's errors. Cancelling a future cancels its requests.
     """
 
     _instead = MAKE_CLIENTS
@@ -82,13 +82,7 @@ class BackgroundClient(ProcessBound):
         return self._run(self._client.generate_many(requests, max_in_flight=max_in_flight, **common))
 
     def run(self, job: Callable[[AsyncRolloutClient], Coroutine[Any, Any, _Value]]) -> Future[_Value]:
-        """Run a coroutine of yours with the asynchronous client in the thread: conversations, tools, environments.
-
-            async def talk(client):
-                async with client.session() as session:
-                    ...
-
-            future = client.run(talk)
+        """Run a coroutine function of yours in the thread, with the asynchronous client as its argument.
 
         It must not block the thread. Cancelling the future cancels the coroutine, and its requests at the worker.
         Raises TypeError if `job` is not a function that makes a coroutine.

@@ -70,8 +70,6 @@ class _Change:
 class WeightPublisher(ProcessBound):
     """Publishes weights to one or several workers. Closing it ends unfinished updates: wait for `applied` first.
 
-    Python closes an open publisher when it exits; with `collective` this waits up to `begin_s` for the other ranks.
-
     Args:
         endpoints: The workers' request sockets.
         transport: `cuda_ipc`, `nccl`, `shm`, `zmq`, `disk`; or `auto`: the first of the first four that works.
@@ -82,10 +80,10 @@ class WeightPublisher(ProcessBound):
         stall_s: Seconds without progress after which a transfer fails.
         apply_s: Seconds from commit until a worker uses the weights, with the longest delay by `recompute_fraction`.
         curve: Keys for workers that use CURVE.
-        keep: Keep the last update in host memory for workers that restart or are stale. This includes an update that
-            failed because workers were lost; its version cannot be used again.
+        keep: Keep the last update in host memory for workers that restart or are stale, also if it failed because
+            workers were lost; its version cannot be used again.
         collective: Every rank of torch.distributed's default group makes a publisher, and calls `publish` with its part
-            (DTensors, as in FSDP2's `state_dict`) and `close`. Transfers do not use the default group.
+            (DTensors, as in FSDP2's `state_dict`) and `close`, which waits up to `begin_s` for the other ranks.
     """
 
     #: How updates are laid out and packed.
@@ -150,10 +148,9 @@ class WeightPublisher(ProcessBound):
         current CUDA stream. They must not change before `held`. Raises ValueError for tensors that cannot be sent,
         `WeightsRejected` for a version or names that no worker can accept.
 
-        Tied embeddings may have both names. Correction biases of routers may be left out and keep their values. Tensors
-        that text does not need (`mtp.*`, `visual.*`) are dropped. Tensors of a draft model are `draft.NAME`, by the
-        names of its checkpoint without `d2t` and `t2d`; a layer for multi-token prediction has its own names. An update
-        may have all, some or none of them.
+        Tied embeddings may have both names. Correction biases of routers may be left out. Tensors that text does not
+        need (`mtp.*`, `visual.*`) are dropped. An update may have all, some or none of a draft model's tensors:
+        `draft.NAME`, without `d2t` and `t2d`; a layer for multi-token prediction has its own names.
 
         With `adapter` the tensors are a LoRA adapter's, from PEFT's `get_peft_model_state_dict`, with PEFT's
         `LoraConfig` or a map of its fields; the version is the adapter's own. `keep` does not keep adapters.

@@ -47,7 +47,7 @@ class RolloutError(Exception):
 
 
 class BadMessage(RolloutError, code="bad_message"):
-    """The worker could not read the message: not msgpack, too large, another protocol version."""
+    """The message is not msgpack, too large, or of another protocol version."""
 
 
 class BadRequest(RolloutError, code="bad_request"):
@@ -67,11 +67,11 @@ class Duplicate(RolloutError, code="duplicate"):
 
 
 class NotFound(RolloutError, code="not_found"):
-    """The worker does not know the request or session that `cancel`, `attach`, `report` or `fork` names."""
+    """The worker does not know the request or session that the message names."""
 
 
 class MediaNeeded(RolloutError, code="media_needed"):
-    """The worker lacks images that the request names by hash (`need`): send their pixels. The clients do so."""
+    """The worker lacks images that the request names by hash (`need`); the client sends their pixels."""
 
 
 class WeightsRejected(RolloutError, code="weights_rejected"):
@@ -79,7 +79,7 @@ class WeightsRejected(RolloutError, code="weights_rejected"):
 
 
 class WeightsReplaced(WeightsRejected, code="weights_replaced"):
-    """A newer update took the place of these weights while they waited to be applied."""
+    """A newer update took the place of these weights while they waited."""
 
 
 class Unavailable(RolloutError, code="unavailable"):
@@ -95,7 +95,7 @@ class ConnectionLost(RolloutError, code="connection_lost"):
 
 
 class AccessRefused(RolloutError, code="access_refused"):
-    """The worker refuses this client: its CURVE keys are missing, wrong, or not in the worker's list."""
+    """The client's CURVE keys are missing, wrong, or not in the worker's list."""
 
 
 class RolloutTimeout(RolloutError, TimeoutError, code="timeout"):
@@ -115,7 +115,7 @@ UNANSWERED = (ConnectionLost, RolloutTimeout)
 class ResumeFailed(RolloutError, code="resume_failed"):
     """No worker continued the request in time, or too many were lost in a row without a new token.
 
-    `__cause__` is the last error; `partials` are the completions so far, for `continue_from`.
+    `__cause__` is the last error.
     """
 
 
@@ -124,7 +124,7 @@ class JournalFailed(RolloutError, code="journal_failed"):
 
 
 class ProtocolError(RolloutError, code="protocol_error"):
-    """A reply breaks the protocol: it cannot be read, a field is missing, or a stream has a gap."""
+    """A reply cannot be read, lacks a field, or a stream has a gap."""
 
 
 def from_reply(header: Mapping[str, Any]) -> RolloutError:

@@ -41,17 +41,15 @@ Outputs = Mapping[str, Any]
 _NO_OUTPUTS: Outputs = {}
 
 
-def make_forward(
-    model: LanguageModel, fused_experts: bool, deterministic: bool
-) -> LanguageModel | FusedDecoder | DecoderWithFusedExperts:
+def make_forward(model: LanguageModel, deterministic: bool) -> LanguageModel | FusedDecoder | DecoderWithFusedExperts:
     """What runs the forwards of a model: the fused kernels where they support it, else the model itself."""
     if not isinstance(model, Decoder):
         return model
-    if supports(model, fused_experts):
+    if supports(model):
         return FusedDecoder(model, deterministic)
     if model.embed.is_cuda:
-        reason = obstacle(model, fused_experts)
-        if experts_alone(model, fused_experts):
+        reason = obstacle(model)
+        if experts_alone(model):
             name = model.spec.architecture
             log.warning("%s runs by torch, and only its experts by the fused kernels: %s", name, reason)
             return DecoderWithFusedExperts(model)

@@ -50,7 +50,7 @@ def untold(done: int, total: int) -> None:
     """No-op: nobody is shown the progress."""
 
 
-def capturable(model: LanguageModel, fused_experts: bool) -> bool:
+def capturable(model: LanguageModel) -> bool:
     """True if a decode step of this model needs no value from the device on the host, and there is a GPU.
 
     A block that reads such a value (`Block.reads_host`) must be fused: the generic experts ask the device how many
@@ -65,7 +65,7 @@ def capturable(model: LanguageModel, fused_experts: bool) -> bool:
         if obstacle:
             log.warning("decode steps are not captured as CUDA graphs: %s", obstacle)
         return not obstacle
-    fused, alone, dtype = supports(model, fused_experts), experts_alone(model, fused_experts), model.embed.dtype
+    fused, alone, dtype = supports(model), experts_alone(model), model.embed.dtype
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     mixers = [layer.mixer for layer in layers if not (fused and takes_mixer(layer.mixer.spec))]
     others = [layer.feed_forward for layer in layers]

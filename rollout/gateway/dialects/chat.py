@@ -31,7 +31,7 @@ class ChatBody(OpenAiBody):
     """The body of `/v1/chat/completions`."""
 
     ignored: ClassVar = OpenAiBody.ignored | dict.fromkeys(
-        ("separate_reasoning", "stream_reasoning"), "reasoning is always apart from the answer; routers add the field"
+        ("separate_reasoning", "stream_reasoning"), "reasoning is always separate"
     )
     switched_off: ClassVar = OpenAiBody.switched_off | {
         "audio": (None,),

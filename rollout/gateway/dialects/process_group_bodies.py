@@ -60,7 +60,7 @@ class TensorsBody(Body):
     """The body of `/update_weights_from_distributed` and `/areal_set_update_weight_meta`."""
 
     ignored: ClassVar = {
-        "flush_cache": "KV of older weights is used within `engine.max_kv_age` only",
+        "flush_cache": "see `engine.max_kv_age`",
         "torch_empty_cache": "nothing is flushed",
         "abort_all_requests": "an update aborts nothing",
         "selector": "there is one model",
@@ -87,7 +87,7 @@ class TensorsBody(Body):
 class InitInfo(Body):
     """`init_info` of `/init_weight_transfer_engine`: vLLM's NCCL engine."""
 
-    ignored: ClassVar = {"packed_num_buffers": "how many broadcasts are in flight changes nothing on the wire"}
+    ignored: ClassVar = {"packed_num_buffers": "changes nothing on the wire"}
 
     master_address: Address | None = None
     master_port: int | None = Field(None, ge=1, lt=1 << 16)

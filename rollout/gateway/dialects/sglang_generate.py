@@ -107,7 +107,7 @@ class SglangBody(KvFields, ForkField):
     """The body of `/generate`."""
 
     ignored: ClassVar = {
-        "log_metrics": "metrics are always counted; routers add the field",
+        "log_metrics": "metrics are always counted",
         "require_reasoning": "thoughts are found in the tokens; SGLang has it for a budget of thoughts",
     }
     switched_off: ClassVar = {

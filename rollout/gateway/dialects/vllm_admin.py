@@ -48,7 +48,7 @@ class WakeQuery(Query):
 
 
 async def pause(request: HttpRequest[Any]) -> None:
-    """Pause all workers. The mode says whether running requests end with their tokens (abort), end first, or wait."""
+    """Pause all workers in one of three modes."""
     await request.gateway.control.pause(request.body.order)
 
 
@@ -101,7 +101,7 @@ class ResetBody(Body):
     """The body of `/reset_prefix_cache`."""
 
     may_be_empty: ClassVar = True
-    ignored: ClassVar = {"reset_running_requests": "the worker's `kv_on_swap` says what becomes of KV of older weights"}
+    ignored: ClassVar = {"reset_running_requests": "see `engine.kv_on_swap`"}
 
 
 class SessionQuery(Query):
@@ -186,9 +186,9 @@ class UpdateBody(Body):
     """
 
     ignored: ClassVar = {
-        "reset_prefix_cache": "KV of older weights is used within `engine.max_kv_age` only",
-        "clear_cache": "KV of older weights is used within `engine.max_kv_age` only",
-        "flush_cache": "KV of older weights is used within `engine.max_kv_age` only",
+        "reset_prefix_cache": "see `engine.max_kv_age`",
+        "clear_cache": "see `engine.max_kv_age`",
+        "flush_cache": "see `engine.max_kv_age`",
         "abort_all_requests": "an update aborts nothing",
     }
     switched_off: ClassVar = {"load_format": (None, "auto", "safetensors"), "is_async": (None, False)}

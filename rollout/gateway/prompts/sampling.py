@@ -126,7 +126,7 @@ class SamplingBody(Body):
         "vllm_xargs": (None, {}),
     }
     ignored: ClassVar = {
-        "output_kind": "the answer has every token exactly once, streamed or not",
+        "output_kind": "the answer has each token once",
         "spaces_between_special_tokens": "the tokenizer's own rule holds",
         "detokenize": "an endpoint has text or not",
     }

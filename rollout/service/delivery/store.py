@@ -169,7 +169,7 @@ class ResultStore(Store[Stored]):
 
     def __init__(self, settings: ServiceSettings, clock: Callable[[], float]) -> None:
         limits = settings.constants
-        super().__init__(limits.max_results, settings.max_results_bytes, limits.max_results_age_s, clock)
+        super().__init__(limits.max_results, limits.max_results_bytes, limits.max_results_age_s, clock)
 
     def add(self, name: Name, frames: list[bytes], content: bytes, start: Position) -> None:
         """Keep a result, as long as the limits allow. A result that is larger than the store is not kept."""

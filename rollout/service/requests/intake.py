@@ -65,12 +65,12 @@ class Intake:
         constraints: Constraints,
     ) -> None:
         self._limits = settings.constants
-        self._lease_s = settings.session_lease_s
+        self._lease_s = self._limits.session_lease_s
         self._model = model
         self._text = text
         self._constraints = constraints
         self._media_limits = MediaLimits(
-            settings.max_media, self._limits.max_media_patches, model.image_patches, settings.media_store_bytes
+            self._limits.max_media, self._limits.max_media_patches, model.image_patches, settings.media_store_bytes
         )
 
     @property

@@ -264,7 +264,6 @@ def engine_settings(
         "kv_memory_fraction": KV_SHARE,
         "kv_memory_max_gib": None if torch.cuda.is_available() else 0.25,
         "pipeline_depth": depth,
-        "fused_experts": True,
         "routing": routing,
         "adapter_slots": adapters,
         "adapter_rank": ADAPTER_RANK,

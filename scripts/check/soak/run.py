@@ -34,15 +34,13 @@ ONES = Path(__file__).parents[3] / "rollout" / "demo" / "checkpoints" / "ones"
 _JOB_LIMIT_S = 600.0
 _IDLE_LIMIT_S = 60.0
 _LONG_RUN_S = 30.0  # a shorter one has shorter completions
-#: Few rows and pages, so that requests wait and are preempted; a short lease and a small store, so that both limits are
-#: reached.
+#: Few rows and pages, so that requests wait and are preempted; a short lease, so that the limit is reached.
 _FLAGS: dict[str, Any] = {
     "wandb": False,
     "max_rows": 12,
     "max_context_tokens": 18_000,
     "kv_pages": 3000,
     "lease_s": 3.0,
-    "max_results_bytes": 8 << 20,
     "idle_s": 30.0,  # longer than a publisher waits for a worker that is down
     "drain_s": 60.0,
     "max_restarts": 1000,

@@ -56,7 +56,7 @@ def run(bench: Bench, always: bool) -> dict:
 
 
 def test_free_rows_have_the_bits_of_rows_with_masks_and_nothing_is_compiled_for_them(folder, monkeypatch):
-    fields = {**SIZES, "deterministic": True, "fused_experts": True}
+    fields = {**SIZES, "deterministic": True}
     masked = run(Bench(load_bf16(folder), make_device("cuda"), **fields), always=True)
     assert sum(MARK in tokens[:-1] for tokens, *_ in masked.values()) >= 6
     assert [masked[f"budget{i}", 0][0][budget : budget + 2] for i, budget in enumerate((0, 7, 40))] == [[5, 6]] * 3

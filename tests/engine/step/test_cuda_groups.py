@@ -99,7 +99,7 @@ def test_deterministic_bits_do_not_depend_on_who_shares(checkpoint, kv_dtype):
     folder, _ = checkpoint
     runs = []
     for group_attention in (True, False):
-        bench = run(folder, group_attention, deterministic=True, fused_experts=True, kv_dtype=kv_dtype)
+        bench = run(folder, group_attention, deterministic=True, kv_dtype=kv_dtype)
         runs.append({key: (done.token_ids, done.logprobs) for key, done in bench.completions.items()})
         bench.close()
     assert runs[0] == runs[1] and len(runs[0]) == 16

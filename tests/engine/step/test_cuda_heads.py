@@ -76,7 +76,7 @@ def test_its_drafts_by_kernels_are_those_of_torch(folders, monkeypatch):
         model = load_drafted(folders)
         assert model.draft.fused
         model.draft.fused = fused
-        fields = {"deterministic": True, "fused_experts": True, "cuda_graphs": False}
+        fields = {"deterministic": True, "cuda_graphs": False}
         bench = Bench(model, make_device("cuda"), **HEADS, **fields)
         prompts = [prompt_of(60 + 70 * i, i) for i in range(5)]
         with monkeypatch.context() as patch:
@@ -111,7 +111,7 @@ def _by_torch(self, following_T, hidden_TH, batch, kv):
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("wrong", [None, 0.3])
 def test_deterministic_completions_are_equal_bit_for_bit(folders, monkeypatch, kv_dtype, wrong):
-    fields = {"deterministic": True, "fused_experts": True, "kv_dtype": kv_dtype}
+    fields = {"deterministic": True, "kv_dtype": kv_dtype}
     plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields))
     if wrong is not None:
         replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
@@ -206,7 +206,7 @@ def watch_logits(monkeypatch) -> list[tuple[list[int], list[float], list[int], t
 
 def test_drafts_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints(folders, monkeypatch):
     """A draft is the best token of the draft model's own logits, changed by penalties, biases and bans."""
-    fields = {"deterministic": True, "fused_experts": True}
+    fields = {"deterministic": True}
     plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields), submit_ruled)
     bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields)
     with monkeypatch.context() as patch:
@@ -241,7 +241,7 @@ def test_drafts_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints(
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
 def test_right_and_wrong_drafts_of_rows_with_rules_and_constraints_change_no_bit(folders, monkeypatch, wrong):
-    fields = {"deterministic": True, "fused_experts": True}
+    fields = {"deterministic": True}
     plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields), submit_ruled)
     replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
     bench = run(Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields), submit_ruled)

@@ -180,7 +180,7 @@ def prompt(length: int, salt: int) -> list[int]:
 
 
 def bench_of(model, **fields) -> Bench:
-    return Bench(model, make_device("cuda"), **{"kv_pages": 1024, "page_size": 16, "fused_experts": True, **fields})
+    return Bench(model, make_device("cuda"), **{"kv_pages": 1024, "page_size": 16, **fields})
 
 
 def logprob_errors(bench: Bench, reference, prompts: dict[str, list[int]]) -> torch.Tensor:
@@ -208,7 +208,7 @@ def test_logprobs_are_as_close_to_float32_as_those_of_the_generic_path(checkpoin
         model = load_bf16(folder)
         bench = bench_of(model, max_rows=12, prefill_chunk_tokens=300, cuda_graphs=fused)
         assert isinstance(bench.engine.executor.step.forward, FusedDecoder | DecoderWithFusedExperts) == fused
-        assert bench.engine.executor.captures == fused and capturable(model, True)
+        assert bench.engine.executor.captures == fused and capturable(model)
         for i, (name, ids) in enumerate(prompts.items()):
             bench.submit(name, ids, 60 + 5 * i, sampling={"temperature": 1.0, "seed": i})
         bench.run()
@@ -287,7 +287,7 @@ def test_float32_takes_the_generic_path(checkpoint):
     folder, reference = checkpoint
     model = load_model(ModelSettings(path=str(folder), dtype="float32"), torch.device("cuda")).model
     bench = bench_of(model)
-    assert not capturable(model, True) and not bench.engine.executor.captures
+    assert not capturable(model) and not bench.engine.executor.captures
     bench.submit("a", prompt(20, 1), 30)
     bench.run()
     assert logprob_errors(bench, reference, {"a": prompt(20, 1)}).max() < 1e-3

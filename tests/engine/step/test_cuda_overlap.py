@@ -52,7 +52,7 @@ def test_a_step_is_the_same_bit_for_bit_without_overlap(shape, experts, batches,
             assert one_after_the_other(monkeypatch) > 10
         bench = Bench(
             model, make_device("cuda"), max_rows=max(batches), kv_pages=2048, page_size=16, prefill_chunk_tokens=2048,
-            fused_experts=True, expert_dtype=experts,
+            expert_dtype=experts,
         )  # fmt: skip
         for rows in batches:
             for i in range(rows):

@@ -143,7 +143,7 @@ SMALL = {
 def small_bench(folder: Path, **settings) -> Bench:
     """Padded experts from 512 tokens on, and gathered attention from a few blocks on."""
     model = load(folder, {**SPARSE, **WINDOW, **SMALL}, "bfloat16")
-    how = {"max_rows": 8, "kv_pages": 2048, "page_size": 16, "fused_experts": True, "prefill_chunk_tokens": 3000}
+    how = {"max_rows": 8, "kv_pages": 2048, "page_size": 16, "prefill_chunk_tokens": 3000}
     return Bench(model, make_device("cuda"), **{**how, **settings})
 
 

@@ -65,7 +65,7 @@ def all_of(bench: Bench) -> dict:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 def test_deterministic_completions_are_equal_bit_for_bit(folder, monkeypatch, kv_dtype):
-    fields = {**SIZES, "deterministic": True, "fused_experts": True, "kv_dtype": kv_dtype}
+    fields = {**SIZES, "deterministic": True, "kv_dtype": kv_dtype}
     plain = run(Bench(load_bf16(folder), make_device("cuda"), **fields))
     for wrong, ragged, shares in [(0.0, False, True), (0.3, True, True), (0.3, True, False), (1.0, False, True)]:
         bench, _ = drafting(
@@ -85,7 +85,7 @@ def test_deterministic_completions_are_equal_bit_for_bit(folder, monkeypatch, kv
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 def test_drafts_by_ngrams_change_no_bit_and_are_those_of_torch(folder, monkeypatch, kv_dtype):
-    fields = {**SIZES, "deterministic": True, "fused_experts": True, "kv_dtype": kv_dtype}
+    fields = {**SIZES, "deterministic": True, "kv_dtype": kv_dtype}
     plain = run(Bench(load_bf16(folder), make_device("cuda"), **fields))
     checked, search = [], ngram_drafter.guess_by_ngrams
 

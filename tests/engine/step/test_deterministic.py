@@ -37,7 +37,7 @@ def completed(model, order: random.Random | None, **engine) -> list[tuple[list[i
     """Run the requests in a random order, at random times, with others that are not looked at; or one by one."""
     from rollout.engine.device.streams import make_device
 
-    bench = Bench(model, make_device("cuda"), page_size=16, deterministic=True, fused_experts=True, **engine)
+    bench = Bench(model, make_device("cuda"), page_size=16, deterministic=True, **engine)
     for place, i in enumerate(order.sample(range(REQUESTS), REQUESTS) if order else range(REQUESTS)):
         generator = torch.Generator().manual_seed(i)
         prompt = torch.randint(0, 70, (3 + 41 * i % 300,), generator=generator).tolist()

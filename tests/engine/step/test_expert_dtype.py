@@ -75,7 +75,7 @@ def run(model, prompt_of, receiver=None, swap=None, **engine):
 
 @pytest.mark.parametrize("format", CODED)
 def test_log_probs_are_those_of_the_decoded_weights_bit_for_bit(format, folders, prompt_of):
-    coded = run(load(folders[0], format), prompt_of, fused_experts=True, expert_dtype=format)
+    coded = run(load(folders[0], format), prompt_of, expert_dtype=format)
     assert coded == run(decoded(folders[0], format), prompt_of)
     assert coded != run(load(folders[0]), prompt_of)
 
@@ -86,7 +86,7 @@ def test_weights_that_arrive_while_rows_run_are_quantised(format, folders, promp
     for coded in (True, False):
         model = load(folders[0], format) if coded else decoded(folders[0], format)
         source = load(folders[1]) if coded else decoded(folders[1], format)
-        engine = {"fused_experts": True, "expert_dtype": format} if coded else {}
+        engine = {"expert_dtype": format} if coded else {}
         runs.append(run(model, prompt_of, Mailbox(), Arriving(1, source, model), **engine))
     assert runs[0] == runs[1]
 
@@ -96,7 +96,7 @@ def test_weights_that_arrive_while_rows_run_are_quantised(format, folders, promp
 def test_a_prompt_after_a_swap_is_that_of_a_fresh_engine(format, kv_dtype, folders, prompt_of):
     """Neither codes nor scales nor cached KV of the old weights are left."""
     prompt = [token % 71 for token in prompt_of(37)]
-    engine = {"max_rows": 5, "fused_experts": True, "expert_dtype": format, "kv_dtype": kv_dtype}
+    engine = {"max_rows": 5, "expert_dtype": format, "kv_dtype": kv_dtype}
     model, mailbox = load(folders[0], format), Mailbox()
     bench, fresh = Bench(model, receiver=mailbox, **engine), Bench(load(folders[1], format), **engine)
 
@@ -120,7 +120,7 @@ def test_a_prompt_after_a_swap_is_that_of_a_fresh_engine(format, kv_dtype, folde
 @pytest.mark.parametrize("format", CODED)
 def test_codes_of_experts_and_of_kv_are_right_after_a_sleep_of_either_level(format, folders, prompt_of):
     """Given-back memory is NaN. After level 1 the tokens are as before, after level 2 those of the new weights."""
-    engine = {"max_rows": 5, "fused_experts": True, "expert_dtype": format, "kv_dtype": "fp8_e4m3"}
+    engine = {"max_rows": 5, "expert_dtype": format, "kv_dtype": "fp8_e4m3"}
     prompts = [[token % 71 for token in prompt_of(5 + 9 * i, i)] for i in range(4)]
     model, mailbox = load(folders[0], format), Mailbox()
     bench, fresh = Sleeping(model, receiver=mailbox, **engine), Bench(load(folders[1], format), **engine)
@@ -149,9 +149,7 @@ def test_memory_counts_codes_and_scales(format, folders):
     assert weight_bytes(model) == sum(held.values()) < 0.75 * weight_bytes(load(folders[0], dtype="bfloat16"))
 
 
-def test_codes_without_their_kernels_are_refused():
-    with pytest.raises(ValueError, match="needs fused_experts"):
-        EngineSettings(expert_dtype="mxfp8", fused_experts=False)
+def test_without_the_setting_experts_have_no_codes():
     assert EngineSettings().expert_format == "plain"
 
 
@@ -171,7 +169,7 @@ def test_on_a_gpu_captured_steps_read_the_codes_and_see_new_ones(format, tmp_pat
 
     medians = {}
     for kind in (format, "plain"):
-        coded = {"fused_experts": True, "expert_dtype": "auto" if kind == "plain" else kind}
+        coded = {"expert_dtype": "auto" if kind == "plain" else kind}
         bench = completed(load(tmp_path / "old", kind, "bfloat16", "cuda"), "cuda", **coded)
         assert bench.engine.executor.captures
         exact = decoded(tmp_path / "old", format) if kind != "plain" else load(tmp_path / "old")
@@ -188,7 +186,7 @@ def test_on_a_gpu_captured_steps_read_the_codes_and_see_new_ones(format, tmp_pat
         bench.close()
     assert medians[format] < 1.5 * medians["plain"] + 1e-2, medians
     model, mailbox = load(tmp_path / "old", format, "bfloat16", "cuda"), Mailbox()
-    settings = {"fused_experts": True, "expert_dtype": format, "kv_on_swap": "recompute"}
+    settings = {"expert_dtype": format, "kv_on_swap": "recompute"}
     bench = Bench(model, make_device("cuda"), receiver=mailbox, page_size=16, **settings)
     bench.submit("a", [1, 2, 3], 40)
     for _ in range(10):

@@ -104,7 +104,7 @@ def recorder(monkeypatch) -> Recorder:
         return RecordedGraphs(recorder, step, compute, max_context, most) if most else NO_GRAPHS
 
     monkeypatch.setattr(build, "make_graphs", make)
-    monkeypatch.setattr(build, "capturable", lambda model, fused_experts: True)
+    monkeypatch.setattr(build, "capturable", lambda model: True)
     return recorder
 
 
@@ -246,15 +246,15 @@ def model_of(feed_forward, on_gpu, dtype):
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_dense_models_on_a_gpu_are_captured(on_gpu):
     model = model_of(DenseSpec(64, 32, bias=False), on_gpu, torch.float32)
-    assert capturable(model, False) == on_gpu
+    assert capturable(model) == on_gpu
 
 
 def test_a_new_block_that_reads_on_the_host_is_not_captured():
     model = model_of(DenseSpec(64, 32, bias=True), True, torch.bfloat16)
-    assert capturable(model, True)
+    assert capturable(model)
     for block in (model.layers[0].feed_forward, model.layers[0].mixer):
         block.reads_host = True
-        assert not capturable(model, True)
+        assert not capturable(model)
         block.reads_host = False
 
 
@@ -271,5 +271,4 @@ def test_a_new_block_that_reads_on_the_host_is_not_captured():
 def test_experts_are_captured_where_the_fused_kernels_run_them(on_gpu, dtype, width, captured):
     moe = MoESpec(hidden=64, experts=4, intermediate=width, router=RouterSpec("softmax", 2, renormalize=True))
     model = model_of(moe, on_gpu, dtype)
-    assert capturable(model, True) == captured
-    assert not capturable(model, False)
+    assert capturable(model) == captured

@@ -104,13 +104,8 @@ def test_of_several_runs_the_latest_counts_for_each_row_alone(summaries: Path) -
 
 def test_a_source_says_when_each_engine_ran_and_what_the_summary_notes(summaries: Path) -> None:
     told = source("toy", folder=summaries)
-    for part in (
-        "H200",
-        "here 2026-11-26 02:04 and 2026-11-27 02:04",
-        "vLLM 0.26.0 2026-11-27 06:00",
-        "another machine",
-    ):
-        assert part in told
+    assert (told.file, told.machine, told.note) == ("toy.json", "H200", "another machine")
+    assert told.when == "here 2026-11-26 02:04 and 2026-11-27 02:04; vLLM 0.26.0 2026-11-27 06:00"
 
 
 @pytest.mark.parametrize(

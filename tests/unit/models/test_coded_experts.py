@@ -19,6 +19,7 @@ from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
 from tests.support.models.side_by_side import MODELS, SEEDS, coarse, errors, save_rounded, side_by_side, tokens
+from tests.support.settings import settings_of
 
 CPU = torch.device("cpu")
 #: A family a format: with a dense layer in between, with other names, with all heads normalised together.
@@ -26,7 +27,7 @@ CODED: list[tuple[str, Format]] = [("qwen3_moe", "mxfp8"), ("mixtral", "fp8_bloc
 
 
 def load(folder: Path, dtype: str, experts: Format = "plain", **settings: Any) -> Decoder:
-    return load_model(ModelSettings(path=str(folder), dtype=dtype, **settings), CPU, experts=experts).model
+    return load_model(settings_of(ModelSettings, path=str(folder), dtype=dtype, **settings), CPU, experts=experts).model
 
 
 def sparse(model: Decoder) -> list[SparseFeedForward]:

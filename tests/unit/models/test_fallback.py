@@ -33,6 +33,7 @@ from rollout.models.fallback.start import capture_obstacle
 from rollout.weights.parameter_map import ParameterMap, UpdateNames, update_names
 from tests.support.models.fallback import CONFIGS, make_checkpoint, make_model
 from tests.support.models.paged import PROMPT, PagedRunner, check
+from tests.support.settings import settings_of
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import pack
 
@@ -40,7 +41,8 @@ CPU = torch.device("cpu")
 
 
 def load(folder: Path, **settings: Any) -> LoadedModel:
-    return load_model(ModelSettings(path=str(folder), **{"model_impl": "transformers", **settings}), CPU)
+    chosen = settings_of(ModelSettings, path=str(folder), **{"model_impl": "transformers", **settings})
+    return load_model(chosen, CPU)
 
 
 def write_config(folder: Path, architecture: str, **values: Any) -> Path:

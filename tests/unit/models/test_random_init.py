@@ -16,6 +16,7 @@ from rollout.models.layers import SparseFeedForward
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_model
 from tests.support.models.paged import PagedRunner
+from tests.support.settings import settings_of
 
 
 def _random(folder: Path, family: str, seed: int = 0, dtype: str = "auto", **overrides: Any) -> LoadedModel:
@@ -23,7 +24,7 @@ def _random(folder: Path, family: str, seed: int = 0, dtype: str = "auto", **ove
     config = make_model(family, **(settings | overrides)).config
     config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
     config.save_pretrained(folder)
-    settings_ = ModelSettings(path=str(folder), load_format="random", random_seed=seed, dtype=dtype)
+    settings_ = settings_of(ModelSettings, path=str(folder), load_format="random", random_seed=seed, dtype=dtype)
     return load_model(settings_, torch.device("cpu"))
 
 

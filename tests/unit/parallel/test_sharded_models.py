@@ -28,6 +28,7 @@ from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.variants import CONFIGS, SIZES
 from tests.support.parallel.logits import join_logits
 from tests.support.parallel.ranks import Ranks
+from tests.support.settings import settings_of
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import pack
 
@@ -99,7 +100,7 @@ CASES = [
 
 
 def _load(folder: Path, group: TensorGroup | None = None, **settings: Any) -> LoadedModel:
-    return load_model(ModelSettings(path=str(folder), **settings), CPU, group=group)
+    return load_model(settings_of(ModelSettings, path=str(folder), **settings), CPU, group=group)
 
 
 def _logits(model: Decoder, vocab: int) -> tuple[torch.Tensor, list[int]]:

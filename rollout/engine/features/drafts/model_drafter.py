@@ -49,19 +49,17 @@ READ, DRAFT = "read", "draft"
 class ModelDrafter(DeviceDrafter):
     """Runs the draft model of `model` for the rows of a row state. Decode steps have up to `step_rows` rows.
 
-    With `fused_experts` the kernels run its experts where they can. Its inputs and outputs of a decode
-    step are in memory of its own, at fixed addresses, so it can be captured.
+    The kernels run its experts where they can. Its inputs and outputs of a decode step are in memory of its own, at
+    fixed addresses, so it can be captured.
     """
 
-    def __init__(
-        self, model: Decoder, rows: RowState, next_RG: torch.Tensor, step_rows: int, fused_experts: bool = True
-    ) -> None:
+    def __init__(self, model: Decoder, rows: RowState, next_RG: torch.Tensor, step_rows: int) -> None:
         assert model.draft is not None
         super().__init__(rows, next_RG)
         self._model = model
         self._head: DraftHead = model.draft
         self.reads_last_layer = model.draft.spec.taps[-1] == len(model.layers)
-        self._experts = _experts_of(model.draft) if fused_experts and model.embed.is_cuda else None
+        self._experts = _experts_of(model.draft) if model.embed.is_cuda else None
         device, hidden = model.embed.device, model.embed.shape[1]
 
         def ints(count: int = step_rows) -> torch.Tensor:

@@ -87,7 +87,7 @@ class DraftVerifier(DeviceFeature):
         engine = self._engine
         match self.on_device:
             case "heads":
-                return ModelDrafter(native(self._model), rows, next_RG, engine.step_rows, engine.fused_experts)
+                return ModelDrafter(native(self._model), rows, next_RG, engine.step_rows)
             case "ngram":
                 return NgramDrafter(rows, next_RG)
             case "none":
