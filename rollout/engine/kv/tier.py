@@ -275,6 +275,7 @@ class Tier:
             self.states.end_write(state.host_place, state.point.key if good else None, state.oldest)
             if good:
                 self.states.note(state.point)
+                self.states.counts.written += 1
         return ()
 
     # --- fetches ------------------------------------------------------------------------------------------------------
@@ -382,6 +383,7 @@ class Tier:
         assert fetch is not None
         fetch.copying -= 1
         fetch.over |= failed
+        self.states.counts.fetched += not failed
         self.states.end_read(state.point.key, state.host_place)
 
     def take_ended(self) -> list[Fetch]:
