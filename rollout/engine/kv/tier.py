@@ -28,7 +28,6 @@ Invariants:
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -447,7 +446,7 @@ class Tier:
             self.host.end_write(job.page, None)
             self._not_read(moved)
             return
-        self.costs.read(time.perf_counter() - job.began_s)
+        self.costs.read(job.seconds)
         start = 0
         for mirror in self._mirrors:
             end = start + len(mirror.bytes_beside(job.page))
