@@ -271,8 +271,9 @@ def _agents() -> list[Table]:
                 for found in rows(name)
             ],
             on_cpu,
-            "A toy model. 0.002 GiB hold a part of the KV. Without room for it, which turns find their KV depends on what else the machine does: runs "
-            "differ by a fifth. Two workers: measured before known pages were kept on the host.",
+            "A toy model. 0.002 GiB hold a part of the KV. Without room for it, which turns find their KV depends on "
+            "what else the machine does: runs differ by a fifth. Two workers: measured before known pages were kept on "
+            "the host.",
         ),
         Table(
             "The format of a trace",
