@@ -373,7 +373,7 @@ def _disk(engine: EngineSettings, model: LanguageModel, kv: KVCache, host: HostM
         return NO_DISK
     identity = repr((model.spec, [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in kv.tensors])).encode()
     most_bytes = int(engine.disk_kv_gib * 2**30)
-    return DiskPages(engine.disk_kv_folder, most_bytes, identity, host.memory_of, host.page_bytes)
+    return DiskPages(engine.disk_kv_folder, most_bytes, identity, host.memory_of, host.page_bytes, host.pages)
 
 
 def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:

@@ -192,7 +192,8 @@ def _groups() -> list[Table]:
 
 
 def _agents() -> list[Table]:
-    data, on_cpu = summary("agents_8b_h200"), ("agents_cpu_alone", "agents_cpu", "agents_two_cpu")
+    data = summary("agents_8b_h200")
+    on_cpu = "agents_cpu_alone", "agents_cpu_little_host", "agents_cpu_disk", "agents_cpu", "agents_two_cpu"
     load, turn = data["load"], data["load"]["turn_tokens"]
 
     def kind(found: Row) -> str:
@@ -250,6 +251,7 @@ def _agents() -> list[Table]:
                 "requests",
                 "route",
                 "host memory, GiB",
+                "disk, GiB",
                 "distinct prompt tokens",
                 "computed",
                 "computed over distinct",
@@ -260,6 +262,7 @@ def _agents() -> list[Table]:
                     found["requests"],
                     found["route"],
                     summary(name)["settings"]["host_kv_gib"],
+                    summary(name)["settings"].get("disk_kv_gib", "0"),
                     found["distinct_prompt_tokens"],
                     found["computed_prompt_tokens"],
                     found["computed_over_distinct"],
@@ -268,8 +271,8 @@ def _agents() -> list[Table]:
                 for found in rows(name)
             ],
             on_cpu,
-            "A toy model. Without host memory, which turns find their KV depends on what else the machine does: runs "
-            "differ by a fifth.",
+            "A toy model. 0.002 GiB hold a part of the KV. Without room for it, which turns find their KV depends on "
+            "what else the machine does: runs differ by a fifth.",
         ),
         Table(
             "The format of a trace",

@@ -165,20 +165,23 @@ def assert_texts(bench: Sleeping, asked: list[Asked], hf_models: list[Any]) -> i
     return count
 
 
-def check_one(versions: Versions, seed: int, **engine: Any) -> None:
+def check_one(versions: Versions, seed: int, folder: Path, **engine: Any) -> None:
     rng, rng_late = random.Random(seed), random.Random(seed)
     model, most_s = versions.models[0], rng.choice([0.0, 0.0, 0.002])
     delays = {name: (lambda: rng_late.random() * most_s) for name in LATE}
     # A model of attention alone: memory for some tens of pages.
     state_gib = model.spec.state_bytes(torch.float32) / 2**30 or 0.0001
     first = Kept({name: kept_values(view).clone() for name, view in model.hf_views().items()})
+    host_gib = rng.choice([0.0, 4.0, 24.0]) * state_gib
+    if host_gib and not model.spec.state_bytes(torch.float32):
+        engine |= {"disk_kv_gib": 4 * host_gib, "disk_kv_folder": str(folder)}
     bench = Sleeping(
         model,
         LateDevice(delays) if most_s else None,
         Mailbox(),
         kv_on_swap="recompute",
         recompute_fraction=1.0,
-        host_kv_gib=rng.choice([0.0, 4.0, 24.0]) * state_gib,
+        host_kv_gib=host_gib,
         max_rows=rng.choice([1, 3, 6, 12]),
         kv_pages=rng.choice([60, 90, 400]),
         page_size=rng.choice([4, 4, 16]),
@@ -208,16 +211,16 @@ class Kept:
     ("name", "seed"), [("Qwen3_5", 0), *nightly(*((name, seed) for name in (*_NATIVE, *_FALLBACK) for seed in (1, 2)))]
 )
 def test_whatever_happens_tokens_are_those_of_their_text(name: str, seed: int, tmp_path: Path) -> None:
-    check_one(versions_of(name, tmp_path), seed)
+    check_one(versions_of(name, tmp_path), seed, tmp_path)
 
 
 @pytest.mark.parametrize("seed", nightly(*range(3, 25)))
 def test_whatever_happens_to_states(seed: int, tmp_path: Path) -> None:
-    check_one(versions_of("Qwen3_5", tmp_path), seed)
+    check_one(versions_of("Qwen3_5", tmp_path), seed, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "seed"), [("Gemma3", 3), *nightly(*((name, seed) for name in _NATIVE for seed in (4, 5)))]
 )
 def test_whatever_happens_to_rows_that_draft_by_ngrams(name: str, seed: int, tmp_path: Path) -> None:
-    check_one(versions_of(name, tmp_path), seed, speculation="ngram" if seed % 2 else "auto")
+    check_one(versions_of(name, tmp_path), seed, tmp_path, speculation="ngram" if seed % 2 else "auto")

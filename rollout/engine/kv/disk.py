@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 _PREFIX = "rollout-kv-"
 _HEADER = struct.Struct("<8s32sQq16sQQ")
 _MARK, _DIGEST_BYTES = b"ROLLKV1\0", 16
-#: The most jobs of each thread that have not ended.
-_MOST_JOBS = 4
+#: The most jobs of each thread that have not ended; a read takes a page of host memory, of which it may use a quarter.
+_MOST_JOBS = 64
 #: The longest that a read may take, and how long the end of a worker waits for its threads, seconds.
 _PATIENCE_S = 5.0
 
@@ -61,7 +61,8 @@ class DiskJob:
     path: Path
     beside: bytes = b""  # what lies beside the page
     entry: Any = None  # the caller's own object
-    began_s: float = 0.0
+    began_s: float = 0.0  # when it was asked for
+    seconds: float = 0.0  # that the thread took
     failure: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _given_up: bool = False
@@ -141,7 +142,13 @@ class DiskPages:
     """
 
     def __init__(
-        self, folder: str, most_bytes: int, identity: bytes, page: Callable[[int], memoryview], page_bytes: int
+        self,
+        folder: str,
+        most_bytes: int,
+        identity: bytes,
+        page: Callable[[int], memoryview],
+        page_bytes: int,
+        host_pages: int,
     ) -> None:
         self.counts = DiskCounts()
         self.total = most_bytes // (page_bytes + _HEADER.size + _DIGEST_BYTES)
@@ -150,6 +157,7 @@ class DiskPages:
         self.failure = ""  # why nothing is written any more
         self._identity = blake2b(identity + secrets.token_bytes(16), digest_size=32).digest()
         self._page, self._page_bytes = page, page_bytes
+        self._most_reads = max(1, min(_MOST_JOBS, host_pages // 4))
         self._epoch = 0
         self._known: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # version, bytes beside; oldest use first
         self._reads: dict[DiskJob, None] = {}
@@ -194,7 +202,7 @@ class DiskPages:
     @property
     def may_read(self) -> bool:
         """Whether a read may begin now."""
-        return len(self._reads) < _MOST_JOBS
+        return len(self._reads) < self._most_reads
 
     def has(self, key: bytes, oldest: int) -> bool:
         """Whether the page with this key can be read, with KV of no version before `oldest`."""
@@ -333,10 +341,12 @@ class DiskPages:
 
     def _run_reads(self, _: Path) -> None:
         while (job := self._to_read.get()) is not None:
+            start_s = time.perf_counter()
             try:
                 self._read(job)
             except OSError as error:
                 job.failure = str(error)
+            job.seconds = time.perf_counter() - start_s
             self._end(job)
 
     def _read(self, job: DiskJob) -> None:

@@ -21,7 +21,7 @@ class HostStates(HostPageBooks):
         """A state after this prefix is kept."""
         if len(self._points) > 2 * self.total + _SLACK:
             points = [point for point in self._points.values() if self.has(point.key)]
-            self._points.clear(), self._ends.clear()
+            self._points, self._ends = {}, {}
             for known in points:
                 self._put(known)
         self._put(point)

@@ -461,10 +461,10 @@ class Offload:
 
     def advance(self) -> None:
         """Account for the copies that are complete, and begin others. Never waits."""
+        self.tier.use_disk()
         if not self.moving:
             return
         self._take_finished()
-        self.tier.use_disk()
         if not self.failure:
             self._begin()
         if ended := self.tier.take_ended():

@@ -28,7 +28,6 @@ Invariants:
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -275,6 +274,7 @@ class Tier:
             self.states.end_write(state.host_place, state.point.key if good else None, state.oldest)
             if good:
                 self.states.note(state.point)
+                self.states.counts.written += 1
         return ()
 
     # --- fetches ------------------------------------------------------------------------------------------------------
@@ -382,6 +382,7 @@ class Tier:
         assert fetch is not None
         fetch.copying -= 1
         fetch.over |= failed
+        self.states.counts.fetched += not failed
         self.states.end_read(state.point.key, state.host_place)
 
     def take_ended(self) -> list[Fetch]:
@@ -445,7 +446,7 @@ class Tier:
             self.host.end_write(job.page, None)
             self._not_read(moved)
             return
-        self.costs.read(time.perf_counter() - job.began_s)
+        self.costs.read(job.seconds)
         start = 0
         for mirror in self._mirrors:
             end = start + len(mirror.bytes_beside(job.page))

@@ -23,7 +23,8 @@ from tests.support.engine.harness import Bench, load
 from tests.support.engine.offloading import PAGE, offloading
 from tests.support.engine.routing import assert_routed, routing_of
 from tests.support.engine.sleeping import Sleeping
-from tests.support.engine.streams import LateDevice
+from tests.support.engine.streams import LateDevice, random_delays
+from tests.support.engine.updated import Load, Updated
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
@@ -165,6 +166,26 @@ def test_new_weights_use_nothing_that_is_on_disk(model, folders, prompt_of, tmp_
     alone.run()
     assert bench.tokens("back") == alone.tokens("back")
     alone.close(), bench.close()
+
+
+@pytest.mark.parametrize(("seed", "age"), [(0, 2), *nightly((1, 1), (2, 4), (3, 9))])
+def test_no_kv_older_than_the_bound_comes_from_disk(model, folders, hf_models, prompt_of, tmp_path, seed, age):
+    rng = random.Random(seed)
+    sources = [load(folder) for folder in folders]
+    run = Updated(
+        model,
+        sources,
+        lambda model, **fields: with_disk(model, tmp_path, 30, **fields),
+        max_kv_age=age,
+        kv_pages=50,
+        max_rows=5,
+        device=random_delays(seed, 0.001),
+    )
+    agents = Load(run, rng, prompt_of, 30)
+    agents.go_on()
+    assert run.bench.engine.roster.allocator.tier.disk.counts.written > 0
+    agents.check(hf_models)
+    run.bench.close()
 
 
 def test_a_rebuilt_engine_begins_with_an_empty_folder(model, prompt_of, greedy, tmp_path):

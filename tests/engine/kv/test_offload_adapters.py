@@ -283,7 +283,9 @@ def test_a_rebuilt_engine_has_its_adapters_and_its_host_memory(model, adapters):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 4))])
-def test_under_random_versions_every_token_follows_from_the_kv_that_is_reported(model, hf_models, adapters, seed):
+def test_under_random_versions_every_token_follows_from_the_kv_that_is_reported(
+    model, hf_models, adapters, seed, tmp_path
+):
     """Newer versions of two adapters at random times, groups, sessions, more adapters than slots, late streams."""
     rng = random.Random(300 + seed)
     names = ("compute", "d2h", "kv_out", "kv_in", "adapters")
@@ -297,6 +299,8 @@ def test_under_random_versions_every_token_follows_from_the_kv_that_is_reported(
         device=LateDevice({name: lambda: rng.random() * 0.0005 for name in names}),
         kv_on_swap=("keep", "recompute")[seed // 2],
         pipeline_depth=rng.choice([1, 2]),
+        disk_kv_gib=0.01,
+        disk_kv_folder=str(tmp_path),
     )
     jobs = {}
     for i in range(8):

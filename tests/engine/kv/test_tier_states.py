@@ -12,7 +12,8 @@ from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.harness import prompt_of as any_prompt
 from tests.support.engine.offloading import PAGE
-from tests.support.engine.streams import InlineDevice, LateDevice
+from tests.support.engine.streams import InlineDevice, LateDevice, random_delays
+from tests.support.engine.updated import Load, Updated
 from tests.support.engine.updates import Mailbox
 from tests.support.kernels.grids import nightly
 from tests.support.models.hybrids import make_hybrid
@@ -113,6 +114,20 @@ def test_late_copies_change_nothing(model, undisturbed, seed):
     agents = played(bench, sessions=sessions, seed=seed % 3)
     bench.close()
     assert_equal(agents, undisturbed(seed % 3, sessions))
+
+
+@pytest.mark.parametrize(("seed", "age"), [(0, 9), *nightly((1, 4), (2, 2), (3, 9))])
+def test_no_state_older_than_the_bound_comes_from_the_host(folder, tmp_path, seed, age):
+    rng = random.Random(seed)
+    hf_models = make_hybrid("Qwen3_5", tmp_path / "0", 0), make_hybrid("Qwen3_5", tmp_path / "1", 1)
+    sources = [load(tmp_path / "0"), load(tmp_path / "1")]
+    fields = {"kv_pages": 45, "max_rows": 6, "state_snapshots": 3, "device": random_delays(seed, 0.001)}
+    run = Updated(load(tmp_path / "0"), sources, make=hosting, max_kv_age=age, **fields)
+    agents = Load(run, rng, prompt_of, 20)
+    agents.go_on()
+    assert run.bench.engine.roster.allocator.tier.states.counts.fetched > 0
+    agents.check(hf_models)
+    run.bench.close()
 
 
 def crowd_out(bench: Bench, salt: int = 500) -> None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from transformers import DynamicCache
 
+from rollout.engine.kv.disk import DiskJob
 from rollout.engine.kv.tier import MovedPage
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence
@@ -34,10 +35,14 @@ class KVShadow:
         self.since: dict[tuple[str, int], int] = {}  # the tokens that each had when that KV was begun
         self._pages: dict[int, list[Slot]] = {}
         self._host: dict[int, list[Slot]] = {}  # known pages on the host
+        self._disk: dict[bytes, list[Slot]] = {}  # and on disk, by key
         self._allocator = bench.engine.roster.allocator
         tier = self._allocator.tier
         self._copied_out, self._copied_in = tier.copied_out, tier.copied_in
         tier.copied_out, tier.copied_in = self.copied_out, self.copied_in
+        self._disk_keep, self._disk_finished = tier.disk.keep, tier.disk.finished
+        if tier.disk.total:
+            tier.disk.keep, tier.disk.finished = self.disk_keep, self.disk_finished
         self._launched = bench.engine.scheduler.launched
         bench.engine.scheduler.launched = self.launched
 
@@ -55,6 +60,18 @@ class KVShadow:
         for page in pages:
             self._pages[page.pool_page] = self._host[page.host_page]
         self._copied_in(pages, failed)
+
+    def disk_keep(self, job: DiskJob, good: bool) -> None:
+        if good and not job.failure:
+            self._disk[job.key] = self._host[job.page]
+        self._disk_keep(job, good)
+
+    def disk_finished(self) -> Seq[DiskJob]:
+        ended = self._disk_finished()
+        for job in ended:
+            if job.kind == "read" and not job.failure:
+                self._host[job.page] = self._disk[job.key]
+        return ended
 
     def _write(self, seq: Sequence, start: int, end: int, version: int, begins: bool) -> None:
         kv, size, name = seq.kv, self._allocator.page_size, (seq.group.key[1], seq.index)
