@@ -134,7 +134,7 @@ async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None
         raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
     fields = params.worker_fields("sampling_params.") | place
     if body.fork is not None:
-        check_fork(body, body.stream)
+        check_fork(body.stream, body.return_token_ids, body.stream_options)
         fields["return_prompt_ids"] = body.return_token_ids or params.prompt_logprobs is not None
     fields |= {"adapter": await gateway.adapter_of(body.model), "priority": -body.priority}
     fields["cache_salt"] = body.cache_salt
