@@ -260,3 +260,28 @@ def test_the_same_version_again_goes_to_the_workers_that_lack_it(pair: tuple[Pla
         assert dies.status()["weights_version"] == version
         until(lambda: not problems(client), "the gateway's own look at it")
         refused(client, "/update_weights_from_disk", update | {"model_path": "ones"}, 409)
+
+
+def test_forks_go_on_at_another_worker_when_theirs_is_lost(pair: tuple[Place, Place]) -> None:
+    """Of a request and of a session; and a new worker at the same place, which knows nothing, is no other."""
+    drawn = {"max_tokens": 20, "temperature": 2.5, "seed": 4, "return_token_ids": True}
+    with gateway([place.endpoint for place in pair]) as client:
+        prompt = {"prompt": "17: 18 19 20", "request_id": "root", **drawn}
+        source = post(client, "/v1/completions", prompt, headers={"X-data-parallel-rank": "0"})["choices"][0]
+        turn = {"X-Session-ID": "talk"}
+        post(client, "/v1/completions", {"fork": {"request": "root"}, **drawn}, headers=turn)
+
+        def branches() -> list[Any]:
+            forks: list[dict[str, Any]] = [{"request": "root", "offset": 9}, {"session": "talk"}]
+            answers = [post(client, "/v1/completions", {"fork": fork, **drawn}) for fork in forks]
+            return [
+                (choice["prompt_token_ids"], choice["token_ids"]) for answer in answers for choice in answer["choices"]
+            ]
+
+        before = branches()
+        assert before[0][0] == [*source["prompt_token_ids"], *source["token_ids"]][:9]
+        pair[0].kill()
+        assert branches() == before
+        pair[0].start()
+        until(lambda: client.get("/health").json().get("unhealthy") in (None, {}), "the new worker", PATIENCE_S)
+        assert branches() == before

@@ -19,7 +19,7 @@ from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import GenerateResult
-from trainer_bridge.wire.errors import BadRequest
+from trainer_bridge.wire.errors import BadRequest, NotFound
 
 GREEDY = {"sampling": {"temperature": 0.0}, "max_tokens": 12}
 ANSWERS = ([], token_ids(" 41:"), token_ids(" 7:"), token_ids(" 800:"))
@@ -248,3 +248,29 @@ def test_the_tool_loop_of_the_docs(client: RolloutClient, monkeypatch: pytest.Mo
     assert text_of(tokens) == "17: 18 19 20 38: 39 40 58: 59 60 71: 72 73 74 75"
     assert np.isnan(logprobs).sum() == len("17: 38: 58: 71:") and len(logprobs) == len(tokens)
     assert rested(client, before, turns=4, holding=0)["hits"] - before["hits"] == 3
+
+
+def test_a_prefetch_says_how_much_kv_is_on_the_device(worker: WorkerProcess, client: RolloutClient) -> None:
+    prompt = token_ids("17:" + "".join(f" {i}" for i in range(60, 90)))
+    with client.session() as chat:
+        said = prompt + chat.generate(prompt, max_tokens=20).completions[0].token_ids.tolist()
+        here = client.prefetch(session=chat.id)
+        assert here == client.prefetch(said) == (len(said) - 1) // 16 * 16
+        assert client.prefetch(said, cache_salt="other") == 0
+        with pytest.raises(NotFound) as unknown:
+            client.prefetch(session="unknown")
+        assert unknown.value.field == "session"
+
+    async def ask() -> int:
+        async with AsyncRolloutClient(worker.endpoint, timeout_s=60.0) as other:
+            return await other.prefetch(said)
+
+    assert asyncio.run(ask()) == here, "the prefix cache is everyone's"
+
+
+def test_a_lease_holds_until_its_client_leaves(worker: WorkerProcess, client: RolloutClient) -> None:
+    before = client.status()["sessions"]["holding"]
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as other:
+        other.generate(token_ids("17:" + " 18" * 20), n=2, max_tokens=20, lease_s=600)
+        until(lambda: client.status()["sessions"]["holding"] == before + 2, "the leases")
+    until(lambda: client.status()["sessions"]["holding"] == before, "the end of the leases")

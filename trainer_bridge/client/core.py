@@ -274,7 +274,11 @@ class ClientCore(ProcessBound):
         """Send `prefetch` to the worker that has or may have the KV, or to all if it is unknown."""
         if endpoint is None:
             endpoint = self.fleet.holder(fields)
-        return self.control("prefetch", endpoint, timeout_s, **fields)
+        if endpoint is not None:
+            return self.control("prefetch", endpoint, timeout_s, **fields)
+        self._absorb_all()  # as in `launch`
+        asked = [each for each in self.endpoints if self.serves(each)] or self.endpoints
+        return [self.start("prefetch", fields, each, timeout_s) for each in asked]
 
     def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
         """Send `cancel` to the workers that have or may have a request; returns the calls to wait for."""

@@ -57,17 +57,21 @@ class KnownTokens:
         further = plan.fields.get("prompt")
         if fork is None or isinstance(further, str):
             return None
-        name = self._turn(fork["session"]) if "session" in fork else fork.get("request")
-        found = None if name is None else self._tokens(name, fork.get("index", 0))
+        name, index = fork.get("request"), fork.get("index", 0)
+        if fork.keys() <= {"session", "offset"}:
+            name = self._turn(fork.get("session"))
+        elif not fork.keys() <= {"request", "index", "offset"}:
+            return None  # the worker says what is wrong
+        found = self._tokens(name, index) if isinstance(name, str) else None
         if found is None:
             return None
         prompt, salt = found
         length = len(prompt.token_ids)
         offset = fork.get("offset", length)
-        beginning = _beginning(prompt, offset) if isinstance(offset, int) and 1 <= offset <= length else None
+        beginning = _beginning(prompt, offset) if _is_index(offset, length + 1) and offset else None
         if beginning is None:  # the worker says what is wrong, or has more tokens
             return None
-        named = {"request": name, "index": fork.get("index", 0), "offset": offset}
+        named = {"request": name, "index": index, "offset": offset}
         whole = beginning if further is None else beginning.followed_by(further)
         return Source(named, whole, plan.fields.get("cache_salt", salt))
 
@@ -94,10 +98,10 @@ class KnownTokens:
         """A session is not known by its name any more."""
         self._turns.pop(session, None)
 
-    def _turn(self, session: str) -> str | None:
+    def _turn(self, session: Any) -> str | None:
         """The id of a session's last turn. Of several in flight it is the first: a worker refuses the others."""
         running = (name for name, call in self._running.items() if call.plan.session == session)
-        return next(running, self._turns.get(session))
+        return next(running, self._turns.get(session)) if isinstance(session, str) else None
 
     def _tokens(self, name: str, index: Any) -> tuple[MediaPrompt, str | None] | None:
         """A request's prompt with one of its completions, and its salt."""

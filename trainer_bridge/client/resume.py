@@ -398,16 +398,13 @@ class Resumer:
             self._disown(leg.endpoint, leg.id)
         if not parts:
             return
-        if call.source is not None and not call.by_tokens and (error.field or "").startswith("fork"):
-            call.by_tokens = True
-            for part in parts:
-                self._suspend(call, part, error, None)
-            call.on_update()
-            return
-        if not (isinstance(error, (ConnectionLost, Unavailable, InternalError)) or _full_later(call, error)):
+        unknown = call.source is not None and not call.by_tokens and (error.field or "").startswith("fork")
+        call.by_tokens |= unknown
+        lost = isinstance(error, (ConnectionLost, Unavailable, InternalError)) or _full_later(call, error)
+        if not (lost or unknown):
             self._fail(call, error)
             return
-        endpoint = None if isinstance(error, ConnectionLost) else leg.endpoint
+        endpoint = None if unknown or isinstance(error, ConnectionLost) else leg.endpoint
         for part in parts:
             self._suspend(call, part, error, endpoint)
         if call.cancelled:

@@ -7,7 +7,6 @@ from typing import Any
 
 from rollout.gateway.answers.logprobs import prompt_entries
 from rollout.gateway.dialects.handling import Gateway
-from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import HttpError, bad_request
 from rollout.gateway.prompts.sampling import SamplingBody, StreamOptions
 from rollout.gateway.workers.workers import TokenRequest
@@ -39,16 +38,14 @@ def prompt_ids(request: TokenRequest, result: GenerateResult) -> list[int]:
     return request.prompt if result.prompt_token_ids is None else result.prompt_token_ids.tolist()
 
 
-def check_fork(body: Body, stream: bool) -> None:
-    """Refuse what needs the tokens that a request continues before its answer is complete. Raises `HttpError`."""
-    if getattr(body, "echo", False):
-        raise bad_request("the gateway has no text of what is continued: use 'return_token_ids'", "echo")
-    if not stream:
-        return
-    if getattr(body, "return_token_ids", False):
+def check_fork(stream: bool, ids: bool, options: StreamOptions) -> None:
+    """Refuse what a stream would need of continued tokens before they are known, at its end. Raises `HttpError`.
+
+    `ids`: the stream has the token ids of the prompt.
+    """
+    if stream and ids:
         raise bad_request("a stream has no ids of tokens that are continued; remove 'stream'", "return_token_ids")
-    options = getattr(body, "stream_options", None)
-    if isinstance(options, StreamOptions) and options.continuous_usage_stats:
+    if stream and options.continuous_usage_stats:
         message = "the number of continued tokens is known at the end only; use 'include_usage' alone"
         raise bad_request(message, "stream_options.continuous_usage_stats")
 

@@ -147,7 +147,7 @@ async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None
         raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
     fields = params.worker_fields("sampling_params.") | gateway.thinking_fields(params, "sampling_params.") | place
     if body.fork is not None:
-        check_fork(body, body.stream)
+        check_fork(body.stream, body.return_token_ids, body.stream_options)
         fields["return_prompt_ids"] = body.return_token_ids or params.prompt_logprobs is not None
     if chosen is not None:
         scored = chosen.rows if params.prompt_logprobs is None else len(body.token_ids)

@@ -12,7 +12,7 @@ from tests.support.bridge.model_script import Model, vanish
 from tests.support.bridge.scripted_worker import ScriptedWorker, completion, result
 from trainer_bridge.client.generate_request import plan_request
 from trainer_bridge.client.placement import Fleet
-from trainer_bridge.wire.errors import NotFound, TooLong
+from trainer_bridge.wire.errors import BadRequest, NotFound, TooLong
 
 
 def accept(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
@@ -210,6 +210,38 @@ def test_a_fork_of_a_session_continues_its_last_turn_elsewhere(connect: Connect,
     with pytest.raises(NotFound):
         pair.other.handler = pair.home.handler = refuse_forks
         pair.client.generate([7], fork={"session": "s"}, max_tokens=6)
+
+
+@pytest.mark.parametrize(
+    "fork",
+    [
+        {"request": "r", "at": 3},
+        {"request": "r", "session": "s"},
+        {"session": "s", "index": 1},
+        {"session": ["s"]},
+        {"request": 7},
+        {"request": "r", "index": 9},
+        {"request": "r", "index": True},
+        {"request": "r", "offset": 0},
+        {"request": "r", "offset": 99},
+        {"request": "r", "offset": True},
+        {},
+    ],
+)
+def test_a_fork_that_makes_no_sense_is_for_the_worker_to_refuse(
+    connect: Connect, serve: Serve, fork: dict[str, Any]
+) -> None:
+    """Also if the client knows the tokens of its source."""
+
+    def refuse(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        assert header["fork"] == fork
+        error = {"op": "error", "code": "bad_request", "message": "no", "field": "fork"}
+        worker.reply(peer, header, error)
+
+    pair = Sourced(connect, serve, n=1, session="s")
+    pair.home.handler = pair.other.handler = refuse
+    with pytest.raises(BadRequest):
+        pair.client.generate([7], fork=fork, max_tokens=6)
 
 
 def refuse_forks(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.bridge.client_script import Connect, Serve, only_generate
@@ -91,3 +92,37 @@ def test_a_journal_knows_a_turn_again_whatever_its_session_is_called(
         assert len(turn.completions[0]) == 4
         client.close()
     assert len(sent(worker, "generate")) == 1
+
+
+def test_a_prefetch_goes_where_the_kv_is_known_to_be(connect: Connect, serve: Serve) -> None:
+    """To the worker of a session or of a prompt's longest part; to all workers if none is known."""
+    here = {"op": "ok", "tokens": 64}
+
+    def told(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        if header["op"] == "prefetch":
+            worker.reply(peer, header, here)
+        else:
+            answer(worker, peer, header)
+
+    workers = [serve(told), serve(told), serve(told)]
+    client = connect(*(worker.endpoint for worker in workers))
+    client.ping()
+    long = list(range(200))
+    place = client.generate([1], session="s", max_tokens=3).endpoint
+    holder = client.generate(long, max_tokens=3).endpoint
+
+    def asked() -> list[str]:
+        found = [worker.endpoint for worker in workers for _ in sent(worker, "prefetch")]
+        for worker in workers:
+            worker.requests.clear()
+        return found
+
+    assert client.prefetch(session="s") == 64 and asked() == [place]
+    assert client.prefetch([*long, 7]) == 64 and asked() == [holder]
+    client.prefetch([7] * 200), client.prefetch(session="of another process")
+    assert sorted(asked()) == sorted(2 * [worker.endpoint for worker in workers])
+    client.prefetch(np.array(long), endpoint=workers[0].endpoint, cache_salt="x")
+    assert [header["cache_salt"] for header in sent(workers[0], "prefetch")] == ["x"]
+    assert asked() == [workers[0].endpoint]
+    with pytest.raises(ValueError):
+        client.prefetch([-1])

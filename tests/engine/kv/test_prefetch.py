@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
 from rollout.engine.messages.prompts import Prompt, TokenIds
 from rollout.engine.messages.to_engine import Prefetch
 from rollout.engine.messages.to_service import Done, Failed
+from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
-from tests.support.engine.harness import Bench
+from tests.support.engine.harness import Bench, load
 from tests.support.engine.offloading import offloading
 from tests.support.engine.sleeping import Sleeping
+from tests.support.engine.streams import LateDevice
+from tests.support.kernels.grids import nightly
 
 
 def host_of(bench: Bench):
@@ -114,4 +119,45 @@ def test_a_worker_that_sleeps_or_lacks_the_adapter_says_so(model, prompt_of):
     assert isinstance(bench.wake(), Done)
     lacks = bench.obeyed(bench.order(Prefetch, prompt, "none"))
     assert isinstance(lacks, Failed) and (lacks.field, lacks.code) == ("adapter", "bad_request")
+    bench.close()
+
+
+# --- everything together ---
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folders) -> Agents:
+    """Agents that never ran short of pages."""
+    bench = Bench(load(folders[0]), kv_pages=1000)
+    agents = Agents(bench)
+    agents.run()
+    bench.close()
+    return agents
+
+
+@pytest.mark.parametrize("seed", [0, *nightly(*range(1, 12))])
+def test_prefetches_and_leases_change_no_token(model, undisturbed, seed):
+    """Random ones, while agents with too few pages and late copies work; afterwards nothing has leaked."""
+    rng, rng_late = random.Random(seed), random.Random(seed)
+    most_s = rng.choice([0.0, 0.002])
+    late = {name: lambda: rng_late.random() * most_s for name in ("compute", "d2h", "kv_out", "kv_in")}
+    pages = {"kv_pages": rng.choice([70, 110]), "max_rows": rng.choice([2, 8])}
+    bench = offloading(model, rng.choice([20, 80, 600]), 3, LateDevice(late), **pages)
+    host = host_of(bench)
+    agents, submit = Agents(bench, sessions=seed % 2 == 0), bench.submit
+    bench.submit = lambda *given, **more: submit(*given, lease_s=rng.choice([0.0, 0.01, 1e6]), **more)
+    ticks = agents.tick
+
+    def tick() -> None:
+        if rng.random() < 0.1:
+            said = np.array(rng.choice(agents.said), np.int32)
+            bench.engine.inbox.put(Prefetch(Prompt.of_tokens(said[: rng.randint(1, len(said))]), None, 1))
+        ticks()
+
+    agents.tick = tick
+    agents.run()
+    assert agents.said == undisturbed.said
+    for mine, theirs in zip(agents.logprobs, undisturbed.logprobs, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+    assert seed or host.counts.fetched > 0
     bench.close()
