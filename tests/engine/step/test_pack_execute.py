@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import msgpack
 import numpy as np
 import pytest
@@ -47,9 +49,9 @@ class Follower:
         assert (found is None) == (expected is None)
         if found is not None:
             assert np.array_equal(found.top_ids_CK, expected.top_ids_CK)
-            for name in ("prompt_N", "prompt_ranks_N", "prompt_ids_NK", "prompt_logprobs_NK"):
-                mine, other = getattr(found, name), getattr(expected, name)
-                assert (mine is None) == (other is None) and (mine is None or np.array_equal(mine, other)), name
+            for mine, other in ((found.narrow, expected.narrow), (found.wide, expected.wide)):
+                for each in fields(mine):
+                    assert np.array_equal(getattr(mine, each.name), getattr(other, each.name)), each.name
         self.compared += 1
         return theirs
 
@@ -57,8 +59,8 @@ class Follower:
 @pytest.mark.parametrize("pages", [256, 40])
 def test_an_executor_needs_nothing_but_the_bytes_of_an_upload(model, prompt_of, pages):
     """Chunks, groups that share a prompt, preemption, settings, scores: all of a step is in its upload."""
-    fields = {"kv_pages": pages, "prefill_chunk_tokens": 16, "max_rows": 6}
-    bench, other = Bench(model, **fields), Bench(model, **fields)
+    sizes = {"kv_pages": pages, "prefill_chunk_tokens": 16, "max_rows": 6}
+    bench, other = Bench(model, **sizes), Bench(model, **sizes)
     follower = Follower(other, bench)
     for i in range(6):
         sampling = {"seed": i, **(SHAPED if i % 2 else {"temperature": 1.0})}
@@ -67,6 +69,8 @@ def test_an_executor_needs_nothing_but_the_bytes_of_an_upload(model, prompt_of, 
         )
     bench.submit("scored", prompt_of(30, 9), 5, prompt_logprobs=True)
     bench.submit("ranked", prompt_of(30, 8), 5, prompt_logprobs=True, prompt_tops=3)
+    named = {"prompt_last": 21, "prompt_chosen": np.arange(42, dtype=np.int32).reshape(21, 2), "prompt_entropy": True}
+    bench.submit("named", prompt_of(30, 7), 0, prompt_logprobs=True, prompt_tops=30, **named)
     bench.run()
     assert follower.compared > 40 and follower.prefills > 8
     assert (bench.engine.roster.counters.preemptions > 0) == (pages == 40)
