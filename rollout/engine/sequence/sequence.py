@@ -176,7 +176,7 @@ class Sequence:
         self.needs = needs_of(request)
         self.need_bits = self.needs.value  # of its next step: without CONSTRAIN while that needs no mask
         self.stop_ids = frozenset(request.stop.token_ids)
-        self.free: Free | None = None  # its constraint does not hold yet, and this finds where it will
+        self.free: Free | None = None  # finds where its constraint will hold; None once it does
         self.watched = self.stop_ids  # tokens that a commit examines
         self.unmasked_end = 0  # tokens that were launched before its steps last began to have masks
         self.max_tokens = request.max_tokens
@@ -263,8 +263,8 @@ class Sequence:
         `rewinds`: the row can draw a token again.
         """
         constraint = self.group.request.constraint
-        if constraint is not None and (free := constraint.free if rewinds else constraint.foreseen) is not None:
-            self.free = free
+        self.free = free = constraint.free if rewinds else constraint.foreseen
+        if free is not None:
             self.watched = self.stop_ids | free.ends
             self.need_bits &= ~_CONSTRAIN
             self.note_constraint()
