@@ -81,6 +81,10 @@ class Prior:
     newest_version: int | None = None  # weights version; None if unknown
 
 
+#: Of a completion that begins here, and gets its own seed.
+NOTHING_BEFORE = Prior(np.zeros(0, np.int32))
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, `n` completions."""
@@ -94,7 +98,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None  # seconds from submission
     stream_every: int = 0  # tokens between two deltas; 0: one delta, at the end
-    prior: Prior | None = None  # only with n == 1
+    prior: Prior = NOTHING_BEFORE  # another only with n == 1
     min_version: int = 0  # the request waits for weights of this version
     constraint: Constraint = ANYTHING  # applies after `prior`
     min_complete: int | None = None  # once this many completions are complete, the others are cancelled

@@ -41,7 +41,7 @@ import numpy as np
 
 from rollout.constraints.matcher import NEVER, Free, Matcher
 from rollout.engine.adapters import Adapter, AdapterUse
-from rollout.engine.messages.requests import Request, RequestKey
+from rollout.engine.messages.requests import NOTHING_BEFORE, Request, RequestKey
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.sequence.drawn_tokens import DrawnTokens
 from rollout.engine.sequence.prefix_keys import PrefixKeys
@@ -172,7 +172,8 @@ class Sequence:
         self.index = index
         self.arrival = arrival
         self.priority = request.priority
-        self.seed = request.sampling.seed if request.prior is not None else row_seed(request.sampling.seed, index)
+        begins = request.prior is NOTHING_BEFORE
+        self.seed = row_seed(request.sampling.seed, index) if begins else request.sampling.seed
         self.needs = needs_of(request)
         self.need_bits = self.needs.value  # of its next step: without CONSTRAIN while that needs no mask
         self.stop_ids = frozenset(request.stop.token_ids)

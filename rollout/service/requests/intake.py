@@ -17,7 +17,15 @@ from rollout.config import ServiceSettings
 from rollout.constraints.matcher import ANYTHING, Constraint
 from rollout.constraints.thoughts import Budgeted, ThoughtRule
 from rollout.engine.messages.prompts import Prompt
-from rollout.engine.messages.requests import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
+from rollout.engine.messages.requests import (
+    MAX_STOP_IDS,
+    NOTHING_BEFORE,
+    Prior,
+    Request,
+    RequestKey,
+    SamplingParams,
+    StopParams,
+)
 from rollout.models.vision_spec import TowerSpec
 from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
@@ -351,9 +359,9 @@ def _prior_columns(prior: ContinueFrom | None, tops: int = 0) -> TokenColumns:
     return columns
 
 
-def _prior(prior: ContinueFrom | None) -> Prior | None:
+def _prior(prior: ContinueFrom | None) -> Prior:
     if prior is None:
-        return None
+        return NOTHING_BEFORE
     known = [version for version, _ in prior.versions or () if version >= 0]
     return Prior(prior.token_ids, min(known, default=None), max(known, default=None))
 
