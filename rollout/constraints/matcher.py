@@ -88,6 +88,54 @@ class Constraint(Protocol):
         """
 
 
+class Anything(Matcher):
+    """The constraint that allows everything. It has no state, so it is its own matcher."""
+
+    complete = True
+    ends: frozenset[int] = frozenset()
+    look_at = NEVER
+
+    @property
+    def free(self) -> Anything:
+        """It never holds."""
+        return self
+
+    @property
+    def foreseen(self) -> Anything:
+        """The same."""
+        return self
+
+    def narrows(self, tokens: Sequence[int]) -> Narrows:
+        """No."""
+        return "no"
+
+    def start(self) -> Anything:
+        """Itself."""
+        return self
+
+    def start_after(self, rest: bytes, token: int) -> Anything:
+        """Itself."""
+        return self
+
+    def accept(self, token: int) -> bool:
+        """True."""
+        return True
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """True."""
+        return True
+
+    def fill(self, masks_RW: torch.Tensor, row: int) -> None:
+        """Allow every token."""
+        masks_RW[row] = -1
+
+    def undo(self, tokens: int) -> None:
+        """No-op."""
+
+
+ANYTHING = Anything()
+
+
 def mask_of(token_ids: Iterable[int], vocab: int) -> torch.Tensor:
     """The mask of these tokens, int32 [W]."""
     mask_W = torch.zeros(mask_words(vocab), dtype=torch.int32)

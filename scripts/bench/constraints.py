@@ -33,6 +33,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from rollout.config import EngineSettings, Settings
 from rollout.constraints.compiler import ConstraintCompiler
+from rollout.constraints.matcher import ANYTHING
 from rollout.constraints.spec import ConstraintSpec
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
@@ -134,7 +135,7 @@ class Bench:
                 new,
                 sampling=SamplingParams(seed=i),
                 stop=StopParams((self.stop,) if i < bound else ()),
-                constraint=self.constraint if i < bound else None,
+                constraint=self.constraint if i < bound else ANYTHING,
             )
             engine.inbox.put(Submit(request))
         engine.tick()

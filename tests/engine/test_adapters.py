@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.requests import NOTHING_BEFORE, Prior
 from rollout.engine.messages.to_engine import Cancel, DropAdapter, PutAdapter
 from rollout.engine.messages.to_service import Delta, Done, Failed, Rejected
 from rollout.engine.schedule.preemption import change_weights
@@ -206,7 +206,7 @@ def test_two_slots_in_flight_and_base_swaps_leave_adapters_alone(model, adapters
 def test_a_prefill_under_two_versions_of_an_adapter_tells_that_it_had_two_parts(model, adapters, known):
     """Of weights of one version: what changed between is the adapter."""
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
-    prior = Prior(np.array(prompt_of(known, 1), np.int32)) if known else None
+    prior = Prior(np.array(prompt_of(known, 1), np.int32)) if known else NOTHING_BEFORE
     bench.submit("r", prompt_of(30), known + 9, adapter="a0", prior=prior)
     for _ in range(2):
         bench.engine.tick()

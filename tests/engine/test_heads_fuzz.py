@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.constraints.marker import AfterMarker, TextMarker, TokenTexts
-from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.requests import NOTHING_BEFORE, Prior
 from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
 from tests.engine.test_heads import completions_by_seed
 from tests.engine.test_invariants import run_watched
@@ -63,7 +63,7 @@ class Asked:
         if plain is not None and self.known:
             whole = plain.completions[self.name, 0]
             self.known = min(self.known, len(whole.token_ids) - 1)
-            fields["prior"] = Prior(np.array(whole.token_ids[: self.known], np.int32)) if self.known else None
+            fields["prior"] = Prior(np.array(whole.token_ids[: self.known], np.int32)) if self.known else NOTHING_BEFORE
             fields["sampling"] = {**fields["sampling"], "seed": whole.seed} if self.known else fields["sampling"]
         bench.submit(self.name, before + self.prompt, self.length, **fields)
 

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from rollout.constraints.matcher import ANYTHING
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
 from rollout.engine.messages.to_service import Delta
@@ -509,7 +510,7 @@ def run_work(bench: Bench, asked: list, adapters: list, gaps: random.Random) -> 
     for i in range(2):
         bench.engine.inbox.put(PutAdapter(f"a{i}", adapters[i][0], token=i))
     for name, prompt, length, lists, more in asked:
-        constraint = None if lists is None else Cycle(lists, STOP if more["stop"] else None)
+        constraint = ANYTHING if lists is None else Cycle(lists, STOP if more["stop"] else None)
         bench.submit(name, prompt, length, constraint=constraint, **more)
         for _ in range(gaps.choice([0, 0, 2, 9])):
             bench.engine.tick()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.constraints.matcher import AllowList
-from rollout.constraints.thoughts import ANYTHING, Budgeted
+from rollout.constraints.matcher import ANYTHING, AllowList
+from rollout.constraints.thoughts import Budgeted
 from rollout.engine.messages.requests import RepetitionRule
 from rollout.engine.messages.to_service import Finish
 from tests.support.service.harness import MODEL, delta, done, serving
@@ -56,7 +56,7 @@ def test_without_a_budget_there_is_no_constraint(bench, fields):
     client = bench.client()
     client.send("generate", prompt=[OPEN], max_tokens=9, **fields)
     request = bench.submitted()
-    assert request.constraint is None and request.stop.repetition is None
+    assert request.constraint is ANYTHING and request.stop.repetition == RepetitionRule()
     bench.finish(request)
     assert client.receive()["op"] == "result"
 
@@ -169,8 +169,8 @@ def test_repetition_reaches_the_engine_and_comes_back(bench):
     for detection, rule in (
         ({"max_pattern_size": 9, "min_count": 3}, RepetitionRule(1, 9, 3)),
         ({"max_pattern_size": 9, "min_pattern_size": 4, "min_count": 2}, RepetitionRule(4, 9, 2)),
-        ({"max_pattern_size": 0, "min_count": 3}, None),
-        ({}, None),
+        ({"max_pattern_size": 0, "min_count": 3}, RepetitionRule(1, 0, 3)),
+        ({}, RepetitionRule()),
     ):
         client.send("generate", str(detection)[:99], prompt=[5], max_tokens=9, repetition_detection=detection)
         request = bench.submitted()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.constraints.matcher import Constraint
+from rollout.constraints.matcher import ANYTHING, Constraint
 from rollout.engine.messages.prompts import Prompt
 from trainer_bridge.wire.sampling_rules import SamplingRules
 
@@ -59,9 +59,9 @@ class SamplingParams(SamplingRules):
 class RepetitionRule:
     """A completion ends once a pattern of `least` to `most` tokens stands there `count` times in a row."""
 
-    least: int  # at least 1
-    most: int
-    count: int  # at least 2
+    least: int = 1
+    most: int = 0  # 0: it never ends so
+    count: int = 2  # at least 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class StopParams:
     token_ids: tuple[int, ...] = ()  # eos ids included, unless ignored
     strings: tuple[str, ...] = ()
     min_tokens: int = 0  # tokens before which no stop token is drawn, and no stop string or repetition counts
-    repetition: RepetitionRule | None = None
+    repetition: RepetitionRule = RepetitionRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,10 @@ class Prior:
     token_ids: np.ndarray  # int32 [k]
     oldest_version: int | None = None  # weights version; None if unknown
     newest_version: int | None = None  # weights version; None if unknown
+
+
+#: Of a completion that begins here, and gets its own seed.
+NOTHING_BEFORE = Prior(np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +100,9 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None  # seconds from submission
     stream_every: int = 0  # tokens between two deltas; 0: one delta, at the end
-    prior: Prior | None = None  # only with n == 1
+    prior: Prior = NOTHING_BEFORE  # another only with n == 1
     min_version: int = 0  # the request waits for weights of this version
-    constraint: Constraint | None = None  # applies after `prior`
+    constraint: Constraint = ANYTHING  # applies after `prior`
     min_complete: int | None = None  # once this many completions are complete, the others are cancelled
     max_version_span: int | None = None  # newest less oldest version of a completion; beyond it, it ends as stale
     max_kv_age: int | None = None  # the most versions by which KV of others may be older than the weights; None: engine

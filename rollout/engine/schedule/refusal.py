@@ -41,7 +41,7 @@ def refusal(
     if waiting + request.n > limits.max_queue:
         message = f"{waiting} completions wait, max_queue is {limits.max_queue}: come back later, or set a larger one"
         return Rejected(request.key, "overloaded", message)
-    if request.prior is not None and len(request.prior.token_ids) > request.max_tokens:
+    if len(request.prior.token_ids) > request.max_tokens:
         message = "continue_from has more than max_tokens tokens: raise max_tokens, which counts them"
         return Rejected(request.key, "bad_request", message, "continue_from.token_ids")
     if session_busy:

@@ -13,7 +13,7 @@ from array import array
 
 import numpy as np
 
-from rollout.engine.messages.requests import Prior, Request
+from rollout.engine.messages.requests import Request
 
 
 class TopTokens:
@@ -48,7 +48,6 @@ class TopTokens:
 
 
 NO_TOPS = TopTokens(0, 0)
-_NOTHING_BEFORE = Prior(np.zeros(0, np.int32))
 
 
 class DrawnTokens:
@@ -70,7 +69,7 @@ class DrawnTokens:
 
     def __init__(self, request: Request, reshapes: bool) -> None:
         """With `reshapes` the sampling rules change the distribution: the log-prob in that one has a column, too."""
-        prior = _NOTHING_BEFORE if request.prior is None else request.prior
+        prior = request.prior
         self.tokens = array("i", prior.token_ids.astype(np.int32).tobytes())
         self.known = known = len(self.tokens)
         self.logprobs = array("f", bytes(4 * known))

@@ -58,8 +58,8 @@ NO_REPETITION = NoRepetition()
 def repetition_of(request: Request, known: array) -> NoRepetition:
     """What watches a completion of a request that has the tokens `known` as it begins."""
     rule = request.stop.repetition
-    most = 0 if rule is None else min(rule.most, request.max_tokens // rule.count)  # larger ones do not fit
-    if rule is None or most < rule.least:
+    most = min(rule.most, request.max_tokens // rule.count)  # larger ones do not fit
+    if most < rule.least:
         return NO_REPETITION
     return Repetition(rule.least, most, rule.count, request.stop.min_tokens, known)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import IntFlag, auto
 
+from rollout.constraints.matcher import ANYTHING
 from rollout.engine.messages.requests import Request
 from trainer_bridge.wire.sampling_rules import RULES, Part
 
@@ -51,7 +52,7 @@ def needs_of(request: Request) -> RowNeeds:
         needs |= RowNeeds.BIAS
     if request.stop.min_tokens > 0 and request.stop.token_ids:
         needs |= RowNeeds.MIN_TOKENS
-    if request.constraint is not None:
+    if request.constraint is not ANYTHING:
         needs |= RowNeeds.CONSTRAIN
     if request.top_logprobs:
         needs |= RowNeeds.TOP

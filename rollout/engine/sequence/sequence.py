@@ -41,7 +41,7 @@ import numpy as np
 
 from rollout.constraints.matcher import NEVER, Free, Matcher
 from rollout.engine.adapters import Adapter, AdapterUse
-from rollout.engine.messages.requests import Request, RequestKey
+from rollout.engine.messages.requests import NOTHING_BEFORE, Request, RequestKey
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.sequence.drawn_tokens import DrawnTokens
 from rollout.engine.sequence.prefix_keys import PrefixKeys
@@ -161,11 +161,12 @@ class Sequence:
         self.index = index
         self.arrival = arrival
         self.priority = request.priority
-        self.seed = request.sampling.seed if request.prior is not None else row_seed(request.sampling.seed, index)
+        begins = request.prior is NOTHING_BEFORE
+        self.seed = row_seed(request.sampling.seed, index) if begins else request.sampling.seed
         self.needs = needs_of(request)
         self.need_bits = self.needs.value  # of its next step: without CONSTRAIN while that needs no mask
         self.stop_ids = frozenset(request.stop.token_ids)
-        self.free: Free | None = None  # its constraint does not hold yet, and this finds where it will
+        self.free: Free | None = None  # finds where its constraint will hold; None once it does
         self.watched = self.stop_ids  # tokens that a commit examines
         self.unmasked_end = 0  # tokens that were launched before its steps last began to have masks
         self.max_tokens = request.max_tokens
@@ -257,8 +258,8 @@ class Sequence:
         `rewinds`: the row can draw a token again.
         """
         constraint = self.group.request.constraint
-        if constraint is not None and (free := constraint.free if rewinds else constraint.foreseen) is not None:
-            self.free = free
+        self.free = free = constraint.free if rewinds else constraint.foreseen
+        if free is not None:
             self.watched = self.stop_ids | free.ends
             self.need_bits &= ~_CONSTRAIN
             self.note_constraint()

@@ -410,11 +410,11 @@ def _allows(host_RW: torch.Tensor, row: int, token: int) -> bool:
 
 def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int) -> Finish | None:
     """Write one mask. Returns how the completion ends if it does not go on. No other thread touches this matcher."""
-    constraint = seq.group.request.constraint
-    assert constraint is not None
     try:
         if seq.matcher is None:
-            seq.matcher = constraint.start()  # in this thread: copying the state of a large grammar may take seconds
+            seq.matcher = (
+                seq.group.request.constraint.start()
+            )  # in this thread: copying the state of a large grammar may take seconds
         if not seq.matcher.follow(tokens):
             return _failed(_BROKEN)
         if _fill_row(seq, seq.matcher, len(seq.tokens), host_RW, place):

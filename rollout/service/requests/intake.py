@@ -14,10 +14,18 @@ from hashlib import blake2b
 import numpy as np
 
 from rollout.config import ServiceSettings
-from rollout.constraints.matcher import Constraint
-from rollout.constraints.thoughts import ANYTHING, Budgeted, ThoughtRule
+from rollout.constraints.matcher import ANYTHING, Constraint
+from rollout.constraints.thoughts import Budgeted, ThoughtRule
 from rollout.engine.messages.prompts import Prompt
-from rollout.engine.messages.requests import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
+from rollout.engine.messages.requests import (
+    MAX_STOP_IDS,
+    NOTHING_BEFORE,
+    Prior,
+    Request,
+    RequestKey,
+    SamplingParams,
+    StopParams,
+)
 from rollout.models.vision_spec import TowerSpec
 from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
@@ -45,7 +53,7 @@ class PreparedPrompt:
     """The outcome of preparing a request."""
 
     prompt: Prompt
-    constraint: Constraint | None = None
+    constraint: Constraint = ANYTHING
 
     @classmethod
     def of_message(cls, message: GenerateMessage) -> PreparedPrompt:
@@ -196,14 +204,14 @@ class Intake:
             return None
         return thinking.rule(budget, self._text)
 
-    def _constraint(self, message: GenerateMessage, prepared: PreparedPrompt) -> Constraint | None:
+    def _constraint(self, message: GenerateMessage, prepared: PreparedPrompt) -> Constraint:
         """The constraint of the request, with its budget of thoughts."""
         rule = self._thought_rule(message)
         if rule is None:
             return prepared.constraint
         prior = [] if message.continue_from is None else message.continue_from.token_ids.tolist()
         begin = rule.after(prepared.prompt.token_ids, self._model.eos_ids, prior)
-        return Budgeted(prepared.constraint or ANYTHING, begin)
+        return Budgeted(prepared.constraint, begin)
 
     def _routing_column(self, message: GenerateMessage) -> RoutingColumn | None:
         """The column of expert records, if the request wants them."""
@@ -338,7 +346,7 @@ class Intake:
             token_ids=token_ids,
             strings=tuple(dict.fromkeys(message.stop.strings)),
             min_tokens=message.stop.min_tokens,
-            repetition=None if message.repetition_detection is None else message.repetition_detection.rule,
+            repetition=message.repetition_detection.rule,
         )
 
     def _delta_every(self, message: GenerateMessage) -> int:
@@ -394,9 +402,9 @@ def _prior_columns(prior: ContinueFrom | None, tops: int = 0) -> TokenColumns:
     return columns
 
 
-def _prior(prior: ContinueFrom | None) -> Prior | None:
+def _prior(prior: ContinueFrom | None) -> Prior:
     if prior is None:
-        return None
+        return NOTHING_BEFORE
     known = [version for version, _ in prior.versions or () if version >= 0]
     return Prior(prior.token_ids, min(known, default=None), max(known, default=None))
 

@@ -140,11 +140,9 @@ class RepetitionDetection(_Strict):
     min_count: int = Field(0, ge=0, le=INT32_MAX)
 
     @property
-    def rule(self) -> RepetitionRule | None:
-        """The rule for the engine; None if nothing is detected."""
-        if not self.max_pattern_size:
-            return None
-        return RepetitionRule(max(self.min_pattern_size, 1), self.max_pattern_size, self.min_count)
+    def rule(self) -> RepetitionRule:
+        """The rule for the engine."""
+        return RepetitionRule(max(self.min_pattern_size, 1), self.max_pattern_size, max(self.min_count, 2))
 
 
 class Fork(_Strict):
@@ -194,7 +192,7 @@ class GenerateMessage(RequestHeader):
     constraint: ConstraintFields | None = None
     thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)  # -1: without limit
     thinking: ThinkingFields | None = None
-    repetition_detection: RepetitionDetection | None = None
+    repetition_detection: RepetitionDetection = RepetitionDetection()
     max_version_span: int | None = Field(None, ge=0)
     max_kv_age: int | None = Field(None, ge=0)
     priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
@@ -463,8 +461,7 @@ def _check_generate(request: GenerateMessage) -> None:
         raise BadRequest(
             "'thinking_token_budget' needs 'thinking': send the 'start' and the 'end' of a thought", field="thinking"
         )
-    if request.repetition_detection is not None:
-        _check_repetition(request.repetition_detection)
+    _check_repetition(request.repetition_detection)
     if request.prompt_logprobs_last is not None and not request.scores_prompt:
         raise BadRequest(
             f"'{SCORED_TOKENS_FIELD}' needs one of {', '.join(SCORE_FIELDS)}; add one or remove it",

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rollout.constraints.marker import AfterMarker, IdMarker
-from rollout.constraints.thoughts import ANYTHING, Budgeted, ThoughtRule
+from rollout.constraints.matcher import ANYTHING
+from rollout.constraints.thoughts import Budgeted, ThoughtRule
 from rollout.engine.device.streams import make_device
 from rollout.engine.sequence.row_needs import RowNeeds
 from tests.support.engine.constraints import SIZE, AlwaysMasked, AlwaysMaskedBudget, Cycle, X, Y

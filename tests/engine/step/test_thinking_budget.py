@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollout.config import EngineSettings
 from rollout.constraints.marker import AfterMarker, IdMarker
-from rollout.constraints.matcher import AllowList
-from rollout.constraints.thoughts import ANYTHING, Budgeted, ThoughtRule, forced_places
+from rollout.constraints.matcher import ANYTHING, AllowList
+from rollout.constraints.thoughts import MOST_IN_FLIGHT, Budgeted, ThoughtRule, forced_places
 from rollout.engine.messages.requests import Prior
 from tests.support.engine.constraints import SIZE, AlwaysMaskedBudget, Cycle, X, Y
 from tests.support.engine.drafting import drafting
@@ -213,6 +214,12 @@ def test_models_with_states_have_masks_only_near_the_end_of_a_budget(tmp_path, p
         found.append(tokens)
         bench.close()
     assert found[0] == found[1]
+
+
+def test_masks_begin_before_the_most_tokens_that_can_be_in_flight():
+    limits = EngineSettings.model_fields["speculation_tokens"].metadata
+    most_drafts = next(limit.le for limit in limits if hasattr(limit, "le"))
+    assert MOST_IN_FLIGHT >= 2 * (1 + most_drafts)
 
 
 def test_only_the_steps_at_the_end_of_a_budget_wait_for_masks(model, prompt_of):
