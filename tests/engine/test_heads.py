@@ -670,7 +670,7 @@ def test_targets_of_other_families_have_draft_models_too(family, tmp_path, monke
     assert bench.drafts.accepted > 100
 
 
-def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder, strict):
+def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder):
     """Its weights come back with those of the target, and its drafts are the same after both."""
     plain = Sleeping(load(folders[0]))
     submit_some(plain, prompt_of)
