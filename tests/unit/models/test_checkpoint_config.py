@@ -482,7 +482,7 @@ def test_a_broken_generation_config_is_refused_with_its_name(folders: dict[str, 
         load_model(ModelSettings(path=str(folder)), CPU)
 
 
-def test_the_comparison_notices_a_difference(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_notices_a_difference(folders: dict[str, Path]) -> None:
     assert compare(folders["llama"]) == "equal"
     real = transformers_logits(folders["llama"])
     assert compare(folders["llama"], lambda *_: real + 2 * TOLERANCE) == "differ"
