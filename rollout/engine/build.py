@@ -147,15 +147,18 @@ def build_follower(
     return steps.executor, steps.slots
 
 
-def sleeping_memory(settings: Settings, device: Device, model: LanguageModel) -> ReleasableMemory:
+def sleeping_memory(
+    settings: Settings, device: Device, model: LanguageModel, host_pages: type[HostPages] = HostPages
+) -> ReleasableMemory:
     """Memory that is given back in a sleep, with the model's weights in it, if this worker can sleep.
 
+    On a CPU it is of `host_pages`.
     Views of the weights that were taken before still refer to the old memory.
     """
     if not settings.engine.sleep:
         return PermanentMemory(device)
     on_gpu = device.torch_device.type == "cuda"
-    memory = ReleasableMemory(device, CudaPages(device.torch_device) if on_gpu else HostPages())
+    memory = ReleasableMemory(device, CudaPages(device.torch_device) if on_gpu else host_pages())
     memory.take_over(model.parameters(), kept=True)
     return memory
 

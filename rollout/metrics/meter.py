@@ -35,9 +35,13 @@ class Meter:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, version: int = 0, keep_steps: int = 2000
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        version: int = 0,
+        keep_steps: int = 2000,
+        metrics: Sequence[Metric] = METRICS,
     ) -> None:
-        self._clock = clock
+        self._clock, self._metrics = clock, metrics
         self._started_s = self._reported_s = clock()
         self._window = BusyWindow(self._started_s)
         self._idle = IdleCauses(self._started_s)
@@ -49,7 +53,7 @@ class Meter:
         self._fresh = Samples()  # not yet merged into the two others
         self._interval, self._run = Samples(), Samples()
         self._swaps = 0
-        self._values: dict[str, float | None] = {metric.name: 0 for metric in METRICS if metric.read is None}
+        self._values: dict[str, float | None] = {metric.name: 0 for metric in metrics if metric.read is None}
         self._values["weights/version"] = version
         self._counts = {metric.name: Counts(metric.buckets) for metric in HISTOGRAMS if metric.buckets is not None}
         self._by_version = ByVersion(version, Served(self._started_s))
@@ -172,7 +176,7 @@ class Meter:
             compared_tokens=self._mismatch_run.tokens,
             swaps=self._swaps,
         )
-        result = self._read(METRICS, stretch)
+        result = self._read(self._metrics, stretch)
         self._reported_s, self._idle_reported, self._mismatch_is_new = now, idle_s, False
         self._interval.reset()
         return result
@@ -195,7 +199,7 @@ class Meter:
             compared_tokens=self._mismatch_run.tokens,
             swaps=self._swaps,
         )
-        return self._read((*METRICS, *TOTALS), run)
+        return self._read((*self._metrics, *TOTALS), run)
 
     def histograms(self) -> dict[str, Histogram]:
         """`HISTOGRAMS` of the interval since the last call, which ends with this call."""

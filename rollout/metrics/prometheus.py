@@ -10,7 +10,7 @@ sink that blocks (W&B, a file) does not delay the page. Histograms count since t
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import ThreadingHTTPServer
 from itertools import accumulate
 from threading import Thread
@@ -39,6 +39,7 @@ class PrometheusSink:
         port: 0 picks a free one.
         model: name of the model, a label of `rollout_worker_info`.
         health: answers `/health`.
+        metrics: what the page shows beside histograms.
 
     Raises:
         ValueError: the address cannot be bound.
@@ -47,9 +48,9 @@ class PrometheusSink:
     #: `write` is an assignment: the loop does it.
     at_once = True
 
-    def __init__(self, host: str, port: int, model: str, health: Health) -> None:
+    def __init__(self, host: str, port: int, model: str, health: Health, metrics: Sequence[Metric] = METRICS) -> None:
         self._latest: Report | None = None
-        self._model = model
+        self._model, self._metrics = model, metrics
         host = bare(host)
         try:
             self._server = _server(host, port, self, health)
@@ -91,7 +92,7 @@ class PrometheusSink:
             return
         yield GaugeMetricFamily(f"{_PREFIX}report_time_s", "Unix time of the report on this page; s", report.time_s)
         yield GaugeMetricFamily(f"{_PREFIX}report_step", "steps committed at the time of the report", report.step)
-        for metric in METRICS:
+        for metric in self._metrics:
             if metric.name in report.metrics:
                 family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
                 yield family(prometheus_name(metric), _about(metric), report.metrics[metric.name])

@@ -151,12 +151,17 @@ def _decode(name: str, stored: StoredTensor, view: torch.Tensor) -> None:
         decode_into(view, blocks.get_tensor(name + BLOCKS), scales.get_tensor(name + SCALES))
 
 
-def are_equal(tensors: dict[str, StoredTensor], first: str, second: str, dtype: torch.dtype) -> bool:
-    """Whether two tensors have the same values once they are converted to `dtype`; reads up to the first difference."""
+def are_equal(
+    tensors: dict[str, StoredTensor], first: str, second: str, dtype: torch.dtype, at_once: int = _COMPARED_VALUES
+) -> bool:
+    """Whether two tensors have the same values once they are converted to `dtype`; reads up to the first difference.
+
+    `at_once` values are compared at a time.
+    """
     a, b = tensors[first], tensors[second]
     if a.shape != b.shape or not {a.dtype, b.dtype} <= _DTYPES.keys():
         return False
-    rows = max(1, _COMPARED_VALUES // max(1, math.prod(a.shape[1:])))
+    rows = max(1, at_once // max(1, math.prod(a.shape[1:])))
     with safe_open(a.file, framework="pt") as reader, safe_open(b.file, framework="pt") as other_reader:
         one, other = reader.get_slice(first), other_reader.get_slice(second)
         return all(

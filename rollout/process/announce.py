@@ -16,14 +16,19 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-def say(fact: Mapping[str, Any], in_log: bool = False) -> None:
-    """Print a fact on stdout, or in the log: one line of JSON for a launcher, or a sentence if stdout is a terminal."""
+def say(fact: Mapping[str, Any], in_log: bool = False, terminal: bool | None = None) -> None:
+    """Print a fact on stdout, or in the log: one line of JSON for a launcher, or a sentence if stdout is a terminal.
+
+    `terminal` says whether it is; None: it is asked.
+    """
+    if terminal is None:
+        terminal = sys.stdout.isatty()
     if in_log:
         counts = {name: value for name, value in fact.get("totals", {}).items() if name.startswith("total/")}
         facts = {name: value for name, value in fact.items() if name not in ("event", "totals")}
         log.info("%s", fact["event"], extra=facts | counts)
     else:
-        print(_sentence(fact) if sys.stdout.isatty() else json.dumps(fact), flush=True)
+        print(_sentence(fact) if terminal else json.dumps(fact), flush=True)
 
 
 def _sentence(fact: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import logging
 import mmap
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -25,23 +26,26 @@ class Pins:
     Memory must be unpinned before it is unmapped: else CUDA takes what is mapped there next for pinned.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, cudart: Callable[[], Any] = torch.cuda.cudart, forget_error: Callable[[], object] = forget_last_error
+    ) -> None:
+        self._cudart, self._forget_error = cudart, forget_error
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self._refused: set[int] = set()
         # Not at the end of the process, whose CUDA may be gone by then.
-        weakref.finalize(self, _unpin, self._pinned).atexit = False
+        weakref.finalize(self, _unpin, self._pinned, cudart, forget_error).atexit = False
 
     def add(self, memory: torch.Tensor) -> None:
         """Pin memory, if it is not yet. If CUDA refuses, it stays pageable, from which copies are slower."""
         address = memory.data_ptr()
         if memory in self:
             return
-        status = int(torch.cuda.cudart().cudaHostRegister(address, memory.numel(), 0))
+        status = int(self._cudart().cudaHostRegister(address, memory.numel(), 0))
         if not status:
             self._pinned[address] = memory
         else:
             self._refused.add(address)
-            forget_last_error()
+            self._forget_error()
             _log.warning("%d bytes of host memory cannot be pinned: CUDA error %d", memory.numel(), status)
 
     def __contains__(self, memory: torch.Tensor) -> bool:
@@ -49,7 +53,7 @@ class Pins:
 
     def free(self) -> None:
         """Unpin all of it."""
-        _unpin(self._pinned)
+        _unpin(self._pinned, self._cudart, self._forget_error)
         self._refused.clear()
 
 
@@ -63,10 +67,10 @@ def touch(memory: torch.Tensor, advance: Callable[[], object], part_bytes: int =
         advance()
 
 
-def _unpin(pinned: dict[int, torch.Tensor]) -> None:
+def _unpin(pinned: dict[int, torch.Tensor], cudart: Callable[[], Any], forget_error: Callable[[], object]) -> None:
     for address in pinned:
-        if int(torch.cuda.cudart().cudaHostUnregister(address)):
-            forget_last_error()
+        if int(cudart().cudaHostUnregister(address)):
+            forget_error()
     pinned.clear()
 
 

@@ -19,7 +19,7 @@ import argparse
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -308,7 +308,7 @@ def bench_prefill(args: argparse.Namespace, rate: float, heads: int, kv_heads: i
     return rows
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -322,7 +322,7 @@ def main() -> None:
         "--min-tiles", type=int, nargs="+", default=[0], help="smallest number of tiles of a part; 0: the plan's choice"
     )
     parser.add_argument("--fp8", action="store_true", help="KV as e4m3 codes with scales")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     bandwidth, rate = read_bandwidth(), matrix_rate()
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s, matrix rate {rate / 1e12:.0f} TFLOP/s", flush=True)
     facts = {"read_tbps": bandwidth / 1e12, "matrix_tflops": rate / 1e12, "fp8": args.fp8}

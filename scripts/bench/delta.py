@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -146,7 +146,7 @@ def check(
         assert error < 5e-3, f"{name} of {step} are wrong by {error}"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     linear = [shape for shape in SHAPES if "linear_num_value_heads" in model_config(shape)]
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--tiles", action="store_true", help="also time other tiles of the rule")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     read, copy = read_bandwidth(), copy_bandwidth()
     print(f"read {read / 1e12:.2f} TB/s, read and written {copy / 1e12:.2f} TB/s", flush=True)
     found = []

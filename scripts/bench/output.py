@@ -72,11 +72,11 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def command_line() -> str:
-    """The command of this process; a module that runs with `-m` is shown by its name."""
+def command_line(arguments: Sequence[str] | None = None) -> str:
+    """The command of this process, or one with other arguments; a module that runs with `-m` is shown by its name."""
     main = sys.modules["__main__"].__spec__
     words = ["python", "-m", main.name.removesuffix(".__main__")] if main is not None else [sys.argv[0]]
-    return shlex.join([*words, *sys.argv[1:]])
+    return shlex.join([*words, *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def _processor() -> str:

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,7 +122,7 @@ def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> di
     return measured
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Profile each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
@@ -129,7 +130,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--out", type=Path, help="JSON file for what each kernel of a layer adds, and its floor")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     device = make_device("cuda")
     bandwidth = read_bandwidth()
     model = load_random(args.shape, device.torch_device, layers=args.layers).model

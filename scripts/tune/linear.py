@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def _compiles(run, x, weight, config) -> bool:
     return True
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=["8b"], choices=list(SHAPES))
@@ -106,7 +106,7 @@ def main() -> None:
         "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="kernels to measure, besides the table's"
     )
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     bandwidth = read_bandwidth()
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
     results = []

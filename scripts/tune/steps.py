@@ -145,7 +145,7 @@ def tune(steps: Steps, name: str, product: Product, rows: int, ways: list[str], 
     return row | {"table": str(table), "best": str(best), "finalists": {str(c): us for c, us in times.items()}}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Tune and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[f"qwen3-{family}" for family in SHAPES], default="qwen3-8b")
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=320)
     parser.add_argument("--seconds", type=float, default=30.0, help="seconds for the candidates of one product")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     products = SHAPES[args.shape.removeprefix("qwen3-")]
     names = args.products or list(products)
     if unknown := set(names) - set(products):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout.engine import build
 from tests.support.engine.harness import VOCAB, load, prompt_of
-from tests.support.engine.sleeping import Sleeping, StrictPages, outcome, submit_some
+from tests.support.engine.sleeping import Sleeping, outcome, submit_some
 
 
 def build_qwen3(seed: int) -> Qwen3ForCausalLM:
@@ -74,13 +73,7 @@ def _prompt_of():
 
 
 @pytest.fixture
-def strict(monkeypatch) -> None:
-    """Engines of this test have `StrictPages`."""
-    monkeypatch.setattr(build, "HostPages", StrictPages)
-
-
-@pytest.fixture
-def never_slept(strict, folders, prompt_of):
+def never_slept(folders, prompt_of):
     """The outcome of `submit_some` at an engine that stays awake."""
     bench = Sleeping(load(folders[0]))
     submit_some(bench, prompt_of)

@@ -13,11 +13,9 @@ from rollout_kernels.sampling import gumbel_noise
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.drafts import verify
 from rollout.engine.features.drafts.drafter import NAME, After
-from rollout.engine.features.drafts.model_drafter import DRAFT, READ, ModelDrafter
-from rollout.engine.features.drafts.verifier import DraftVerifier
+from rollout.engine.features.drafts.model_drafter import DRAFT, READ
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.to_engine import Cancel, StopAt
-from rollout.engine.schedule.feature import find
 from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from rollout.engine.step.sampler import Sampler
@@ -38,7 +36,7 @@ from tests.engine.test_speculation import (
 )
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.constraints import SIZE, Cycle, X, Y, only_hangs_are_late
-from tests.support.engine.drafting import drafting, fixed_costs, replayed_drafts, row_by_row, watch_drafts
+from tests.support.engine.drafting import drafter_of, drafting, fixed_costs, replayed_drafts, row_by_row, watch_drafts
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of, watch_plans
 from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
@@ -73,18 +71,19 @@ def drafted(folders, head_folder):
     return load(folders[0], draft=head_folder)
 
 
-def as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_captured(bench: Bench) -> None:
     """Have steps read and draft as where these are captured: for fixed numbers of rows, for the longest context."""
-    run = ModelDrafter.run
+    drafter = drafter_of(bench)
+    run = drafter.run
 
-    def run_graphs(self, step, output_4R, accepted_B, kv, after, replays):
-        longest = self.rows.pages.shape[1] * kv.page_size
-        read = {size: functools.partial(self.read, size, longest, kv) for size in range(1, 33)}
-        draft = {size: functools.partial(self.draft, size, longest, PLAIN, kv) for size in (2, 4, 8, 16)}
-        self.rows.ints[0, LENGTH] += 1000  # of the padding
-        return run(self, step, output_4R, accepted_B, kv, after, {READ: read, DRAFT: draft})
+    def run_graphs(step, output_4R, accepted_B, kv, after, replays):
+        longest = drafter.rows.pages.shape[1] * kv.page_size
+        read = {size: functools.partial(drafter.read, size, longest, kv) for size in range(1, 33)}
+        draft = {size: functools.partial(drafter.draft, size, longest, PLAIN, kv) for size in (2, 4, 8, 16)}
+        drafter.rows.ints[0, LENGTH] += 1000  # of the padding
+        return run(step, output_4R, accepted_B, kv, after, {READ: read, DRAFT: draft})
 
-    monkeypatch.setattr(ModelDrafter, "run", run_graphs)
+    drafter.run = run_graphs
 
 
 # --- what it drafts -------------------------------------------------------------------------------------------------
@@ -130,9 +129,9 @@ def test_drafts_are_those_of_the_reference(folders, hf_models, head, monkeypatch
     if kernels:
         fields |= fixed_costs()  # nothing is measured, which takes the interpreter minutes
     bench = Bench(model, **fields)
-    seen = watch_drafts(monkeypatch)
+    seen = watch_drafts(bench)
     if depth == 2:
-        as_captured(monkeypatch)
+        as_captured(bench)
     prompts = {11: prompt_of(21, 1), 12: prompt_of(6, 2), 13: prompt_of(13, 3)}
     settings = {11: {"temperature": 0.0}, 12: {"temperature": 1.3}, 13: {"temperature": 0.8}}
     for seed, prompt in prompts.items():
@@ -158,12 +157,12 @@ def test_drafts_are_those_of_the_reference(folders, hf_models, head, monkeypatch
     assert checked > (15 if kernels else 50)
 
 
-def test_drafts_are_truncated_like_draws(drafted, monkeypatch):
+def test_drafts_are_truncated_like_draws(drafted):
     """With top_k = 1 a sampled row drafts what a greedy one does."""
-    found, seen = [], watch_drafts(monkeypatch)
+    found = []
     for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_k": 1}):
         bench = Bench(drafted, **HEADS)
-        seen.clear()  # those of the start
+        seen = watch_drafts(bench)
         bench.submit("a", prompt_of(9), 20, sampling=sampling)
         bench.run()
         bench.close()
@@ -205,7 +204,7 @@ def test_drafts_heed_penalties_biases_and_bans(folders, hf_models, head, monkeyp
     }
     stop = {seed: {"token_ids": stops, "min_tokens": 30} if seed in (12, 14) else {} for seed in rules}
     bench = Bench(load(folders[0], draft=head[2]), **HEADS, **(fixed_costs() if kernels else {}))
-    seen = watch_drafts(monkeypatch)
+    seen = watch_drafts(bench)
     prompts = {seed: prompt_of(5 + seed % 4, seed) for seed in rules}
     for seed, sampling in rules.items():
         length = 8 if kernels else 20
@@ -345,7 +344,7 @@ def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted, monkey
     plain.run()
     replayed_drafts(monkeypatch, completions_by_seed(plain), 0.2)
     bench = Bench(drafted, **HEADS, speculation_tokens=6, kv_pages=600, pipeline_depth=1)
-    drafter = find(bench.engine.executor.step.features, DraftVerifier).drafter
+    drafter = drafter_of(bench)
     replay, checked = drafter.draft, []
 
     def guess(count, max_context, features, kv):
@@ -670,7 +669,7 @@ def test_targets_of_other_families_have_draft_models_too(family, tmp_path, monke
     assert bench.drafts.accepted > 100
 
 
-def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder, strict):
+def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder):
     """Its weights come back with those of the target, and its drafts are the same after both."""
     plain = Sleeping(load(folders[0]))
     submit_some(plain, prompt_of)

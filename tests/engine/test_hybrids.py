@@ -464,7 +464,6 @@ def test_sessions_give_up_places_to_groups(model, hf_models):
 # --- sleeps and faults ---
 
 
-@pytest.mark.usefixtures("strict")
 def test_states_are_computed_again_after_a_sleep(model, hf_models):
     """The memory of rows and snapshots is given back; what it holds afterwards is read by nobody."""
     bench = Sleeping(model)
@@ -582,7 +581,6 @@ def test_a_swap_while_states_are_on_the_host(made, hf_models, mode):
     bench.close()
 
 
-@pytest.mark.usefixtures("strict")
 def test_states_sleep_on_the_host(model, hf_models):
     bench = hosting(model, bench=Sleeping, kv_pages=200)
     submit_six(bench)

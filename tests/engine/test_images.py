@@ -408,7 +408,6 @@ def test_the_largest_image_fits_in_the_buffer(models: Any) -> None:
     bench.close()
 
 
-@pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("name", ["Qwen3-VL", "Qwen3.5"])
 def test_a_sleep_leaves_nothing_of_the_encodings(name: str, models: Any, tmp_path: Path) -> None:
     reference = make_model(name, tmp_path)

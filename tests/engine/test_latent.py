@@ -117,7 +117,6 @@ def test_turns_and_equal_prompts_compute_only_new_tokens(made, model):
     bench.close()
 
 
-@pytest.mark.usefixtures("strict")
 def test_rows_go_on_after_a_sleep(made, model):
     bench = Sleeping(model)
     bench.submit("r", prompt_of(40), 40)

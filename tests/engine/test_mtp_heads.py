@@ -70,14 +70,14 @@ def assert_drafted(reference: Predicting, known_by_seed: dict[int, list[int]], s
 
 
 @pytest.mark.parametrize("depth", [2, *nightly(1)])
-def test_drafts_are_those_of_the_reference(found, monkeypatch, depth):
+def test_drafts_are_those_of_the_reference(found, depth):
     """At every step, for prompts in chunks, for greedy and sampled rows, over pages that are opened on the way."""
     reference, folder = found
     fields = {**HEADS, "prefill_chunk_tokens": 8, "pipeline_depth": depth, "speculation_tokens": 4}
     bench = Bench(load(folder, mtp="needed"), **fields)
-    seen = watch_drafts(monkeypatch)
+    seen = watch_drafts(bench)
     if depth == 2:
-        as_captured(monkeypatch)
+        as_captured(bench)
     known = submit_three(bench, "r", reference.model.config.vocab_size)
     bench.close()
     assert_drafted(reference, known, seen)
@@ -104,7 +104,7 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(found, monkeypatch, wr
     assert drafts.drafted > 200 and drafts.accepted > (100 if wrong is not None else 0)
 
 
-def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, tmp_path, monkeypatch):
+def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, tmp_path):
     reference, folder = found
     other = make_predicting(reference.name, tmp_path, seed=5)
     mixed = replace(reference, block=other.block, tensors=other.tensors)
@@ -124,9 +124,8 @@ def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, t
         for _ in range(4):
             bench.engine.tick()
         assert (roster.version, bench.drafting.draft_version) == (version, draft_version)
-        with monkeypatch.context() as patch:
-            seen = watch_drafts(patch)
-            known = submit_three(bench, f"v{version}-", vocab, 14)
+        seen = watch_drafts(bench)
+        known = submit_three(bench, f"v{version}-", vocab, 14)
         assert_drafted(expected, known, seen)
     bench.close()
 

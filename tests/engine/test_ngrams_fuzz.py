@@ -101,7 +101,7 @@ def test_codes_of_kv_have_tokens_beside_them(folders, monkeypatch):
 
 @pytest.mark.parametrize("stem", ["qwen3", *nightly("Qwen3_5")])
 @pytest.mark.parametrize("host_kv_gib", [0.0, 0.01])
-def test_drafts_after_a_sleep_are_those_of_the_text(stem, host_kv_gib, tmp_path, monkeypatch, strict):
+def test_drafts_after_a_sleep_are_those_of_the_text(stem, host_kv_gib, tmp_path, monkeypatch):
     """Whether the KV was dropped, or went to the host and back."""
     EVERY_FAMILY[stem](tmp_path, 0)
     plain = six_without(load(tmp_path), kv_pages=600)

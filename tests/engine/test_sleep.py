@@ -14,8 +14,6 @@ from tests.support.engine.sleeping import Sleeping, outcome, submit_some
 from tests.support.engine.streams import LateDevice, random_delays
 from tests.support.engine.updates import Mailbox, Update
 
-pytestmark = pytest.mark.usefixtures("strict")
-
 
 @pytest.mark.parametrize("depth, late", [(1, False), (2, False), (2, True)])
 def test_tokens_are_those_of_a_run_that_never_slept(model, never_slept, prompt_of, depth, late):

@@ -11,8 +11,6 @@ from tests.support.engine.adapted import table_of
 from tests.support.engine.harness import load
 from tests.support.engine.sleeping import Sleeping
 
-pytestmark = pytest.mark.usefixtures("strict")
-
 
 @pytest.mark.parametrize("sleeps, host_kv_gib", [((2, 9, 20), 0.0), ((1, 3, 4), 0.0), ((2, 9, 20), 0.001)])
 def test_rows_of_several_adapters_have_the_tokens_of_a_run_that_never_slept(folders, prompt_of, sleeps, host_kv_gib):

@@ -17,7 +17,6 @@ from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.streams import LateDevice
 from tests.support.engine.updates import Mailbox, Update
 
-pytestmark = pytest.mark.usefixtures("strict")
 PAGE = 1536  # bytes of a page of the checkpoint, in float32
 PENALIZED = {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3}
 

@@ -15,9 +15,6 @@ from tests.support.engine.streams import LateDevice, random_delays
 from tests.support.engine.updates import InPlace, Mailbox, Update
 from tests.support.kernels.grids import nightly
 
-pytestmark = pytest.mark.usefixtures("strict")
-
-
 # --- orders ----------------------------------------------------------------------------------------------------------
 
 

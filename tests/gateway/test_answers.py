@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.gateway.chat_templates import tokenizer_with
 from tests.support.gateway.harness import events, gateway, post, refused
+from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.worker.harness import assert_idle, launch
 
@@ -163,7 +164,7 @@ def hermes(arguments: str, name: str = "f") -> str:
 def test_whatever_a_call_holds_all_completions_arrive(
     gateways: dict[str, httpx.Client], tokenizer: Any, text: str, arguments: Any
 ) -> None:
-    for name in ("hermes", "coarse"):
+    for name in ("hermes", "coarse") if len(text) < 400 else ("coarse",):  # which reads a long answer in few pieces
         for choice in answered(gateways[name], said(text, tools=TOOLS, n=2)):
             check_tokens(choice, text, tokenizer)
             if arguments is None:
@@ -223,13 +224,13 @@ def test_arguments_of_a_demanded_call_may_be_nested_deeply(gateways: dict[str, h
         "",
         tools=tools,
         tool_choice="required",
-        max_tokens=1_500,
+        max_tokens=1_100,
         structured_outputs=None,
         logprobs=False,
         top_logprobs=0,
     )
     (found,) = answered(gateways["hermes"], body | {"logit_bias": {str(opening): 100.0}})
-    assert found["finish_reason"] == "length" and len(found["token_ids"]) == 1_500
+    assert found["finish_reason"] == "length" and len(found["token_ids"]) == 1_100
     assert found["message"]["content"].count("[") > 1_000
 
 
@@ -252,8 +253,10 @@ def test_structured_output_of_a_thinking_model_is_the_content(
     assert json.loads(strict["message"]["content"]) == {"a": 1} and strict["message"].get("reasoning_content") is None
 
 
-@pytest.mark.parametrize("every", ["think", "coarse think"])
-@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize(
+    ("every", "thinks"),
+    [("think", True), ("think", False), ("coarse think", True), *nightly(("coarse think", False))],
+)
 def test_a_constraint_begins_after_the_thoughts_if_there_are_any(
     gateways: dict[str, httpx.Client], tokenizer: Any, every: str, thinks: bool
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.kernels.grids import nightly
 from tests.support.schemas import random_schema
 from tests.support.tokenizer_folder import make_tokenizer_folder
 from tests.support.worker.harness import launch
@@ -218,28 +219,34 @@ def thinks(tokenizer: Any, eos: int) -> dict[int, float]:
     return {tokenizer.convert_tokens_to_ids(THOUGHTS_END): 4.0, eos: -100.0}
 
 
+#: Constraints, and a pattern of what fits, where there is one.
+AFTER = {
+    "json_schema": ({"type": "object", "properties": {"k": {"type": "boolean"}}, "required": ["k"]}, None),
+    "regex": ("[a-f]{3}-[0-9]{2,4}", "[a-f]{3}-[0-9]{2,4}"),
+    "choices": (["yes", "no", "perhaps é👍"], "yes|no|perhaps é👍"),
+    "grammar": ('root ::= "(" [xyz] ")"', r"\([xyz]\)"),
+    "token_ids": ([70, 71], None),
+}
+
+
 @pytest.mark.parametrize(
-    ("constraint", "fits"),
+    ("kind", "given"),
     [
-        ({"json_schema": {"type": "object", "properties": {"k": {"type": "boolean"}}, "required": ["k"]}}, None),
-        ({"regex": "[a-f]{3}-[0-9]{2,4}"}, "[a-f]{3}-[0-9]{2,4}"),
-        ({"choices": ["yes", "no", "perhaps é👍"]}, "yes|no|perhaps é👍"),
-        ({"grammar": 'root ::= "(" [xyz] ")"'}, r"\([xyz]\)"),
-        ({"token_ids": [70, 71]}, None),
+        *((kind, "text") for kind in AFTER),
+        ("regex", "ids"),
+        *nightly(*((kind, "ids") for kind in AFTER if kind != "regex")),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-@pytest.mark.parametrize("given", ["text", "ids"])
 def test_a_constraint_begins_after_the_thoughts(
     client: RolloutClient,
     tokenizer: Any,
     thinks: dict[int, float],
     bias: dict[int, float],
-    constraint: dict,
-    fits: Any,
+    kind: str,
     given: str,
 ) -> None:
-    end = tokenizer.convert_tokens_to_ids(THOUGHTS_END)
+    value, fits = AFTER[kind]
+    constraint, end = {kind: value}, tokenizer.convert_tokens_to_ids(THOUGHTS_END)
     bound = {**constraint, "after": THOUGHTS_END if given == "text" else [end]}
     asked: dict = {"prompt": "abc", "max_tokens": 300, "n": 8, "seed": 6, "constraint": bound, "return_text": True}
     asked["logit_bias"] = bias | thinks

@@ -30,9 +30,15 @@ def takes(
     q_THD: torch.Tensor, chunks: Sequence[tuple[int, int, int]], kv_heads: int, window: int | None, scale: float
 ) -> bool:
     """True if the attention of these chunks (start, queries, context) is to run over gathered keys and values."""
+    return is_hopper(q_THD.device) and fits(q_THD, chunks, kv_heads, window, scale)
+
+
+def fits(
+    q_THD: torch.Tensor, chunks: Sequence[tuple[int, int, int]], kv_heads: int, window: int | None, scale: float
+) -> bool:
+    """What `takes` says on Hopper."""
     return (
-        is_hopper(q_THD.device)
-        and q_THD.dtype in (torch.bfloat16, torch.float16)
+        q_THD.dtype in (torch.bfloat16, torch.float16)
         and q_THD.is_contiguous()
         and q_THD.shape[2] == _HEAD_DIM
         and scale > 0

@@ -8,7 +8,6 @@ import logging
 import pytest
 import torch
 
-from rollout.weights import pinned_memory
 from rollout.weights.pinned_memory import Pins
 from trainer_bridge.transports import cuda_ipc
 
@@ -34,24 +33,24 @@ class Runtime:
     def forget(self) -> None:
         self.forgotten += 1
 
+    def pins(self) -> Pins:
+        return Pins(lambda: self, self.forget)
+
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(pinned_memory, "forget_last_error", runtime.forget)
-    return runtime
+def runtime() -> Runtime:
+    return Runtime()
 
 
 def test_memory_is_pinned_once_and_unpinned_when_its_owner_is_gone(runtime: Runtime) -> None:
-    memory, pins = torch.zeros(8, dtype=torch.uint8), Pins()
+    memory, pins = torch.zeros(8, dtype=torch.uint8), runtime.pins()
     pins.add(memory)
     pins.add(memory)
     assert runtime.asked == 1 and runtime.pinned == {memory.data_ptr()}
     del pins
     gc.collect()
     assert not runtime.pinned
-    pins = Pins()
+    pins = runtime.pins()
     pins.add(memory)
     pins.free()
     assert not runtime.pinned
@@ -62,7 +61,7 @@ def test_memory_is_pinned_once_and_unpinned_when_its_owner_is_gone(runtime: Runt
 def test_a_refusal_is_told_once_and_leaves_no_error_for_the_next_kernel(
     runtime: Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory, first, second = torch.zeros(8, dtype=torch.uint8), Pins(), Pins()
+    memory, first, second = torch.zeros(8, dtype=torch.uint8), runtime.pins(), runtime.pins()
     first.add(memory)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):

@@ -12,7 +12,8 @@ from torch import nn
 from rollout.engine.device.cuda_pages import CudaPages, DriverError, _Access, _Properties
 from rollout.engine.device.releasable import HostPages, MemoryShortError, ReleasableMemory, pieces_of
 from rollout.engine.device.streams import CpuDevice
-from tests.support.engine.sleeping import SomeHost, StrictPages
+from tests.support.engine.sleeping import SomeHost
+from tests.support.engine.strict_pages import StrictPages
 
 MIB = 1 << 20
 

@@ -82,13 +82,13 @@ def test_its_drafts_by_kernels_are_those_of_torch(folders, monkeypatch):
         with monkeypatch.context() as patch:
             if not fused:
                 patch.setattr(ModelDrafter, "_forward", _by_torch)
-            found.append(_drafts(bench, patch, prompts, 40, [0.0] * 5))
+            found.append(_drafts(bench, prompts, 40, [0.0] * 5))
     _assert_equal_first_drafts(*found, share=0.85)
 
 
-def _drafts(bench: Bench, patch, prompts: list[list[int]], length: int, temperatures: list[float]) -> Drafted:
+def _drafts(bench: Bench, prompts: list[list[int]], length: int, temperatures: list[float]) -> Drafted:
     """Runs the prompts, one a seed, and closes the bench."""
-    seen = watch_drafts(patch)
+    seen = watch_drafts(bench)
     for i, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True)):
         bench.submit(f"r{i}", prompt, length, sampling={"temperature": temperature, "seed": i})
     bench.run()
@@ -141,14 +141,13 @@ def test_its_steps_are_captured_and_wait_for_nothing(folders, monkeypatch):
     assert compiled == []
 
 
-def test_captured_drafts_are_those_of_eager_steps(folders, monkeypatch):
+def test_captured_drafts_are_those_of_eager_steps(folders):
     """Up to rounding: these products have another number of rows."""
     found = []
     for graphs in (True, False):
         bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS, cuda_graphs=graphs)
         prompts = [prompt_of(60 + 7 * i, i) for i in range(5)]
-        with monkeypatch.context() as patch:
-            found.append(_drafts(bench, patch, prompts, 60, [0.7 * i for i in range(5)]))
+        found.append(_drafts(bench, prompts, 60, [0.7 * i for i in range(5)]))
     _assert_equal_first_drafts(*found, share=0.9)
 
 

@@ -68,6 +68,12 @@ CASES = {
 }
 
 
+def without_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have steps run without the kernels for Hopper."""
+    for module in (gathered, gluon_experts):
+        monkeypatch.setattr(module, "is_hopper", lambda device: False)
+
+
 def load(folder: Path, config: dict, dtype: str) -> Decoder:
     (folder / "config.json").write_text(json.dumps(config))
     settings = ModelSettings(path=str(folder), load_format="random", dtype=dtype)
@@ -119,8 +125,7 @@ def test_prefill_is_as_close_to_float32_as_without_these_kernels(
     monkeypatch.setattr(gluon_experts, "padded_down", down_counted)
     new = errors_of(logits_of(model, FusedDecoder(model), CASES[case], kv_dtype), exact)
     counted = dict(ran)
-    monkeypatch.setattr(gathered, "is_hopper", lambda device: False)
-    monkeypatch.setattr(gluon_experts, "is_hopper", lambda device: False)
+    without_hopper(monkeypatch)
     old = errors_of(logits_of(model, FusedDecoder(model), CASES[case], kv_dtype), exact)
     assert counted["attention"] >= 1 and (counted["experts"] >= 2) == (config["model_type"] == "qwen3_moe")
     assert ran == counted, "without them, nothing of them runs"
@@ -175,8 +180,7 @@ def test_recorded_experts_are_those_of_steps_without_these_kernels(tmp_path, mon
     routing = []
     for hopper in (True, False):
         if not hopper:
-            monkeypatch.setattr(gathered, "is_hopper", lambda device: False)
-            monkeypatch.setattr(gluon_experts, "is_hopper", lambda device: False)
+            without_hopper(monkeypatch)
         bench = small_bench(tmp_path, routing=True)
         ids = torch.randint(VOCAB, (2500,), generator=torch.Generator().manual_seed(3)).tolist()
         bench.submit("r", ids, 2, routing_from=0)

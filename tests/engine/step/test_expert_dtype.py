@@ -116,7 +116,6 @@ def test_a_prompt_after_a_swap_is_that_of_a_fresh_engine(format, kv_dtype, folde
     bench.close(), fresh.close()
 
 
-@pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("format", CODED)
 def test_codes_of_experts_and_of_kv_are_right_after_a_sleep_of_either_level(format, folders, prompt_of):
     """Given-back memory is NaN. After level 1 the tokens are as before, after level 2 those of the new weights."""

@@ -119,7 +119,7 @@ def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_mode
     monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", 8)
     bench = Bench(model)
     sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
-    monkeypatch.setattr(model, "compute_logits", lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1])
+    model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
     lengths = (21, 10, 3)
     for i, length in enumerate(lengths):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True)
@@ -135,7 +135,7 @@ def test_pieces_are_filled_up_where_each_number_of_rows_may_be_another_kernel(mo
     monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", 16)
     bench = Bench(model, prefill_chunk_tokens=32)
     sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
-    monkeypatch.setattr(model, "compute_logits", lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1])
+    model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
     find(bench.engine.roster.features, StepScores).multiple = 16
     for i, length in enumerate((40, 21, 3)):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, top_logprobs=2)

@@ -10,7 +10,6 @@ import pytest
 from rollout.config import EngineConstants
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.shared_pages import SharedPages, same_pages
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import Bench
@@ -26,14 +25,18 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = self.shared = self.most_levels = 0
         monkeypatch.setattr("rollout.engine.build._shares_pages", lambda site: True)
-        begin = DeviceStep.begin_decode
 
-        def begin_decode(step, rows_B, new_pages_B, max_context, *more):
-            token_ids_B, batch = begin(step, rows_B, new_pages_B, max_context, *more)
+    def watch(self, bench: Bench) -> Bench:
+        step = bench.engine.executor.step
+        begin = step.begin_decode
+
+        def begin_decode(*how):
+            token_ids_B, batch = begin(*how)
             self.look(batch.segments_SW.numpy(), batch.page_table_BP.numpy(), batch.context_lens_B.tolist())
             return token_ids_B, batch
 
-        monkeypatch.setattr(DeviceStep, "begin_decode", begin_decode)
+        step.begin_decode = begin_decode
+        return bench
 
     def look(self, segments: np.ndarray, table: np.ndarray, lens: list[int]) -> None:
         self.steps += 1
@@ -59,7 +62,7 @@ def seen(monkeypatch):
 
 
 def test_members_of_groups_are_found_and_stay_neighbours(model, prompt_of, seen):
-    bench = Bench(model, max_rows=8, **ANY)
+    bench = seen.watch(Bench(model, max_rows=8, **ANY))
     for name, length in (("a", 33), ("b", 21)):
         bench.submit(name, prompt_of(length, length), 24, n=4)
     bench.run()
@@ -69,7 +72,7 @@ def test_members_of_groups_are_found_and_stay_neighbours(model, prompt_of, seen)
 
 
 def test_a_system_prompt_before_groups_is_a_second_level(model, prompt_of, seen):
-    bench = Bench(model, max_rows=8, **ANY)
+    bench = seen.watch(Bench(model, max_rows=8, **ANY))
     system = prompt_of(40, 1)
     for i in range(2):
         bench.submit(f"r{i}", [*system, *prompt_of(20, 5 + i)], 24, n=4)
@@ -83,7 +86,7 @@ def test_drafts_are_read_with_their_row(model, prompt_of, monkeypatch, seen, wro
     """Rows of a group and rows alone, each with three drafts: only what a step may write is a draft row's own."""
     tokens: dict[tuple[str, int], list[int]] = {}
     bench, _ = drafting(monkeypatch, model, tokens, wrong, max_rows=8, speculation_rows=24, **ANY)
-    for each in (Bench(model, max_rows=8, **ANY), bench):
+    for each in map(seen.watch, (Bench(model, max_rows=8, **ANY), bench)):
         each.submit("a", prompt_of(33, 1), 40, n=3)
         each.submit("b", prompt_of(21, 2), 40)
         seen.shared = seen.most_levels = 0
@@ -103,7 +106,7 @@ def test_segments_stay_true_under_preemption_ends_and_arrivals(model, prompt_of,
     """Few pages, so that rows lose theirs and get others; ends at random; prompts of a few stems."""
     rng = random.Random(seed)
     stems = [prompt_of(rng.randint(8, 40), 100 + i) for i in range(3)]
-    bench = Bench(model, max_rows=6, kv_pages=60, host_kv_gib=rng.choice([0.0, 0.001]), **ANY)
+    bench = seen.watch(Bench(model, max_rows=6, kv_pages=60, host_kv_gib=rng.choice([0.0, 0.001]), **ANY))
     for i in range(24):
         ids = [*rng.choice(stems), *prompt_of(rng.randint(1, 12), i)]
         bench.submit(f"r{i}", ids, rng.randint(2, 40), n=rng.choice([1, 1, 3]))
@@ -116,7 +119,7 @@ def test_segments_stay_true_under_preemption_ends_and_arrivals(model, prompt_of,
 
 
 def test_small_savings_are_not_worth_it(model, prompt_of, seen):
-    bench = Bench(model, max_rows=8, **(ANY | {"shared_saved_bytes": 1 << 40}))
+    bench = seen.watch(Bench(model, max_rows=8, **(ANY | {"shared_saved_bytes": 1 << 40})))
     bench.submit("a", prompt_of(33, 1), 24, n=4)
     bench.run()
     assert seen.steps > 20 and seen.shared == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollout.engine.features.all import FEATURES
-from rollout.engine.features.drafts.drafter import HOST_DRAFTERS
+from rollout.engine.features.drafts.drafter import HOST_DRAFTERS, DeviceDrafter
 from rollout.engine.features.drafts.model_drafter import READ, ModelDrafter
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.features.drafts.verifier import DraftVerifier
@@ -107,18 +107,26 @@ def replayed_drafts(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq[
     monkeypatch.setattr(ModelDrafter, "decode_work", lambda *how: {READ: work(*how)[READ]})
 
 
-def watch_drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[float], list[int]]]:
-    """A list that gets the row state of each row that the device drafts for: integers, floats, and its drafts."""
-    seen, run = [], ModelDrafter.run
+def drafter_of(bench: Bench) -> DeviceDrafter:
+    """The drafter on the device."""
+    verifier = find(bench.engine.executor.step.features, DraftVerifier)
+    assert verifier is not None
+    return verifier.drafter
 
-    def watch(self, step, *how):
-        run(self, step, *how)
+
+def watch_drafts(bench: Bench) -> list[tuple[list[int], list[float], list[int]]]:
+    """A list that gets the row state of each row that the device drafts for: integers, floats, and its drafts."""
+    seen, drafter = [], drafter_of(bench)
+    run = drafter.run
+
+    def watch(step, *how):
+        run(step, *how)
         rows = step["sampled_rows"] if step.header.layout else step["bases"][:, 0] if "bases" in step else step["rows"]
         for row in rows.tolist() if step.header.draws else []:
-            state = self.rows
-            seen.append((state.ints[row].tolist(), state.floats[row].tolist(), self.next_RG[row].tolist()))
+            state = drafter.rows
+            seen.append((state.ints[row].tolist(), state.floats[row].tolist(), drafter.next_RG[row].tolist()))
 
-    monkeypatch.setattr(ModelDrafter, "run", watch)
+    drafter.run = watch
     return seen
 
 

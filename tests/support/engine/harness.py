@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rollout.config import EngineSettings, ModelSettings, ServiceSettings, Settings
-from rollout.engine.build import build_engine, local_links
+from rollout.engine.build import build_engine, local_links, sleeping_memory
 from rollout.engine.device.streams import CpuDevice, Device
 from rollout.engine.features.all import FEATURES, MakeFeature
 from rollout.engine.features.drafts.counts import DraftCounts
@@ -27,6 +27,7 @@ from rollout.engine.schedule.plan import Plan
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
 from rollout.models.loader import MTP
+from tests.support.engine.strict_pages import StrictPages
 from tests.support.settings import settings_of
 from trainer_bridge.wire.prompt_tops import PromptTops
 
@@ -99,7 +100,10 @@ class Bench:
         self.events: list[Event] = []
         self.device = device or CpuDevice()
         self.links = local_links(self.settings, self.emit, receiver)
-        self.engine: Engine = build_engine(self.settings, self.device, model, self.links, features=features)
+        memory = sleeping_memory(self.settings, self.device, model, StrictPages)
+        self.engine: Engine = build_engine(
+            self.settings, self.device, model, self.links, memory=memory, features=features
+        )
         self.completions: dict[tuple[str, int], Completion] = defaultdict(Completion)
         self.done: dict[str, RequestDone] = {}
 

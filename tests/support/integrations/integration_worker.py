@@ -9,12 +9,13 @@ from typing import Any
 from trainer_bridge.client.launch import WorkerProcess, start_worker
 
 ROOT = Path(__file__).parents[3]
+_PATHS = (ROOT, ROOT / "kernels", ROOT / "tests" / "support" / "quick_transformers")
 
 
 def worker_environment() -> dict[str, str | None]:
     """What a worker's environment needs, and what it must not have (None)."""
     changes: dict[str, str | None] = {name: None for name in os.environ if name.startswith(("ROLLOUT_", "WANDB_"))}
-    return {**changes, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
+    return {**changes, "PYTHONPATH": os.pathsep.join(map(str, _PATHS)), "OMP_NUM_THREADS": "1"}
 
 
 def start(model: Path, log: Path, **flags: Any) -> WorkerProcess:

@@ -65,14 +65,14 @@ def transformers_logits(folder: Path, count: int = len(IDS)) -> torch.Tensor:
         return model(torch.tensor([IDS[:count]])).logits[0].float()
 
 
-def compare(folder: Path) -> Outcome:
-    """Load a folder both ways. Only a ValueError counts as a refusal."""
+def compare(folder: Path, reference: Callable[..., torch.Tensor] = transformers_logits) -> Outcome:
+    """Load a folder both ways; `reference` gives transformers' logits. Only a ValueError counts as a refusal."""
     try:
         ours = logits(folder, model_impl="native")
     except ValueError:
         return "refused"
     try:
-        theirs = transformers_logits(folder, len(ours))
+        theirs = reference(folder, len(ours))
     except Exception:  # it fails in many ways
         return "transformers fails"
     return "equal" if float((ours - theirs).abs().max()) < TOLERANCE else "differ"

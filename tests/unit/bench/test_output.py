@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from scripts.bench.moe_kernels import summary
-from scripts.bench.output import DEFAULT_FOLDER, spread, summary_text, write_results
+from scripts.bench.output import DEFAULT_FOLDER, command_line, spread, summary_text, write_results
 from scripts.bench.service_load import FIGURES, over_turns
 from scripts.bench.swap_rate import over_rounds
 
 
-def test_a_summary_has_the_circumstances_and_a_line_for_each_entry_and_row(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["script", "--note", "two words"])
+def test_a_summary_has_the_circumstances_and_a_line_for_each_entry_and_row(tmp_path: Path) -> None:
     path, rows = tmp_path / "new" / "folder.json", [{"rows": 8, "us": [1.5, 2.25]}, {"rows": 32, "by": {1: None}}]
     write_results(path, rows, shape="toy", layers=2, runs=[{"at": 1}], none=[])
     text = path.read_text()
@@ -30,7 +25,8 @@ def test_a_summary_has_the_circumstances_and_a_line_for_each_entry_and_row(
     assert list(told) == named and text.count("\n") == 2 + len(named) + (1 + 1) + (2 + 1)
     assert told["rows"] == [rows[0], {"rows": 32, "by": {"1": None}}] and told["none"] == []
     assert told["versions"]["torch"] == torch.__version__ and told["machine"]["cores"] > 0
-    assert told["command"].endswith(" --note 'two words'")
+    assert told["command"] == command_line()
+    assert command_line(["--note", "two words"]).endswith(" --note 'two words'")
 
 
 def test_a_spread_is_that_of_the_values() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import runpy
 import sys
 import time
 from pathlib import Path
@@ -491,10 +491,9 @@ def test_script_measures_and_goes_on_without_vllm(tmp_path: Path, capsys):
         "bench.profile_decode",
     ],
 )
-def test_script_says_how_it_is_used(name: str, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
+def test_script_says_how_it_is_used(name: str, capsys):
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module(f"scripts.{name}", run_name="__main__")
+        importlib.import_module(f"scripts.{name}").main(["--help"])
     assert ended.value.code == 0 and "usage: " in capsys.readouterr().out
 
 

@@ -239,9 +239,9 @@ def test_synonyms_name_flags_that_exist():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_facts_are_sentences_on_a_terminal_and_json_elsewhere(terminal, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
-    say({"event": "ready", "endpoint": "tcp://127.0.0.1:5757", "model": "folder", "weights_version": 3})
+def test_facts_are_sentences_on_a_terminal_and_json_elsewhere(terminal, capsys):
+    ready = {"event": "ready", "endpoint": "tcp://127.0.0.1:5757", "model": "folder", "weights_version": 3}
+    say(ready, terminal=terminal)
     shown = capsys.readouterr().out
     assert "tcp://127.0.0.1:5757" in shown and shown.startswith("ready" if terminal else "{")
 

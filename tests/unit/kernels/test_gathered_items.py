@@ -73,13 +73,12 @@ def test_a_narrow_window_leaves_too_little_to_gather_for():
     assert pays(long, 32, 8, None) and not pays(long, 32, 8, 256)
 
 
-def test_only_hopper_with_heads_of_128_in_16_bits_is_asked(monkeypatch):
+def test_only_hopper_with_heads_of_128_in_16_bits_is_asked():
     queries = torch.empty(4096, 32, 128, dtype=torch.bfloat16, device="meta")
     chunks = chunks_of((4096, 4096))
     assert not gathered.takes(queries, chunks, 4, None, 0.1), "not on any other device"
-    monkeypatch.setattr(gathered, "is_hopper", lambda device: True)
-    assert gathered.takes(queries, chunks, 4, None, 0.1) and gathered.takes(queries.half(), chunks, 4, None, 0.1)
-    assert not gathered.takes(queries.float(), chunks, 4, None, 0.1)
-    assert not gathered.takes(queries[..., :64].contiguous(), chunks, 4, None, 0.1)
-    assert not gathered.takes(queries.transpose(0, 1).contiguous().transpose(0, 1), chunks, 4, None, 0.1)
-    assert not gathered.takes(queries, chunks, 4, None, -0.1)
+    assert gathered.fits(queries, chunks, 4, None, 0.1) and gathered.fits(queries.half(), chunks, 4, None, 0.1)
+    assert not gathered.fits(queries.float(), chunks, 4, None, 0.1)
+    assert not gathered.fits(queries[..., :64].contiguous(), chunks, 4, None, 0.1)
+    assert not gathered.fits(queries.transpose(0, 1).contiguous().transpose(0, 1), chunks, 4, None, 0.1)
+    assert not gathered.fits(queries, chunks, 4, None, -0.1)

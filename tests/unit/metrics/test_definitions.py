@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from rollout.metrics import meter, prometheus
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric, Panel
 from rollout.metrics.health import Health
 from rollout.metrics.meter import Meter
@@ -41,14 +38,12 @@ def test_every_entry_has_a_unit_and_a_meaning():
     assert all(metric.unit and metric.meaning for metric in ALL_METRICS)
 
 
-def test_an_entry_and_the_place_where_the_number_arises_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_entry_and_the_place_where_the_number_arises_are_enough(tmp_path: Path):
     entry = Metric("kv/evictions", "counter", "count", "pages that were evicted", Panel("New", "Evictions"))
-    for module in (meter, prometheus):
-        monkeypatch.setattr(module, "METRICS", (*METRICS, entry))
-    counted = Meter()
+    counted = Meter(metrics=(*METRICS, entry))
     counted.add("kv/evictions")  # the place where the number arises
     counted.add("kv/evictions", 2)
-    page, path = PrometheusSink("127.0.0.1", 0, "m", Health()), tmp_path / "metrics.jsonl"
+    page, path = PrometheusSink("127.0.0.1", 0, "m", Health(), (*METRICS, entry)), tmp_path / "metrics.jsonl"
     thread = MetricsThread([JsonlSink(path), page])
     thread.start()
     thread.put(1, counted.report())

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, LoadedModel, load_model
+from rollout.models.checkpoint_tensors import are_equal, list_tensors
 from rollout.models.cut import whole_shape
 from rollout.models.loader import check_cut
 from rollout.weights.parameter_map import ParameterMap, update_names
@@ -163,8 +164,7 @@ def test_values_are_compared_in_the_type_of_the_model(tmp_path: Path) -> None:
     assert not load(tmp_path, dtype="float32").spec.tied
 
 
-def test_a_difference_anywhere_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.models.checkpoint_tensors._COMPARED_VALUES", 100)  # pieces of two rows
+def test_a_difference_anywhere_counts(tmp_path: Path) -> None:
     make("qwen2", tmp_path)
     flag(tmp_path, True)
     for row in (0, 51, 100):
@@ -176,6 +176,8 @@ def test_a_difference_anywhere_counts(tmp_path: Path, monkeypatch: pytest.Monkey
 
         edit_tensors(tmp_path, change)
         assert not load(tmp_path).spec.tied
+        pair = "model.embed_tokens.weight", "lm_head.weight"
+        assert not are_equal(list_tensors(tmp_path), *pair, torch.float32, at_once=100), "pieces of two rows"
 
 
 def test_shards_may_have_the_two_in_different_files(tmp_path: Path) -> None:

@@ -60,14 +60,13 @@ def complete(folder: Path, group: TensorGroup | None, drafts: bool = True) -> Fo
     settings, draft = ModelSettings(path=str(folder)), head if drafts and head.exists() else None
     loaded = load_model(settings, CPU, group=group, draft=draft, mtp="needed" if drafts and draft is None else "unused")
     bench = Bench(loaded.model, max_rows=4, speculation="heads" if drafts else "off")
-    with pytest.MonkeyPatch.context() as patch:
-        seen = watch_drafts(patch)
-        for number, (name, options) in enumerate(REQUESTS.items()):
-            generator = torch.Generator().manual_seed(number)
-            prompt = torch.randint(0, loaded.spec.vocab, (9 + 10 * number,), generator=generator).tolist()
-            sampling = {"temperature": 0.0, **options.get("sampling", {}), "seed": number}
-            bench.submit(name, prompt, 14, **{**options, "sampling": sampling})
-        bench.run()
+    seen = watch_drafts(bench) if drafts else []
+    for number, (name, options) in enumerate(REQUESTS.items()):
+        generator = torch.Generator().manual_seed(number)
+        prompt = torch.randint(0, loaded.spec.vocab, (9 + 10 * number,), generator=generator).tolist()
+        sampling = {"temperature": 0.0, **options.get("sampling", {}), "seed": number}
+        bench.submit(name, prompt, 14, **{**options, "sampling": sampling})
+    bench.run()
     bench.close()
     done = {name: bench.completions[name, 0] for name in REQUESTS}
     return {

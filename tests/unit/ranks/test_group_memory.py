@@ -21,7 +21,7 @@ from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.orders import END, Orders, SharedRelay
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
-from tests.support.engine.sleeping import StrictPages
+from tests.support.engine.strict_pages import StrictPages
 
 CPU = torch.device("cpu")
 

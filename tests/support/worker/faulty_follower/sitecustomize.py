@@ -32,6 +32,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tests.support.quick_transformers.sitecustomize  # noqa: F401 -- Python imports one file of this name
+
 _BUSY_S = 9.0
 _SLOW_S = 0.15
 

@@ -5,6 +5,8 @@ Python imports this file at its start. A test must not leave the worker idle for
 
 import sys
 
+import tests.support.quick_transformers.sitecustomize  # noqa: F401 -- Python imports one file of this name
+
 if "rollout.cli.main" in sys.orig_argv:
     from rollout import worker
 
