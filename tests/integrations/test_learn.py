@@ -129,7 +129,9 @@ def test_without_staleness_a_run_repeats_itself_with_speculation_too(tmp_path: P
     assert all(step["staleness/max"] == 0 for one in runs for step in one.steps)
     trained = [step for step in runs[0].steps if "ratio/p99" in step]
     assert trained and max(abs(step["ratio/p99"] - 1) for step in trained) < 1e-3  # on policy: the ratio is 1
-    assert runs[1].summary["worker"]["speculation/accepted"] > 0
+    worker = runs[1].summary["worker"]
+    assert worker["speculation/accepted"] > 0
+    assert worker["speculation/accepted_pct/age_0"] > 0  # by the age of the text that the drafts come from
 
 
 @pytest.mark.nightly
