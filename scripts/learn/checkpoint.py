@@ -60,6 +60,6 @@ def read_progress(folder: Path) -> Progress:
     return Progress(**json.loads((folder / _PROGRESS).read_text()))
 
 
-def read_optimizer(folder: Path, device: str) -> dict[str, torch.Tensor]:
+def read_optimizer(folder: Path) -> dict[str, torch.Tensor]:
     """The state of its optimizer, by names that `Trainer.optimizer_state` gives."""
-    return load_file(folder / _OPTIMIZER, device)
+    return load_file(folder / _OPTIMIZER)

@@ -50,6 +50,7 @@ _EVALUATIONS = ("evaluated", "wall_s", "tokens_total", "accuracy", "by_level", "
 _SHARED = ("command", "date", "machine", "versions")
 _WRITE_S = 5.0
 _END_S = 8.0  # for the last step, the evaluation and the end of a run
+_IMPORTS_S = 15.0  # before a run may start its worker
 
 
 def in_one_line(name: str, seed: int, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,14 +126,14 @@ def in_parts(wave: Wave, most: int) -> list[Wave]:
     return [Wave(wave.seconds, dict(cells[i : i + most])) for i in range(0, len(cells), most)]
 
 
-def training_seconds(left: Sequence[float], left_s: float, start_s: float) -> float:
-    """For the first of the waves that are left, whose runs are ready: all, or its share of the time.
+def training_seconds(wanted: Sequence[float], left_s: float, starts_s: float) -> float:
+    """For the first of the waves that are left, whose runs are ready: all that it wants, or its share of the time.
 
-    `left` are the seconds that the waves want, `left_s` those that there are, and `start_s` what a start takes. At
-    least a second: 0 would be no limit.
+    `left_s` is the time that is left, and `starts_s` what the starts of the later waves take. At least a second: 0
+    would be no limit.
     """
-    spare = left_s - start_s * (len(left) - 1) - _END_S * len(left)
-    return max(1.0, min(left[0], spare * left[0] / sum(left)))
+    spare = left_s - starts_s - _END_S * len(wanted)
+    return max(1.0, min(wanted[0], spare * wanted[0] / sum(wanted)))
 
 
 class Running:
@@ -175,8 +176,7 @@ class Running:
             self.process.stdin.close()
 
     def end(self) -> None:
-        """Ask it to end, and wait: its worker ends with it."""
-        self.process.terminate()
+        """Wait for its end, which it was asked for; kill it if it takes long. Its worker ends with it."""
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -201,31 +201,39 @@ class Comparison:
 
     def run(self, waves: Sequence[Wave]) -> None:
         """Run them one after another."""
-        start_s = 0.0
+        worker_s = 0.0  # what the start of a worker and a trainer took, at most
         for number, wave in enumerate(waves):
             for label in wave.cells:
                 self.folders[label] = self.folder / f"{label[0].replace(' ', '_').replace('/', '_')}-{label[1]}"
             began_s = time.perf_counter()
-            if self.deadline_s - began_s <= start_s + 2 * _END_S:
+            if self.deadline_s - began_s <= worker_s * self._in_turn(wave) + 2 * _END_S:
                 self.ended |= dict.fromkeys(wave.cells, "no time was left")
                 continue
             running = self._start(wave)
             try:
                 ready = self._wait(running, lambda run: run.ready.is_set())
-                start_s = time.perf_counter() - began_s
-                left = [other.seconds for other in waves[number:]]
-                seconds = training_seconds(left, self.deadline_s - time.perf_counter(), start_s)
+                worker_s = max(worker_s, (time.perf_counter() - began_s) / self._in_turn(wave))
+                later = waves[number + 1 :]
+                starts_s = sum(_IMPORTS_S + worker_s * self._in_turn(other) for other in later)
+                wanted = [wave.seconds, *(other.seconds for other in later)]
+                seconds = training_seconds(wanted, self.deadline_s - time.perf_counter(), starts_s)
                 print(f"{len(ready)} runs train for {seconds:.0f} s", flush=True)
                 for run in ready:
                     run.go(seconds)
                 self._wait(ready, lambda run: False)
             finally:
-                for run in running:
-                    if not run.ended:
-                        self.ended[run.label] = "its time was over"
-                        run.end()
+                late = [run for run in running if not run.ended]
+                for run in late:
+                    self.ended[run.label] = "its time was over"
+                    run.process.terminate()
+                for run in late:
+                    run.end()
                 self.write()
         self.write()
+
+    def _in_turn(self, wave: Wave) -> int:
+        """How many runs start one after another on a GPU."""
+        return math.ceil(len(wave.cells) / self.gpus)
 
     def _start(self, wave: Wave) -> list[Running]:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -203,7 +203,7 @@ class Trainer:
         self.entropy = EntropyWeight(recipe)
         if resumed is not None and progress is not None:
             self.entropy.value, self.entropy.acts = progress.entropy_weight, progress.entropy_below
-            self._restore(read_optimizer(resumed, device))
+            self._restore(read_optimizer(resumed))
         first = {name: tensor.to(device) for name, tensor in _load(model).named_parameters()} if recipe.kl else None
         self._reference = first
         self._past: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=recipe.ahead + 1)
@@ -312,8 +312,11 @@ class Trainer:
 
     def _restore(self, state: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.model.named_parameters():
+            parts = (part for part in ("step", "exp_avg", "exp_avg_sq") if f"{part}/{name}" in state)
             self.optimizer.state[parameter] = {
-                part: state[f"{part}/{name}"] for part in ("step", "exp_avg", "exp_avg_sq") if f"{part}/{name}" in state
+                # AdamW keeps its count of steps on the host.
+                part: state[f"{part}/{name}"].to("cpu" if part == "step" else self.device)
+                for part in parts
             }
 
     def _copy(self) -> dict[str, torch.Tensor]:

@@ -223,7 +223,7 @@ _EXPRESSION = re.compile(r"[\d+\-*/() ]{1,60}")
 
 
 def countdown(tokenizer: Any) -> Task:
-    """Make a number from two to four others with the four operations."""
+    """Make a number from two to four others with the four operations. A part of the reward is for the form."""
 
     @cache
     def made(level: int) -> Any:
@@ -249,10 +249,10 @@ def countdown(tokenizer: Any) -> Task:
         text = answer.text.strip()
         # The verifier evaluates the text, so nothing but a short expression may reach it, and no power.
         plain = _EXPRESSION.fullmatch(text) is not None and "**" not in text and "//" not in text
-        used = sorted(int(number) for number in re.findall(r"\d+", text))
-        if not plain or used != sorted(problem.facts["metadata"]["numbers"]):
-            return Verdict(0.05 * plain + 0.05 * answer.ended, False)
-        return graded(made(problem.level).score_answer(text, problem.facts), answer.ended)
+        numbers = sorted(int(number) for number in re.findall(r"\d+", text))
+        used = plain and numbers == sorted(problem.facts["metadata"]["numbers"])
+        right = used and made(problem.level).score_answer(text, problem.facts) == 1.0
+        return Verdict(0.8 * right + 0.1 * used + 0.05 * plain + 0.05 * answer.ended, right)
 
     return Task("countdown", problem, reward, len(_COUNTDOWN_LEVELS), max_tokens=24)
 

@@ -49,7 +49,7 @@ def run_module(name: str, words: list[str], status: int = 0) -> subprocess.Compl
     environment = {name: value for name, value in os.environ.items() if name not in changes}
     environment |= {name: value for name, value in changes.items() if value is not None}
     command = [sys.executable, "-m", name, *words]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
     assert ended.returncode == status, ended.stdout[-2000:] + ended.stderr[-4000:]
     return ended
 
@@ -129,7 +129,9 @@ def test_without_staleness_a_run_repeats_itself_with_speculation_too(tmp_path: P
     assert all(step["staleness/max"] == 0 for one in runs for step in one.steps)
     trained = [step for step in runs[0].steps if "ratio/p99" in step]
     assert trained and max(abs(step["ratio/p99"] - 1) for step in trained) < 1e-3  # on policy: the ratio is 1
-    assert runs[1].summary["worker"]["speculation/accepted"] > 0
+    worker = runs[1].summary["worker"]
+    assert worker["speculation/accepted"] > 0
+    assert worker["speculation/accepted_pct/age_0"] > 0  # by the age of the text that the drafts come from
 
 
 @pytest.mark.nightly
@@ -175,9 +177,12 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(tmp_path: Path) ->
     assert "--seed" in run_module("scripts.learn", [*words, "--resume", "--seed", "5"], status=1).stderr
     run_module("scripts.learn", [*words, "--resume"])
     parts = [json.loads(line) for line in (tmp_path / "parts" / "steps.jsonl").read_text().splitlines()]
-    names = ("step", "reward", "tokens", "groups", "entropy", "kl", "gradient")
-    steps = [{name: line.get(name) for name in names} for line in parts if "step" in line]
-    assert steps == [{name: line.get(name) for name in names} for line in whole.steps]
+    steps = [line for line in parts if "step" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for mine, other in zip(steps, whole.steps, strict=True):
+        assert all(mine[name] == other[name] for name in ("reward", "tokens", "groups"))
+        for name in ("entropy", "kl", "gradient"):  # the order of sums differs between processes
+            assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6)
     accuracy = {line["evaluated"]: line["accuracy"] for line in parts if "evaluated" in line}
     assert accuracy == {line["evaluated"]: line["accuracy"] for line in whole.evaluations}
 

@@ -70,7 +70,7 @@ def test_a_wrong_plan_is_refused_with_its_cause(text: str, words: str) -> None:
 def test_waves_share_the_time_that_is_left_in_proportion() -> None:
     assert training_seconds([100.0, 50.0], 1000.0, 30.0) == 100  # there is enough
     first = training_seconds([100.0, 50.0], 100.0, 20.0)
-    rest = training_seconds([50.0], 100.0 - first - 8 - 20.0, 20.0)
+    rest = training_seconds([50.0], 100.0 - first - 8 - 20.0, 0.0)
     assert first == pytest.approx(2 * rest, rel=0.01) and first + rest < 100
     assert training_seconds([100.0], 1.0, 0.0) > 0  # 0 would be no limit
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def test_problems_are_the_same_every_time_and_grow_harder(tokenizer: Any, name: 
         assert task.problem(level, 7) == again.problem(level, 7) != task.problem(level, 8)
     curriculum = Curriculum(task, seed=0)
     held_out = {tuple(problem.prompt_ids) for problem in curriculum.held_out(60)}
-    assert not held_out & {tuple(problem.prompt_ids) for problem in curriculum.problems(1, 64)}
+    assert not held_out & {tuple(problem.prompt_ids) for problem in islice(curriculum.problems(1), 64)}
     longest = max(len(task.problem(task.levels - 1, i).prompt_ids) for i in range(20))
     assert longest + task.max_tokens <= task.max_context
 
@@ -64,12 +65,15 @@ def test_countdown_evaluates_short_expressions_of_its_numbers_and_no_other_text(
     task = TASKS["countdown"](tokenizer)
     for level in range(task.levels):
         problem = task.problem(level, 5)
-        assert task.reward(problem, answer(problem.facts["answer"])).right
+        right = task.reward(problem, answer(problem.facts["answer"]))
+        assert right.right and right.reward == pytest.approx(1.0)
     numbers = " + ".join(map(str, problem.facts["metadata"]["numbers"]))
     for text in ("__import__('os').getcwd()", "9**9**9**9", f"{numbers} # {numbers}", "x", "", "1" * 500):
         verdict = task.reward(problem, answer(text))
         assert not verdict.right and verdict.reward <= 0.1
     assert not task.reward(problem, answer(f"{numbers} + 0")).right
+    wrong = task.reward(problem, answer(numbers.replace("+", "*")))  # the right numbers are worth something
+    assert not wrong.right and wrong.reward == pytest.approx(0.2)
 
 
 def play(task: Task, tokenizer: Any, problem: Problem) -> tuple[list[int], str, int]:
