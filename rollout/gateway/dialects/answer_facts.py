@@ -45,12 +45,13 @@ def end_facts(part: Completion, body: SamplingBody) -> dict[str, Any]:
     fault has ended keeps its tokens and has an `error`: the other completions of the request may be whole.
     """
     own = isinstance(part.stop, int) and part.stop not in body.stop_token_ids
-    facts = {"finish_reason": _finish_reason(part), "stop_reason": None if own else part.stop}
+    facts = {"finish_reason": finish_reason(part), "stop_reason": None if own else part.stop}
     failed = fault(part)
     return facts if failed is None else facts | {"error": str(failed)}
 
 
-def _finish_reason(completion: Completion) -> str | None:
+def finish_reason(completion: Completion) -> str | None:
+    """How a completion ended, in vLLM's words; None while it goes on."""
     if fault(completion) is not None:
         return "error"
     reasons = {"cancelled": "abort", "stale": "abort", "deadline": "length"}
