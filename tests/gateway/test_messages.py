@@ -181,6 +181,7 @@ def test_a_choice_that_demands_a_call(client: httpx.Client) -> None:
         ({"stop_sequences": [""]}, "stop_sequences.0"),
         ({"temperature": -1}, "temperature"),
         ({"container": "x"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"n": 2}, "n"),
     ],

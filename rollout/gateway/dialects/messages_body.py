@@ -9,7 +9,7 @@ from pydantic import Field
 from rollout.gateway.dialects.chat_body import ChatBody, ExtraFields
 from rollout.gateway.dialects.chat_builder import ChatBuilder, listed, named
 from rollout.gateway.formats.choice import Formats
-from rollout.gateway.http.http_errors import Names, bad_request
+from rollout.gateway.http.http_errors import HttpError, Names, bad_request
 from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, Int32, Number
 
 _ROLES = ("user", "assistant", "system")
@@ -40,9 +40,13 @@ class CountBody(ExtraFields):
     tool_choice: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
 
     def chat(self, formats: Formats) -> tuple[ChatBody, Names]:
         """The same as a chat, and the names of this body's fields by the names of the chat's. Raises `HttpError`."""
+        if self.thread is not None:  # by these details a client knows that it has to send all messages
+            details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            raise HttpError(400, "this gateway holds no threads; send all messages", "thread", details=details)
         builder = ChatBuilder(joins_users=True)
         if self.system is not None:
             _say(builder, "system", self.system, "system")

@@ -63,10 +63,19 @@ _NAMES: Names = {"sampling": "", "stop": "", "stop.strings": "stop", "stop.token
 
 
 class HttpError(Exception):
-    """An answer that is an error. `param` names the field at fault."""
+    """An answer that is an error. `param` names the field at fault; `details` are for clients of Anthropic's API."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, *, retry_s: float | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        retry_s: float | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
+        self.details = details
         self.status = status
         self.param = param
         self.kind = _KINDS.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
@@ -77,7 +86,8 @@ class HttpError(Exception):
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
         if path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/"):
             kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-            return {"type": "error", "error": error | {"type": kind}, "request_id": None}
+            found = error | {"type": kind} | ({} if self.details is None else {"details": dict(self.details)})
+            return {"type": "error", "error": found, "request_id": None}
         return {"error": error, "object": "error", **error}
 
     def response(self, path: str = "") -> Response:
@@ -91,7 +101,7 @@ class HttpError(Exception):
         """The same error with the client's name of the field."""
         param = _param(self.param, names)
         message = str(self) if param is None else str(self).replace(repr(self.param), repr(param))
-        return HttpError(self.status, message, param, retry_s=self.retry_s)
+        return HttpError(self.status, message, param, retry_s=self.retry_s, details=self.details)
 
 
 def bad_request(message: str, param: str | None = None) -> HttpError:
