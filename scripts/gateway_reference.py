@@ -71,7 +71,7 @@ def _titles() -> dict[type[Body], str]:
 
 def _shown(endpoint: Endpoint) -> str:
     """An endpoint with its aliases, linked to the fields that it takes, and its dialect."""
-    paths = ", ".join(f"`{path}`" for path in endpoint.paths)
+    paths = ", ".join(f"`{path.replace(':path', '')}`" for path in endpoint.paths)
     known = paths if endpoint.takes in (None, EmptyBody) else _to(endpoint.takes, paths)
     return f"{'/'.join(endpoint.methods)} {known} ({endpoint.dialect})"
 

@@ -131,8 +131,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("POST /abort_requests", "vLLM", vllm_admin.abort_requests, vllm_admin.AbortRequestsBody),
     Endpoint("POST /abort_request", "SGLang", sglang_admin.abort, sglang_admin.AbortBody),
     Endpoint("POST /finish_session", "SkyRL", vllm_admin.finish_session, vllm_admin.SessionQuery),
-    Endpoint("GET /v1/trajectories/{session}", "rollout", trajectories.read),
-    Endpoint("DELETE /v1/trajectories/{session}", "rollout", trajectories.delete),
+    Endpoint("GET /v1/trajectories/{session:path}", "rollout", trajectories.read),
+    Endpoint("DELETE /v1/trajectories/{session:path}", "rollout", trajectories.delete),
     Endpoint("POST /reset_prefix_cache", "vLLM", vllm_admin.reset_prefix_cache, vllm_admin.ResetBody),
     Endpoint("GET|POST /flush_cache", "SGLang", sglang_admin.flush_cache),
     # --- adapters

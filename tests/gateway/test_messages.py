@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.gateway.harness import gateway, post
-from tests.support.worker.harness import EOS, text_of
+from tests.support.worker.harness import EOS, text_of, until
+from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 
 PATH = "/v1/messages"
@@ -65,6 +67,7 @@ def test_how_an_answer_ends(client: httpx.Client) -> None:
     full = post(client, PATH, BODY | {"max_tokens": 100_000, "ignore_eos": True})
     assert full["stop_reason"] == "model_context_window_exceeded" and full["usage"]["output_tokens"] == 512 - 3
     assert post(client, PATH, BODY | {"max_tokens": 0})["content"] == []
+    assert stream(client, BODY | {"max_tokens": 0})[-1] == {"type": "message_stop"}
 
 
 def test_blocks_are_rendered_as_the_same_chat(client: httpx.Client) -> None:
@@ -120,6 +123,19 @@ def test_a_choice_that_demands_a_call(client: httpx.Client) -> None:
         assert answer.status_code in (200, 400), answer.text  # this tokenizer has no braces
 
 
+def test_an_aborted_answer_may_go_on(client: httpx.Client, direct: RolloutClient) -> None:
+    direct.pause()
+    response = {"input": "17:", "max_output_tokens": 100}
+    with ThreadPoolExecutor() as threads:
+        message = threads.submit(post, client, PATH, BODY | {"max_tokens": 100})
+        other = threads.submit(post, client, "/v1/responses", response)
+        until(lambda: direct.status()["queue"]["waiting"] == 2, "the requests")
+        post(client, "/abort_requests", {})
+        direct.resume()
+        assert message.result()["stop_reason"] == "pause_turn" and message.result()["content"] == []
+        assert other.result()["status"] == "incomplete" and other.result()["incomplete_details"]["reason"] == "abort"
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -161,7 +177,7 @@ def test_a_choice_that_demands_a_call(client: httpx.Client) -> None:
                     {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "data:,x"}}]},
                 ]
             },
-            "messages.1.content.0.image_url.url",
+            "messages.1.content.0.source",
         ),
         ({"system": 5}, "system"),
         ({"system": [{"type": "image"}]}, "system.0.text"),

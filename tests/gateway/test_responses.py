@@ -61,7 +61,9 @@ def test_an_answer_that_is_cut_short_is_incomplete(client: httpx.Client) -> None
     assert last["type"] == "response.incomplete" and alike(last["response"]) == alike(answer)
     full = post(client, PATH, BODY | {"max_output_tokens": 100_000, "ignore_eos": True})
     assert full["usage"]["total_tokens"] == 512
-    (empty,) = post(client, PATH, BODY | {"max_output_tokens": 0})["output"]
+    nothing = BODY | {"max_output_tokens": 0}
+    (empty,) = post(client, PATH, nothing)["output"]
+    assert stream(client, nothing)[-1]["response"]["output"][0]["content"] == empty["content"]
     assert empty["content"][0]["text"] == ""
 
 
@@ -117,12 +119,16 @@ def test_stored_responses_are_bounded(worker: WorkerProcess) -> None:
         ({"input": [{"role": "user"}]}, "input.0.content"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input.0.content.0.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.image_url"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input.0.content.0.image_url",
+        ),
         ({"input": [{"type": "web_search_call"}]}, "input.0.type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),
         (
             {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]},
-            "input.0.function.arguments",
+            "input.0.arguments",
         ),
         ({"input": [{"type": "function_call_output", "call_id": "zz", "output": "x"}]}, "input.0"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content"),

@@ -32,7 +32,7 @@ def finished(client: httpx.Client) -> Iterator[None]:
 
 
 def finish(client: httpx.Client, session: str) -> None:
-    post(client, f"/finish_session?session_id={session}")
+    post(client, "/finish_session", params={"session_id": session})
 
 
 def user(text: str) -> dict[str, Any]:
@@ -151,6 +151,8 @@ def test_an_answer_that_is_cut_short_goes_on_in_its_own_tokens(client: httpx.Cli
 
 def test_a_session_is_deleted_and_unknown_ones_are_errors(client: httpx.Client) -> None:
     turn(client, "gone", [user("17:")])
+    turn(client, "job/1 a", [user("17:")])
+    assert kept(client, "job/1%20a")["session"] == "job/1 a"
     assert client.delete("/v1/trajectories/gone").json() == {"session": "gone", "deleted": True}
     for name in ("gone", "never", "x" * 3000, "%2e%2e", "%ff"):
         for method in ("GET", "DELETE"):

@@ -15,13 +15,15 @@ from rollout.gateway.http.http_errors import HttpError, Names, bad_request
 class ChatBuilder:
     """The messages of one request. What an assistant says without a pause is one message.
 
-    `joins_users`: so is what a user says. `messages`: those before, of an earlier request.
+    `joins_users`: so is what a user says. `messages`: those before, of an earlier request. `image`: the client's field
+    of an image's URL.
     """
 
-    def __init__(self, joins_users: bool, messages: list[dict[str, Any]] | None = None) -> None:
+    def __init__(self, joins_users: bool, image: str, messages: list[dict[str, Any]] | None = None) -> None:
         self.messages = list(messages or ())
         self.names: dict[str, str] = {}
         self._joins = ("system", "assistant", "user") if joins_users else ("system", "assistant")
+        self._image = image
         self._first = len(self.messages)
         self._functions = {
             call["id"]: call["function"]["name"] for message in self.messages for call in message.get("tool_calls", ())
@@ -30,7 +32,7 @@ class ChatBuilder:
     def say(self, role: str, part: dict[str, Any], field: str) -> None:
         """Add a part of content: a text or an image."""
         content = self._message(role, field).setdefault("content", [])
-        self.names[f"{self._last}.content.{len(content)}"] = field
+        self._place(f"{self._last}.content.{len(content)}", field)
         content.append(part)
 
     def text(self, role: str, text: str, field: str) -> None:
@@ -46,17 +48,22 @@ class ChatBuilder:
     def call(self, call_id: str, name: str, arguments: Any, field: str) -> None:
         """Add a call of a function."""
         calls = self._message("assistant", field).setdefault("tool_calls", [])
-        self.names[f"{self._last}.tool_calls.{len(calls)}"] = field
+        self.names[f"{self._last}.tool_calls.{len(calls)}.function"] = field
         self._functions[call_id] = name
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
-    def result(self, call_id: str, content: list[dict[str, Any]], field: str) -> None:
-        """Add what a function has returned, in parts. Raises `HttpError` if no call before has this id."""
+    def result(self, call_id: str, content: list[dict[str, Any]], field: str, parts: str) -> None:
+        """Add what a function has returned: the `content`, in the field `parts`.
+
+        Raises `HttpError` if no call before has this id.
+        """
         if call_id not in self._functions:
             raise bad_request(f"no call before has the id {call_id!r:.200}; send the call, too", field)
         message = {"role": "tool", "tool_call_id": call_id, "name": self._functions[call_id], "content": content}
         self.messages.append(message)
         self.names[self._last] = field
+        for place in range(len(content)):
+            self._place(f"{self._last}.content.{place}", f"{parts}.{place}")
 
     def built(self) -> list[dict[str, Any]]:
         """The messages; the system's content, and any of one part, is a text."""
@@ -67,6 +74,11 @@ class ChatBuilder:
             if len(content) < 2 or message["role"] == "system":
                 message["content"] = "".join(part["text"] for part in content)
         return self.messages
+
+    def _place(self, name: str, field: str) -> None:
+        """Remember the client's names of a part and of its image's URL."""
+        self.names[name] = field
+        self.names[f"{name}.image_url.url"] = f"{field}.{self._image}"
 
     @property
     def _last(self) -> str:

@@ -47,7 +47,7 @@ class CountBody(ExtraFields):
         if self.thread is not None:  # by these details a client knows that it has to send all messages
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise HttpError(400, "this gateway holds no threads; send all messages", "thread", details=details)
-        builder = ChatBuilder(joins_users=True)
+        builder = ChatBuilder(joins_users=True, image="source")
         if self.system is not None:
             _say(builder, "system", self.system, "system")
         for place, message in enumerate(self.messages):
@@ -184,7 +184,7 @@ def _add_block(builder: ChatBuilder, role: str, block: dict[str, Any], field: st
             builder.call(block["id"], block["name"], block["input"], field)
         case "user", "tool_result":
             call_id = named(block, field, "tool_use_id")["tool_use_id"]
-            builder.result(call_id, _result(block.get("content"), f"{field}.content"), field)
+            builder.result(call_id, _result(block.get("content"), f"{field}.content"), field, f"{field}.content")
         case _, "text":
             builder.text(role, named(block, field, "text")["text"], field)
         case "user", "image":

@@ -121,16 +121,17 @@ class _Answer:
         yield items.numbered({"type": f"response.{response['status']}", "response": response})
 
     def failed(self, error: HttpError) -> Event:
-        """The event of an error."""
+        """The event of an error. Before the response has begun, clients raise it as they do an error's body."""
         code = (
-            "rate_limit_exceeded"
-            if error.status == 429
-            else "server_error"
+            "server_error"
             if error.status >= 500
+            else "rate_limit_exceeded"
+            if error.status == 429
             else "invalid_prompt"
         )
         if not self._items.count:
-            return self._items.numbered({"type": "error", "code": code, "message": str(error), "param": error.param})
+            event = {"type": "error", "code": code, "message": str(error), "param": error.param}
+            return self._items.numbered(event | {"error": error.body()["error"]})
         response = self._response("failed", self._items.done) | {"error": {"code": code, "message": str(error)}}
         return self._items.numbered({"type": "response.failed", "response": response})
 

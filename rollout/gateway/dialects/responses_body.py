@@ -91,7 +91,7 @@ class ResponsesBody(ExtraFields):
             head = before[0]["content"] if before[0]["role"] == "system" else None
             text = instructions if head is None else f"{instructions}\n\n{head}"
             before = [{"role": "system", "content": text}, *before[head is not None :]]
-        builder = ChatBuilder(joins_users=False, messages=before)
+        builder = ChatBuilder(joins_users=False, image="image_url", messages=before)
         if instructions is not None and not before:
             builder.text("system", instructions, "instructions")
         if isinstance(self.input, str):
@@ -173,7 +173,8 @@ def _add_item(builder: ChatBuilder, item: Any, field: str) -> None:
             builder.call(item["call_id"], item["name"], item["arguments"], field)
         case "function_call_output":
             call_id = named(item, field, "call_id")["call_id"]
-            builder.result(call_id, [part for part, _ in _parts(item.get("output"), f"{field}.output")], field)
+            parts = [part for part, _ in _parts(item.get("output"), f"{field}.output")]
+            builder.result(call_id, parts, field, f"{field}.output")
         case kind:
             raise bad_request(
                 f"this gateway has no item of the type {kind!r:.80}; use message, reasoning, function_call and "
