@@ -26,6 +26,9 @@ VERL_TESTS := $(wildcard tests/integrations/test_verl*.py)
 LIGHTNING := .venv-agent-lightning
 LIGHTNING_READY := $(LIGHTNING)/.ready
 LIGHTNING_TESTS := tests/integrations/test_agent_lightning.py
+CHATS := .venv-chat-clients
+CHATS_READY := $(CHATS)/.ready
+CHATS_TESTS := tests/integrations/test_chat_clients.py
 # On a terminal pip shows how far its downloads are; in a log it would only be long.
 INSTALL := -m pip install $$(test -t 2 || echo --quiet) $(PIP_FLAGS)
 PIP := $(BIN)/python $(INSTALL)
@@ -63,12 +66,13 @@ test-nightly: $(DEV_READY) ## soak, benchmark scripts, full grids of kernel shap
 
 # In environments of their own: verl does not run beside TRL, and Agent Lightning asks for older packages than either. A
 # test that cannot run is an error there. All environments are tested, also after a failure in one.
-test-integrations: $(INTEGRATIONS_READY) $(VERL_READY) $(LIGHTNING_READY) ## the packages of trainers, Ray and routers, on a CPU, against real workers
+test-integrations: $(INTEGRATIONS_READY) $(VERL_READY) $(LIGHTNING_READY) $(CHATS_READY) ## the packages of trainers, Ray and routers, on a CPU, against real workers
 	@export TEST_INTEGRATIONS=1; failed=0; \
 	$(INTEGRATIONS)/bin/python -m pytest -m 'not gpu' tests/integrations \
-		$(addprefix --ignore=,$(VERL_TESTS) $(LIGHTNING_TESTS)) $(ARGS) || failed=1; \
+		$(addprefix --ignore=,$(VERL_TESTS) $(LIGHTNING_TESTS) $(CHATS_TESTS)) $(ARGS) || failed=1; \
 	$(VERL)/bin/python -m pytest -m 'not gpu' $(VERL_TESTS) $(ARGS) || failed=1; \
 	$(LIGHTNING)/bin/python -m pytest -m 'not gpu' $(LIGHTNING_TESTS) $(ARGS) || failed=1; \
+	$(CHATS)/bin/python -m pytest -m 'not gpu' $(CHATS_TESTS) $(ARGS) || failed=1; \
 	exit $$failed
 
 # Needs no network and leaves the machine's own torch as it is: only what WHEELS holds beside torch is added, in a
@@ -110,7 +114,7 @@ docs: $(DEV_READY) ## write docs/reference from the code
 	$(BIN)/python -m scripts.reference_docs --write
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(INTEGRATIONS) $(VERL) $(LIGHTNING) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(VERL) $(LIGHTNING) $(CHATS) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
 
 %/.ready-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -148,4 +152,9 @@ $(VERL_READY): pyproject.toml $(VERL)/.ready-venv
 $(LIGHTNING_READY): pyproject.toml $(LIGHTNING)/.ready-venv
 	@echo "installing Agent Lightning and what it needs into $(LIGHTNING): minutes, the first time"
 	@$(LIGHTNING)/bin/python $(INSTALL) -e '.[agent-lightning-tests]'
+	@touch $@
+
+$(CHATS_READY): pyproject.toml $(CHATS)/.ready-venv
+	@echo "installing the clients of chats into $(CHATS): minutes, the first time"
+	@$(CHATS)/bin/python $(INSTALL) -e '.[chat-client-tests]'
 	@touch $@

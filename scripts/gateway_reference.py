@@ -84,7 +84,7 @@ def _titles() -> dict[type[Body], str]:
 
 def _shown(endpoint: Endpoint) -> str:
     """An endpoint with its aliases, linked to the fields that it takes, and its dialect."""
-    paths = ", ".join(f"`{path}`" for path in endpoint.paths)
+    paths = ", ".join(f"`{path.replace(':path', '')}`" for path in endpoint.paths)
     linked = endpoint.takes not in (None, EmptyBody) and _beside(endpoint.takes) is None
     known = _to(endpoint.takes, paths) if linked else paths
     methods = "/".join(endpoint.methods)

@@ -40,7 +40,14 @@ class GatewaySettings(Section):
     )
     min_version: int = Field(0, ge=0, description="a worker with older weights is unhealthy")
     stream_every: int = Field(1, ge=1, description="least tokens of an event of a stream")
-    session_s: float = Field(3600.0, gt=0, description="seconds after which an idle X-Session-ID is forgotten")
+    session_s: float = Field(
+        3600.0, gt=0, description="seconds after which an idle X-Session-ID or an unused stored response is forgotten"
+    )
+    max_kept_bytes: int = Field(
+        1 << 30,
+        ge=0,
+        description="most bytes of kept trajectories, and of stored responses; those unused for longest go; 0: none",
+    )
     max_in_flight: int = Field(8192, ge=1, description="most completions in flight; further ones get status 429")
     max_connections: int = Field(
         4096,

@@ -19,6 +19,9 @@ from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.dialects.handling import Gateway
 from rollout.gateway.dialects.process_group_bodies import TransferState
 from rollout.gateway.endpoints import routes
+from rollout.gateway.history.kept import Kept
+from rollout.gateway.history.responses import StoredResponse
+from rollout.gateway.history.trajectories import Trajectories
 from rollout.gateway.http.access import AccessRule
 from rollout.gateway.http.http_errors import HttpError, answer_error
 from rollout.gateway.orders.catch_up import CatchUp
@@ -33,7 +36,6 @@ from trainer_bridge.wire.keys import ClientCurve
 
 #: Endpoints of OpenAI that are not served, and what to do instead.
 _NOT_SERVED = {
-    "/v1/responses": "use /v1/chat/completions; ",
     "/v1/embeddings": "this gateway only generates; ",
 }
 _ASK_AGAIN_S = 0.05
@@ -59,7 +61,11 @@ def make_app(
             tasks.append(asyncio.ensure_future(CatchUp(workers, folder_updates).run()))
             control = Control(workers, model.names, folder_updates)
             group_updates = GroupUpdates(client, control, settings.update_s)
-            gateway = Gateway(settings, workers, model, control, group_updates, TransferState())
+            trajectories = Trajectories(settings.max_kept_bytes, settings.session_s)
+            responses: Kept[StoredResponse] = Kept(settings.max_kept_bytes, settings.session_s)
+            gateway = Gateway(
+                settings, workers, model, control, group_updates, TransferState(), trajectories, responses
+            )
             app.router.routes.extend(routes(gateway))
             yield
         finally:
@@ -95,9 +101,11 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         near = _NOT_SERVED.get(path) or _closest(path, request.app.routes)
         hint = f"; {near}docs/reference/endpoints.md lists all endpoints"
-    elif allowed is not None:
+    elif allowed is not None:  # by the first route of this path
+        same = [route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+        allowed = ", ".join(sorted({method for route in same for method in route.methods or ()}))
         hint = f"; use {allowed}"
-    answer = HttpError(error.status_code, f"{request.method} {path:.200}: {error.detail}{hint}").response()
+    answer = HttpError(error.status_code, f"{request.method} {path:.200}: {error.detail}{hint}").response(path)
     if allowed is not None:
         answer.headers["Allow"] = allowed
     return answer

@@ -6,6 +6,7 @@ A handler gets an `HttpRequest` and returns what is answered:
     None                  the row's `answer`; without one, status 200 and no body
     a text                plain text
     an async generator    a stream of events, one for each value
+    `NamedEvents`         a stream of named events
     a `Response`          itself
     another value         JSON
 """
@@ -23,21 +24,27 @@ from starlette.routing import Route
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.dialects import (
     chat,
+    chat_body,
     completions,
     health,
+    messages,
+    messages_body,
     process_groups,
+    responses,
+    responses_body,
     sglang_admin,
     sglang_generate,
     tokenization,
+    trajectories,
     vllm_admin,
     vllm_generate,
 )
 from rollout.gateway.dialects import process_group_bodies as group_bodies
 from rollout.gateway.dialects.handling import Gateway, HttpRequest
 from rollout.gateway.http.bodies import Body, EmptyBody, Query, decode, read_bytes
-from rollout.gateway.http.event_stream import ClientGone, EventStream, json_answer, unless_gone
+from rollout.gateway.http.event_stream import ClientGone, EventStream, NamedEvents, json_answer, unless_gone
 
-Dialect = Literal["OpenAI", "vLLM", "SGLang", "SkyRL", "prime-rl", "AReaL"]
+Dialect = Literal["OpenAI", "Anthropic", "rollout", "vLLM", "SGLang", "SkyRL", "prime-rl", "AReaL"]
 Handler = Callable[[HttpRequest[Any]], Coroutine[Any, Any, Any]]
 
 
@@ -74,7 +81,12 @@ _SGLANG_RESUMED = {"message": "Generation continued successfully.", "status": "o
 ENDPOINTS: tuple[Endpoint, ...] = (
     # --- generation
     Endpoint("POST /v1/completions", "OpenAI", completions.complete, completions.CompletionBody, for_client=True),
-    Endpoint("POST /v1/chat/completions", "OpenAI", chat.complete_chat, chat.ChatBody, for_client=True),
+    Endpoint("POST /v1/chat/completions", "OpenAI", chat.complete_chat, chat_body.ChatBody, for_client=True),
+    Endpoint("POST /v1/responses", "OpenAI", responses.respond, responses_body.ResponsesBody, for_client=True),
+    Endpoint("GET /v1/responses/{response_id}", "OpenAI", responses.read),
+    Endpoint("DELETE /v1/responses/{response_id}", "OpenAI", responses.delete),
+    Endpoint("POST /v1/messages", "Anthropic", messages.answer, messages_body.MessagesBody, for_client=True),
+    Endpoint("POST /v1/messages/count_tokens", "Anthropic", messages.count_tokens, messages_body.CountBody),
     Endpoint(
         "POST /inference/v1/generate", "vLLM", vllm_generate.generate, vllm_generate.GenerateBody, for_client=True
     ),
@@ -86,7 +98,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         for_client=True,
     ),
     Endpoint("POST /generate", "SGLang", sglang_generate.generate, sglang_generate.SglangBody, for_client=True),
-    Endpoint("POST /v1/chat/completions/render", "vLLM", chat.render, chat.ChatBody),
+    Endpoint("POST /v1/chat/completions/render", "vLLM", chat.render, chat_body.ChatBody),
     Endpoint("POST /tokenize", "vLLM", tokenization.tokenize, tokenization.TokenizeBody),
     Endpoint("POST /detokenize", "vLLM", tokenization.detokenize, tokenization.DetokenizeBody),
     # --- the gateway and its workers
@@ -119,6 +131,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("POST /abort_requests", "vLLM", vllm_admin.abort_requests, vllm_admin.AbortRequestsBody),
     Endpoint("POST /abort_request", "SGLang", sglang_admin.abort, sglang_admin.AbortBody),
     Endpoint("POST /finish_session", "SkyRL", vllm_admin.finish_session, vllm_admin.SessionQuery),
+    Endpoint("GET /v1/trajectories/{session:path}", "rollout", trajectories.read),
+    Endpoint("DELETE /v1/trajectories/{session:path}", "rollout", trajectories.delete),
     Endpoint("POST /reset_prefix_cache", "vLLM", vllm_admin.reset_prefix_cache, vllm_admin.ResetBody),
     Endpoint("GET|POST /flush_cache", "SGLang", sglang_admin.flush_cache),
     # --- adapters
@@ -150,10 +164,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    """The routes of all endpoints, GET before POST."""
+    """The routes of all endpoints, GET before POST before DELETE."""
     return [
         Route(path, _answering(gateway, endpoint), methods=[method])
-        for method in ("GET", "POST")
+        for method in ("GET", "POST", "DELETE")
         for endpoint in ENDPOINTS
         if method in endpoint.methods
         for path in endpoint.paths
@@ -163,7 +177,8 @@ def routes(gateway: Gateway) -> list[Route]:
 def _answering(gateway: Gateway, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         body = await _taken(gateway.settings, endpoint.takes, request)
-        work = endpoint.handler(HttpRequest(gateway, body, request.url.path, request.headers))
+        parts = {name: str(value) for name, value in request.path_params.items()}
+        work = endpoint.handler(HttpRequest(gateway, body, request.url.path, request.headers, parts))
         try:
             found = await (unless_gone(request, work) if endpoint.for_client else work)
         except ClientGone as gone:
@@ -191,6 +206,6 @@ def _response(found: Any, send_s: float) -> Response:
             return found
         case str():
             return PlainTextResponse(found)
-        case AsyncGenerator():
+        case AsyncGenerator() | NamedEvents():
             return EventStream(found, send_s)
     return json_answer(found)

@@ -34,6 +34,7 @@ from trainer_bridge.client.launch import start_worker
 
 _ONES = Path(rollout.demo.__file__).parent / "checkpoints" / "ones"
 _ANSWER_S = 30.0
+_LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete")
 _START_S = 120.0
 _THREADS = 4
 _ROUNDS = 20  # memory is read after each
@@ -55,6 +56,48 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
             "stream": True,
         },
     ),
+    (
+        "/v1/messages",
+        {
+            "model": "ones",
+            "max_tokens": 2,
+            "system": [{"type": "text", "text": "1"}],
+            "messages": [
+                {"role": "user", "content": "17:"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "1", "signature": ""},
+                        {"type": "tool_use", "id": "a", "name": "f", "input": {}},
+                    ],
+                },
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "17:"}]},
+            ],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "none"},
+            "stop_sequences": ["5"],
+            "stream": True,
+        },
+    ),
+    ("/v1/messages/count_tokens", {"model": "ones", "messages": [{"role": "user", "content": "17:"}]}),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "17:"}]},
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "1"}]},
+                {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "a", "output": "17:"},
+            ],
+            "max_output_tokens": 2,
+            "instructions": "1",
+            "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+            "tool_choice": "none",
+            "text": {"format": {"type": "text"}},
+            "stream": True,
+        },
+    ),
+    ("/v1/responses", {"input": "17:", "previous_response_id": "x", "max_output_tokens": 2, "store": False}),
     (
         "/inference/v1/generate",
         {
@@ -128,7 +171,7 @@ def _change(value: Any, chance: random.Random, odd: Sequence[Any]) -> None:
             continue
         if isinstance(value, dict) and chance.random() < 0.15:
             del value[key]
-        elif key not in ("max_tokens", "max_new_tokens", "n"):  # the answer stays short
+        elif key not in ("max_tokens", "max_output_tokens", "max_new_tokens", "n"):  # the answer stays short
             value[key] = copy.deepcopy(chance.choice(odd))
         return
 
@@ -145,7 +188,9 @@ def check_answer(data: bytes, answer: httpx.Response) -> None:
     elif answer.headers.get("content-type", "").startswith("text/event-stream"):
         lines = [line for line in answer.text.splitlines() if line]
         last = lines[-1].removeprefix("data: ")
-        assert last == "[DONE]" or json.loads(last)["error"]["code"] < 500, (data, answer.text)
+        if last == "[DONE]" or json.loads(last).get("type") in _LAST_EVENTS:
+            return
+        assert json.loads(last)["error"]["code"] < 500, (data, answer.text)
 
 
 def check_bystander(client: httpx.Client) -> None:

@@ -271,5 +271,5 @@ def test_other_paths_and_methods_are_errors_in_the_same_form(client: httpx.Clien
         answer = client.request(method, path)
         assert answer.status_code == status and answer.json()["error"]["code"] == status
     assert client.get("/pause").headers["allow"] == "POST"
-    for path, served in (("/v1/responses", "/v1/chat/completions"), ("/chat/completion", "/v1/chat/completions")):
+    for path, served in (("/v1/response", "/v1/responses"), ("/chat/completion", "/v1/chat/completions")):
         assert served in client.post(path).json()["error"]["message"]

@@ -29,7 +29,7 @@ def test_each_path_has_one_row() -> None:
 
 def test_the_page_of_the_gateway_names_only_paths_that_are_served() -> None:
     """The reference lists all: it is made from the table."""
-    named = set(re.findall(r"`(/[\w/]+)", section("gateway.md", "Endpoints"))) - {"/v1/responses"}
+    named = set(re.findall(r"`(/[\w/]+)", section("gateway.md", "Endpoints")))
     assert len(named) > 5 and named <= {path for endpoint in ENDPOINTS for path in endpoint.paths}
 
 
@@ -37,9 +37,9 @@ def test_the_page_of_the_gateway_names_only_paths_that_are_served() -> None:
 def test_an_endpoint_is_served_under_all_its_names(client: httpx.Client, endpoint: Endpoint) -> None:
     """A method that the row does not name tells the methods that are served, and orders nothing."""
     for path in endpoint.paths:
-        answer = client.request("DELETE", path)
+        answer = client.request("PATCH", path)
         assert answer.status_code == 405, answer.text
-        assert set(answer.headers["Allow"].split(", ")) & set(endpoint.methods)
+        assert set(answer.headers["Allow"].split(", ")) >= set(endpoint.methods)
 
 
 def test_folders_import_no_folder_above_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +99,37 @@ def test_a_later_turn_goes_on_from_the_tokens_of_the_earlier_one(served: Any) ->
     prompt.ids += [IMAGE] * prompt.length(1) + [END, 7, EOT, TURN, 11]
     assert later.json()["prompt_token_ids"] == prompt.ids
     check(reference, prompt, later.json()["choices"][0]["token_ids"])
+
+
+def test_a_session_keeps_the_tokens_of_images_of_other_dialects(served: Any) -> None:
+    _, client, reference, folder = served
+    first, second = encoded(24, 24, 2), encoded(32, 16, 3)
+
+    def block(data: bytes) -> dict[str, Any]:
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}
+        return {"type": "image", "source": source}
+
+    headers = {"X-Session-ID": "images"}
+    body = {"model": client.get("/v1/models").json()["data"][0]["id"], **LIMITS}
+    messages: list[Any] = [{"role": "user", "content": [block(first)]}]
+    answer = client.post("/v1/messages", json=body | {"messages": messages}, headers=headers).json()
+    messages += [{"role": "assistant", "content": answer["content"]}]
+    messages += [{"role": "user", "content": [block(second), {"type": "text", "text": "w7"}]}]
+    assert client.post("/v1/messages", json=body | {"messages": messages}, headers=headers).status_code == 200
+    found = client.get("/v1/trajectories/images").json()
+    assert [turn["parent"] for turn in found["turns"]] == [None, 0]
+    (branch,), (earlier, later) = found["branches"], found["turns"]
+    prompt = ImagePrompt(branch["token_ids"][: earlier["end"]], [(3, processed(first, folder))])
+    prompt.ids += [EOT, TURN, 10, START]
+    prompt.places.append((len(prompt.ids), processed(second, folder)))
+    prompt.ids += [IMAGE] * prompt.length(1) + [END, 7, EOT, TURN, 11]
+    assert branch["token_ids"][: later["start"]] == prompt.ids
+    check(reference, prompt, branch["token_ids"][later["start"] :])
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": data_url(first)}]}
+    limits = {"max_output_tokens": 6, "temperature": 0, "ignore_eos": True, "store": False}
+    response = client.post("/v1/responses", json={"input": [item], **limits}).json()
+    assert response["usage"]["input_tokens"] == earlier["start"]
+    assert client.post("/finish_session?session_id=images").json()["finished"]
 
 
 def test_processed_pixels_need_no_second_processor(served: Any) -> None:

@@ -39,6 +39,8 @@ IDS = token_ids("17:")
 REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": IDS, "max_tokens": LONG, "ignore_eos": True},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "17"}], "max_tokens": 400, "ignore_eos": True},
+    "/v1/messages": {"model": "ones", "messages": [{"role": "user", "content": "17"}], "max_tokens": LONG},
+    "/v1/responses": {"input": "17", "max_output_tokens": LONG},
     "/inference/v1/generate": {"token_ids": IDS, "sampling_params": {"max_tokens": LONG, "ignore_eos": True}},
     "/generate": {"input_ids": IDS, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}},
 }

@@ -17,7 +17,7 @@ import pytest
 _PACKAGES = (
     "areal",
     *("torch", "transformers", "trl", "verl", "ray", "openai", "verifiers", "renderers", "skyrl"),
-    *("vllm-router", "sglang-router", "agentlightning", "litellm"),
+    *("vllm-router", "sglang-router", "agentlightning", "litellm", "anthropic", "openai-agents"),
 )
 
 

@@ -20,12 +20,25 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from rollout.config.gateway_settings import LogprobMode
 from rollout.gateway.http.json_text import Json, json_text
 from trainer_bridge.client.results import Completion, GenerateResult
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _NEVER = -9999.0  # the log-prob of a token that cannot be drawn
+
+
+def sampled(part: Completion, mode: LogprobMode) -> np.ndarray:
+    """The log-prob of each token, float32 [tokens]."""
+    match mode:
+        case "raw":
+            return part.raw_logprobs
+        case "processed":
+            return part.logprobs if part.drawn_logprobs is None else part.drawn_logprobs
+        case "policy":
+            return part.logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +52,7 @@ class LogprobFormat:
 
     def sampled(self, part: Completion) -> list[float | None]:
         """The log-prob of each token."""
-        match self.mode:
-            case "raw":
-                values = part.raw_logprobs
-            case "processed":
-                values = part.logprobs if part.drawn_logprobs is None else part.drawn_logprobs
-            case "policy":
-                values = part.logprobs
-        return [finite(value) for value in values.tolist()]
+        return [finite(value) for value in sampled(part, self.mode).tolist()]
 
     def content(self, part: Completion) -> dict[str, Any]:
         """Log-probs as chat and generate answers have them: an entry for each token."""

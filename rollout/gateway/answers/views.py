@@ -9,7 +9,7 @@ text is content, and the completion arrives with its tokens and log-probs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ class Views:
     """The views of one completion, while it arrives.
 
     `regions` are looked for in its text, which goes on with `begun`, the prompt's part of the answer. The arguments of
-    calls have the types that `tools` say. Calls after the first `most_calls` are left out.
+    calls have the types that `tools` say. Calls after the first `most_calls` are left out. `seen` gets new tokens and
+    what they add.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Views:
         begun: str = "",
         demand: Demand | None = None,
         most_calls: int | None = None,
+        seen: Callable[[Completion, Piece], None] | None = None,
     ) -> None:
         self.missing: dict[str, str] = {}  # why a view is not whole, by its name
         self.calls = 0
@@ -52,6 +54,7 @@ class Views:
         self._demand = demand
         self._demanded = ""  # content that should be calls
         self._most_calls = most_calls
+        self._seen = seen
         self._said = False
 
     def take(self, part: Completion) -> Piece:
@@ -61,14 +64,18 @@ class Views:
         piece = self._cut(text, end, last)
         if self._demand is not None:
             self._demanded += piece.content
-            piece.content = ""
+            piece.parts = [part for part in piece.parts if part[0] != "content"]
             if last:
                 self._find_demanded(self._demand, piece)
-        if self._most_calls is not None and self.calls + len(piece.calls) > self._most_calls:
-            piece.calls = piece.calls[: self._most_calls - self.calls]
+        calls = piece.calls
+        if self._most_calls is not None and self.calls + len(calls) > self._most_calls:
+            left_out = calls[self._most_calls - self.calls :]
+            piece.parts = [part for part in piece.parts if not any(part[1] is call for call in left_out)]
             self.missing["tool_calls"] = f"calls after the first {self._most_calls} are left out"
         self.calls += len(piece.calls)
         self._said = self._said or bool(piece.content)
+        if self._seen is not None:
+            self._seen(part, piece)
         return piece
 
     def facts(self, part: Completion) -> dict[str, Any]:
@@ -92,31 +99,43 @@ class Views:
     def _cut(self, text: str, end: str, last: bool) -> Piece:
         """The text in its regions. The end of a turn may close one; otherwise it is no text."""
         if self._segments is None:
-            return Piece(content=text)
+            return _content(text)
         waiting = self._segments.waiting
         try:
             piece = self._segments.feed(text, last and not end)
             if last and end:
                 closing = self._segments.feed(end if self._segments.inside else "", True)
-                piece.reasoning += closing.reasoning.removesuffix(end)
-                piece.content += closing.content.removesuffix(end)
-                piece.calls += closing.calls
+                piece.extend(_without_end(closing, end))
             self.missing |= self._segments.unparsed
             return piece
         # A format may come from a checkpoint, and its patterns meet what no author of them has thought of.
         except Exception as error:
             self._lose("message", error)
             self._segments = None
-            return Piece(content=waiting + text)
+            return _content(waiting + text)
 
     def _find_demanded(self, demand: Demand, piece: Piece) -> None:
         try:
-            piece.calls += demanded_calls(self._demanded, demand.function)
+            piece.call(demanded_calls(self._demanded, demand.function))
         except NotACall as error:
             self.missing["tool_calls"] = str(error)
-            piece.content = self._demanded
+            piece.add("content", self._demanded)
 
     def _lose(self, view: str, error: Exception) -> None:
         if view not in self.missing:
             log.error("the %s of a completion cannot be shown", view, exc_info=error)
         self.missing[view] = f"{type(error).__name__}: {error!s:.200}"
+
+
+def _content(text: str) -> Piece:
+    piece = Piece()
+    piece.add("content", text)
+    return piece
+
+
+def _without_end(piece: Piece, end: str) -> Piece:
+    """The piece without the text of the token that ended the completion, if that text is its last one."""
+    if piece.parts and isinstance(piece.parts[-1][1], str):
+        kind, text = piece.parts.pop()
+        piece.add(kind, str(text).removesuffix(end))
+    return piece

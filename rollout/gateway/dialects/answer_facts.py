@@ -68,14 +68,15 @@ def end_facts(part: Completion, body: SamplingBody) -> dict[str, Any]:
     """
     own = isinstance(part.stop, int) and part.stop not in body.stop_token_ids
     stop = REPETITION if part.finish_reason == "repetition" else None if own else part.stop
-    facts: dict[str, Any] = {"finish_reason": _finish_reason(part), "stop_reason": stop}
+    facts: dict[str, Any] = {"finish_reason": finish_reason(part), "stop_reason": stop}
     if part.forced:
         facts["forced"] = part.forced
     failed = fault(part)
     return facts if failed is None else facts | {"error": str(failed)}
 
 
-def _finish_reason(completion: Completion) -> str | None:
+def finish_reason(completion: Completion) -> str | None:
+    """How a completion ended, in vLLM's words; None while it goes on."""
     if fault(completion) is not None:
         return "error"
     reasons = {"cancelled": "abort", "stale": "abort", "deadline": "length"}

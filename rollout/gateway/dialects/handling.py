@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.answers.logprobs import LogprobFormat
 from rollout.gateway.dialects.process_group_bodies import TransferState
+from rollout.gateway.history.kept import Kept
+from rollout.gateway.history.responses import StoredResponse
+from rollout.gateway.history.trajectories import Trajectories
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import HttpError, bad_request
 from rollout.gateway.orders.control import Control
@@ -34,6 +37,8 @@ class Gateway:
     control: Control
     group_updates: GroupUpdates
     transfers: TransferState
+    trajectories: Trajectories
+    responses: Kept[StoredResponse]
 
     async def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request names as its model, None for the model itself. Raises `HttpError` (404)."""
@@ -74,16 +79,20 @@ class Gateway:
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest(Generic[B]):
-    """One request of a client. `body`: its JSON body or its URL's parameters, whichever the endpoint takes."""
+    """One request of a client. `body`: its JSON body or its URL's parameters, whichever the endpoint takes.
+
+    `parts`: the parts of the path that the endpoint names.
+    """
 
     gateway: Gateway
     body: B
     path: str
     headers: Mapping[str, str]
+    parts: Mapping[str, str] = field(default_factory=dict)
 
     def with_body(self, body: C) -> HttpRequest[C]:
         """The same request with another body."""
-        return HttpRequest(self.gateway, body, self.path, self.headers)
+        return HttpRequest(self.gateway, body, self.path, self.headers, self.parts)
 
     def placement(self, key: str | None = None) -> tuple[str | None, dict[str, Any]]:
         """The session of the request, and the arguments of `generate` about its KV and its worker. Raises `HttpError`.

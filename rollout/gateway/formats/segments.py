@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.gateway.formats.calls import NotACall, ToolCall, calls_in
-from rollout.gateway.formats.regions import Region
+from rollout.gateway.formats.regions import Kind, Region
 from rollout.gateway.formats.values import MOST_NESTED, ValueScan
 
 _MOST_ENDS = 16  # marks inside of values at which a call does not end
@@ -29,11 +29,52 @@ _NOT_WHOLE = "it is not a whole value"
 
 @dataclass(slots=True)
 class Piece:
-    """The parts of an answer that text adds."""
+    """The parts of an answer that text adds, in the order in which the model wrote them.
 
-    reasoning: str = ""
-    content: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    Texts of one kind that follow each other are one part.
+    """
+
+    parts: list[tuple[Kind, str | ToolCall]] = field(default_factory=list)
+
+    def add(self, kind: Kind, text: str) -> None:
+        """Add reasoning or content."""
+        if not text:
+            return
+        last = self.parts[-1][1] if self.parts and self.parts[-1][0] == kind else None
+        if isinstance(last, str):
+            self.parts[-1] = kind, last + text
+        else:
+            self.parts.append((kind, text))
+
+    def call(self, calls: Sequence[ToolCall]) -> None:
+        """Add calls."""
+        self.parts += [("calls", call) for call in calls]
+
+    def extend(self, other: Piece) -> None:
+        """Add the parts of another piece."""
+        for kind, value in other.parts:
+            if isinstance(value, str):
+                self.add(kind, value)
+            else:
+                self.call([value])
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning."""
+        return self._text("reasoning")
+
+    @property
+    def content(self) -> str:
+        """The content."""
+        return self._text("content")
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls."""
+        return [value for _, value in self.parts if isinstance(value, ToolCall)]
+
+    def _text(self, kind: Kind) -> str:
+        return "".join(value for each, value in self.parts if each == kind and isinstance(value, str))
 
 
 class Segments:
@@ -88,7 +129,7 @@ class Segments:
         piece = Piece()
         self._advance(piece, last)
         if last and not self._after_call:
-            piece.content += self._space
+            piece.add("content", self._space)
         if self._region is None or self._region.kind != "calls":
             self._forget()
         return piece
@@ -177,7 +218,7 @@ class Segments:
         except NotACall as error:
             self._withdraw(piece, str(error))
             return True
-        piece.calls += found
+        piece.call(found)
         self._space, self._after_call = "", True
         self._take(end[1])
         self._region = self._unclosed = None
@@ -266,7 +307,7 @@ class Segments:
 
     def _tell(self, region: Region, piece: Piece, text: str) -> None:
         if region.kind == "reasoning":
-            piece.reasoning += text
+            piece.add("reasoning", text)
         else:
             self._say(piece, text)
 
@@ -274,11 +315,11 @@ class Segments:
         """Add content. White space at its end waits: it is dropped before a call, and before the first reasoning."""
         told = text.rstrip()
         if told:
-            piece.content += self._space + told
+            piece.add("content", self._space + told)
             self._space, self._said, self._after_call = "", True, False
         self._space += text[len(told) :]
         if self._calls is None and (self._said or self._reasoned):
-            piece.content += self._space
+            piece.add("content", self._space)
             self._space = ""
 
     def _forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Access to the gateway: bearer tokens, and the addresses that need them.
+"""Access to the gateway: tokens, and the addresses that need them.
 
 A gateway that other hosts can reach needs tokens: its requests can pause workers and change their weights. Only
 `/health` and `/ping` answer without a token, because routers and probes send none. A gateway without tokens refuses the
@@ -59,21 +59,23 @@ class AccessRule:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             refused = self._refusal(scope)
             if refused is not None:
-                await refused.response()(scope, receive, send)
+                await refused.response(scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> HttpError | None:
         if self._keys:
-            message = "send a valid token in the header 'Authorization: Bearer TOKEN'"
+            message = "send a valid token in the header 'Authorization: Bearer TOKEN' or 'X-Api-Key: TOKEN'"
             return None if self._known(scope) else HttpError(401, message)
         if any(name == b"origin" for name, _ in scope["headers"]):
             return HttpError(403, "web pages may not use a gateway without tokens; start it with --api-key-file")
         return None
 
     def _known(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1 or given[0][:7].lower() != b"bearer ":
+        bearers = [value for name, value in scope["headers"] if name == b"authorization"]
+        given = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        if len(bearers) > 1 or len(given) > 1:
             return False
+        given += [value[7:].strip() for value in bearers if value[:7].lower() == b"bearer "]
         # Every key is compared, so the time does not tell which key fits.
-        return any([hmac.compare_digest(given[0][7:].strip(), key) for key in self._keys])
+        return any([hmac.compare_digest(token, key) for token in given for key in self._keys])

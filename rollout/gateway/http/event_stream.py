@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -64,8 +65,16 @@ async def _left(receive: Receive) -> None:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class NamedEvents:
+    """Events whose field `type` is also their name, without `[DONE]`. `failed`: the event of an error."""
+
+    events: AsyncGenerator[dict[str, Any], None]
+    failed: Callable[[HttpError], dict[str, Any]]
+
+
 class EventStream(Response):
-    """Server-sent events: the values of a generator as JSON, and `[DONE]` at the end.
+    """Server-sent events: the values of a generator as JSON, and `[DONE]` at the end; or named events.
 
     A worker that refuses a request does so at once. So an error within `HEADERS_S` is an ordinary error, with its
     status. After that time, or with the first event, the headers are sent: the client knows that its request waits. A
@@ -74,10 +83,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[Any, None], send_s: float) -> None:
+    def __init__(self, source: AsyncGenerator[Any, None] | NamedEvents, send_s: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._named = isinstance(source, NamedEvents)
+        self._events = source.events if isinstance(source, NamedEvents) else source
+        self._failed = source.failed if isinstance(source, NamedEvents) else HttpError.body
         self._send_s = send_s
         self._sending_since: float | None = None  # the loop's time
 
@@ -106,13 +117,18 @@ class EventStream(Response):
         try:
             event = await first
             while event is not None:
-                await self._send(send, _body(f"data: {json_text(event)}\n\n".encode()))
+                await self._send(send, self._event(event))
                 event = await anext(self._events, None)
-            await self._send(send, _body(_DONE))
+            if not self._named:
+                await self._send(send, _body(_DONE))
         # The status is sent already, so every later error goes into the stream.
         except Exception as error:
-            await self._send(send, _body(f"data: {json_text(http_error(error).body())}\n\n".encode()))
+            await self._send(send, self._event(self._failed(http_error(error))))
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _event(self, event: Any) -> dict[str, Any]:
+        name = f"event: {event['type']}\n" if self._named else ""
+        return _body(f"{name}data: {json_text(event)}\n\n".encode())
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         self._sending_since = asyncio.get_running_loop().time()

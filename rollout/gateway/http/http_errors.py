@@ -1,9 +1,10 @@
-"""Errors of the gateway, with OpenAI's body.
+"""Errors of the gateway, with OpenAI's body; below `/v1/messages` with Anthropic's.
 
     {"error": {"message": ..., "type": ..., "param": FIELD or null, "code": STATUS}, "object": "error", ...}
+    {"type": "error", "error": {"type": ..., "message": ..., "param": ..., "code": ...}, "request_id": null}
 
-The four fields also stand at the top level, as older vLLM releases have them. An error of a worker keeps its message;
-its code decides the status.
+OpenAI's four fields also stand at the top level, as older vLLM releases have them. An error of a worker keeps its
+message; its code decides the status.
 """
 
 from __future__ import annotations
@@ -45,32 +46,62 @@ _KINDS = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
+#: Anthropic's type of an error by its status.
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_PATH = "/v1/messages"
 #: HTTP's names of the fields that workers' errors name. What follows a name stays: `stop.strings.0` is `stop.0`.
 Names = Mapping[str, str]
 _NAMES: Names = {"sampling": "", "stop": "", "stop.strings": "stop", "stop.token_ids": "stop_token_ids"}
 
 
 class HttpError(Exception):
-    """An answer that is an error. `param` names the field at fault."""
+    """An answer that is an error. `param` names the field at fault; `details` are for clients of Anthropic's API."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, *, retry_s: float | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        retry_s: float | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
+        self.details = details
         self.status = status
         self.param = param
         self.kind = _KINDS.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
         self.retry_s = retry_s
 
-    def body(self) -> dict[str, Any]:
-        """The body of the answer, for `json.dumps`."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The body of the answer at a path, for `json.dumps`."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
+        if path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/"):
+            kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+            found = error | {"type": kind} | ({} if self.details is None else {"details": dict(self.details)})
+            return {"type": "error", "error": found, "request_id": None}
         return {"error": error, "object": "error", **error}
 
-    def response(self) -> Response:
-        """The answer."""
+    def response(self, path: str = "") -> Response:
+        """The answer at a path."""
         headers = {} if self.retry_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_s)))}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return Response(to_json(self.body()), self.status, headers, media_type="application/json")
+        return Response(to_json(self.body(path)), self.status, headers, media_type="application/json")
+
+    def renamed(self, names: Names) -> HttpError:
+        """The same error with the client's name of the field."""
+        param = _param(self.param, names)
+        message = str(self) if param is None else str(self).replace(repr(self.param), repr(param))
+        return HttpError(self.status, message, param, retry_s=self.retry_s, details=self.details)
 
 
 def bad_request(message: str, param: str | None = None) -> HttpError:
@@ -116,4 +147,4 @@ def http_error(error: Exception) -> HttpError:
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """Starlette's handler of exceptions."""
-    return http_error(error).response()
+    return http_error(error).response(request.url.path)

@@ -3,9 +3,9 @@
 Content reaches a template as transformers passes it, a text or a list of parts, where the template takes this form;
 otherwise in the form that it takes. Arguments of tool calls become maps, unless the template takes their text.
 
-An assistant message may carry the tokens of an earlier answer (`prompt_token_ids`, `generation_token_ids`, as NeMo Gym
-sends them back): then the prompt begins with exactly these, and only the text after them is tokenized. So a
-conversation never drifts from the tokens that the model drew.
+The tokens of an earlier answer may be known: the gateway has kept them, or the answer's message carries them
+(`prompt_token_ids`, `generation_token_ids`, as NeMo Gym sends them back). Then the prompt begins with exactly these,
+and only the text after them is tokenized. So a conversation never drifts from the tokens that the model drew.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Rendering:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
+class DrawnTurn:
     """The tokens of an earlier answer and of its prompt. `place`: the place of the answer among the messages."""
 
     place: int
@@ -57,8 +57,10 @@ class _Drawn:
     answer: list[int]
 
 
-async def render_chat(model: ServedModel, messages: list[Any], how: Rendering) -> RenderedChat:
-    """The prompt of messages. Raises `HttpError`."""
+async def render_chat(
+    model: ServedModel, messages: list[Any], how: Rendering, kept: DrawnTurn | None = None
+) -> RenderedChat:
+    """The prompt of messages; `kept` are the tokens of an earlier answer among them. Raises `HttpError`."""
     if not 1 <= len(messages) <= _MAX_MESSAGES:
         raise bad_request(f"send 1 to {_MAX_MESSAGES} messages", "messages")
     if how.template is not None and not model.trusts_templates:
@@ -72,30 +74,45 @@ async def render_chat(model: ServedModel, messages: list[Any], how: Rendering) -
     urls = image_urls(messages)
     if urls and model.images is None:
         raise bad_request("this gateway has no image processor for its model; send text alone", urls[0][1])
-    chat = await model.text.on_thread(lambda: prompt_of(model.text, messages, how))
+    chat = await model.text.on_thread(lambda: prompt_of(model.text, messages, how, kept))
     return await _with_images(model.images, chat, urls)
 
 
-def prompt_of(source: Text, messages: list[dict[str, Any]], how: Rendering) -> RenderedChat:
-    """The prompt of messages without their images. It may take long. Raises `HttpError` and `RolloutError`."""
-    codec, turns, drawn = source.codec("messages"), source.turns(how.template), _drawn_tokens(messages)
+def prompt_of(
+    source: Text, messages: list[dict[str, Any]], how: Rendering, kept: DrawnTurn | None = None
+) -> RenderedChat:
+    """The prompt of messages without their images. It may take long. Raises `HttpError` and `RolloutError`.
+
+    Tokens that messages carry come first; they must fit. `kept` ones are not used where they do not.
+    """
+    codec, turns, sent = source.codec("messages"), source.turns(how.template), _drawn_tokens(messages)
     plain = [_plain(message, f"messages.{place}", turns) for place, message in enumerate(messages)]
     text = turns.text(plain, how.tools, how.options)
     begun = turns.begun(text)
-    if drawn is None:
-        encode = codec.encode if how.add_special_tokens else codec.encode_rendered
-        return RenderedChat(encode(text).tolist(), begun)
-    last = drawn.answer[-1:]
-    special = last and last[0] in codec.special_tokens.values()
-    after = turns.after(plain, drawn.place, shown_text(codec, last) if special else "", how.tools, how.options)
-    if after is None or not _asks(codec, plain[: drawn.place], drawn.prompt):
+    drawn = sent or kept
+    after = None if drawn is None else _text_after(codec, turns, plain, drawn, how)
+    if sent is not None and (after is None or not _asks(codec, plain[: sent.place], sent.prompt)):
         raise bad_request(
             "the tokens of this answer do not belong to these messages: "
             + ("the chat template does not show where it ends" if after is None else "its prompt has other texts")
             + "; remove 'generation_token_ids'",
-            f"messages.{drawn.place}.generation_token_ids",
+            f"messages.{sent.place}.generation_token_ids",
         )
+    if drawn is None or after is None:
+        encode = codec.encode if how.add_special_tokens else codec.encode_rendered
+        return RenderedChat(encode(text).tolist(), begun)
     return RenderedChat(drawn.prompt + drawn.answer + codec.encode_rendered(after).tolist(), begun)
+
+
+def _text_after(
+    codec: TextCodec, turns: ChatTurns, plain: list[dict[str, Any]], drawn: DrawnTurn, how: Rendering
+) -> str | None:
+    """The text of the prompt after a drawn answer; None if the template does not show where that ends."""
+    last = drawn.answer[-1:]
+    special = last and last[0] in codec.special_tokens.values()
+    if how.options.get("continue_final_message") and drawn.place == len(plain) - 1:
+        return None if special else ""  # the answer itself goes on
+    return turns.after(plain, drawn.place, shown_text(codec, last) if special else "", how.tools, how.options)
 
 
 def _asks(codec: TextCodec, messages: list[dict[str, Any]], prompt: list[int]) -> bool:
@@ -214,14 +231,14 @@ def _call(call: Any, field: str, as_text: bool) -> dict[str, Any]:
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def _drawn_tokens(messages: list[dict[str, Any]]) -> _Drawn | None:
+def _drawn_tokens(messages: list[dict[str, Any]]) -> DrawnTurn | None:
     """The tokens of the last answer that brings its tokens; None if no answer does."""
     for place in range(len(messages) - 1, -1, -1):
         message = messages[place]
         if message["role"] != "assistant" or message.get("generation_token_ids") is None:
             continue
         field = f"messages.{place}"
-        return _Drawn(place, _ids(message, "prompt_token_ids", field), _ids(message, "generation_token_ids", field))
+        return DrawnTurn(place, _ids(message, "prompt_token_ids", field), _ids(message, "generation_token_ids", field))
     return None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollout.gateway.formats.regions import Region, compile_regions
-from rollout.gateway.formats.segments import Segments
+from rollout.gateway.formats.segments import Piece, Segments
 from rollout.gateway.formats.table import REASONING, TOOL_CALLS
 
 
@@ -38,15 +38,20 @@ def in_pieces(
     regions: Sequence[Region], pieces: Sequence[str], begun: str = "", tools: Sequence[Mapping[str, Any]] = ()
 ) -> Answer:
     """An answer that arrives in these pieces."""
-    segments = Segments(regions, tools, begun)
-    reasoning, content, calls, ids = "", "", [], []
+    return ordered(regions, pieces, begun, tools)[0]
+
+
+def ordered(
+    regions: Sequence[Region], pieces: Sequence[str], begun: str = "", tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[Answer, list[tuple[str, str]]]:
+    """The same, and its parts in their order: the kind of each, and its text or its name."""
+    segments, whole = Segments(regions, tools, begun), Piece()
     for place, text in enumerate(pieces):
-        piece = segments.feed(text, place == len(pieces) - 1)
-        reasoning, content = reasoning + piece.reasoning, content + piece.content
-        ids += [call.id for call in piece.calls]
-        calls += [(call.name, call.arguments, "" if call.id.startswith("call_") else call.id) for call in piece.calls]
-    assert all(ids)
-    return Answer(reasoning, content, tuple(calls), tuple(segments.unparsed))
+        whole.extend(segments.feed(text, place == len(pieces) - 1))
+    assert all(call.id for call in whole.calls)
+    calls = tuple((call.name, call.arguments, "" if call.id.startswith("call_") else call.id) for call in whole.calls)
+    order = [(kind, part if isinstance(part, str) else part.name) for kind, part in whole.parts]
+    return Answer(whole.reasoning, whole.content, calls, tuple(segments.unparsed)), order
 
 
 def pieces_of(text: str, seed: int, count: int) -> Iterator[list[str]]:
@@ -62,7 +67,7 @@ def cut(
     regions: Sequence[Region], text: str, begun: str = "", tools: Sequence[Mapping[str, Any]] = (), ways: int = 20
 ) -> Answer:
     """An answer, which must be the same in whatever pieces it arrives."""
-    whole = in_pieces(regions, [text], begun, tools)
+    whole, order = ordered(regions, [text], begun, tools)
     for pieces in pieces_of(text, len(text), ways):
-        assert in_pieces(regions, pieces, begun, tools) == whole, pieces
+        assert ordered(regions, pieces, begun, tools) == (whole, order), pieces
     return whole

@@ -1,0 +1,156 @@
+"""One conversation on its way through the workers, for every dialect of chats: its prompt, its call, its views.
+
+ChatBody --> prompt, which goes on with kept tokens --> call --> views of each completion, which is kept at its end
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollout.gateway.answers.logprobs import sampled
+from rollout.gateway.answers.text_pieces import from_worker, text_pieces
+from rollout.gateway.answers.views import Views
+from rollout.gateway.dialects.answer_facts import fault, finish_reason, now
+from rollout.gateway.dialects.call import Call
+from rollout.gateway.dialects.chat_body import ChatBody
+from rollout.gateway.dialects.handling import Gateway, HttpRequest
+from rollout.gateway.formats.choice import Cut
+from rollout.gateway.formats.segments import Piece, Segments
+from rollout.gateway.history.trajectories import Beginning, DrawnTokens, text_of
+from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.prompts.chat_messages import RenderedChat, render_chat
+from rollout.gateway.prompts.tool_choice import call_constraint
+from rollout.gateway.workers.workers import TokenRequest
+from trainer_bridge.client.results import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of a conversation. `known`: what the trajectory `kept_as` has of it; None if none is kept."""
+
+    chat: RenderedChat
+    kept_as: str | None
+    known: Beginning | None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation that asks for an answer."""
+
+    call: Call
+    body: ChatBody
+    prompt: Prompt
+    cut: Cut
+
+    def views(self) -> Views:
+        """The views of one completion, whose tokens are kept at its end if there is a trajectory."""
+        body, text, chat = self.body, self.call.gateway.model.text, self.prompt.chat
+        pieces = text_pieces(text, body, body.include_stop_str_in_output, self.cut.shown)
+        most_calls = None if body.parallel_tool_calls else 1
+        seen = None if self.prompt.known is None else _Keeper(self).take
+        return Views(pieces, self.cut.regions, body.tools or (), chat.begun, body.demand, most_calls, seen)
+
+
+class _Keeper:
+    """Gathers one completion while it arrives, and keeps it once it has ended without a fault."""
+
+    def __init__(self, asked: Conversation) -> None:
+        self._asked = asked
+        self._answer = Piece()
+        self._parts: list[Completion] = []
+
+    def take(self, part: Completion, piece: Piece) -> None:
+        """Add new tokens and what they add to the views."""
+        self._answer.extend(piece)
+        self._parts.append(part)
+        if part.finish_reason is not None and fault(part) is None:
+            self._keep(part)
+
+    def _keep(self, last: Completion) -> None:
+        body, gateway, prompt = self._asked.body, self._asked.call.gateway, self._asked.prompt
+        assert prompt.kept_as is not None and prompt.known is not None
+        place, begun = len(body.messages), ""
+        if body.continue_final_message:  # the last message is the beginning of the answer
+            place -= 1
+            begun = text_of(body.messages[place])
+        answer = {
+            "role": "assistant",
+            "content": begun + self._answer.content,
+            "tool_calls": [call.shown() for call in self._answer.calls],
+            "reasoning_content": self._answer.reasoning,
+        }
+        drawn = DrawnTokens(
+            np.concatenate([part.token_ids for part in self._parts]),
+            np.concatenate([sampled(part, gateway.settings.logprobs) for part in self._parts]),
+            [run for part in self._parts for run in part.versions],
+        )
+        facts = {
+            "id": self._asked.call.id,
+            "model": body.model or gateway.model.names[0],
+            "created": now(),
+            "finish_reason": finish_reason(last),
+        }
+        gateway.trajectories.keep(prompt.kept_as, prompt.known, prompt.chat.token_ids, answer, place, drawn, facts)
+
+
+async def prompt_of(request: HttpRequest[Any], body: ChatBody, kept_as: str | None = None) -> Prompt:
+    """The prompt of a conversation. It goes on with the tokens of the trajectory `kept_as`, else of the session's.
+
+    Raises `HttpError`.
+    """
+    gateway, name = request.gateway, kept_as or request.placement()[0]
+    known = None
+    if name is not None and gateway.trajectories.keeps and all(isinstance(each, dict) for each in body.messages):
+        known = gateway.trajectories.beginning(name, body.messages, body.rendering)
+    drawn = None if known is None else known.drawn
+    return Prompt(await render_chat(gateway.model, body.messages, body.rendering, drawn), name, known)
+
+
+async def begin(
+    request: HttpRequest[Any], body: ChatBody, known_id: str, kept_as: str | None = None, at_most: bool = False
+) -> Conversation:
+    """The conversation of a request, ready to be generated. `known_id`: the id that the client knows.
+
+    With `at_most`, a limit of tokens may be larger than what the context has left. Raises `HttpError`.
+    """
+    gateway, model = request.gateway, request.gateway.model
+    session, place = request.placement()
+    fields = await gateway.openai_fields(body) | place
+    if body.max_completion_tokens is not None:
+        fields["max_tokens"] = body.max_completion_tokens
+    demanded = call_constraint(body.tool_choice, body.tools or (), body.parallel_tool_calls)
+    if body.calls_wanted and demanded is None and model.formats.tools is None:
+        raise bad_request(
+            "this gateway knows no format of tool calls for this model: start it with --tool-parser, or set "
+            "'tool_choice' to 'none' or 'required'",
+            "tools",
+        )
+    if demanded is not None:
+        if fields["constraint"] is not None:
+            raise bad_request("a 'tool_choice' that demands a call is a constraint; send no other", "tool_choice")
+        fields["constraint"] = demanded
+    prompt = await prompt_of(request, body, kept_as)
+    chat = prompt.chat
+    left = model.context_tokens - len(chat.token_ids)
+    if at_most and fields["max_tokens"] is not None and left > 0:  # without room the worker says so
+        fields["max_tokens"] = min(fields["max_tokens"], left)
+    cut = model.formats.cuts[body.calls_wanted and demanded is None]
+    if fields["constraint"] is not None:
+        after = _answer_after(gateway, cut, chat.begun)
+        if after is None:  # the constraint holds from the first token on: there is no reasoning
+            cut = cut.without_reasoning()
+        else:
+            fields["constraint"] = fields["constraint"] | {"after": after}
+    fields |= {"return_text": from_worker(model.text, body, cut.shown), "logprobs": body.top_logprobs}
+    asked = TokenRequest(chat.token_ids, fields, body.n, body.worker_names("messages"), chat.media)
+    return Conversation(Call(gateway, known_id, [asked], session), body, prompt, cut)
+
+
+def _answer_after(gateway: Gateway, cut: Cut, begun: str) -> str | None:
+    """The mark after which a constraint begins; None if it holds from the first token on."""
+    if gateway.settings.constrain_reasoning or not Segments(cut.regions, begun=begun).may_reason:
+        return None
+    return gateway.model.formats.answer_after

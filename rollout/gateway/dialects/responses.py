@@ -1,0 +1,319 @@
+"""`/v1/responses`: conversations in the form of OpenAI's Responses API, on the way of every chat, and stored ones."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from rollout.gateway.answers.views import Views
+from rollout.gateway.dialects.answer_facts import finish_reason, now
+from rollout.gateway.dialects.chat_builder import client_names
+from rollout.gateway.dialects.conversation import Conversation, begin
+from rollout.gateway.dialects.handling import Gateway, HttpRequest
+from rollout.gateway.dialects.responses_body import ResponsesBody
+from rollout.gateway.formats.calls import ToolCall
+from rollout.gateway.formats.segments import Piece
+from rollout.gateway.history.responses import StoredResponse
+from rollout.gateway.http.event_stream import NamedEvents
+from rollout.gateway.http.http_errors import HttpError, Names, bad_request
+from rollout.gateway.http.json_text import json_text
+from trainer_bridge.client.results import Completion, GenerateResult
+
+Event = dict[str, Any]
+_STORED_BYTES = 4096  # of a stored response without its items
+
+
+async def respond(request: HttpRequest[ResponsesBody]) -> Any:
+    """Answer a conversation, which may go on from a stored response."""
+    body, gateway = request.body, request.gateway
+    earlier: StoredResponse | None = None
+    if body.previous_response_id is not None:
+        earlier = gateway.responses.get(body.previous_response_id)
+        if earlier is None:
+            raise bad_request(
+                f"the previous response {body.previous_response_id!r:.200} is not stored (any more); send its items as "
+                "'input'",
+                "previous_response_id",
+            )
+    chat, names, messages = body.chat([] if earlier is None else earlier.messages)
+    with client_names(names):
+        known_id = request.id("resp_", body.request_id)
+        kept_as = request.placement()[0] or (earlier.trajectory if earlier is not None else known_id)
+        stores = body.store and gateway.trajectories.keeps
+        named = request.placement()[0] is not None or earlier is not None or stores
+        asked = await begin(request, chat, known_id, kept_as if named else None, at_most=True)
+        found = _Answer(asked, body, names, messages, kept_as if stores else None)
+        if body.stream:
+            return NamedEvents(found.events(), found.failed)
+        return await found.whole()
+
+
+async def read(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Return a stored response."""
+    return _stored(request).shown
+
+
+async def delete(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Forget a stored response. Its tokens stay."""
+    found = _stored(request).shown["id"]
+    request.gateway.responses.drop(found)
+    return {"id": found, "object": "response", "deleted": True}
+
+
+def _stored(request: HttpRequest[Any]) -> StoredResponse:
+    name = request.parts["response_id"]
+    found = request.gateway.responses.get(name)
+    if found is None:
+        raise HttpError(404, f"the response {name!r:.200} is not stored (any more)", "response_id")
+    return found
+
+
+class _Answer:
+    """The answer to a conversation. `messages`: without instructions. `kept_as`: its trajectory, if it is stored."""
+
+    def __init__(
+        self,
+        asked: Conversation,
+        body: ResponsesBody,
+        names: Names,
+        messages: list[dict[str, Any]],
+        kept_as: str | None,
+    ) -> None:
+        self._asked = asked
+        self._body = body
+        self._names = names
+        self._messages = messages
+        self._kept_as = kept_as
+        self._gateway: Gateway = asked.call.gateway
+        self._created = now()
+        self._items = _Items()
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer without streaming."""
+        (result,) = await self._asked.call.whole()
+        (completion,) = result.completions
+        views = self._asked.views()
+        for _ in self._items.add(views.take(completion)):
+            pass
+        for _ in self._items.end(_is_whole(completion)):
+            pass
+        return await self._ended(completion, views, result)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """The events of the stream."""
+        call, views, items = self._asked.call, self._asked.views(), self._items
+        begun = False
+        with client_names(self._names):
+            async with aclosing(call.chunks()) as chunks:
+                async for each in chunks:
+                    if not begun:
+                        begun = True
+                        for name in ("response.created", "response.in_progress"):
+                            yield items.numbered({"type": name, "response": self._response("in_progress", [])})
+                    last = each.chunk.part
+                    for event in items.add(views.take(last)):
+                        yield event
+        for event in items.end(_is_whole(last)):
+            yield event
+        response = await self._ended(last, views, call.results[0])
+        yield items.numbered({"type": f"response.{response['status']}", "response": response})
+
+    def failed(self, error: HttpError) -> Event:
+        """The event of an error. Before the response has begun, clients raise it as they do an error's body."""
+        code = (
+            "server_error"
+            if error.status >= 500
+            else "rate_limit_exceeded"
+            if error.status == 429
+            else "invalid_prompt"
+        )
+        if not self._items.count:
+            event = {"type": "error", "code": code, "message": str(error), "param": error.param}
+            return self._items.numbered(event | {"error": error.body()["error"]})
+        response = self._response("failed", self._items.done) | {"error": {"code": code, "message": str(error)}}
+        return self._items.numbered({"type": "response.failed", "response": response})
+
+    async def _ended(self, last: Completion, views: Views, result: GenerateResult) -> dict[str, Any]:
+        """The response at its end; it is stored."""
+        reason = finish_reason(last)
+        response = self._response("completed" if _is_whole(last) else "incomplete", self._items.done)
+        if not _is_whole(last):
+            response["incomplete_details"] = {"reason": "max_output_tokens" if reason == "length" else reason}
+        else:
+            response["completed_at"] = now()
+        response["usage"] = await self._usage(result)
+        response |= views.facts(last)
+        if self._kept_as is not None:
+            answer = self._items.message()
+            size = _STORED_BYTES + 2 * len(json_text(self._items.done))
+            if not isinstance(self._body.input, str) or len(self._body.input) > _STORED_BYTES:
+                size += len(json_text(self._body.input))
+            stored = StoredResponse(response, [*self._messages, answer], self._kept_as)
+            self._gateway.responses.put(response["id"], stored, size)
+        return response
+
+    async def _usage(self, result: GenerateResult) -> dict[str, Any]:
+        """Tokens; those of reasoning are counted by tokenizing its text again."""
+        drawn, reasoning = len(result.completions[0]), self._items.reasoning
+        thought = len(await self._gateway.model.text.encode(reasoning, special=False)) if reasoning else 0
+        return {
+            "input_tokens": result.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": result.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": drawn,
+            "output_tokens_details": {"reasoning_tokens": min(thought, drawn)},
+            "total_tokens": result.prompt_tokens + drawn,
+        }
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": self._asked.call.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": body.model or self._gateway.model.names[0],
+            "output": list(output),
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None} | (body.reasoning or {}),
+            "service_tier": "default",
+            "store": self._kept_as is not None,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}} | (body.text or {}),
+            "tool_choice": body.tool_choice,
+            "tools": body.tools,
+            "top_logprobs": 0,
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _is_whole(last: Completion) -> bool:
+    """True if the model has ended its answer itself, or a stop string has."""
+    return finish_reason(last) == "stop"
+
+
+class _Items:
+    """The items of an answer, and the events that tell of them, numbered one after the other."""
+
+    def __init__(self) -> None:
+        self.done: list[dict[str, Any]] = []
+        self.count = 0  # of events
+        self._open: dict[str, Any] | None = None
+        self._content: list[str] = []
+        self._text = ""
+        self._reasoning: list[str] = []
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning of all items."""
+        return "".join(self._reasoning)
+
+    def numbered(self, event: Event) -> Event:
+        """The event with its number."""
+        self.count += 1
+        return event | {"sequence_number": self.count - 1}
+
+    def message(self) -> dict[str, Any]:
+        """The items as one message of a chat."""
+        calls = [
+            {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": item["name"], "arguments": item["arguments"]},
+            }
+            for item in self.done
+            if item["type"] == "function_call"
+        ]
+        answer: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
+        if self.reasoning:
+            answer["reasoning_content"] = self.reasoning
+        return answer | {"tool_calls": calls} if calls else answer
+
+    def add(self, piece: Piece) -> Iterator[Event]:
+        """The events of new parts."""
+        for kind, value in piece.parts:
+            if isinstance(value, ToolCall):
+                yield from self._close("completed")
+                yield from self._call(value)
+            else:
+                yield from self._say("reasoning" if kind == "reasoning" else "message", value)
+
+    def end(self, whole: bool) -> Iterator[Event]:
+        """The end of the answer. An answer without any part is an empty message."""
+        if self._open is None and not self.done:
+            yield from self._say("message", "")
+        yield from self._close("completed" if whole else "incomplete")
+
+    def _say(self, kind: str, text: str) -> Iterator[Event]:
+        if self._open is not None and self._open["type"] != kind:
+            yield from self._close("completed")
+        if self._open is None:
+            self._text = ""
+            self._open = _item(kind)
+            yield self._told("response.output_item.added", item=self._open)
+            yield self._told("response.content_part.added", **self._part(""))
+        self._text += text
+        (self._reasoning if kind == "reasoning" else self._content).append(text)
+        if text:
+            extra: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
+            yield self._told(f"response.{self._name}.delta", **self._place, delta=text, **extra)
+
+    def _close(self, status: str) -> Iterator[Event]:
+        if self._open is None:
+            return
+        extra: dict[str, Any] = {} if self._open["type"] == "reasoning" else {"logprobs": []}
+        yield self._told(f"response.{self._name}.done", **self._place, text=self._text, **extra)
+        part = self._part(self._text)
+        yield self._told("response.content_part.done", **part)
+        item = self._open | {"content": [part["part"]], "status": status}
+        yield self._told("response.output_item.done", item=item)
+        self.done.append(item)
+        self._open = None
+
+    def _call(self, call: ToolCall) -> Iterator[Event]:
+        item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress"}
+        item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+        place = {"item_id": item["id"]}
+        yield self._told("response.output_item.added", item=item)
+        yield self._told("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._told("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+        item = item | {"status": "completed", "arguments": call.arguments}
+        yield self._told("response.output_item.done", item=item)
+        self.done.append(item)
+
+    @property
+    def _name(self) -> str:
+        assert self._open is not None
+        return "reasoning_text" if self._open["type"] == "reasoning" else "output_text"
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "content_index": 0}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        extra: dict[str, Any] = {} if self._name == "reasoning_text" else {"annotations": [], "logprobs": []}
+        return self._place | {"part": {"type": self._name, "text": text, **extra}}
+
+    def _told(self, name: str, /, **fields: Any) -> Event:
+        return self.numbered({"type": name, "output_index": len(self.done), **fields})
+
+
+def _item(kind: str) -> dict[str, Any]:
+    """A new item of this type."""
+    if kind == "reasoning":
+        head: dict[str, Any] = {"id": f"rs_{uuid.uuid4().hex}", "type": kind, "summary": []}
+    else:
+        head = {"id": f"msg_{uuid.uuid4().hex}", "type": kind, "role": "assistant"}
+    return head | {"status": "in_progress", "content": []}

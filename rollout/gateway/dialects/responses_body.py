@@ -1,0 +1,232 @@
+"""The body of `/v1/responses` (OpenAI's Responses API), and the chat that it stands for."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from rollout.gateway.dialects.chat_body import ChatBody, ExtraFields
+from rollout.gateway.dialects.chat_builder import ChatBuilder, listed, named
+from rollout.gateway.http.http_errors import Names, bad_request
+from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, Int32, Number
+
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_TEXTS = ("input_text", "output_text", "text")
+_INCLUDED = ("reasoning.encrypted_content",)  # reasoning is in answers as plain text
+
+
+class ResponsesBody(ExtraFields):
+    """The body of `/v1/responses`."""
+
+    ignored: ClassVar = dict.fromkeys(
+        ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        "OpenAI's accounting and cache",
+    ) | {"stream_options": "OpenAI's padding of events"}
+    switched_off: ClassVar = {
+        "background": (None, False),
+        "background_options": (None,),
+        "access_programs": (None,),
+        "context_management": (None, []),
+        "conversation": (None,),
+        "image": (None,),
+        "max_tool_calls": (None,),
+        "moderation": (None,),
+        "prompt": (None,),
+        "service_tier": (None, "auto", "default"),
+        "top_logprobs": (None, 0),
+        "truncation": (None, "disabled"),
+    }
+
+    input: str | list[Any]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    stream: bool = False
+    tools: list[Any] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    max_output_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    include: list[str] = []
+    metadata: dict[str, str] = {}
+    temperature: Number = 1.0
+    top_p: Number = 1.0
+    top_k: Int32 = 0
+    stop: str | list[str] = []
+
+    def chat(self, before: list[dict[str, Any]]) -> tuple[ChatBody, Names, list[dict[str, Any]]]:
+        """The same as a chat, the names of this body's fields by the names of the chat's, and the chat's messages.
+
+        `before`: the messages of earlier responses. The messages that are returned lack the instructions. Raises
+        `HttpError`.
+        """
+        for place, name in enumerate(self.include):
+            if name not in _INCLUDED:
+                raise bad_request(f"this gateway does not offer {name!r:.80}; remove it", f"include.{place}")
+        own, builder = self._messages(before, None), self._messages(before, self.instructions)
+        if not builder.messages:
+            raise bad_request("send a text or at least one item", "input")
+        names = ("stream", "temperature", "top_p", "top_k", "stop", "parallel_tool_calls", "model")
+        fields = self.extras() | {name: getattr(self, name) for name in names} | {"messages": builder.messages}
+        if self.max_output_tokens is not None:
+            fields["max_tokens"] = self.max_output_tokens
+        if self.tools:
+            fields["tools"] = [_tool(tool, f"tools.{place}") for place, tool in enumerate(self.tools)]
+            fields["tool_choice"] = self._tool_choice()
+        fields |= self._format() | self._reasoning()
+        known = {
+            **builder.names,
+            "messages": "input",
+            "max_tokens": "max_output_tokens",
+            "response_format": "text.format",
+            "response_format.json_schema": "text.format",
+        }
+        return ChatBody.take(fields), known, own.messages
+
+    def _messages(self, before: list[dict[str, Any]], instructions: str | None) -> ChatBuilder:
+        if instructions is not None and before:
+            head = before[0]["content"] if before[0]["role"] == "system" else None
+            text = instructions if head is None else f"{instructions}\n\n{head}"
+            before = [{"role": "system", "content": text}, *before[head is not None :]]
+        builder = ChatBuilder(joins_users=False, image="image_url", messages=before)
+        if instructions is not None and not before:
+            builder.text("system", instructions, "instructions")
+        if isinstance(self.input, str):
+            builder.text("user", self.input, "input")
+        else:
+            for place, item in enumerate(self.input):
+                _add_item(builder, item, f"input.{place}")
+        builder.built()
+        return builder
+
+    def _tool_choice(self) -> Any:
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            if choice not in ("auto", "none", "required"):
+                raise bad_request("use auto, none, required or a function", "tool_choice")
+            return choice
+        if choice.get("type") != "function":
+            raise bad_request(
+                f"this gateway offers no choice of the type {choice.get('type')!r:.80}; use auto, none, required "
+                'or {"type": "function", "name": ...}',
+                "tool_choice.type",
+            )
+        return {"type": "function", "function": {"name": named(choice, "tool_choice", "name")["name"]}}
+
+    def _format(self) -> dict[str, Any]:
+        """The constraint of the answer."""
+        given = dict(self.text or {})
+        form, verbosity = given.pop("format", None), given.pop("verbosity", None)
+        if given or verbosity not in (None, "medium"):
+            name = "verbosity" if not given else next(iter(given))
+            raise bad_request(f"this gateway does not offer {name!r:.80}; remove it", f"text.{name:.80}")
+        if form is None:
+            return {}
+        match named(form, "text.format", "type")["type"]:
+            case "text" | "json_object" as kind:
+                return {"response_format": {"type": kind}}
+            case "json_schema":
+                if not isinstance(form.get("schema"), dict):
+                    raise bad_request("'text.format.schema' is a JSON schema, an object", "text.format.schema")
+                return {"response_format": {"type": "json_schema", "json_schema": {"schema": form["schema"]}}}
+        raise bad_request("use text, json_object or json_schema", "text.format.type")
+
+    def _reasoning(self) -> dict[str, Any]:
+        """The options of the chat template for reasoning: only those that the request names."""
+        options, given = dict(self.chat_template_kwargs), dict(self.reasoning or {})
+        effort = given.pop("effort", None)
+        for name in ("summary", "generate_summary"):  # the whole text is shown instead
+            if given.pop(name, None) not in (None, "auto", "concise", "detailed"):
+                raise bad_request("use auto, concise or detailed", f"reasoning.{name}")
+        for name, value in given.items():
+            if value is not None:
+                raise bad_request(f"this gateway does not offer {name!r:.80}; remove it", f"reasoning.{name:.80}")
+        if effort is not None:
+            if not isinstance(effort, str):
+                raise bad_request("'reasoning.effort' is a text", "reasoning.effort")
+            options.setdefault("reasoning_effort", effort)
+            if effort == "none":
+                options.setdefault("enable_thinking", False)
+        return {"chat_template_kwargs": options} if options else {}
+
+
+def _add_item(builder: ChatBuilder, item: Any, field: str) -> None:
+    named(item, field)
+    match item.get("type", "message"):
+        case "message":
+            role = named(item, field, "role")["role"]
+            if role not in _ROLES:
+                raise bad_request("use user, assistant, system or developer", f"{field}.role")
+            for part, name in _parts(item.get("content"), f"{field}.content"):
+                builder.say(_ROLES[role], part, name) if part["type"] != "text" else builder.text(
+                    _ROLES[role], part["text"], name
+                )
+        case "reasoning":
+            text = _reasoning_text(item, field)
+            if text:
+                builder.think(text, field)
+        case "function_call":
+            named(item, field, "call_id", "name", "arguments")
+            builder.call(item["call_id"], item["name"], item["arguments"], field)
+        case "function_call_output":
+            call_id = named(item, field, "call_id")["call_id"]
+            parts = [part for part, _ in _parts(item.get("output"), f"{field}.output")]
+            builder.result(call_id, parts, field, f"{field}.output")
+        case kind:
+            raise bad_request(
+                f"this gateway has no item of the type {kind!r:.80}; use message, reasoning, function_call and "
+                "function_call_output",
+                f"{field}.type",
+            )
+
+
+def _parts(content: Any, field: str) -> list[tuple[dict[str, Any], str]]:
+    """The parts of a content, each with its field."""
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, field)]
+    found = []
+    for place, part in enumerate(listed(content, field)):
+        name = f"{field}.{place}"
+        match named(part, name, "type")["type"]:
+            case kind if kind in _TEXTS:
+                shown: dict[str, Any] = {"type": "text", "text": named(part, name, "text")["text"]}
+            case "refusal":
+                shown = {"type": "text", "text": named(part, name, "refusal")["refusal"]}
+            case "input_image":
+                shown = {"type": "image_url", "image_url": {"url": named(part, name, "image_url")["image_url"]}}
+            case kind:
+                raise bad_request(
+                    f"this gateway takes no part of the type {kind!r:.80}; use input_text, output_text and input_image",
+                    f"{name}.type",
+                )
+        found.append((shown, name))
+    return found
+
+
+def _reasoning_text(item: dict[str, Any], field: str) -> str:
+    """The text of a reasoning item."""
+    texts = []
+    for place, part in enumerate(listed(item.get("content") or [], f"{field}.content")):
+        texts.append(named(part, f"{field}.content.{place}", "text")["text"])
+    if not texts and item.get("encrypted_content"):
+        raise bad_request("encrypted reasoning cannot be read here; remove the item", f"{field}.encrypted_content")
+    return "".join(texts)
+
+
+def _tool(tool: Any, field: str) -> dict[str, Any]:
+    """A tool as chats declare it."""
+    kind = named(tool, field, "type")["type"]
+    if kind != "function":
+        raise bad_request(f"this gateway has no tool of the type {kind!r:.80}; declare functions", f"{field}.type")
+    parameters = named(tool, field, "name").get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise bad_request(f"'{field}.parameters' is a JSON schema, an object", f"{field}.parameters")
+    if tool.get("defer_loading"):
+        raise bad_request("this gateway does not offer 'defer_loading'; remove it", f"{field}.defer_loading")
+    function = {"name": tool["name"], "parameters": parameters}
+    if isinstance(tool.get("description"), str):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}

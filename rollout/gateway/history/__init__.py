@@ -1,0 +1,1 @@
+"""What a gateway keeps between requests: the tokens of conversations, and stored responses."""
