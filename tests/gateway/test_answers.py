@@ -589,6 +589,29 @@ def test_a_thought_ends_where_its_budget_is_used_up(
         assert bool(message["reasoning_content"]) == (budget != 0)
 
 
+@pytest.mark.parametrize("every", ["think", "coarse think"])
+def test_the_budget_of_a_message_ends_its_thought_and_masks_the_end(
+    gateways: dict[str, httpx.Client], tokenizer: Any, every: str
+) -> None:
+    client, session = gateways[every], {"X-Session-ID": f"budget-{every[:3]}"}
+    start, close = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    body = {
+        "model": client.get("/v1/models").json()["data"][0]["id"], "max_tokens": 30, "seed": 3, "ignore_eos": True,
+        "messages": [*MESSAGES, {"role": "assistant", "content": "<think>"}],
+        "thinking": {"type": "enabled", "budget_tokens": 7}, "logit_bias": {str(start): -100, str(close): -50},
+    }  # fmt: skip
+    for stream in (False, True):
+        answer = client.post("/v1/messages", json=body | {"stream": stream}, headers=session)
+        assert answer.status_code == 200, answer.text
+    found = client.get(f"/v1/trajectories/{session['X-Session-ID']}").json()
+    for turn in found["turns"]:
+        branch = found["branches"][turn["branch"]]
+        drawn, mask = (branch[name][turn["start"] : turn["end"]] for name in ("token_ids", "mask"))
+        assert len(drawn) == 30 and drawn[7] == close and [i for i, chosen in enumerate(mask) if not chosen] == [7]
+    assert len(found["turns"]) == 2
+    post(client, f"/finish_session?session_id={session['X-Session-ID']}", {})
+
+
 def test_a_constraint_begins_after_a_forced_end(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
     close = tokenizer.convert_tokens_to_ids("</think>")
     begun = [*MESSAGES, {"role": "assistant", "content": "<think>"}]

@@ -98,6 +98,8 @@ class ExtraFields(Body):
     skip_special_tokens: bool = True
     allowed_token_ids: list[TokenId] | None = None
     structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
+    repetition_detection: dict[str, Any] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
     priority: Int32 = 0

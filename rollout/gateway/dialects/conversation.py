@@ -86,6 +86,7 @@ class _Keeper:
             np.concatenate([part.token_ids for part in self._parts]),
             np.concatenate([sampled(part, gateway.settings.logprobs) for part in self._parts]),
             [run for part in self._parts for run in part.versions],
+            [place for part in self._parts for place in part.forced],
         )
         facts = {
             "id": self._asked.call.id,

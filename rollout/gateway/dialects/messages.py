@@ -119,6 +119,8 @@ class _Answer:
                 )
             case "abort":
                 reason = "pause_turn"  # sent back as it is, the message goes on
+            case "repetition":
+                pass  # Anthropic has no word for it
             case _ if views.calls:
                 reason = "tool_use"
             case _ if isinstance(facts["stop_reason"], str):

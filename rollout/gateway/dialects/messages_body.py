@@ -67,6 +67,7 @@ class CountBody(ExtraFields):
             **builder.names,
             "messages": "messages",
             "stop": "stop_sequences",
+            "thinking_token_budget": "thinking.budget_tokens",
             "response_format": "output_config.format",
             "response_format.json_schema": "output_config.format",
         }
@@ -115,7 +116,8 @@ class CountBody(ExtraFields):
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": given["schema"]}}}
 
     def _thinking(self, formats: Formats) -> dict[str, Any]:
-        """The options of the chat template for thinking: only those that the request names."""
+        """The options of the chat template for thinking, only those that the request names, and its budget."""
+        budgeted: dict[str, Any] = {}
         options = dict(self.chat_template_kwargs)
         effort = (self.output_config or {}).get("effort")
         if effort is not None:
@@ -133,12 +135,14 @@ class CountBody(ExtraFields):
                     "thinking",
                 )
             budget = self.thinking.get("budget_tokens", 1)
-            if type(budget) is not int or budget < 1:
+            if type(budget) is not int or not 1 <= budget <= MAX_TOKEN_ID:
                 raise bad_request("'thinking.budget_tokens' is an integer of at least 1", "thinking.budget_tokens")
+            if kind == "enabled" and "budget_tokens" in self.thinking and formats.thoughts is not None:
+                budgeted["thinking_token_budget"] = budget
             if self.thinking.get("display") not in (None, "summarized", "omitted"):
                 raise bad_request("use summarized or omitted", "thinking.display")
             options.setdefault("enable_thinking", kind != "disabled")
-        return {"chat_template_kwargs": options} if options else {}
+        return budgeted | ({"chat_template_kwargs": options} if options else {})
 
     @property
     def shows_thinking(self) -> bool:

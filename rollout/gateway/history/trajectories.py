@@ -34,11 +34,15 @@ _MESSAGE_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """The tokens of one answer. Arrays are [tokens]; log-probs are of the gateway's `--logprobs`."""
+    """The tokens of one answer. Arrays are [tokens]; log-probs are of the gateway's `--logprobs`.
+
+    `forced`: positions of tokens that a budget of thoughts has forced, so that the policy did not choose them.
+    """
 
     token_ids: np.ndarray  # int32
     logprobs: np.ndarray  # float32
     versions: list[tuple[int, int]]  # weights version, tokens
+    forced: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,10 @@ def _branch(path: list[Turn], number: int, places: dict[int, dict[str, int]]) ->
             shared = start + len(drawn.token_ids)
         places.setdefault(turn.number, {"branch": number, "start": start, "end": start + len(drawn.token_ids)})
         ids += [*turn.added.tolist(), *drawn.token_ids.tolist()]
-        mask += [0] * added + [1] * len(drawn.token_ids)
+        chosen = [1] * len(drawn.token_ids)
+        for place in drawn.forced:
+            chosen[place] = 0
+        mask += [0] * added + chosen
         logprobs += [None] * added + [finite(value) for value in drawn.logprobs.tolist()]
         versions += _runs(drawn.versions, start)
     return {
