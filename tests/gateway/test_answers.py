@@ -224,13 +224,13 @@ def test_arguments_of_a_demanded_call_may_be_nested_deeply(gateways: dict[str, h
         "",
         tools=tools,
         tool_choice="required",
-        max_tokens=1_100,
+        max_tokens=1_500,
         structured_outputs=None,
         logprobs=False,
         top_logprobs=0,
     )
     (found,) = answered(gateways["hermes"], body | {"logit_bias": {str(opening): 100.0}})
-    assert found["finish_reason"] == "length" and len(found["token_ids"]) == 1_100
+    assert found["finish_reason"] == "length" and len(found["token_ids"]) == 1_500
     assert found["message"]["content"].count("[") > 1_000
 
 
