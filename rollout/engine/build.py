@@ -342,7 +342,8 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memo
     captured = engine.cuda_graphs and capturable(model)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else 0
     streams = Streams.make(device, [feature.name for feature in memory.features if feature.own_stream])
-    mover, state_mover, disk = None, None, NO_DISK
+    mover, state_mover = None, None
+    disk: DiskPages | NoDisk = NO_DISK
     graphs: DecodeGraphs = NO_GRAPHS
     try:
         if memory.kv is None:

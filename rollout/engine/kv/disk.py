@@ -317,7 +317,10 @@ class DiskPages:
     # --- the threads --------------------------------------------------------------------------------------------------
 
     def _run_writes(self, folder: Path) -> None:
-        _delete_left(folder)
+        try:
+            _delete_left(folder)
+        except OSError as error:  # the folder was deleted meanwhile, or cannot be listed
+            log.warning("files of KV that other workers left are not deleted", extra={"reason": str(error)})
         content = bytearray(self._page_bytes)
         while (job := self._to_write.get()) is not None:
             if isinstance(job, list):

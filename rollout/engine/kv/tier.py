@@ -323,10 +323,10 @@ class Tier:
         if end is not None:
             point, place = end
             kept = self.states.begin_read(point.key)
-            page = targets[-1][1] if point.after else None
-            fetch.end = MovedState(point, place, kept.page, kept.oldest, page, fetch)
+            ends_in = targets[-1][1] if point.after else None
+            fetch.end = state = MovedState(point, place, kept.page, kept.oldest, ends_in, fetch)
             fetch.copying += 1
-            self._states_in.append(fetch.end)
+            self._states_in.append(state)
             self._fetching[point.key] = fetch
         return fetch
 
@@ -487,9 +487,9 @@ class Tier:
             while fetch.queued:
                 self._fetched(fetch.queued.popleft())
             fetch.copying -= sum(moved.fetch is fetch for moved in to_read)
-            if fetch.end in self._states_in:
-                self._states_in.remove(fetch.end)
-                self._state_fetched(fetch.end, failed=True)
+            for state in [state for state in self._states_in if state is fetch.end]:
+                self._states_in.remove(state)
+                self._state_fetched(state, failed=True)
             self._end_if_done(fetch)
 
     def forget_older(self, oldest: int) -> None:
