@@ -449,7 +449,7 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
     if not supports(model):
         raise ValueError(
             f"engine.deterministic needs the fused kernels: a GPU, a model in 16 bits without biases of its output and "
-            f"MLP products; torch's own products on a {model.embed.device.type} depend on the batch"
+            f"MLP products; on a {model.embed.device.type} torch's products have other bits in other batches"
         )
     check_deterministic(model.spec)
 

@@ -72,7 +72,7 @@ class WeightPublisher(ProcessBound):
 
     Args:
         endpoints: The workers' request sockets.
-        transport: `cuda_ipc`, `nccl`, `shm`, `zmq`, `disk`; or `auto`: the first of the first four that works.
+        transport: `cuda_ipc`, `nccl`, `shm`, `zmq`, `disk`; or `auto`: of the first four, the first that works.
         folder: Where `disk` writes; the workers read this path.
         bucket_bytes: Bytes of a piece of a transfer: a multiple of 64, at most 256 MiB. None: 64 MiB, or up to 256 MiB
             for a large model from GPU to GPU.

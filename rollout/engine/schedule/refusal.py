@@ -42,13 +42,13 @@ def refusal(
         message = f"{waiting} completions wait, max_queue is {limits.max_queue}: come back later, or set a larger one"
         return Rejected(request.key, "overloaded", message)
     if len(request.prior.token_ids) > request.max_tokens:
-        message = "continue_from has more than max_tokens tokens: raise max_tokens, which counts them"
+        message = f"max_tokens includes the tokens of continue_from: set it to at least {len(request.prior.token_ids)}"
         return Rejected(request.key, "bad_request", message, "continue_from.token_ids")
     if session_busy:
         message = "a turn of this session has not ended yet: wait for its result or cancel it, or use another session"
         return Rejected(request.key, "bad_request", message, "session")
     if missing := needs_of(request) & OPTIONAL & ~served:
-        message = f"this worker serves no requests of this kind: {missing.name}"
+        message = f"this worker was started without what the request needs: {missing.name}"
         return Rejected(request.key, "bad_request", message)
     return None
 
