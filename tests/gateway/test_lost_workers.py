@@ -265,7 +265,10 @@ def test_the_same_version_again_goes_to_the_workers_that_lack_it(pair: tuple[Pla
 def test_forks_go_on_at_another_worker_when_theirs_is_lost(pair: tuple[Place, Place]) -> None:
     """Of a request and of a session; and a new worker at the same place, which knows nothing, is no other."""
     drawn = {"max_tokens": 20, "temperature": 2.5, "seed": 4, "return_token_ids": True}
-    with gateway([place.endpoint for place in pair]) as client:
+    version = max(place.status()["weights_version"] for place in pair) + 1
+    with gateway([place.endpoint for place in pair], weights_root=str(CHECKPOINTS)) as client:
+        # The gateway brings these weights to the new worker, too: only then it is in order.
+        post(client, "/update_weights_from_disk", {"model_path": "ones", "weight_version": version})
         prompt = {"prompt": "17: 18 19 20", "request_id": "root", **drawn}
         source = post(client, "/v1/completions", prompt, headers={"X-data-parallel-rank": "0"})["choices"][0]
         turn = {"X-Session-ID": "talk"}

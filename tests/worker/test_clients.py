@@ -42,11 +42,15 @@ def test_arrays_are_numpy_and_writable(client: RolloutClient) -> None:
     assert result.prompt_tokens == 3 and result.timing.total_s > 0
 
 
-def test_the_stream_of_the_docs_prints_the_text(client: RolloutClient, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs/reference/client.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"## Streams\n\n```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(source, "docs/reference/client.md", "exec"), {"client": client})
-    assert capsys.readouterr().out.startswith(" 18 19 20 21 22 23 24")
+def test_the_client_of_the_tutorial_prints_results_and_a_stream(
+    client: RolloutClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"## 3. A client\n.*?```python\n(.*?)```", page, re.DOTALL)
+    source = source.replace("tcp://127.0.0.1:5757", client.endpoints[0])
+    exec(compile(source, "docs/tutorial.md", "exec"), {})
+    *results, streamed = capsys.readouterr().out.splitlines()
+    assert streamed.startswith(" 18 19 20 21 22 23 24") and results.count(" 18 19 20 21") == 2
 
 
 def test_chunks_have_their_text(client: RolloutClient) -> None:
