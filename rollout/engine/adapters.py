@@ -1,4 +1,4 @@
-"""Adapters that requests can name, as plain data: the registry of all, and what one sequence has of its adapter.
+"""Adapters that requests can name, as plain data: the registry, and the adapter use of one sequence.
 
 Each set of weights that an adapter ever had is an edition of its own, also under a known name or version. KV belongs to
 a weights version and an adapter edition. The slots on the device are in `features/adapters`.
@@ -43,12 +43,12 @@ class Adapter:
 
     name: str
     version: int
-    edition: int  # of its weights, from 1
+    edition: int  # edition of its weights, from 1
     weights: AdapterWeights | None  # None once it is dropped: ended requests may still refer to it
-    slot: AdapterSlot | None = None  # where it lies on the device
+    slot: AdapterSlot | None = None  # device slot
 
     def leave_slot(self) -> None:
-        """It is not on the device any more."""
+        """Note that the adapter is no longer on the device."""
         if self.slot is not None:
             self.slot.adapter, self.slot = None, None
 
@@ -57,8 +57,8 @@ class Adapter:
 class AdapterSlot:
     """Device memory for one adapter."""
 
-    number: int  # from 1
-    written: Event  # by a stream; steps that read it are launched later
+    number: int  # slot number, from 1
+    written: Event  # the write has ended; steps that read the slot are launched later
     adapter: Adapter | None = None
     order: int = 0  # number of the copy on the other ranks
     refs: int = 0  # sequences that have taken it
@@ -67,11 +67,11 @@ class AdapterSlot:
 
 @dataclass(eq=False, slots=True)
 class AdapterUse:
-    """What one sequence has of its adapter, if it has one."""
+    """The adapter use of one sequence; empty without an adapter."""
 
     adapter: Adapter | None
-    slot: AdapterSlot | None = None  # while the sequence has a row
-    #: (token, version): that token is the first by it. Tokens in flight count with all of their drafts.
+    slot: AdapterSlot | None = None  # set while the sequence has a row
+    #: (token, version): the first token drawn with that version. Drafts in flight count as accepted.
     version_changes: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -99,7 +99,7 @@ class AdapterUse:
             changes[i] = token - count, version
 
     def dropped(self, token: int) -> None:
-        """Tokens from this one on do not count, and are drawn again with the present version."""
+        """Discard the tokens from this one on: they are drawn again with the present version."""
         while self.version_changes and self.version_changes[-1][0] > token:
             self.version_changes.pop()
         self.note_version(token)

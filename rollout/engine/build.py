@@ -82,7 +82,7 @@ from rollout.models.state_pool import NO_STATES, StatePool
 log = logging.getLogger(__name__)
 
 _SLOTS = 2
-_LEAST_PAGES = 2  # of a KV cache for steps on padding
+_LEAST_PAGES = 2  # the smallest KV cache: room for steps on padding
 _NO_HOST_MEMORY = HostMemory(CpuDevice(), 0, 1)
 
 
@@ -137,7 +137,7 @@ def build_follower(
     memory: ReleasableMemory,
     progress: Progress = untold,
 ) -> tuple[Executor, list[Slot]]:
-    """What another rank than the first one runs steps with. It is built as that one's is, collective operations too.
+    """The executor of a rank other than the first. Building it takes part in the first rank's collective operations.
 
     `memory` is the result of `sleeping_memory`. `progress` is as in `build_engine`.
     """
@@ -152,8 +152,8 @@ def sleeping_memory(
 ) -> ReleasableMemory:
     """Memory that is given back in a sleep, with the model's weights in it, if this worker can sleep.
 
-    On a CPU it is of `host_pages`.
-    Views of the weights that were taken before still refer to the old memory.
+    On a CPU it is memory of `host_pages`.
+        Views of the weights that were taken before still refer to the old memory.
     """
     if not settings.engine.sleep:
         return PermanentMemory(device)
@@ -194,12 +194,12 @@ class _Memory:
     features: Seq[DeviceFeature]
     states: StatePool
     kv: KVCache | None = None  # None before the first start: its size is not known
-    host_memory: HostMemory = _NO_HOST_MEMORY  # for KV
+    host_memory: HostMemory = _NO_HOST_MEMORY  # host memory for KV
     host_states: HostMemory = _NO_HOST_MEMORY
 
     @classmethod
     def begin(cls, site: Site, features: Seq[MakeFeature] = FEATURES) -> _Memory:
-        """What is allocated before the KV."""
+        """The memory that is allocated before the KV."""
         made = [feature for make in features if (feature := make(site)) is not None]
         return cls(made, _states(site))
 
@@ -216,13 +216,13 @@ def _host_memory(mover: PageMover | None) -> HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """What was counted since the start, and goes on after a fault."""
+    """Running totals since the start, which continue after a fault."""
 
     counters: Counters = field(default_factory=Counters)
     sessions: SessionCounts = field(default_factory=SessionCounts)
     offload: OffloadCounts = field(default_factory=OffloadCounts)
     kept: KeptCounts = field(default_factory=KeptCounts)
-    features: Seq[StepFeature] = ()  # that have totals
+    features: Seq[StepFeature] = ()  # the features that have totals
 
     @classmethod
     def of(cls, roster: Roster) -> _Totals:
@@ -234,13 +234,13 @@ class _Totals:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What runs steps, and the bounds of their uploads."""
+    """The executor of steps, and the bounds of their uploads."""
 
     executor: Executor
     slots: list[Slot]
     context: int  # longest sequence, tokens
     chunk: int  # most tokens of a prefill step
-    words: int  # of an upload
+    words: int  # int32 words of the largest upload
 
 
 def _build_steps(site: Site, memory: _Memory, progress: Progress) -> _Steps:
@@ -324,7 +324,7 @@ def _build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], t
 
 
 def _host_features(executor: Executor, version: int, before: Seq[StepFeature]) -> list[StepFeature]:
-    """The features' parts on the host; the totals of those `before` a fault go on."""
+    """The features' parts on the host; they continue the totals of the features `before` a fault."""
     kept = {feature.name: feature for feature in before}
     host_pages = _host_memory(executor.mover).pages
     parts = HostParts(executor.streams, executor.orders, executor.step.kv, host_pages, version)
@@ -355,7 +355,7 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memo
         if (verifier := find(step.features, DraftVerifier)) is not None:
             verifier.measure(Executor(device, streams, step, graphs), slots[0])
         words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
-        # From here on the other ranks run what they are ordered to.
+        # From here on the other ranks follow orders.
         orders = site.lead(words, engine.step_rows, width, chunk_tokens(engine, model))
         piece_bytes = int(engine.constants.host_kv_piece_mib * 2**20)
         if (host := memory.host_memory).pages:
@@ -381,7 +381,7 @@ def _disk(engine: EngineSettings, model: LanguageModel, kv: KVCache, host: HostM
 
 
 def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
-    """With the KV and, if it moves to the host, memory there; of as many pages on every rank."""
+    """Add the KV and, if it moves to the host, host memory; every rank has the same number of pages."""
     engine, device = site.settings.engine, site.device
     page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
     adapter_bytes = adapter_host_bytes(engine, site.model)
@@ -389,7 +389,7 @@ def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:
     pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes, state_bytes)
     if pages == 0:
         return replace(memory, kv=kv)
-    pages = _least_of_all_ranks(site.model, pages)  # before any rank takes memory of the same host
+    pages = _least_of_all_ranks(site.model, pages)  # computed before any rank takes memory of the same host
     began_s = time.perf_counter()
     host_memory = HostMemory(device, pages, page_bytes)
     facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}

@@ -1,9 +1,9 @@
-"""What the service and the weight receiver ask of the loop, carried out between two steps.
+"""Carries out the commands of the service and the weight receiver, between two steps.
 
     inbox --> pause, resume, shutdown   the gate
               sleep, wake               the sleeper
               submit                    the scheduler
-              look                      nobody: it only ends the wait for a command
+              look                      no receiver: it only ends the wait for a command
               everything else           the roster
 
 Each command is carried out at once, except that a sleep takes several ticks.
@@ -73,7 +73,7 @@ class Commands:
         return True
 
     def fail(self, parts: EngineParts, message: str) -> list[Event]:
-        """After a fault: the answer to the command that was being carried out. Call it before `rescue`."""
+        """After a fault: answer the command that was being carried out. Call it before `rescue`."""
         command, self._current = self._current, None
         match command:
             case Submit(request) if request.key not in parts.roster.groups:
@@ -161,5 +161,5 @@ class Commands:
 
 
 def _answers(token: int | None, make: Callable[[int], Event]) -> list[Event]:
-    """The answer to a command with a token; nobody waits for an answer to one without."""
+    """Answer a command that has a token; a command without a token needs no answer."""
     return [] if token is None else [make(token)]

@@ -1,4 +1,4 @@
-"""The gate: may a step be launched, an update be applied, a request be admitted? If not, why, and who waits for it.
+"""The gate: may a step be launched, an update be applied, a request be admitted? If not: the reason, and the waiters.
 
 The loop, the weight receiver and the service all ask this one object. Its state has seven parts. Each part changes on
 its own, and the answers follow from all seven:
@@ -29,7 +29,7 @@ its own, and the answers follow from all seven:
 copy, because both use the compute stream. Recomputing delays an update only where steps may be launched. In all other
 states the recomputation stands still, and the trainer may wait for the update before it lets generation go on.
 
-Who waits: a `pause` and a `drain` wait with their tokens, and `take_answers` returns the answers. The receiver waits
+Waiters: a `pause` and a `drain` wait with their tokens, and `take_answers` returns the answers. The receiver waits
 for the hold with a callback. A sleep waits for `update_inside` and `swapping` to become false: `sleep.py` looks at them
 in every tick.
 
@@ -53,9 +53,9 @@ from rollout.engine.messages.requests import Request
 from rollout.engine.messages.statuses import EngineState, SleepStatus
 from rollout.engine.messages.to_service import Done, Rejected
 
-#: Why no step may be launched.
+#: Reasons why no step may be launched.
 Blocked = Literal["asleep", "paused", "stale", "held"]
-#: What an update that is ready waits for: the end of a sleep, of the swap before, or of recomputation.
+#: What a ready update waits for: the end of a sleep, of the previous swap, or of recomputation.
 UpdateWait = Literal["wake", "swap", "recompute"]
 
 
@@ -65,10 +65,10 @@ def _nobody() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SleepState:
-    """How deep the engine sleeps: awake, or a sleep that has been ordered (falling) or has been reached (asleep)."""
+    """The depth of the sleep: awake, or a sleep that has been ordered (falling) or has been reached (asleep)."""
 
     level: int = 0  # 0: awake; 1: weights are kept in host memory; 2: they are dropped
-    requests: Literal["wait", "refuse"] = "wait"  # what happens to requests that arrive meanwhile
+    requests: Literal["wait", "refuse"] = "wait"  # policy for requests that arrive during the sleep
     reached: bool = False  # asleep
     freed_bytes: int = 0  # device memory given back
     since_s: float = 0.0  # asleep since, `time.perf_counter()`
@@ -83,7 +83,7 @@ _AWAKE = SleepState()
 
 
 class Gate:
-    """All states that open and close an engine. One gate lives as long as its worker, also when the engine is rebuilt.
+    """All states that open and close an engine. A gate lives as long as its worker and outlives rebuilt engines.
 
     Args:
         drain_s: seconds that a drain gives to running requests.
@@ -118,7 +118,7 @@ class Gate:
 
     @property
     def blocked(self) -> Blocked | None:
-        """Why no step may be launched; None if one may be."""
+        """The reason why no step may be launched; None if one may be."""
         if self.sleep.ordered:
             return "asleep"
         if self.paused:
@@ -139,7 +139,7 @@ class Gate:
 
     @property
     def update_waits_for(self) -> UpdateWait | None:
-        """What an update that is ready waits for; None if it may be applied now."""
+        """What a ready update waits for; None if it may be applied now."""
         if self.asleep:
             return "wake"
         if self.swapping:
@@ -147,7 +147,7 @@ class Gate:
         return "recompute" if self.recomputing and self.blocked is None else None
 
     def refusal(self, request: Request, version: int) -> Rejected | None:
-        """Why this request is not admitted while weights of `version` are served; None if it is admitted."""
+        """The reason to refuse this request while weights of `version` are served; None if it is admitted."""
         if self.draining:
             return Rejected(request.key, "unavailable", "the worker is draining: send the request to another one")
         if self.sleep.requests == "refuse":
@@ -201,7 +201,7 @@ class Gate:
 
     @property
     def drain_overdue(self) -> bool:
-        """True when a drain has taken longer than `drain_s`: end what is left."""
+        """True when a drain has taken longer than `drain_s`: end the remaining requests."""
         return self.draining and time.perf_counter() >= self._drain_until_s
 
     def take_answers(self, in_flight: int, unfinished: int) -> list[Done]:
@@ -215,21 +215,21 @@ class Gate:
         return [Done(token) for token in tokens]
 
     def fail(self) -> list[Done]:
-        """The answers that are due after a fault: a worker that drains ends, so its drains are confirmed."""
+        """The answers that are due after a fault: a draining worker ends, so its drains are confirmed."""
         return [Done(token) for token in self._end_tokens] if self.draining else []
 
     def fall_asleep(self, level: int, requests: Literal["wait", "refuse"]) -> None:
-        """A sleep is ordered: launch nothing, begin no update. A deeper sleep may be ordered while asleep."""
+        """Order a sleep: launch nothing, begin no update. A deeper sleep may be ordered while asleep."""
         with self._lock:  # an update is inside or the gate is shut: never neither
             self.sleep = replace(self.sleep, level=max(self.sleep.level, level), requests=requests)
 
     def slept(self, freed_bytes: int) -> None:
-        """The memory is given back."""
+        """Note that the memory is given back."""
         assert self.sleep.ordered and not (self.swapping or self.update_inside)
         self.sleep = replace(self.sleep, reached=True, freed_bytes=freed_bytes, since_s=time.perf_counter())
 
     def wake_up(self) -> None:
-        """The memory is back, or a sleep was refused."""
+        """Note that the memory is back, or that a sleep was refused."""
         self.sleep = _AWAKE
 
     def grant_hold(self) -> None:
@@ -250,12 +250,12 @@ class Gate:
             self.stale, self.dropped, self.failed = why, True, False
 
     def swap_begins(self) -> None:
-        """The copy of an update is on the compute stream."""
+        """Note that the copy of an update is on the compute stream."""
         assert not self.swapping
         self.swapping = True
 
     def swap_ends(self) -> None:
-        """The copy is done. After a fault during a swap this is never called: the weights are lost."""
+        """Note that the copy is done. Never called after a fault during a swap: the weights are lost."""
         self.swapping = False
 
     def note_recomputing(self, recomputing: bool) -> None:
@@ -265,7 +265,7 @@ class Gate:
     # --- the weight receiver; any thread ------------------------------------------------------------------------------
 
     def admit_update(self) -> bool:
-        """An update begins. Returns False if it must not, because a sleep has been ordered."""
+        """Begin an update. Returns False if it must not begin, because a sleep has been ordered."""
         with self._lock:
             if self.sleep.ordered:
                 return False
@@ -273,13 +273,13 @@ class Gate:
             return True
 
     def updates_done(self) -> None:
-        """No update is received, waits to be applied or is being applied."""
+        """Note that no update is being received, is waiting, or is being applied."""
         if self.update_inside:
             self.update_inside = False
             self.notify()
 
     def request_hold(self, on_grant: Callable[[], object]) -> None:
-        """Ask that no step be launched; `on_grant` is called, from any thread, once none is in flight."""
+        """Ask that no step be launched; `on_grant` is called once none is in flight, from any thread."""
         with self._lock:
             at_once = self.hold == "granted"  # stale: no step has run since
             self._on_grant, self.held_since_s = on_grant, time.perf_counter()

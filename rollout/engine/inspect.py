@@ -115,7 +115,7 @@ class Inspector:
             self._engine.meter.set(feature.gauges())
 
     def _room(self) -> int | None:
-        """For how many more sessions there are pages, on the host too, that neither rows nor sessions use.
+        """The number of further sessions that fit in unused pages, pages of the host included.
 
         Each takes what idle sessions and rows have on average; a page that several share counts once.
         """

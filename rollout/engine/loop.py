@@ -4,7 +4,7 @@
     plan       scheduler: who runs next; none while the gate blocks launches
     launch     H2D -> forward [-> draw] -> D2H, enqueued       never waits
     commit     the oldest step, if the pipeline is full or nothing was launched: waits for its D2H event
-    draw       of the step just launched, where its draw needs masks: they depend on the step just committed
+    draw       the step just launched, if its draw needs masks: they depend on the step just committed
     swap       a published update is copied into the parameters, between two steps
     sleep      orders to sleep and wake, while there are any
     events     everything that the service must know, in one call
@@ -61,7 +61,7 @@ class Engine:
     def tick(self) -> bool:
         """One tick: launch a step if there is one; commit the oldest if the pipeline is full or none was launched.
 
-        Returns whether the service was told something.
+        Returns whether the service got any event.
         """
         parts, gate = self.parts, self.gate
         roster, scheduler, pipeline = parts.roster, parts.scheduler, parts.pipeline
@@ -92,7 +92,7 @@ class Engine:
         return parts.pipeline.in_flight > 0 or gate.swapping or parts.offload.moving or not waits
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a command and carry it out, for when the engine is not busy; false if none came."""
+        """Wait for a command and carry it out while the engine is not busy; False if none came."""
         return self.commands.wait(self.parts, timeout_s)
 
     # --- the phases of a tick -----------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Engine:
         return True
 
     def _nothing_runs(self, idle: bool, nothing_planned: bool) -> None:
-        """No step is in flight: tell the meter, wait for what alone delays admission, grant a hold."""
+        """Handle an empty pipeline: update the meter, wait for copies that delay admission, grant a hold."""
         if idle:
             self.meter.no_work(time.perf_counter())
         if nothing_planned:
@@ -173,7 +173,7 @@ class Engine:
             self.meter.offload(since_s, time.perf_counter())
 
     def _report(self) -> bool:
-        """Hand the events of this tick and the answers that are due to the service; whether there were any."""
+        """Hand the events of this tick and the due answers to the service; returns whether there were any."""
         roster = self.parts.roster
         if self.gate.drain_overdue:
             roster.end_all("cancelled", WORKER_ENDS)
@@ -197,7 +197,7 @@ class Engine:
     # --- faults -------------------------------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
-        """After a fault: end every request as `error` with the tokens that it has, and answer everyone who waits.
+        """After a fault: end every request as `error` with its tokens, and answer every order that waits.
 
         The parts are not whole after this: `restart` with new ones, or end the worker. If the loop hangs, the
         watchdog's thread calls this.
@@ -241,7 +241,7 @@ class Engine:
 
 
 def _record(step: StepInFlight, tokens: int, zombie_rows: int, committing_s: float, commit_s: float) -> StepTiming:
-    """What the meter keeps of a committed step."""
+    """The meter's record of a committed step."""
     plan, slot = step.plan, step.slot
     return StepTiming(
         kind=plan.kind,

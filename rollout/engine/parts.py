@@ -1,4 +1,4 @@
-"""What an engine is made of: parts that a fault may leave inconsistent, and links to other threads that outlive it.
+"""The parts of an engine, which a fault may leave inconsistent, and its links to other threads, which outlive a fault.
 
     Links         made first, in the worker: inbox, emit, gate, receiver, adapter registry
     EngineParts   built from settings, model and links (`build.py`); built anew after a fault
@@ -62,7 +62,7 @@ class Receiver(Protocol):
         """An update from `take_ready` is not in use, because the device failed."""
 
     def rest(self) -> None:
-        """A sleep was ordered, so no update can begin: free the memory that is kept for the next one."""
+        """Free the memory that is kept for the next update: a sleep was ordered, so none can begin."""
 
 
 class NoReceiver:
@@ -86,7 +86,7 @@ class NoReceiver:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What an engine exchanges with other threads. `emit` runs on the loop's thread and must not block."""
+    """The engine's links to other threads. `emit` runs on the loop's thread and must not block."""
 
     inbox: SimpleQueue[Command]
     emit: Callable[[list[Event]], None]

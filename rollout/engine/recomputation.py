@@ -1,4 +1,4 @@
-"""The time that computing KV again takes after an update, and whether the next update waits for it.
+"""The time of recomputation after an update, and whether the next update waits for it.
 
     update applied                                  the next one may be applied
        |-- rows that lost their KV are prefilled --|-- rows decode --|
@@ -35,12 +35,12 @@ class Recomputation:
     def __init__(self, most: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.most = most
         self.clock = clock
-        self.spent_s = 0.0  # by these prefills, since the last update
+        self.spent_s = 0.0  # time spent on these prefills since the last update
         self._since_s = clock()
         self._pending: set[Sequence] = set()
 
     def begin(self, seqs: Iterable[Sequence]) -> None:
-        """An update was applied, and these sequences lost their KV."""
+        """Note that an update was applied, and that these sequences lost their KV."""
         self._pending = set(seqs)
         self.spent_s, self._since_s = 0.0, self.clock()
 
@@ -59,7 +59,7 @@ class Recomputation:
             return 0.0
         tokens = 0
         for span in plan.spans:
-            # Taken off since: the step is older than the update.
+            # The sequence was taken off since: the step is older than the update.
             if span.seq in self._pending and span.seq.state in (State.PREFILL, State.DECODE):
                 tokens += span.tokens_in
                 if span.draws:

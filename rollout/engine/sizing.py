@@ -1,12 +1,12 @@
-"""How many KV pages there are: free memory as the driver reports it, less what the largest steps take.
+"""The number of KV pages: free memory that the driver reports, minus the memory of the largest steps.
 
     device memory   | weights | row state, slots | activations | graphs | KV pages | kept free |
                                                  |<--------- free, before the first step ----->|
                                                  |<--------- kv_memory_fraction ---->|
 
-What the largest steps take is measured with a margin for fragments. What is kept free on a GPU is for what comes later:
-communicators and buckets of updates, and whole tensors of updates in place. It does not grow with the GPU, so by
-default little more than a constant is kept.
+The memory of the largest steps is measured, with a margin for fragments. The memory kept free on a GPU is for
+communicators and buckets of updates, and for whole tensors of updates in place. These needs do not grow with the GPU,
+so by default little more than a constant is kept.
 
 On a CPU steps are not measured and count as 0, and the default fraction is small: the trainer, the page cache and
 other programs share this memory.
@@ -32,8 +32,8 @@ _GIB = 2**30
 _KEPT_STATES = 8
 #: `kv_memory_fraction` on a CPU when it is absent.
 CPU_FRACTION = 0.25
-#: What is kept free on a GPU without it: this share of what the weights leave, and at least these bytes, but at most
-#: this share, which a worker that sleeps keeps: a trainer has what it needs meanwhile on the same GPU.
+#: Memory kept free on a GPU without it: this share of what the weights leave, and at least these bytes, but at most
+#: this share, which a sleeping worker keeps: a trainer uses the other memory of the same GPU meanwhile.
 KEPT_SHARE, KEPT_BYTES, KEPT_MOST = 0.05, 3 << 30, 0.15
 #: `prefill_chunk_tokens` when it is absent: scripts/bench/prefill_chunks.py.
 GPU_CHUNK, GPU_EXPERTS_CHUNK, CPU_CHUNK = 8192, 16384, 2048
@@ -58,8 +58,8 @@ class DeviceMemory:
     """The figures that the KV pool is sized from, bytes."""
 
     weights: int
-    free: int  # after weights, row state and slots were allocated, before the first step
-    needs: StepNeeds  # of the largest steps; 0 on a CPU
+    free: int  # free memory after weights, row state and slots, before the first step
+    needs: StepNeeds  # needs of the largest steps; 0 on a CPU
 
     def __str__(self) -> str:
         """One sentence for the log and for errors."""
@@ -71,7 +71,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """What a KV pool holds."""
+    """The contents of a KV pool."""
 
     pages: int  # the dump page included
     page_size: int
@@ -238,7 +238,7 @@ def host_kv_pages(
 ) -> int:
     """Pages of host memory for KV; 0 without any.
 
-    With several ranks they are those of one rank. `state_bytes` of its part are for states of linear attention.
+    With several ranks it is the number of one rank. `state_bytes` of its part are for states of linear attention.
 
     Raises ValueError with the numbers when `host_kv_gib` holds no page, or is more than the machine has left beside
     `adapter_bytes`, which are reserved for adapters.

@@ -78,11 +78,11 @@ class Sleeper:
 
     @property
     def copy_wait_s(self) -> float:
-        """How long the loop may wait for a copy of KV."""
+        """The longest time that the loop may wait for a copy of KV."""
         return _COPY_WAIT_S if self._gate.sleep.ordered else math.inf
 
     def advance(self, parts: EngineParts) -> None:
-        """Carry out the orders that can be carried out now; at the end of a tick, while a sleep is ordered."""
+        """Carry out the orders that can be carried out now. Called at the end of a tick while a sleep is ordered."""
         while self._orders and (answer := self._carry_out(self._orders[0], parts)) is not None:
             parts.roster.events.append(answer)
             self._orders.popleft()
@@ -95,7 +95,7 @@ class Sleeper:
         self._drop_orders()
 
     def fail(self, message: str) -> list[Event]:
-        """After a fault: the answers to the orders that wait. The engine is awake then, unless it was asleep."""
+        """After a fault: the answers to the waiting orders. The engine is awake then, unless it was asleep."""
         answers: list[Event] = [Failed(order.token, message, code="internal") for order in self._orders]
         self._drop_orders()
         return answers
@@ -107,7 +107,7 @@ class Sleeper:
             self._stay_awake()
 
     def _begin(self, parts: EngineParts) -> None:
-        """Start the first order: what needs no quiet device is done at once."""
+        """Start the first order; the part that needs no quiet device is done at once."""
         if self._begun or not self._orders:
             return
         self._begun, order = True, self._orders[0]
@@ -158,7 +158,7 @@ class Sleeper:
         return answer
 
     def _refuse(self, order: Sleep, why: str) -> Failed:
-        """Generation goes on; preempted rows get their KV back from wherever it is now."""
+        """Resume generation; preempted rows get their KV back from the host or the pool."""
         assert self._emptying_s is not None
         log.warning("this worker cannot sleep", extra={"reason": why})
         self._meter.offload(self._emptying_s, time.perf_counter())
@@ -209,7 +209,7 @@ def _emptied(roster: Roster) -> bool:
 
 
 def _forget_device_state(roster: Roster, keep: bool) -> None:
-    """Empty the prefix cache, and what features have on the device; `keep` what the host has of the cache."""
+    """Empty the prefix cache and the features' device memory; `keep` the cached KV on the host."""
     assert not (roster.prefilling or roster.decoding or roster.leaving), "a row has no pages"
     roster.allocator.empty_pool()
     if not keep:

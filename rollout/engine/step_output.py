@@ -1,4 +1,4 @@
-"""What a step gives back, on the host: plain data. `step` reads it from its slot, the scheduler commits it.
+"""The results of a step on the host: plain data. `step` reads them from its slot, the scheduler commits them.
 
 Legend: C rows with tops, K tops (MAX_TOP_LOGPROBS, or the vocabulary if that is smaller), N scored positions.
 """
@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step sampled, one entry for each row that drew a token, in the order of the plan."""
+    """The samples of a step, one entry for each row that drew a token, in the order of the plan."""
 
     tokens: list[int]
     logprobs: list[float]
     raw_logprobs: list[float]
     drawn_logprobs: list[float]
-    #: Of a step with drafts: at the place of a row's own draw, how many of its drafts.
+    #: In a step with drafts: the number of accepted drafts, at the place of the row's own draw.
     accepted: list[int] = field(default_factory=list)
-    of_features: Mapping[str, Any] = field(default_factory=dict)  # what features give to their part on the host
+    of_features: Mapping[str, Any] = field(default_factory=dict)  # results that features pass to their host part

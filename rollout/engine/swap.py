@@ -29,7 +29,7 @@ class _Swap:
     update: StagedUpdate
     start: Event
     end: Event
-    held_since_s: float | None  # of an update in place: when generation was held, `time.perf_counter()`
+    held_since_s: float | None  # update in place: start of the hold, `time.perf_counter()`
 
 
 class Swapper:
@@ -80,10 +80,10 @@ class Swapper:
 
     def _finish(self, swap: _Swap, parts: EngineParts) -> None:
         if parts.pipeline.in_flight == 0:
-            swap.end.synchronize()  # there is nothing else to do
+            swap.end.synchronize()  # the loop has nothing else to do
         if not swap.end.query():
             return
-        parts.executor.check()  # first: if this raises, the weights are lost and the gate stays in `swapping`
+        parts.executor.check()  # called first: if this raises, the weights are lost and the gate stays in `swapping`
         self._swap = None
         self._gate.swap_ends()
         start_s, end_s = swap.held_since_s or swap.start.time_s, swap.end.time_s

@@ -52,7 +52,7 @@ import torch
 #: Sections start at a multiple of this many int32 words: 16 bytes. Kernels are compiled anew for pointers that are less
 #: well aligned, and nothing is compiled while serving.
 _ALIGN = 4
-#: In the place of a path's first position: the device has made the drafts, and they are in the row state.
+#: Replaces the first position of a path: the device has made the drafts, and they are in the row state.
 IN_ROW_STATE = -1
 #: int32 words that alignment adds to an upload at most: fewer than `_ALIGN` for each of fewer than 32 sections.
 ALIGNMENT_WORDS = 32 * (_ALIGN - 1)
@@ -60,20 +60,20 @@ _TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
 
 
 class Section(NamedTuple):
-    """Where a named array lies in the words of an upload."""
+    """The place of a named array in the words of an upload."""
 
     start: int  # int32 words
     words: int
-    dtype: str  # as numpy writes it
+    dtype: str  # numpy's name for it
     shape: tuple[int, ...]
 
 
 class Header(NamedTuple):
-    """What a step is, beside its arrays. Integers, strings, flags and tuples of them."""
+    """The description of a step without its arrays: integers, strings, flags and tuples of them."""
 
-    rows: int  # that take part
-    tokens: int  # that go in
-    draws: int  # that come out
+    rows: int  # rows in the step
+    tokens: int  # input tokens
+    draws: int  # drawn tokens
     needs: int  # bits of `RowNeeds`
     max_context: int  # longest context in the step, this step's tokens included
     sections: dict[str, Section]
@@ -81,7 +81,7 @@ class Header(NamedTuple):
     #: A prefill: (first token of the step, tokens, context, draws) of each span. Empty: the decode forward.
     layout: tuple[tuple[int, int, int, int], ...] = ()
     drafts: int = 0  # most drafts of a row; 0 in a step without drafts
-    facts: dict[str, list[Any]] = {}  # what features say of the step, by their names: plain data
+    facts: dict[str, list[Any]] = {}  # plain data of features, by feature name
 
     def to_fields(self) -> dict[str, Any]:
         """A map of integers, strings and lists, for a wire."""
@@ -89,7 +89,7 @@ class Header(NamedTuple):
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Header:
-        """What `to_fields` gave, also where a wire made lists of its tuples."""
+        """The inverse of `to_fields`; accepts lists in place of tuples, as a wire makes them."""
         sections = {
             name: Section(start, words, dtype, tuple(shape))
             for name, (start, words, dtype, shape) in fields["sections"].items()
@@ -100,9 +100,9 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Extra:
-    """What a feature sends with a step beside the words, because it is too large for them."""
+    """Data that a feature sends with a step outside of the words, because it is too large for them."""
 
-    feature: str  # its `DeviceFeature.name`
+    feature: str  # equal to `DeviceFeature.name`
     fields: list[Any]  # integers, strings and lists of them
     arrays: tuple[np.ndarray, ...]
 
@@ -170,7 +170,7 @@ class Staging:
         self.used = -(-(start + words) // _ALIGN) * _ALIGN
 
     def upload(self, rows: int, tokens: int, draws: int, needs: int, max_context: int, **more: Any) -> Upload:
-        """The upload of what was put; `more` are the other fields of its header."""
+        """The upload of the put arrays; `more` are the other fields of its header."""
         header = Header(rows, tokens, draws, needs, max_context, self.sections, **more, facts=self.facts)
         return Upload(header, self.words[: self.used], tuple(self.extras))
 
@@ -190,7 +190,7 @@ def put_decode(staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], si
 
 
 def put_behind(staging: Staging, drafts: Seq[int], size: int) -> None:
-    """Put how many drafts stand behind each row of a step, right after its other sections of a decode.
+    """Put the number of drafts behind each row of a step, right after its other sections of a decode.
 
     Padded to `size`.
 

@@ -20,7 +20,7 @@ import torch
 from rollout.engine.device.releasable import MemoryShortError
 
 _GIB = 2**30
-_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # of CUmemAllocationType, CUmemLocationType, CUmemAccess_flags
+_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # CUmemAllocationType, CUmemLocationType, CUmemAccess_flags
 _GRANULARITY_RECOMMENDED = 1
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 

@@ -17,13 +17,13 @@ _LOOK_S = 0.002
 
 
 class SleepOrders(GroupOrders, Protocol):
-    """Orders to the other ranks, with what a sleep needs beside."""
+    """Orders to the other ranks, including the ones that only a sleep needs."""
 
     def unmap_relay(self) -> None:
-        """Have the other ranks unmap memory of this device, which they read; before a sleep gives memory back."""
+        """Have the other ranks unmap the memory of this device that they read, before a sleep releases it."""
 
     def free_relay(self) -> int:
-        """Give that memory back, once they have; returns its bytes."""
+        """Release that memory after the other ranks have unmapped it; returns its bytes."""
 
     @property
     def freed_bytes(self) -> int:
@@ -38,7 +38,7 @@ class GroupMemory:
 
     @property
     def sleeps(self) -> bool:
-        """Whether it can be given back; all ranks have the same settings."""
+        """Whether the memory can be given back; all ranks have the same settings."""
         return self._own.sleeps
 
     @property
@@ -52,7 +52,7 @@ class GroupMemory:
         return self._own.released
 
     def save(self) -> None:
-        """As `SleepMemory.save`."""
+        """See `SleepMemory.save`."""
         number, failures = self._orders.give("sleep", "save"), []
         try:
             self._own.save()
@@ -64,7 +64,7 @@ class GroupMemory:
             raise MemoryShortError("; ".join(failures))
 
     def release(self) -> int:
-        """As `SleepMemory.release`; the bytes of all ranks."""
+        """See `SleepMemory.release`; returns the bytes of all ranks."""
         before = self._orders.freed_bytes
         self._orders.unmap_relay()
         number = self._orders.give("sleep", "release")
@@ -74,12 +74,12 @@ class GroupMemory:
         return freed_bytes + self._orders.freed_bytes - before
 
     def forget(self) -> None:
-        """As `SleepMemory.forget`."""
+        """See `SleepMemory.forget`."""
         self._orders.give("sleep", "forget")
         self._own.forget()
 
     def restore(self) -> None:
-        """As `SleepMemory.restore`."""
+        """See `SleepMemory.restore`."""
         number, failures = self._orders.give("sleep", "restore"), []
         try:
             self._own.restore()
@@ -93,7 +93,7 @@ class GroupMemory:
             raise MemoryShortError("; ".join(failures))
 
     def _wait(self, number: int) -> list[str]:
-        """Wait for the other ranks; why some of them failed."""
+        """Wait for the other ranks; returns the failures."""
         while not self._orders.done("sleep", number):
             time.sleep(_LOOK_S)
         return self._orders.failures("sleep", number)

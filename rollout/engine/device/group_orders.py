@@ -8,7 +8,7 @@ from rollout.engine.device.releasable import ReleasableMemory, SleepMemory
 
 
 class GroupOrders(Protocol):
-    """Has the other ranks do what this rank does. The orders of a lane are carried out one after the other."""
+    """Has the other ranks do the work of this rank. The orders of one lane are carried out in sequence."""
 
     def give(self, lane: Any, *fields: Any) -> int:
         """Give an order; returns its number in its lane."""
@@ -17,14 +17,14 @@ class GroupOrders(Protocol):
         """Whether all other ranks have carried out this order and those before it, or failed to."""
 
     def failures(self, lane: Any, number: int) -> list[str]:
-        """Why ranks could not carry out this order of a lane, or a later one."""
+        """The failures of ranks at this order of a lane, or a later one."""
 
     def memory_of_all(self, own: ReleasableMemory) -> SleepMemory:
-        """What a sleep of all ranks gives back; `own` is the memory of this rank."""
+        """The memory that a sleep of all ranks gives back; `own` is the memory of this rank."""
 
 
 class NoGroupOrders:
-    """The orders of a worker of one rank: nobody carries them out, so each is done at once."""
+    """The orders of a worker of one rank: there is no other rank, so each is done at once."""
 
     def give(self, lane: Any, *fields: Any) -> int:
         """No-op."""

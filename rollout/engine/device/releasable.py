@@ -10,7 +10,7 @@ Invariants:
 
 - All blocks have memory, or no block has: a wake that fails half-way gives back the memory that it got.
 - Content that is `kept` is in host memory before any block is given back. All other content is zeros after a wake.
-- `working` and `parts` tell other threads that a sleep or wake is under way, and whether it goes on.
+- `working` and `parts` tell other threads that a sleep or wake is under way, and whether it makes progress.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class MemoryShortError(RuntimeError):
 
 
 class SleepMemory(Protocol):
-    """What a sleep gives back; see `ReleasableMemory`."""
+    """The memory that a sleep gives back; see `ReleasableMemory`."""
 
     @property
     def sleeps(self) -> bool:
-        """Whether it can be given back."""
+        """Whether the memory can be given back."""
 
     @property
     def nbytes(self) -> int:
@@ -99,8 +99,8 @@ class _Block:
 
     addresses: Any
     nbytes: int
-    kept: bool  # its content outlives a sleep of level 1
-    host: list[torch.Tensor] = field(default_factory=list)  # its content in a sleep, in pieces; reused
+    kept: bool  # the content outlives a sleep of level 1
+    host: list[torch.Tensor] = field(default_factory=list)  # the content during a sleep, in pieces; reused
 
 
 class ReleasableMemory:
@@ -119,11 +119,11 @@ class ReleasableMemory:
         self._block_bytes, self._piece_bytes = block_bytes, piece_bytes
         self._backing = backing
         self._blocks: list[_Block] = []
-        self._saved = self._was_saved = False  # the second: before the last wake
+        self._saved = self._was_saved = False  # `_was_saved`: its value before the last wake
         self._headroom = 0  # memory that the allocator kept for steps, bytes
         self.released = False
         self.working = False  # a call that may take seconds is under way
-        self.parts = 0  # of all these calls that are done: blocks, or pieces that were copied
+        self.parts = 0  # total of blocks done and pieces copied, in all calls
 
     @property
     def nbytes(self) -> int:
@@ -169,7 +169,7 @@ class ReleasableMemory:
                 )
                 there.copy_(tensor)
                 tensor.data = there
-            self._backing.trim()  # so that only one group at a time takes memory twice
+            self._backing.trim()  # frees the old copy, so that only one group at a time takes memory twice
 
     def _add(self, nbytes: int, kept: bool) -> _Block:
         assert not self.released
@@ -222,7 +222,7 @@ class ReleasableMemory:
         assert not self.released
         self._device.synchronize()
         before = self._backing.free_bytes()
-        self.released = True  # first: if this fails half-way, no memory can be relied on
+        self.released = True  # set first: if the release fails half-way, the memory is not valid
         with self._work():
             for block in self._blocks:
                 self._backing.give_back(block.addresses)
@@ -235,9 +235,9 @@ class ReleasableMemory:
         self._saved = False
 
     def fall_back(self) -> int:
-        """Undo a wake, as another rank could not take its memory; returns the freed bytes.
+        """Undo a wake because another rank could not take its memory; returns the freed bytes.
 
-        No-op if this rank could not take its memory, either.
+        No-op if this rank could not take its memory either.
         """
         if self.released:
             return 0
@@ -265,7 +265,7 @@ class ReleasableMemory:
                     self._clear(block)
             self._device.synchronize()
         self._was_saved = self._saved
-        self.released = self._saved = False  # last: if the device fails before this, the memory is not valid
+        self.released = self._saved = False  # set last: if the device fails before this, the memory is not valid
 
     def _back_all(self) -> None:
         with contextlib.ExitStack() as undo:
@@ -276,7 +276,7 @@ class ReleasableMemory:
             undo.pop_all()
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a piece. Waits for it, so that `parts` counts what is done."""
+        """Copy a piece and wait for it, so that `parts` counts only finished copies."""
         target.copy_(source, non_blocking=True)
         self._device.synchronize()
         self.parts += 1

@@ -65,7 +65,7 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """Where tensors live and steps run."""
+    """A device: it holds tensors and runs steps."""
 
     torch_device: torch.device
 
@@ -82,7 +82,7 @@ class Device(Protocol):
         """Memory that is free for tensors now, bytes."""
 
     def synchronize(self) -> None:
-        """Wait for all work on the device, also of foreign streams; for start-up only."""
+        """Wait for all work on the device, including work on foreign streams; for start-up only."""
 
 
 def make_device(name: str) -> Device:

@@ -1,4 +1,4 @@
-"""The list of optional features. A new feature is a folder beside this file, and an entry here."""
+"""The list of optional features. A new feature is a folder next to this file, and an entry here."""
 
 from __future__ import annotations
 

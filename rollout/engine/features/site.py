@@ -1,4 +1,4 @@
-"""What the parts of an engine are built from."""
+"""The inputs from which the parts of an engine are built."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def alone(*_sizes: int) -> Orders:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What the parts of an engine are built from, at the start and after each fault."""
+    """The inputs from which the parts of an engine are built, at the start and after each fault."""
 
     settings: Settings
     device: Device
     model: LanguageModel
     registry: AdapterRegistry | None
-    memory: ReleasableMemory  # for what a sleep gives back; of this rank
-    lead: Lead = alone  # of the first of several ranks
-    follows: bool = False  # this is another rank
+    memory: ReleasableMemory  # memory of this rank that a sleep releases
+    lead: Lead = alone  # orders of the first rank to the others
+    follows: bool = False  # this is not the first rank

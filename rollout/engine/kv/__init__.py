@@ -1,1 +1,1 @@
-"""Where KV is: the pool of pages, the prefix cache, sessions, offload to the host."""
+"""The places of KV: the pool of pages, the prefix cache, sessions, offload to the host."""

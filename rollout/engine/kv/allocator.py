@@ -1,4 +1,4 @@
-"""Which pages a sequence gets, which it shares, and who gets them afterwards. The scheduler decides who runs.
+"""Chooses the pages that a sequence gets or shares, and takes them back. The scheduler decides what runs.
 
 A sequence gets its pages from these sources, in `try_admit` and afterwards in `try_grow`:
 
@@ -71,7 +71,7 @@ class PageAllocator:
     # --- admission ---------------------------------------------------------------------------------------------------
 
     def find_reusable(self, seq: Sequence, version: int) -> Reusable | None:
-        """KV that `seq` need not compute, now or once another prefill has; None if it has KV of its own to restore."""
+        """KV that `seq` need not compute, now or after another prefill; None if it has KV of its own to restore."""
         return self.prefixes.find(seq, version) if seq.kv.offloaded is None else None
 
     def pages_for_new(self, seq: Sequence, reusable: Reusable | None) -> int:
@@ -82,8 +82,8 @@ class PageAllocator:
     def fetch_for(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> Fetch | None:
         """The fetch that a sequence has to wait for, if pages that were just found for it are on the host.
 
-        None if there are none, or if the sequence would not fit with `spare` pages left, or if it has had so many
-        fetches that it is better computed: its pages are evicted before it gets a row.
+        None if there are none, if the sequence would not fit with `spare` pages left, or if it has already had
+        `_MOST_FETCHES` fetches: its pages are evicted before it gets a row, so it is better computed.
         """
         if reusable is None or reusable.beyond is None:
             return None
@@ -105,7 +105,7 @@ class PageAllocator:
     ) -> Fetch | None:
         """Have pages of a prefix copied from the host, if `spare` pages stay available after that.
 
-        `keys` are those of pages that follow on the `first` ones; KV of a version before `oldest` is of no use. With
+        `keys` are the keys of the pages after `first`; KV of a version before `oldest` is not used. With
         `end` the state after the prefix is copied, too, and the page in which it ends if that is half full. Returns the
         fetch to wait for, which may be another one that is under way; None if there is none. Not to be called while
         the pool's memory is given back.
@@ -222,7 +222,7 @@ class PageAllocator:
         pool = self.pool
         if pool.available - pool.leaving >= pages:
             return True
-        enough = self.admissible - self.sessions.count(retained) >= pages  # else sessions would lose theirs in vain
+        enough = self.admissible - self.sessions.count(retained) >= pages  # sessions give way only if that is enough
         while enough and pool.available - pool.leaving < pages:
             enough = self.prefixes.evict_one()
         if not enough:
@@ -240,21 +240,21 @@ class PageAllocator:
         return True
 
     def chunk_launched(self, seq: Sequence, version: int) -> None:
-        """A step in flight computes more of the sequence's KV, up to its length."""
+        """Note that a step in flight computes more of the sequence's KV, up to its length."""
         self._release_copy_source(seq)
         if seq.kv.offloaded is not None:
             self._restored(seq, seq.kv.offloaded, version)
         self.prefixes.launched(seq, version)
 
     def _release_copy_source(self, seq: Sequence) -> None:
-        """The copies are enqueued, or not needed any more: later writes to the sources come after them."""
+        """Release the sources of copies that are enqueued or no longer needed: later writes come after the copies."""
         if seq.kv.copy_source is not None:
             self.pool.release(seq.kv.copy_source)
             seq.kv.copy_source = None
         self.prefixes.loaded(seq)
 
     def _restored(self, seq: Sequence, offloaded: OffloadedKV, version: int) -> None:
-        """The sequence goes on with its restored KV."""
+        """Note that the sequence continues with its restored KV."""
         kv = seq.kv
         for mirror in self._mirrors:
             host_pages, pages = [host for host, _ in offloaded.restored], [page for _, page in offloaded.restored]
@@ -268,9 +268,9 @@ class PageAllocator:
     # --- when the sequence leaves its row ----------------------------------------------------------------------------
 
     def keep_turn(self, seq: Sequence, version: int, now_s: float) -> None:
-        """A finalized turn is settled: its session gets its KV, if that is of use under `version`.
+        """Settle a finalized turn: its session gets the KV, if `version` can still use it.
 
-        So does a sequence without a session whose request asked for a lease, if others can find its KV.
+        A request outside of sessions with a lease keeps its KV in the same way, if others can find it.
         """
         kv, session = seq.kv, seq.group.session
         assert seq.finish is not None
@@ -279,7 +279,7 @@ class PageAllocator:
                 return
             session = self.sessions.unnamed(seq.group.request, seq.index)
         known = min(kv.length, seq.prompt_len + len(seq.tokens))
-        if kv.copy_source is not None:  # it ended before its first chunk: the page was not copied
+        if kv.copy_source is not None:  # the sequence ended before its first chunk: the page was not copied
             known -= known % self.page_size
         # Weights or adapter may have changed while its last steps were in flight; what is offloaded is in no page yet.
         if not self.prefixes.of_use(seq, version) or seq.finish.reason == "error" or kv.offloaded is not None:
@@ -309,13 +309,13 @@ class PageAllocator:
         return self.prefixes.has_states and self.offload_books.copies_state(seq)
 
     def restore_state(self, seq: Sequence) -> None:
-        """A sequence has got a row: copy its state there, if that is on the host."""
+        """Copy the state of a sequence to its new row, if the state is on the host."""
         if seq.kv.offloaded is not None and seq.kv.offloaded.host_place is not None:
             self.prefixes.row_overwritten(seq.row)
             self.offload_books.restore_state(seq)
 
     def drop_offloaded(self, seq: Sequence) -> None:
-        """The KV that a preempted sequence has offloaded, or would offload now, is of no use."""
+        """Discard the KV that a preempted sequence has offloaded, or would offload now."""
         seq.kv.wants_offload = False
         if seq.kv.offloaded is not None and not seq.kv.pages:
             self.offload_books.drop(seq)
@@ -323,7 +323,7 @@ class PageAllocator:
     # --- group shares ------------------------------------------------------------------------------------------------
 
     def open_share(self, seq: Sequence, version: int) -> bool:
-        """Retain the prompt pages of a prefilled leader for its group; False if they are of no use under `version`."""
+        """Retain the prompt pages of a prefilled leader for its group; False if `version` cannot use them."""
         if seq.kv.oldest < self.prefixes.oldest_for(seq.group, version) or not self.prefixes.of_use(seq, version):
             return False
         share = self.prefixes.share(seq, seq.kv.pages[: pages_for(seq.prompt_len, self.page_size)])
@@ -353,7 +353,7 @@ class PageAllocator:
         self._empty_older(VERSION_END)
 
     def forget_older(self, oldest: int) -> None:
-        """Drop what has weights before the version `oldest`; pages of the pool are only not found."""
+        """Drop KV of weights before the version `oldest`; such pages of the pool are only not found any more."""
         self._empty_older(oldest)
         self.tier.forget_older(oldest)
 
@@ -362,12 +362,12 @@ class PageAllocator:
         self.prefixes.forget_older(oldest)
 
     def forget_all(self) -> None:
-        """Drop cache, shares, sessions and what the host keeps of them: their KV is of no use any more."""
+        """Drop cache, shares and sessions, and their KV on the host, because it is no longer valid."""
         self.empty_pool()
         self.tier.forget_all()
 
     def empty_pool(self) -> None:
-        """Drop cache, shares and sessions; the host keeps what it has."""
+        """Drop cache, shares and sessions; KV on the host stays."""
         self.end_sharing()
         self.prefixes.frontiers.clear()
         self.pool.forget_all()

@@ -1,17 +1,17 @@
-"""KV pages in a folder on local disk: what leaves host memory is written there, and read back when it is wanted.
+"""KV pages in a folder on local disk: pages that leave host memory are written there, and read back on demand.
 
-Two threads of their own write and read; nobody waits for them. `Tier` says what is written and read. A page is a file
+Two threads write and read; no other thread waits for them. `Tier` says what is written and read. A page is a file
 of its own, in a subfolder of this worker:
 
     header     mark, identity of the model and of this worker's run, epoch of its weights, weights version, key, sizes
     digest     of header and content
-    content    what lies beside the page (`PageMirror`), then the page
+    content    data stored with the page (`PageMirror`), then the page
 
 A file is used only if its header is the expected one and the digest is right: it cannot be of another model, of another
-worker, or of weights that were given up. What is wrong with the folder costs hits, and nothing else:
+worker, or of weights that were given up. A faulty folder costs hits, and nothing else:
 
-- After a write that fails nothing more is written. What is there is read.
-- A read that fails, or brings another content, is a page that is not known.
+- After a failed write nothing more is written. Existing files are still read.
+- A read that fails, or returns other content, is a miss.
 - A read that takes longer than `_PATIENCE_S` is given up, and the folder is not used any more.
 
 The subfolder is locked while its worker lives. It is deleted when the worker ends, or when the next worker starts that
@@ -56,20 +56,20 @@ class DiskJob:
     kind: Literal["write", "read"]
     key: bytes
     oldest: int  # weights version of its KV
-    page: int  # of host memory
+    page: int  # page of host memory
     header: bytes
     path: Path
-    beside: bytes = b""  # what lies beside the page
+    beside: bytes = b""  # data stored with the page
     entry: Any = None  # the caller's own object
-    began_s: float = 0.0  # when it was asked for
-    seconds: float = 0.0  # that the thread took
+    began_s: float = 0.0  # submission time
+    seconds: float = 0.0  # time that the thread took
     failure: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _given_up: bool = False
     _over: bool = False
 
     def give_up(self) -> bool:
-        """Have the thread not touch the page any more; False if it is done already."""
+        """Give up the job: the thread does not touch the page any more. False if the job is done already."""
         with self._lock:
             self._given_up = not self._over
             return self._given_up
@@ -88,11 +88,11 @@ class DiskCounts:
 
     written: int = 0
     read: int = 0
-    failed: int = 0  # writes and reads
+    failed: int = 0  # failed writes and reads
 
 
 class NoDisk:
-    """No folder: nothing is written, and nothing is there."""
+    """No folder: nothing is written or found."""
 
     may_write = may_read = reading = False
     pages = total = 0
@@ -103,11 +103,11 @@ class NoDisk:
         return False
 
     def write(self, key: bytes, page: int, oldest: int, beside: bytes) -> DiskJob:
-        """Nobody calls this: `may_write` is False."""
+        """Never called, since `may_write` is False."""
         raise AssertionError
 
     def read(self, key: bytes, page: int, entry: object) -> DiskJob:
-        """Nobody calls this: `may_read` is False."""
+        """Never called, since `may_read` is False."""
         raise AssertionError
 
     def finished(self) -> Seq[DiskJob]:
@@ -154,12 +154,12 @@ class DiskPages:
         self.total = most_bytes // (page_bytes + _HEADER.size + _DIGEST_BYTES)
         if not self.total:
             raise ValueError(f"disk_kv_gib holds no page of {page_bytes} bytes: raise it")
-        self.failure = ""  # why nothing is written any more
+        self.failure = ""  # reason why nothing is written any more
         self._identity = blake2b(identity + secrets.token_bytes(16), digest_size=32).digest()
         self._page, self._page_bytes = page, page_bytes
         self._most_reads = max(1, min(_MOST_JOBS, host_pages // 4))
         self._epoch = 0
-        self._known: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # version, bytes beside; oldest use first
+        self._known: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # (version, extra bytes); oldest use first
         self._reads: dict[DiskJob, None] = {}
         self._writes = 0
         self._ended: deque[DiskJob] = deque()
@@ -217,7 +217,7 @@ class DiskPages:
         return job
 
     def read(self, key: bytes, page: int, entry: object) -> DiskJob:
-        """Begin to read a page that is there, to a page of host memory that nobody uses."""
+        """Begin to read a page of the folder into a free page of host memory."""
         oldest, beside = self._known[key]
         self._known.move_to_end(key)
         job = DiskJob("read", key, oldest, page, *self._file(key, oldest, beside), entry=entry)
@@ -235,7 +235,7 @@ class DiskPages:
             if job.kind == "write":
                 self._writes -= 1
                 ended.append(job)
-            elif job in self._reads:  # else it was given up
+            elif job in self._reads:  # a read that was given up is ignored
                 del self._reads[job]
                 ended.append(job)
         late_s = time.perf_counter() - _PATIENCE_S
@@ -250,7 +250,7 @@ class DiskPages:
         return ended
 
     def keep(self, job: DiskJob, good: bool) -> None:
-        """A write has ended; `good` if the page had its content until then."""
+        """Note the end of a write; `good` if the page kept its content until then."""
         if job.failure:
             return
         if not good or job.header != self._file(job.key, job.oldest, len(job.beside))[0]:
@@ -268,13 +268,13 @@ class DiskPages:
             self._something_ended.wait(min(most_s, _PATIENCE_S))
 
     def forget_all(self) -> None:
-        """The weights are others now: nothing that was written before is used."""
+        """The weights have changed: ignore everything that was written before."""
         self._epoch += 1
         self._delete(list(self._known))
         self._known.clear()
 
     def forget_older(self, oldest: int) -> None:
-        """KV with a weights version before `oldest` is of no use any more."""
+        """Ignore KV with a weights version before `oldest` from now on."""
         old = [key for key, (version, _) in self._known.items() if version < oldest]
         for key in old:
             del self._known[key]
@@ -386,7 +386,7 @@ def _part(path: Path) -> Path:
 
 
 def _try_unlink(path: Path) -> None:
-    """Delete a file that nobody reads any more. If that fails it is deleted with its folder."""
+    """Delete a file that is no longer read. If that fails, the file is deleted with its folder."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -412,7 +412,7 @@ def _delete_left(folder: Path) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)
-        except BlockingIOError:  # its worker lives
+        except BlockingIOError:  # the owner is still running
             continue
         finally:
             os.close(lock)

@@ -27,11 +27,11 @@ class EvictionOrder:
 
     @property
     def first(self) -> Session | None:
-        """The session that gives way next; None if there is none."""
+        """The session to evict next; None if there is none."""
         return next(iter((self._others or self._leased).values()), None)
 
     def add(self, session: Session, now_s: float) -> None:
-        """A session has pages from now on."""
+        """Add a session with pages."""
         if session.last_until_s <= now_s:
             self._others[session.key] = session
             return
@@ -43,15 +43,15 @@ class EvictionOrder:
             heapq.heapify(self._ends)
 
     def use(self, key: SessionKey) -> None:
-        """A session with pages is used now: its next turn is here."""
+        """Note that a session with pages is used now: its next turn is here."""
         (self._leased if key in self._leased else self._others).move_to_end(key)
 
     def drop(self, key: SessionKey) -> None:
-        """A session has no pages any more."""
+        """Remove a session without pages."""
         del (self._leased if key in self._leased else self._others)[key]
 
     def expire(self, now_s: float) -> None:
-        """Leases that are over count no more."""
+        """End the leases whose time is over."""
         while self._ends and self._ends[0][0] <= now_s:
             entry = heapq.heappop(self._ends)
             if self._counts(entry):

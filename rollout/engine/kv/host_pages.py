@@ -1,14 +1,14 @@
-"""The pages of host memory: who has which.
+"""The pages of host memory, and the state of each.
 
 Every page is in exactly one of five states:
 
-    free       nobody has it
-    taken      it belongs to a preempted sequence (`offload`)
+    free       without an owner
+    taken      owned by a preempted sequence (`offload`)
     written    a copy of a known page of the pool is on its way to it
     kept       it has the KV of a known prefix, found by the same key as in the pool
     read       kept, and a copy reads it: it stays until that has ended
 
-A kept page may be written to disk meanwhile (`disk`), which is of use if it stays kept until that has ended.
+A kept page may be written to disk meanwhile (`disk`); the write is valid if the page stays kept until its end.
 
 Preempted sequences come first: kept pages have only the room that these leave. The one that was used least recently
 gives way.
@@ -25,7 +25,7 @@ class Kept(NamedTuple):
     """A kept page."""
 
     page: int
-    oldest: int  # weights version of its KV, of the KV that this was computed from, too
+    oldest: int  # oldest weights version of its KV and of the KV that it was computed from
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class KeptCounts:
     """Running totals since start, pages."""
 
     written: int = 0  # known pages that were copied to the host
-    fetched: int = 0  # and back
+    fetched: int = 0  # pages that were copied back
     lost: int = 0  # known pages that the pool gave up before they were on the host
 
 
@@ -48,11 +48,11 @@ class HostPageBooks:
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()  # least recently used first
         self._read: dict[bytes, Kept] = {}
         self._unseen: OrderedDict[bytes, None] = OrderedDict()  # keys that `look` has not returned
-        self._spills: dict[int, object] = {}  # to disk, by page; none of a page that was given up since
+        self._spills: dict[int, object] = {}  # writes to disk, by page, except for pages given up since
 
     @property
     def free(self) -> int:
-        """Pages that nobody has."""
+        """Number of free pages."""
         return len(self._free)
 
     # --- of preempted sequences ---------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class HostPageBooks:
         return self._evict() if not self._free else self._free.pop()
 
     def give_back(self, page: int) -> None:
-        """A preempted sequence needs this page no more."""
+        """Free the page of a preempted sequence."""
         self.taken -= 1
         self._free.append(page)
 
@@ -93,21 +93,21 @@ class HostPageBooks:
         return kept is not None and kept.oldest >= oldest
 
     def note_evicted(self, key: bytes) -> None:
-        """The pool gives up the page with this key."""
+        """Note that the pool gives up the page with this key."""
         self.counts.lost += not self.has(key)
 
     def begin_write(self) -> int | None:
-        """A page for a copy to the host; None if preempted sequences and copies have all."""
+        """A page for a copy to the host; None if preempted sequences and copies own all pages."""
         if self._free:
             return self._free.pop()
         return self._evict() if self._kept else None
 
     def end_write(self, page: int, key: bytes | None, oldest: int = 0) -> None:
-        """The copy to this page has ended; without a key it is of no use. A key is kept once, with its newest KV."""
+        """End a copy to this page; without a key the page becomes free. A key is kept once, with its newest KV."""
         if key is None or self.has(key, oldest):
             self._free.append(page)
             return
-        if (read := self._read.pop(key, None)) is not None:  # free when the copy that reads it has ended
+        if (read := self._read.pop(key, None)) is not None:  # freed when the copy that reads it ends
             self._spills.pop(read.page, None)
         if (older := self._kept.pop(key, None)) is not None:
             self._give_up(key, older)
@@ -116,12 +116,12 @@ class HostPageBooks:
         self._unseen[key] = None
 
     def begin_read(self, key: bytes) -> Kept:
-        """A copy is going to read the page with this key, which is kept."""
+        """Mark the kept page with this key as read by a copy."""
         kept = self._read[key] = self._kept.pop(key)
         return kept
 
     def end_read(self, key: bytes, page: int) -> None:
-        """The copy has ended, or will not begin. The page is free if it was forgotten, or newer KV came."""
+        """End the copy, or cancel it. The page becomes free if it was forgotten, or if newer KV came."""
         kept = self._read.get(key)
         if kept is not None and kept.page == page:
             del self._read[key]
@@ -142,11 +142,11 @@ class HostPageBooks:
         return key, self._kept.get(key) or self._read[key]
 
     def begin_spill(self, page: int, spill: object) -> None:
-        """A kept page is being written to disk."""
+        """Note that a kept page is being written to disk."""
         self._spills[page] = spill
 
     def end_spill(self, page: int, spill: object) -> bool:
-        """The write has ended; False if the page was given up meanwhile."""
+        """Note the end of the write; False if the page was given up meanwhile."""
         if self._spills.get(page) is not spill:
             return False
         del self._spills[page]

@@ -1,4 +1,4 @@
-"""The places of host memory for states of linear attention: who has which, and which prefixes end at a kept one."""
+"""The places of host memory for states of linear attention, and the prefixes that end at a kept state."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _SLACK = 16
 
 
 class HostStates(HostPageBooks):
-    """Books as those of pages. A kept state has the key of its snapshot."""
+    """The same books as for pages. A kept state has the key of its snapshot."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total)
-        self._points: dict[bytes, Point] = {}  # of kept states; some have given way since
-        self._ends: dict[bytes, dict[bytes, int]] = {}  # by digest of full pages: key, tokens after these
+        self._points: dict[bytes, Point] = {}  # points of kept states, some of them evicted since
+        self._ends: dict[bytes, dict[bytes, int]] = {}  # digest of the full pages -> {key: tokens after them}
 
     def note(self, point: Point) -> None:
-        """A state after this prefix is kept."""
+        """Note that a state after this prefix is kept."""
         if len(self._points) > 2 * self.total + _SLACK:
             points = [point for point in self._points.values() if self.has(point.key)]
             self._points, self._ends = {}, {}
@@ -27,7 +27,7 @@ class HostStates(HostPageBooks):
         self._put(point)
 
     def tokens_after(self, digest: bytes) -> list[int]:
-        """At which numbers of tokens after these full pages prefixes with a kept state end."""
+        """Numbers of tokens after these full pages at which prefixes with a kept state end."""
         return [after for key, after in self._ends.get(digest, {}).items() if self.has(key)]
 
     def _put(self, point: Point) -> None:

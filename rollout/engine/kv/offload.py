@@ -4,9 +4,9 @@
 books name, and those of known pages (`tier`). A sequence passes through four calls:
 
     take       it has left its row and no step in flight names it: its pages become offloaded pages
-    next_out   an offloaded page that nobody else uses is copied to the host; then its pool page is free
+    next_out   an offloaded page without other users is copied to the host; then its pool page is free
     restore    it is admitted again: it shares what is still in the pool, the rest is copied into new pool pages
-    drop       its first step is launched, or it ends, or its KV is of no use: it needs its offloaded pages no more
+    drop       its first step is launched, it ends, or its KV is invalid: it no longer needs its offloaded pages
 
 States of an offloaded page, the KV of one page of preempted sequences:
 
@@ -29,7 +29,7 @@ Invariants:
 - A sequence may take a page back and write to it while the page is copied out: that copy is never used.
 - A page with several owners is never written to: it is full, and was shared before.
 
-Only `wait` waits, for when no step can be launched before a copy is complete. A copy that fails ends offloading:
+Only `wait` waits; it is for when no step can be launched before a copy is complete. A failed copy ends offloading:
 offloaded sequences are computed again, and so are those that are preempted later.
 """
 
@@ -68,11 +68,11 @@ class OffloadCounts:
 
 
 class OffloadBooks:
-    """Where each page of the offloaded sequences is. A page of the host takes `page_bytes`.
+    """The place of each page of the offloaded sequences. A page of the host takes `page_bytes`.
 
     Without pages of the host nothing is offloaded.
 
-    `mirrors` lie beside the KV and go to the host with it.
+    `mirrors` accompany the KV and go to the host with it.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class OffloadBooks:
         counts: OffloadCounts | None = None,
     ) -> None:
         self.counts = counts or OffloadCounts()
-        self.closed = host.total == 0  # or copies fail: nothing is offloaded any more
+        self.closed = host.total == 0  # also set when copies fail: nothing is offloaded any more
         self.outgoing = 0  # pages whose pool page is free once they are copied
         self.host = host
         self._pool = pool
         self._page_size = page_size
         self._page_bytes = page_bytes
         self._mirrors = mirrors
-        self._in_pool: dict[int, OffloadedPage] = {}  # by pool page, in every state but on host
-        self._shared: dict[int, OffloadedPage] = {}  # by pool page, in states shared and in both
+        self._in_pool: dict[int, OffloadedPage] = {}  # key: pool page; every state except on host
+        self._shared: dict[int, OffloadedPage] = {}  # key: pool page; states shared and both
         self._to_copy_out: deque[OffloadedPage] = deque()  # some may have been dropped since
         self.to_copy_in: deque[Restore] = deque()
         self.host_states = host_states  # places for states of linear attention
         self._states_out: deque[Sequence] = deque()
         self._states_in: deque[Sequence] = deque()
-        self._waiting: dict[Restore, list[Sequence]] = {}  # the sequences that have its pool page and wait for it
+        self._waiting: dict[Restore, list[Sequence]] = {}  # the sequences that wait for this restore
         self._sequences = 0
 
     # --- sequences ---------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class OffloadBooks:
         return bool(needed) or kv.restores_state == "copying"
 
     def drop(self, seq: Sequence) -> None:
-        """The sequence needs its offloaded pages no more."""
+        """Release the offloaded pages of the sequence."""
         kv, seq.kv.offloaded = seq.kv.offloaded, None
         assert kv is not None and not kv.restoring, "a copy may still read a host page"
         self._sequences -= 1
@@ -209,7 +209,7 @@ class OffloadBooks:
             page.owners -= 1
             if page.owners == 0 and not page.copying:
                 self._free(page)
-            elif page.owners == 0:  # the sequence that took the page back writes to it: the copy is of no use
+            elif page.owners == 0:  # the sequence that took the page back writes to it: discard the copy
                 self._unlink(page)
 
     # --- pages -------------------------------------------------------------------------------------------------------
@@ -287,9 +287,9 @@ class OffloadBooks:
         return [self._states_out.popleft() for _ in range(min(most, len(self._states_out)))]
 
     def states_copied_out(self, seqs: list[Sequence], failed: bool) -> list[Sequence]:
-        """The copies of these states are over; returns the sequences that can be settled."""
+        """End the copies of these states; returns the sequences that can be settled."""
         if failed:
-            seqs = [*seqs, *self.next_states_out(len(self._states_out))]  # these will not be copied
+            seqs = [*seqs, *self.next_states_out(len(self._states_out))]  # the copies of these states are cancelled
         for seq in seqs:
             assert seq.kv.host_state is not None
             seq.kv.host_state.over, seq.kv.host_state.failed = True, failed
@@ -310,7 +310,7 @@ class OffloadBooks:
         return taken
 
     def states_copied_in(self, seqs: list[Sequence], failed: bool) -> list[Sequence]:
-        """The copies to these rows are over, or have failed; returns the sequences that wait for no other copies."""
+        """End the copies to these rows, failed ones included; returns the sequences that wait for no other copy."""
         for seq in seqs:
             assert seq.kv.offloaded is not None
             seq.kv.offloaded.restores_state = "no"
@@ -329,9 +329,9 @@ class OffloadBooks:
         while self._to_copy_out and len(taken) < most:
             page = self._to_copy_out.popleft()
             if not page.outgoing:
-                continue  # it was dropped
+                continue  # the page was dropped
             assert page.pool_page is not None and not page.copying
-            if self._pool.refs[page.pool_page] > 1:  # another sequence uses it by now
+            if self._pool.refs[page.pool_page] > 1:  # another sequence has begun to use it
                 page.outgoing = False
                 self.outgoing -= 1
                 self._shared[page.pool_page] = page
@@ -341,7 +341,7 @@ class OffloadBooks:
         return taken
 
     def copied_out(self, pages: list[OffloadedPage], failed: bool) -> None:
-        """Copies to the host are complete; if they failed, the pages stay in the pool as long as they have owners."""
+        """Complete copies to the host; after a failure the pages stay in the pool as long as they have owners."""
         for mirror in () if failed else self._mirrors:
             sources = [page.pool_page for page in pages if page.pool_page is not None]
             mirror.stow(sources, [page.host_page for page in pages])
@@ -363,7 +363,7 @@ class OffloadBooks:
         return taken
 
     def copied_in(self, restores: list[Restore], failed: bool) -> list[Sequence]:
-        """Copies from the host are complete, or have failed; returns the sequences that wait for no more of them."""
+        """Complete copies from the host, or failed ones; returns the sequences that wait for no other copy."""
         ready: list[Sequence] = []
         for restore in restores:
             waiting, page = self._waiting.pop(restore), restore.page
@@ -381,7 +381,7 @@ class OffloadBooks:
         return ready
 
     def _share_again(self, page: OffloadedPage, pool_page: int) -> None:
-        """Keep the pool page of a restore: the other owners will want it."""
+        """Keep the pool page of a restore for the other owners."""
         assert page.pool_page is None and pool_page not in self._in_pool
         self._pool.retain(pool_page)
         page.pool_page, page.also_on_host = pool_page, True
@@ -417,18 +417,18 @@ class Waiters(Protocol):
     """The roster, as `Offload` sees it."""
 
     def restores_ended(self, seqs: list[Sequence]) -> None:
-        """No copy writes to the pages of these sequences any more."""
+        """Note that no copy writes to the pages of these sequences any more."""
 
     def forget_offloaded(self) -> None:
-        """Offloaded KV is of no use: its sequences are computed again."""
+        """Discard offloaded KV: its sequences are computed again."""
 
     def fetches_ended(self, fetches: list[Fetch]) -> None:
-        """What sequences wait for is in the pool now, or will not come."""
+        """End the wait of sequences: their KV is in the pool, or will not come."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
-    """A piece that was copied. Times are seconds of the clock of steps."""
+    """A piece that was copied. Times are seconds of the steps' clock."""
 
     direction: Literal["out", "in"]
     pages: int
@@ -449,7 +449,7 @@ class Offload:
         self.tier = tier
         self.mover = mover
         self.state_mover = state_mover
-        self.failure = ""  # why nothing is offloaded any more
+        self.failure = ""  # reason why nothing is offloaded any more
         self.recent: deque[MoveRecord] = deque(maxlen=_RECENT_MOVES)
         self._roster = roster
 

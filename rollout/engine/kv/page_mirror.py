@@ -1,4 +1,4 @@
-"""What lies beside KV, page by page, on the host."""
+"""Data of features that accompanies KV, page by page, on the host."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from rollout.engine.sequence.sequence import Sequence
 
 
 class PageMirror:
-    """Something that is kept for the tokens of each page. A hook that is not overridden does nothing."""
+    """Data that is kept for the tokens of each page. A hook that is not overridden does nothing."""
 
     def stow(self, pages: Seq[int], host_pages: Seq[int]) -> None:
-        """The KV of these pages was copied to the host; the pages may be given up next."""
+        """Called when the KV of these pages was copied to the host; the pages may be given up next."""
 
     def fetched(self, host_pages: Seq[int], pages: Seq[int]) -> None:
-        """KV was copied from the host to these pages; no step in flight names them."""
+        """Called when KV was copied from the host to these pages; no step in flight names them."""
 
     def restored(self, seq: Sequence, host_pages: Seq[int], pages: Seq[int]) -> None:
-        """A sequence goes on with KV that is in these pages again; its first step is in flight."""
+        """Called when a sequence continues with KV restored to these pages; its first step is in flight."""
 
     def bytes_beside(self, host_page: int) -> bytes:
-        """What is kept for a page of the host, for disk; always of the same length."""
+        """Return the data of a host page, for disk; its length is always the same."""
         return b""
 
     def take_bytes_beside(self, host_page: int, packed: bytes) -> None:
-        """KV was read from disk to this page of the host."""
+        """Called when KV was read from disk to this page of the host."""

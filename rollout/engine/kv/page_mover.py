@@ -7,7 +7,7 @@ In the pool, a page has a part in each layer's keys and in each layer's values. 
 over the bus is one page, one or two MB: a step's own copy waits for no more than that. A piece needs one gather or
 scatter for each tensor.
 
-Nothing here waits but `PageMover.wait`: the caller starts a piece and asks for finished ones later. A direction has at
+Only `PageMover.wait` waits: the caller starts a piece and asks for finished ones later. A direction has at
 most `_PIECES` pieces under way. All their memory is allocated once.
 
 Legend: N pages of a piece, W words of a page, P pages of the pool, H pages of a block on the host.
@@ -67,12 +67,12 @@ class Piece:
     end: Event
     host_pages: Seq[int] = ()
     entries: Any = None  # the caller's own objects for these pages
-    order: int = 0  # its number on the other ranks
+    order: int = 0  # number of the copy on the other ranks
     failure: str = ""
 
     @property
     def pages(self) -> int:
-        """How many pages."""
+        """The number of pages."""
         return len(self.host_pages)
 
 
@@ -94,7 +94,7 @@ class CopyQueue:
         self.stream: Stream = device.stream(name)
         self.staging_NW = staging_NW
         self.under_way: deque[Piece] = deque()
-        self.ended = 0  # pieces
+        self.ended = 0  # pieces that have ended
         self._copy = copy
         most = len(staging_NW)
         self._spare = [
@@ -150,7 +150,7 @@ class CopyQueue:
 
     @property
     def copying(self) -> bool:
-        """Whether this device is at a piece. Any thread may ask."""
+        """Whether this device is copying a piece. Any thread may ask."""
         return any(piece.start.query() and not piece.end.query() for piece in tuple(self.under_way))
 
 

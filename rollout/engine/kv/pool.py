@@ -15,15 +15,15 @@ the prompt say about the page's positions (`messages.Prompt.content`), and for g
 states which content, at which positions, under which weights.
 
 With an `engine.max_kv_age` over 0 keys lack the weights version. Then each known page has a version of its own: the
-oldest one in its KV, or in the KV that this was computed from. What is too old is not found, and goes when its key gets
-newer KV or its page is needed.
+oldest one in its KV, or in the KV that this was computed from. A page that is too old is not found. It is given up when
+its key gets newer KV, or when the pool needs the page.
 
 `tier` copies the oldest cached pages to the host before they are evicted. It looks at each once, and the pages that it
 has looked at are evicted before the others, those that are being copied last. A page is copied without a reference: if
-it is evicted meanwhile, the copy is of no use.
+it is evicted meanwhile, the copy is discarded.
 
 The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page
-is used or cached: whoever has an equal prompt copies the page, because the first sequence goes on writing there.
+is used or cached. A sequence with an equal prompt copies the page, because the first sequence goes on writing there.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._tail_page_of: dict[bytes, int] = {}
         self._tail_key_of: dict[int, bytes] = {}
-        self._oldest = [0] * total  # of known pages: oldest weights version of their KV
+        self._oldest = [0] * total  # oldest weights version of a known page's KV
         self._evicted = evicted
-        # Cached pages, oldest use first, in the order in which they are evicted: those that `look` has returned, the
-        # others, and those that are being copied to the host.
+        # Cached pages, oldest use first, in the order of their eviction: pages that `look` has returned, other
+        # pages, and pages that are being copied to the host.
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._leaving: OrderedDict[int, None] = OrderedDict()
-        # Of pages to the host, under way; none of a page that was evicted since. The second are of half-full pages.
+        # Copies to the host, by page, except for pages evicted since. The second map is for half-full pages.
         self._copies: dict[int, object] = {}
         self._half_copies: dict[int, object] = {}
 
@@ -89,7 +89,7 @@ class PagePool:
         return len(self._free) + self.cached
 
     def allocate(self) -> int | None:
-        """A page with one reference; None if all are used. Without a free page it evicts the oldest cached one."""
+        """Allocate a page with one reference; None if all are used. If none is free, evict the oldest cached one."""
         if self._free:
             page = self._free.pop()
         elif cached := self._seen or self._evictable or self._leaving:
@@ -159,14 +159,14 @@ class PagePool:
         return self._key_of[page], page
 
     def begin_copy(self, page: int, copy: object) -> None:
-        """A known page that no step in flight writes to is being copied to the host."""
+        """Begin to copy a known page to the host; no step in flight writes to it."""
         self._copies[page] = copy
         if not self.refs[page]:
             del self._lru(page)[page]
             self._leaving[page] = None
 
     def end_copy(self, page: int, copy: object) -> bool:
-        """The copy has ended; False if the page was evicted meanwhile, so that the copy is of no use."""
+        """End the copy; False if the page was evicted meanwhile, so that the copy has to be discarded."""
         if self._copies.get(page) is not copy:
             return False
         del self._copies[page]
@@ -176,18 +176,18 @@ class PagePool:
         return True
 
     def begin_half_copy(self, page: int, copy: object) -> None:
-        """The first positions of a used page, which no step in flight writes to, are being copied to the host."""
+        """Begin to copy the first positions of a used page to the host; no step in flight writes to them."""
         self._half_copies[page] = copy
 
     def end_half_copy(self, page: int, copy: object) -> bool:
-        """The copy has ended; False if the page was given up meanwhile."""
+        """End the copy; False if the page was given up meanwhile."""
         if self._half_copies.get(page) is not copy:
             return False
         del self._half_copies[page]
         return True
 
     def forget_half_copies(self) -> None:
-        """What copies of half-full pages bring is of no use."""
+        """Discard the copies of half-full pages that are under way."""
         self._half_copies.clear()
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class PagePool:
         return True
 
     def _lru(self, page: int) -> OrderedDict[int, None]:
-        """Where a cached page is."""
+        """The eviction queue of a cached page."""
         return next(pages for pages in (self._seen, self._evictable, self._leaving) if page in pages)
 
     def _forget(self, page: int) -> None:

@@ -1,4 +1,4 @@
-"""A hint: the KV of these tokens is needed soon. What of it is on the host comes to the pool before the turn.
+"""A hint: the KV of these tokens is needed soon. Its pages on the host are copied to the pool before the turn.
 
 The pages are cached then, as the newest ones, so they may be evicted again. They take the place of cached pages only:
 no row and no session gives way.
@@ -15,7 +15,7 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edi
     """Begin to copy the known beginning of a prompt from the host, and leave `spare` pages available.
 
     Returns how many of its first tokens have their KV in the pool, or on the way there: whole pages. 0 for models with
-    states, whose pages alone are of no use. Not to be called while the pool's memory is given back.
+    states, which cannot use pages alone. Do not call it while the pool's memory is given back.
     """
     prefixes, pool, tier, size = allocator.prefixes, allocator.pool, allocator.tier, allocator.page_size
     if not prefixes.cache or prefixes.has_states:
@@ -37,7 +37,7 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edi
         beyond = [keys[index] for index in range(here, len(pages))]
         if allocator.fetch(beyond, spare, first, oldest) is None:
             return here * size
-    else:  # they are used now, so that they give way last; the end before the beginning
+    else:  # mark the pages as used now, so that they are evicted last, the end before the beginning
         for page in first:
             pool.retain(page)
         for page in reversed(first):
@@ -46,7 +46,7 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edi
 
 
 def _fitting(allocator: PageAllocator, pages: list[int | None], spare: int) -> int:
-    """How many of the first pages the pool can have at once, without those of sessions. None: a page on the host."""
+    """Number of first pages that the pool can hold without evicting sessions. None in the list: a page on the host."""
     pool = allocator.pool
     room = pool.available - pool.leaving - spare
     for index, page in enumerate(pages):

@@ -1,4 +1,4 @@
-"""Which KV a new sequence need not compute: of its group, of its session, or of any sequence with the same beginning.
+"""KV that a new sequence need not compute: from its group, its session, or any sequence with the same beginning.
 
 A page that another prefill computes next is not computed twice: that prefill's frontier is found by the page's key, and
 the sequence waits without a page until the tokens that both have are launched (`Reusable.awaited`).
@@ -25,8 +25,8 @@ class Beyond(NamedTuple):
     """A known prefix of which some pages, or the state after it, are on the host."""
 
     first: list[int]  # pages of the pool
-    keys: list[bytes]  # of the full pages after these
-    end: Point | None = None  # of models with states: its end, if that is on the host
+    keys: list[bytes]  # keys of the full pages after `first`
+    end: Point | None = None  # models with states: the end of the prefix, if it is on the host
 
 
 @dataclass(slots=True)
@@ -35,13 +35,13 @@ class Reusable:
 
     shared: list[int] = field(default_factory=list)  # full pages, to be shared
     copied: int | None = None  # the page after them, to be copied; None where the last shared page is full
-    tokens: int = 0  # whose KV the sequence can use
-    session_tokens: int = 0  # whose KV the session has
-    keys: PrefixKeys | None = None  # of the shared pages
-    beyond: Beyond | None = None  # more of it is known, and some of that is on the host
-    awaited: tuple[Sequence, int] | None = None  # computes more of it: up to this number of tokens
-    place: int | None = None  # of the snapshot of the state after these tokens, which is loaded
-    hit: PrefixHit = "pages"  # where it was found
+    tokens: int = 0  # tokens with KV that the sequence can use
+    session_tokens: int = 0  # tokens with KV in the session
+    keys: PrefixKeys | None = None  # keys of the shared pages
+    beyond: Beyond | None = None  # a longer known prefix, partly on the host
+    awaited: tuple[Sequence, int] | None = None  # a sequence that computes a longer prefix, and its end
+    place: int | None = None  # place of the snapshot to load, of the state after these tokens
+    hit: PrefixHit = "pages"  # source of the KV
     oldest: int = 0  # weights version of a share's, a session's or a snapshot's KV
 
     @property
@@ -63,7 +63,7 @@ class Reusable:
 class Prefixes:
     """Finds KV in the pool and in `sessions`, and makes that of running sequences findable, if `cache`.
 
-    What is found may be of weights that are up to `max_age` versions old.
+    The KV may belong to weights that are up to `max_age` versions old.
     """
 
     has_states = False
@@ -91,7 +91,7 @@ class Prefixes:
             found = Reusable(share.pages[:full], share.pages[full], len(tokens) - 1, keys=keys, place=share.place)
             found.hit, found.oldest = "group", share.oldest
             return found
-        if seq.scores_prompt:  # as if the prompt ended with the first token whose logits are scored
+        if seq.scores_prompt:  # the lookup ends at the first token with scored logits
             tokens = tokens[: seq.scores_after + 1]
         return self._find(seq, tokens, version) if len(tokens) > 1 else self._nothing(seq, version)
 
@@ -160,7 +160,7 @@ class Prefixes:
         differ = np.flatnonzero(theirs[:most] != tokens[:most])
         same = int(differ[0]) if len(differ) else most
         if same == len(tokens) and (same == len(theirs) or same % self.page_size == 0):
-            return other, same  # its last page will be copied
+            return other, same  # the last page of `other` will be copied
         usable = min(same, len(tokens) - 1) // self.page_size * self.page_size
         return (other, usable) if usable > max(found, other.kv.length) else None
 
@@ -199,11 +199,11 @@ class Prefixes:
         return self.max_age > 0 and self.of_use(seq, version) and seq.kv.oldest >= self.oldest_for(seq.group, version)
 
     def too_old(self, group: Group, version: int) -> bool:
-        """True if the share of a group is of no use to it under this version."""
+        """True if a group cannot use its share under this version."""
         return group.share is not None and group.share.oldest < self.oldest_for(group, version)
 
     def versions(self, found: Reusable) -> list[list[int]]:
-        """Runs of [oldest weights version, tokens] of what was found, by page."""
+        """Runs of [oldest weights version, tokens] of the found KV, by page."""
         runs: list[list[int]] = []
         for index, page in enumerate(found.pages):
             tokens, known = min(self.page_size, found.tokens - index * self.page_size), self.pool.oldest_of(page)
@@ -235,7 +235,7 @@ class Prefixes:
     # --- a sequence runs ----------------------------------------------------------------------------------------------
 
     def retain(self, reusable: Reusable) -> None:
-        """Keep what is found, beside its pages, until the sequence has it."""
+        """Retain the snapshot of the found KV until the sequence has it."""
 
     def release(self, reusable: Reusable) -> None:
         """Take `retain` back."""
@@ -245,19 +245,19 @@ class Prefixes:
         return None
 
     def give_place_back(self, place: int) -> None:
-        """The state is not fetched."""
+        """Release the place: the state is not fetched."""
 
     def admitted(self, seq: Sequence, version: int) -> None:
-        """A sequence has got the pages of what was found for it, and prefills the rest."""
+        """Note that a sequence has got its found pages, and prefills the rest."""
         self._move_frontier(seq, version)
 
     def launched(self, seq: Sequence, version: int) -> None:
-        """A step in flight computes more of the sequence's KV, up to its length."""
+        """Note that a step in flight computes more of the sequence's KV, up to its length."""
         self.remember(seq, seq.kv.length, version)
         self._move_frontier(seq, version)
 
     def loaded(self, seq: Sequence) -> None:
-        """The first chunk of a sequence is launched, or it has none any more."""
+        """Note that the first chunk of a sequence is launched or cancelled."""
 
     def remember(self, seq: Sequence, known: int, version: int) -> None:
         """Make full pages of the first `known` tokens findable, if others may use them under `version`."""
@@ -271,7 +271,7 @@ class Prefixes:
             self.pool.remember(key, kv.pages[index], kv.oldest)
 
     def _move_frontier(self, seq: Sequence, version: int) -> None:
-        """Its prefill computes another page next, or is all launched: then the tail of the prompt can be found."""
+        """Move the frontier to the next page; after the last launch the tail of the prompt can be found."""
         self.drop_frontier(seq)
         kv, page_size = seq.kv, self.page_size
         if kv.keys is None or not kv.prefilling or not self.of_use(seq, version):
@@ -287,14 +287,14 @@ class Prefixes:
             self.set_frontier(seq, page_key)
 
     def set_frontier(self, seq: Sequence, key: bytes) -> None:
-        """Others may wait for this prefill to compute what has this key."""
+        """Let other sequences wait until this prefill computes the page or snapshot with this key."""
         seq.kv.frontier = key
         other = self.frontiers.get(key)
         if other is None or other.priority < seq.priority:  # a sequence does not wait for one of lower priority
             self.frontiers[key] = seq
 
     def drop_frontier(self, seq: Sequence) -> None:
-        """No sequence waits for this prefill any more: it has gone on, or it stops."""
+        """End the waits for this prefill's frontier: the prefill has moved on, or it stops."""
         key, seq.kv.frontier = seq.kv.frontier, None
         if key is not None and self.frontiers.get(key) is seq:
             del self.frontiers[key]
@@ -309,29 +309,29 @@ class Prefixes:
         return known, ()
 
     def turn_kept(self, snapshots: tuple[Snapshot, ...]) -> None:
-        """The session has what it takes."""
+        """Note that the session has taken the turn's KV."""
 
     def row_overwritten(self, row: int) -> None:
-        """Before the next step something else writes to the state of this row."""
+        """Note that the state of this row is overwritten before the next step."""
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         """States that the next step begins by saving: (row, place of a snapshot)."""
         return ()
 
     def left(self, seq: Sequence) -> None:
-        """A sequence gives its pages back."""
+        """Note that a sequence gives its pages back."""
 
     def share(self, seq: Sequence, pages: list[int]) -> PromptShare | None:
         """The prompt of a prefilled leader for its group; None if it cannot be shared."""
         return PromptShare(pages, seq.kv.oldest, seq.kv.keys)
 
     def unshare(self, share: PromptShare) -> None:
-        """The group needs the prompt no more."""
+        """Release the prompt of the group."""
 
     def forget_older(self, oldest: int) -> None:
-        """What is kept beside pages is of no use if it has a weights version before `oldest`."""
+        """Drop snapshots with a weights version before `oldest`."""
 
     def check(self) -> set[int]:
-        """Assert that nothing leaked; returns pages that are kept beside those of sessions."""
+        """Assert that nothing leaked; returns pages that are kept in addition to the sessions' pages."""
         assert not self.frontiers, "a prefill is waited for"
         return set()

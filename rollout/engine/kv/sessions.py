@@ -94,18 +94,18 @@ class Sessions:
         return Counter(snapshot.place for kv in kept for snapshot in kv.snapshots)
 
     def longest_idle_s(self, now_s: float) -> float | None:
-        """How long the session that gives way next was idle; 0 if its next turn is here; None if none has pages."""
+        """Idle time of the session to evict next; 0 if its next turn is here; None if no session has pages."""
         first = self._order.first
         if first is None:
             return None
         return 0.0 if first.turns else now_s - (first.until_s - first.lease_s)
 
     def count_alone(self, pages: set[int]) -> int:
-        """How many pages sessions have, or are among `pages`."""
+        """Number of pages that belong to sessions or are among `pages`."""
         return len(self._refs.keys() | pages)
 
     def count(self, pages: list[int]) -> int:
-        """How many of these pages belong to sessions."""
+        """Number of these pages that belong to sessions."""
         return sum(page in self._refs for page in pages)
 
     def status(self) -> SessionStatus:
@@ -123,7 +123,7 @@ class Sessions:
     # --- a turn ------------------------------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> Session | None:
-        """A turn is submitted; returns its session, which is made if need be. None if the request names no session."""
+        """Submit a turn; returns its session, which is created if necessary. None if the request names no session."""
         key = request.session
         if key is None:
             return None
@@ -155,23 +155,23 @@ class Sessions:
         return kv, int(differing[0]) if len(differing) else most
 
     def hand_over(self, session: Session, reused: int) -> None:
-        """The turn is admitted with the KV of `reused` tokens of the session; the session releases all its pages."""
+        """Admit the turn with the KV of `reused` tokens of the session; the session releases all its pages."""
         self.counts.hits += reused > 0
         self.counts.reused_tokens += reused
         self._release(session)
 
     def keep(self, session: Session, left: SessionKV, now_s: float) -> None:
-        """A turn is settled and leaves this KV; `left.tokens` is empty if its KV is of no use."""
+        """Settle a turn that leaves this KV; `left.tokens` is empty if its KV cannot be reused."""
         session.turns -= 1
         if session.over:
             return
-        if session.kv is None:  # else the turn was never admitted
+        if session.kv is None:  # it still has KV if the turn was never admitted
             session.last_until_s = now_s + session.last_s
             self._take(session, left, now_s)
         if session.turns:
             return
         if session.kv is None:
-            if session.key in self._sessions:  # else it gave way at once, because all others have a lease
+            if session.key in self._sessions:  # else it was evicted at once: all others have a lease
                 self._forget(session.key)
             return
         session.until_s = now_s + session.lease_s
@@ -210,7 +210,7 @@ class Sessions:
                 self._drop(entry[2])
 
     def drop_older(self, oldest: int) -> None:
-        """Release the pages of sessions whose KV has a weights version before `oldest`: it is of no use any more."""
+        """Release the pages of sessions with KV of a weights version before `oldest`."""
         for session in list(self._with_kv.values()):
             if session.kv is not None and session.kv.oldest < oldest:
                 self._drop(session)
@@ -289,7 +289,7 @@ class Sessions:
         ]
 
     def _drop(self, session: Session) -> None:
-        """The session gives way: its full pages are cached, and so are its snapshots."""
+        """Evict the session: its full pages and its snapshots stay in the cache."""
         for end in () if session.kv is None else self._ends(session.kv):
             self._snapshots.keep(end.point, end.place, end.page, end.oldest)
         self._release(session)

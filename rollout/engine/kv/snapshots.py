@@ -31,7 +31,7 @@ class Cached(NamedTuple):
     """A snapshot in the cache."""
 
     place: int
-    page: int | None  # in which its prefix ends; None if that is a full page
+    page: int | None  # the page in which the prefix ends; None if that page is full
     point: Point
     oldest: int  # weights version of the prefix's KV and states
 
@@ -44,12 +44,12 @@ class Snapshots:
         self._pool = pool
         self._free = list(reversed(self.places))
         self._refs: Counter[int] = Counter()
-        self._cached: OrderedDict[bytes, Cached] = OrderedDict()  # by key, least recently used first
+        self._cached: OrderedDict[bytes, Cached] = OrderedDict()  # least recently used first
         self._points: dict[bytes, Counter[int]] = {}  # tokens after the full pages, by the digest of these
         self._soon: dict[int, int] = {}  # place to row: saves of the next step
         self._void: set[int] = set()  # places whose save was given up
-        self._unseen: OrderedDict[int, Cached] = OrderedDict()  # by place, that `look` has not returned; oldest first
-        self._copies: dict[int, object] = {}  # to the host, by place; none of a place that was freed since
+        self._unseen: OrderedDict[int, Cached] = OrderedDict()  # places not yet returned by `look`, oldest first
+        self._copies: dict[int, object] = {}  # copies to the host, by place, except for places freed since
 
     # --- places ------------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class Snapshots:
         self._soon[place] = row
 
     def give_up_saves(self, row: int) -> None:
-        """Something writes to this row before the next step: its state cannot be saved any more."""
+        """Give up the save of this row: its state is overwritten before the next step."""
         void = [place for place, saved in self._soon.items() if saved == row]
         self._void.update(void)
         for place in void:
@@ -118,7 +118,7 @@ class Snapshots:
 
     @property
     def unseen(self) -> bool:
-        """Whether there is a snapshot that `look` has not returned, and that is saved."""
+        """Whether there is a saved snapshot that `look` has not returned."""
         place = next(iter(self._unseen), None)
         return place is not None and place not in self._soon
 
@@ -127,33 +127,33 @@ class Snapshots:
         return self._unseen.popitem(last=False)[1]
 
     def settled(self, place: int) -> None:
-        """The sequence that saved this snapshot is settled: it may be copied if it is in the cache."""
+        """Note that the sequence of this snapshot is settled: a cached snapshot may be copied now."""
         cached = next((cached for cached in self._cached.values() if cached.place == place), None)
         if cached is not None:
             self._unseen[place] = cached
 
     def offer(self, snapshot: Cached) -> None:
-        """A session has this snapshot, and the page in which its prefix ends."""
+        """Note that a session has this snapshot, and the page in which its prefix ends."""
         self._unseen[snapshot.place] = snapshot
 
     def withdraw(self, snapshot: Cached) -> None:
-        """The session gives up the snapshot and its page; the cache may have them now."""
+        """Note that the session gives up the snapshot and its page; the cache may have them now."""
         if self._cached.get(snapshot.point.key) != snapshot:
             self._unseen.pop(snapshot.place, None)
 
     def begin_copy(self, place: int, copy: object) -> None:
-        """A snapshot is being copied to the host."""
+        """Begin to copy a snapshot to the host."""
         self._copies[place] = copy
 
     def end_copy(self, place: int, copy: object) -> bool:
-        """The copy has ended; False if the snapshot was given up meanwhile."""
+        """End the copy; False if the snapshot was given up meanwhile."""
         if self._copies.get(place) is not copy:
             return False
         del self._copies[place]
         return True
 
     def forget_copies(self) -> None:
-        """What copies to the host bring is of no use."""
+        """Discard the copies to the host that are under way."""
         self._copies.clear()
 
     # --- the cache ---------------------------------------------------------------------------------------------------
@@ -164,15 +164,15 @@ class Snapshots:
         return {cached.page for cached in self._cached.values() if cached.page is not None}
 
     def tokens_after(self, digest: bytes) -> list[int]:
-        """At which numbers of tokens after these full pages snapshots are, or are expected."""
+        """Numbers of tokens after these full pages at which snapshots exist or are expected."""
         return list(self._points.get(digest, ()))
 
     def expect(self, point: Point) -> None:
-        """A prefill goes to this point."""
+        """Note that a prefill goes to this point."""
         self._points.setdefault(point.digest, Counter())[point.after] += 1
 
     def expect_no_more(self, point: Point) -> None:
-        """The prefill is over, or its snapshot is in the cache."""
+        """Note that the prefill is over, or that its snapshot is in the cache."""
         after = self._points[point.digest]
         after[point.after] -= 1
         if not after[point.after]:
@@ -207,7 +207,7 @@ class Snapshots:
     def evict_page(self) -> bool:
         """Give up the least recently used snapshot that only the cache has, with a page; False if there is none.
 
-        Who else has a snapshot has its page, too.
+        Every other owner of a snapshot also has its page.
         """
         alone = (
             key for key, cached in self._cached.items() if cached.page is not None and self._refs[cached.place] == 1

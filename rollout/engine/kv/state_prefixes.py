@@ -46,7 +46,7 @@ class StatePrefixes(Prefixes):
             return found
         keys, pages, known = self.no_keys(seq, version), list[int](), True
         found.keys = found.keys or keys.fork(0)
-        path, reachable, farthest = list[bytes](), True, 0  # of full pages, in the pool or on the host
+        path, reachable, farthest = list[bytes](), True, 0  # `path`: keys of full pages, in the pool or on the host
         expected, oldest = found.tokens, self.oldest_for(seq.group, version)
         for start in range(0, most + 1, page_size):
             for after in {*snapshots.tokens_after(keys.last), *self.tier.states.tokens_after(keys.last)}:
@@ -119,7 +119,7 @@ class StatePrefixes(Prefixes):
     # --- a sequence runs ----------------------------------------------------------------------------------------------
 
     def retain(self, reusable: Reusable) -> None:
-        """Making room may evict the session that has the snapshot."""
+        """Retain the snapshot: making room may evict its session."""
         if reusable.place is not None:
             self.snapshots.retain(reusable.place)
 
@@ -137,7 +137,7 @@ class StatePrefixes(Prefixes):
         self.snapshots.release(place)
 
     def admitted(self, seq: Sequence, version: int) -> None:
-        """See `Prefixes`; it saves a snapshot on its way."""
+        """See `Prefixes`; plan a snapshot within the prefill."""
         self._plan_snapshot(seq)
         self._move_frontier(seq, version)
 
@@ -157,7 +157,7 @@ class StatePrefixes(Prefixes):
         kv.planned_snapshot = PlannedSnapshot(place, tokens, self._point_of(seq, tokens))
 
     def _point_of(self, seq: Sequence, tokens: int) -> Point | None:
-        """Where the prefix of so many tokens ends; None without a prefix cache."""
+        """The end of a prefix of this many tokens; None without a prefix cache."""
         if seq.kv.keys is None:
             return None
         full, after = divmod(tokens, self.page_size)
@@ -193,7 +193,7 @@ class StatePrefixes(Prefixes):
             snapshots.keep(planned.point, planned.place, page, kv.oldest)
 
     def loaded(self, seq: Sequence) -> None:
-        """The sequence needs the snapshot no more that its first chunk loads."""
+        """Release the snapshot that the first chunk of the sequence loads."""
         if seq.kv.load_from is not None:
             self.snapshots.release(seq.kv.load_from)
             seq.kv.load_from = None
@@ -220,7 +220,7 @@ class StatePrefixes(Prefixes):
     # --- a sequence ends ----------------------------------------------------------------------------------------------
 
     def turn_end(self, seq: Sequence, known: int) -> tuple[int, tuple[Snapshot, ...]]:
-        """What the session can go on from, longest first.
+        """Snapshots from which the session can continue, longest first.
 
         The state of the row has seen `kv.length` tokens. If the last of them are none of the completion's, because it
         ended while they were in flight, only the snapshot of the prompt is left.
@@ -248,7 +248,7 @@ class StatePrefixes(Prefixes):
         return self.snapshots.take_saves()
 
     def left(self, seq: Sequence) -> None:
-        """The sequence gives its places back. It is settled: what it saved may be copied to the host."""
+        """Give the sequence's places back. It is settled, so its saved snapshots may be copied to the host."""
         if seq.kv.snapshot is not None:
             self.snapshots.settled(seq.kv.snapshot.place)
         for snapshot in (seq.kv.planned_snapshot, seq.kv.snapshot):
@@ -258,7 +258,7 @@ class StatePrefixes(Prefixes):
 
     def share(self, seq: Sequence, pages: list[int]) -> PromptShare | None:
         """See `Prefixes`; the snapshot before the last token of the prompt belongs to it."""
-        if seq.prompt_len == 1:  # before its only token a prompt has no state
+        if seq.prompt_len == 1:  # no state exists before the only token of the prompt
             return super().share(seq, pages)
         if seq.kv.snapshot is None or seq.kv.snapshot.tokens != seq.prompt_len - 1:
             return None

@@ -11,11 +11,11 @@ copied when; it touches no tensor. `Offload` has `page_mover` carry it out.
 With states of linear attention the *end* of a prefix goes along: the state after it, and the page in which it ends if
 that is half full. Both have the key of the snapshot, and a fetch brings them after the full pages.
 
-With a folder on disk (`disk`) the host does as the pool does: its oldest pages are written before it needs their room.
-A fetch has pages that are on disk read to the host first.
+With a folder on disk (`disk`) the host works like the pool: its oldest pages are written before it needs their room.
+A fetch first reads the pages that are on disk to the host.
 
-Nobody waits for a copy to the host. If the pool needs a page that is not on the host yet, the page is lost, and whoever
-wants it computes it again.
+No sequence waits for a copy to the host. If the pool needs a page that is not on the host yet, the page is lost. The
+next sequence with that prefix computes it again.
 
 Invariants:
 - Only pages that no step in flight writes to are copied to the host: cached ones, full ones of idle sessions, and those
@@ -23,7 +23,7 @@ Invariants:
 - A page or place that is given up during its copy is not kept (`PagePool.end_copy`).
 - A fetch has a reference to each page of its prefix and to the place of its state. It writes to new pages and places
   only, and they are known when the copies have ended.
-- Kept pages stay while a copy reads them. After `forget_all`, what copies under way bring is not used.
+- Kept pages stay while a copy reads them. After `forget_all`, the results of copies under way are discarded.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from rollout.engine.sequence.sequence_kv import Point
 #: Pages are copied to the host while fewer than this part of the pool can be given up without loss. An admission takes
 #: the pages of a whole context at once, and a page is copied once, so a large part costs no more copies.
 _AHEAD = 0.5
-#: How much longer than its computing a page's copy may take. Copies run beside steps, and most of the measured time is
-#: a wait for room beside their kernels; prompt steps run in the place of others.
+#: The longest copy of a page, relative to its computation. Copies run during steps, and most of the measured time is
+#: a wait for room beside their kernels; prompt steps replace other steps.
 _WORTH = 8
 #: The most cached pages that one call of `next_out` looks at.
 _LOOKS = 256
@@ -75,7 +75,7 @@ class MovedState:
     place: int
     host_place: int
     oldest: int
-    page: int | None = None  # of the pool, in which the prefix ends; None if that is a full page
+    page: int | None = None  # the pool page in which the prefix ends; None if that page is full
     fetch: Fetch | None = None
 
 
@@ -84,11 +84,11 @@ class Fetch:
     """Pages of one prefix on their way from the host to the pool."""
 
     prefix: list[int]  # all its pages in the pool, in order
-    keys: list[bytes]  # of the pages that are copied, in order
+    keys: list[bytes]  # keys of the pages to copy, in order
     queued: deque[MovedPage]
     end: MovedState | None = None  # the state after the prefix
-    copying: int = 0  # pages, those that are read from disk, and the state
-    over: bool = False  # what it brings is of no use
+    copying: int = 0  # copies under way: pages, reads from disk included, and the state
+    over: bool = False  # the result will be discarded
 
 
 class CopyCosts:
@@ -100,19 +100,19 @@ class CopyCosts:
         self._copies: deque[float] = deque(maxlen=8)  # seconds a page; the first copies of a device are slow
         self._state_copies: deque[float] = deque(maxlen=8)  # seconds a state
         self._reads: deque[float] = deque(maxlen=8)  # seconds a page, from disk
-        self._tokens = self._seconds = 0.0  # of prompt steps, recent ones weigh more
+        self._tokens = self._seconds = 0.0  # tokens and time of prompt steps; recent steps weigh more
 
     def copied(self, pages: int, seconds: float) -> None:
-        """A piece of this many pages was copied."""
+        """Note the copy of a piece of this many pages."""
         self._copies.append(seconds / pages)
         self._compare()
 
     def state_copied(self, seconds: float) -> None:
-        """A state was copied."""
+        """Note the copy of a state."""
         self._state_copies.append(seconds)
 
     def read(self, seconds: float) -> None:
-        """A page was read from disk."""
+        """Note the read of a page from disk."""
         self._reads.append(seconds)
 
     @property
@@ -125,7 +125,7 @@ class CopyCosts:
         return self.pays and self._worth(self._state_copies, tokens)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step of prompts took this long."""
+        """Note the time of a step of prompts."""
         self._tokens = 0.9 * self._tokens + tokens
         self._seconds = 0.9 * self._seconds + seconds
         self._compare()
@@ -164,11 +164,11 @@ class Tier:
         self._snapshots = snapshots
         self._mirrors = mirrors
         self._ahead = int(_AHEAD * pool.total)
-        self._oldest = 0  # weights version: older KV is of no use
+        self._oldest = 0  # oldest weights version of usable KV
         self._fetching: dict[bytes, Fetch] = {}
-        self._fetches: deque[Fetch] = deque()  # with queued pages; they take turns
+        self._fetches: deque[Fetch] = deque()  # fetches with queued pages, served in turn
         self._ended: list[Fetch] = []
-        self._to_read: deque[MovedPage] = deque()  # from disk
+        self._to_read: deque[MovedPage] = deque()  # pages to read from disk
         self._half_out: deque[MovedPage] = deque()
         self._states_out: deque[MovedState] = deque()
         self._states_in: deque[MovedState] = deque()
@@ -248,7 +248,7 @@ class Tier:
         return taken
 
     def copied_out(self, pages: list[MovedPage], failed: bool) -> None:
-        """Copies to the host have ended; pages that the pool has evicted meanwhile are not kept."""
+        """End copies to the host; pages that the pool has evicted meanwhile are not kept."""
         self.writing -= len(pages)
         good = [page for page in pages if self._end_copy(page) and not failed and not self.closed]
         for mirror in self._mirrors if good else ():
@@ -267,7 +267,7 @@ class Tier:
         return [self._states_out.popleft() for _ in range(min(most, len(self._states_out)))]
 
     def states_copied_out(self, states: list[MovedState], failed: bool) -> Seq[Sequence]:
-        """Copies of states to the host have ended; no sequence waits for that."""
+        """End copies of states to the host; no sequence waits for them."""
         self._writing_states -= len(states)
         for state in states:
             good = self._snapshots.end_copy(state.place, state) and not failed and not self.closed
@@ -285,7 +285,7 @@ class Tier:
         return known and self.costs.pays and not self.closed
 
     def has_end(self, point: Point, tokens: int, oldest: int) -> bool:
-        """Whether the end of a prefix of so many tokens can be fetched, or is being fetched."""
+        """Whether the end of a prefix with this many tokens can be fetched, or is being fetched."""
         half = not point.after or self.has(point.key, oldest)
         return half and self.states.has(point.key, oldest) and self.costs.state_pays(tokens) and not self.closed
 
@@ -331,7 +331,7 @@ class Tier:
         return fetch
 
     def _queue(self, moved: MovedPage) -> None:
-        """The host has this page of a fetch."""
+        """Queue this page of a fetch: it is on the host now."""
         assert moved.fetch is not None
         moved.host_page, moved.oldest = self.host.begin_read(moved.key)
         if not moved.fetch.queued:
@@ -350,7 +350,7 @@ class Tier:
         return taken
 
     def copied_in(self, pages: list[MovedPage], failed: bool) -> None:
-        """Copies from the host have ended."""
+        """End copies from the host."""
         fetch = pages[0].fetch
         assert fetch is not None
         good = not failed and not fetch.over
@@ -370,7 +370,7 @@ class Tier:
         return [self._states_in.popleft() for _ in range(min(most, len(self._states_in)))]
 
     def states_copied_in(self, states: list[MovedState], failed: bool) -> Seq[Sequence]:
-        """Copies of states from the host have ended; sequences wait for the fetch."""
+        """End copies of states from the host; sequences wait for the fetch."""
         for state in states:
             assert state.fetch is not None
             self._state_fetched(state, failed)
@@ -428,7 +428,7 @@ class Tier:
             if self.host.has(moved.key, self._oldest):
                 self._arrived(moved)
                 continue
-            known = self.disk.has(moved.key, self._oldest)  # else it has given way meanwhile
+            known = self.disk.has(moved.key, self._oldest)  # False if it was evicted meanwhile
             if not known or (page := self.host.begin_write()) is None:
                 self._not_read(moved)
             else:
@@ -461,7 +461,7 @@ class Tier:
         self._queue(moved)
 
     def _not_read(self, moved: MovedPage) -> None:
-        """A page of a fetch does not come: its sequences compute from there."""
+        """Cut a fetch at a missing page: its sequences compute from there."""
         fetch = moved.fetch
         assert fetch is not None
         self._forget_fetching(moved.key, fetch)
@@ -472,7 +472,7 @@ class Tier:
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def forget_all(self) -> None:
-        """Kept KV is of no use any more, and neither is what fetches bring."""
+        """Forget all kept KV, and discard the results of fetches under way."""
         fetches = dict.fromkeys(self._fetching.values())
         self._fetches.clear()
         self._fetching.clear()
@@ -493,14 +493,14 @@ class Tier:
             self._end_if_done(fetch)
 
     def forget_older(self, oldest: int) -> None:
-        """KV with a weights version before `oldest` is of no use any more; what fetches bring is not found."""
+        """Forget KV with a weights version before `oldest`; the results of fetches under way are not found."""
         self._oldest = oldest
         self.host.forget_older(oldest)
         self.disk.forget_older(oldest)
         self.states.forget_older(oldest)
 
     def close(self) -> None:
-        """Copies fail: nothing is kept any more."""
+        """Stop keeping pages, because copies fail."""
         self.closed = True
         self.forget_all()
         self.copied_out(self.next_out(len(self._half_out)), failed=True)

@@ -1,4 +1,4 @@
-"""A prompt as the engine sees it: token ids and media, with what prefix keys and rotary positions depend on."""
+"""A prompt in the engine: token ids and media, and the content that prefix keys and rotary positions depend on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TokenIds:
     token_ids: np.ndarray  # int32 [positions], at least one
 
     def content(self, start: int, end: int) -> bytes:
-        """What the KV of the item's positions `start` to `end` - 1 depends on, apart from the positions before them."""
+        """The content on which the KV of positions `start` to `end` - 1 depends, apart from earlier positions."""
         return self.token_ids[start:end].astype("<i4", copy=False).tobytes()
 
 
@@ -24,7 +24,7 @@ class TokenIds:
 class Pixels:
     """An image or a video as a processor returns it: the patches that a vision tower encodes."""
 
-    digest: bytes  # of dtype, grid and patches; equal digests are the same image
+    digest: bytes  # digest of dtype, grid and patches; equal digests are the same image
     grid: tuple[int, int, int]  # frames, and patches of their height and width
     #: [frames height width, values]: float32, float16, or uint16 with the bits of bfloat16; writable for torch's sake.
     patches: np.ndarray
@@ -46,13 +46,13 @@ class Media:
     advance: int  # positions by which the text after it is further on
 
     def content(self, start: int, end: int) -> bytes:
-        """As of `TokenIds`: the placeholders of all images are equal, so their pixels and positions are part of it."""
+        """See `TokenIds`: the placeholders of all images are equal, so pixels and positions are part of the content."""
         mark = self.pixels.digest + np.array([start, end, self.advance], "<i8").tobytes()
         times = self.axes_3L[0, start:end].astype("<i8", copy=False).tobytes()
         return self.token_ids[start:end].astype("<i4", copy=False).tobytes() + mark + times
 
     def identity(self) -> np.ndarray:
-        """A number below 0 for each position, int64, which another image has only by chance."""
+        """A negative number for each position, int64; equal numbers of different images are unlikely."""
         digest = blake2b(self.pixels.digest + self.axes_3L.astype("<i8").tobytes(), digest_size=8).digest()
         first = int.from_bytes(digest, "little") >> 2
         return -1 - (first + np.arange(len(self.token_ids), dtype=np.int64))
@@ -105,7 +105,7 @@ class Prompt:
     media: tuple[tuple[int, Media], ...] = field(init=False)  # (first place, item)
     rope_3T: np.ndarray | None = field(init=False)  # int64 [3, prompt tokens]; None for text alone
     rope_delta: int = field(init=False)
-    #: What is different if the generated tokens were part of the prompt: a video may reach further than the text.
+    #: The difference if the generated tokens were part of the prompt: a video may reach further than the text.
     rope_jump: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class Prompt:
         return self.salt + content if self.salt and start == 0 else content
 
     def _item_content(self, start: int, end: int) -> bytes:
-        if len(self.items) == 1:  # the usual prompt, and this is called for each of its pages
+        if len(self.items) == 1:  # the usual prompt; this runs for each of its pages
             return self.items[0].content(start, end)
         parts, first = [], 0
         for item in self.items:

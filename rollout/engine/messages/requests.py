@@ -1,4 +1,4 @@
-"""A request as the engine sees it, and the bounds of what it can ask for."""
+"""A request in the engine, and the bounds of its fields."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RoutingShape:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(SamplingRules):
-    """How a token is drawn; the same for all completions of a request. The rules are inherited."""
+    """The parameters of the draw, equal for all completions of a request. The rules are inherited."""
 
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0  # 63 bits; the request's seed, or the row's own seed when `Request.prior` is set
@@ -60,8 +60,8 @@ class RepetitionRule:
     """A completion ends once a pattern of `least` to `most` tokens stands there `count` times in a row."""
 
     least: int = 1
-    most: int = 0  # 0: it never ends so
-    count: int = 2  # at least 2
+    most: int = 0  # 0: repetition ends no completion
+    count: int = 2  # repetitions, at least 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Prior:
     newest_version: int | None = None  # weights version; None if unknown
 
 
-#: Of a completion that begins here, and gets its own seed.
+#: The `prior` of a completion that begins here, and gets its own seed.
 NOTHING_BEFORE = Prior(np.zeros(0, np.int32))
 
 
@@ -93,28 +93,28 @@ class Request:
 
     key: RequestKey
     prompt: Prompt
-    max_tokens: int  # of a completion, the tokens of `prior` included; 0: the prompt is computed, no token is drawn
+    max_tokens: int  # tokens of a completion, `prior` included; 0 computes the prompt and draws no token
     n: int = 1
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: StopParams = field(default_factory=StopParams)
     priority: int = 0
     deadline_s: float | None = None  # seconds from submission
     stream_every: int = 0  # tokens between two deltas; 0: one delta, at the end
-    prior: Prior = NOTHING_BEFORE  # another only with n == 1
+    prior: Prior = NOTHING_BEFORE  # set only with n == 1
     min_version: int = 0  # the request waits for weights of this version
     constraint: Constraint = ANYTHING  # applies after `prior`
-    min_complete: int | None = None  # once this many completions are complete, the others are cancelled
+    min_complete: int | None = None  # the other completions are cancelled after this number is complete
     max_version_span: int | None = None  # newest less oldest version of a completion; beyond it, it ends as stale
-    max_kv_age: int | None = None  # the most versions by which KV of others may be older than the weights; None: engine
+    max_kv_age: int | None = None  # most versions that reused KV may be behind the weights; None: the engine's setting
     session: SessionKey | None = None  # this request is the session's next turn; only with n == 1
     session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
-    lease_s: float = 0.0  # for how long after the request its KV gives way after KV without a lease
+    lease_s: float = 0.0  # time after the request in which its KV is evicted after KV without a lease
     top_logprobs: int = 0  # top tokens to return at each position, up to MAX_TOP_LOGPROBS
-    prompt_logprobs: bool = False  # return log-probs of the prompt; the next four say of which tokens, and what more
-    prompt_last: int | None = None  # of so many tokens at the end of the prompt; None: of all
+    prompt_logprobs: bool = False  # return log-probs of the prompt; the next four fields select tokens and scores
+    prompt_last: int | None = None  # score only this number of tokens at the end of the prompt; None: all
     prompt_tops: int | None = None  # ranks and this number of top tokens, up to MAX_PROMPT_TOKENS_SCORED; None: neither
-    prompt_chosen: np.ndarray | None = None  # int32 [K], or [scored tokens, K]: and log-probs of these in its place
-    prompt_entropy: bool = False  # and the entropy of the distribution of each token
+    prompt_chosen: np.ndarray | None = None  # int32 [K] or [scored tokens, K]: return log-probs of these tokens
+    prompt_entropy: bool = False  # return the entropy at each scored position
     adapter: str | None = None  # name of the low-rank adapter that its rows use
     routing_from: int | None = None  # return routing from this position in prompt and completion on; None: no routing
 

@@ -40,7 +40,7 @@ class SequenceStatus:
     max_tokens: int
     pages: int
     age_s: float  # time since its request was submitted
-    version: int | None  # of its newest token; None before the first token
+    version: int | None  # weights version of its newest token; None before the first token
     priority: int
 
 
@@ -49,12 +49,12 @@ class SessionStatus:
     """Sessions between their turns: now, and totals since start."""
 
     holding: int = 0  # sessions with pages, now
-    pages: int = 0  # their pages, now
+    pages: int = 0  # pages of these sessions, now
     turns: int = 0
     hits: int = 0  # turns that found KV in their session
     reused_tokens: int = 0  # tokens whose KV these turns found
     evicted: int = 0  # sessions that lost their pages to rows or to other sessions
-    room: int | None = None  # for so many more sessions of the present mean size, now; None while there is nothing
+    room: int | None = None  # estimate: more sessions of the mean size that fit now; None without sessions and rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ class OffloadStatus:
 class KeptStatus:
     """KV of known prefixes on the host, which has `OffloadStatus.pages_total` pages: now, and totals since start."""
 
-    pages: int = 0  # with KV of known prefixes, now
+    pages: int = 0  # pages with KV of known prefixes, now
     bytes_out: int = 0  # copied to the host
     bytes_in: int = 0  # copied back
-    fetched_tokens: int = 0  # whose KV was copied back
+    fetched_tokens: int = 0  # tokens of the KV that was copied back
     lost_pages: int = 0  # known pages that the pool gave up before they were on the host
-    disk_pages: int = 0  # on disk, now
-    disk_pages_total: int = 0  # that the disk may have
-    disk_read: int = 0  # pages
+    disk_pages: int = 0  # pages on disk, now
+    disk_pages_total: int = 0  # most pages on disk
+    disk_read: int = 0  # pages that were read from disk
     disk_failed: int = 0  # pages that could not be written or read
 
 
@@ -91,7 +91,7 @@ class SleepStatus:
     """A worker that is asleep, or about to be."""
 
     level: int
-    requests: Literal["wait", "refuse"]  # what happens to requests that arrive meanwhile
+    requests: Literal["wait", "refuse"]  # policy for requests that arrive during the sleep
     freed_bytes: int  # device memory given back; 0 while it falls asleep
     age_s: float  # time asleep
 
@@ -106,13 +106,13 @@ class RankStatus:
     rank: int
     pid: int
     device: str
-    beat_age_s: float  # seconds since its last beat; 0 of rank 0
-    sequence: int  # of the last order that it has carried out; of rank 0: that it has given
-    launched: int  # steps
-    done: int  # steps that are complete on its device; of rank 0: that it has committed
-    swapped: int  # updates of the weights whose copy it has; of rank 0: that it has begun
-    verified: int  # the last update that it has whole and checked; of rank 0: as swapped
-    copies: int  # copies of adapters, KV and states that its device has done; of rank 0: 0
+    beat_age_s: float  # seconds since its last beat; rank 0: 0
+    sequence: int  # last order that it has carried out; rank 0: last order that it has given
+    launched: int  # steps that it has launched
+    done: int  # steps that are complete on its device; rank 0: steps that it has committed
+    swapped: int  # weight updates that it has copied; rank 0: updates that it has begun
+    verified: int  # last update that it has received and checked in full; rank 0: as `swapped`
+    copies: int  # copies of adapters, KV and states that its device has done; rank 0: 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class EngineStatus:
     adapters: tuple[AdapterStatus, ...] | None = None  # None: this worker serves none
     tokens_per_s: float = 0.0
     gpu_active_pct: float = 0.0
-    gpu_busy_s: float = 0.0  # since start, in which the compute stream ran a step
+    gpu_busy_s: float = 0.0  # time since start in which the compute stream ran a step
     reclaimed: int = 0
     preemptions: int = 0
     prefix_hits: Mapping[str, int] = field(default_factory=dict)  # rows by `PrefixHit`, since start
@@ -148,10 +148,10 @@ class EngineStatus:
     restarts: int = 0  # restarts of the worker by its supervisor
     prompt_faults: int = 0  # deaths of the prompt process, which was replaced after each
     tokens: int = 0  # committed and kept since start
-    tokens_by_second: tuple[int, ...] = ()  # in the last ten seconds, oldest first
+    tokens_by_second: tuple[int, ...] = ()  # tokens of each of the last ten seconds, oldest first
     idle_pct: Mapping[str, float] = field(default_factory=dict)  # share of about the last 10 s, by cause
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last report, as `rollout top` shows them
+    metrics: Mapping[str, float] = field(default_factory=dict)  # last report, as `rollout top` shows it
     swaps: tuple[SwapStatus, ...] = ()  # the last swaps, newest first
-    ranks: tuple[RankStatus, ...] = ()  # of a tensor group, rank 0 first
-    problems: tuple[str, ...] = ()  # what has failed although generation goes on, a sentence each
-    stale: str = ""  # why the weights cannot be used, and what cures that
+    ranks: tuple[RankStatus, ...] = ()  # ranks of a tensor group, rank 0 first
+    problems: tuple[str, ...] = ()  # failures that do not stop generation, one sentence each
+    stale: str = ""  # reason why the weights cannot be used, and the remedy

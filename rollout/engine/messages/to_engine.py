@@ -21,16 +21,16 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request's sequences with the tokens that they have. An unknown key is ignored: the request has ended."""
+    """End a request's sequences with their present tokens. An unknown key is ignored: the request has ended."""
 
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Send the tokens that a request has, as deltas before they are due. Answered by `Flushed(asker)`.
+    """Send the present tokens of a request as early deltas. Answered by `Flushed(asker)`.
 
-    An unknown key has none: the request has ended.
+    An unknown key has no tokens: the request has ended.
     """
 
     key: RequestKey
@@ -92,7 +92,7 @@ class Prefetch:
     Answered by `Done(token)` with the `tokens` whose KV is there or on its way, or by `Failed`.
     """
 
-    prompt: Prompt  # its images need no pixels
+    prompt: Prompt  # images have no pixels here
     adapter: str | None
     token: int
 
@@ -128,13 +128,13 @@ class Sleep:
 
     level: int
     token: int
-    mode: Literal["keep", "abort"] | None = None  # what happens to running requests
-    requests: Literal["wait", "refuse"] | None = None  # what happens to requests that arrive meanwhile
+    mode: Literal["keep", "abort"] | None = None  # policy for running requests
+    requests: Literal["wait", "refuse"] | None = None  # policy for requests that arrive during the sleep
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Take the memory back and go on. Answered by `Done(token)`; after `Failed` the worker sleeps on."""
+    """Take the memory back and continue. Answered by `Done(token)`; after `Failed` the worker stays asleep."""
 
     token: int
 

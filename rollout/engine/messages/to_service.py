@@ -15,7 +15,7 @@ from trainer_bridge.wire.prompt_tops import PromptTops
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a completion ended."""
+    """The end of a completion."""
 
     reason: FinishReason
     stop: int | str | None = None  # the stop token's id, or the stop string
@@ -39,25 +39,25 @@ class Delta:
     raw_logprobs: np.ndarray  # float32 [k]
     drawn_logprobs: np.ndarray | None  # float32 [k], if the drawn distribution differs from the plain one
     versions: VersionRuns
-    seed: int  # of this completion's row
+    seed: int  # seed of this completion's row
     finish: Finish | None = None
-    #: All so far: (tokens, version): KV of the prompt and so many tokens was computed again under that version.
+    #: All entries: (tokens, version): KV of the prompt and this many tokens was computed again under that version.
     recomputed: tuple[tuple[int, int], ...] = ()
-    #: All so far, with a `max_kv_age`: (tokens, version, count): KV of the next `count` positions was there when the
-    #: completion had so many tokens; `version` is the oldest weights version in it.
+    #: All entries, with a `max_kv_age`: (tokens, version, count): KV of the next `count` positions was found when the
+    #: completion had this many tokens; `version` is the oldest weights version in it.
     kv_versions: tuple[tuple[int, int, int], ...] = ()
-    version_span: int = 0  # with `finish`: newest less oldest version of the tokens that this worker generated
+    version_span: int = 0  # set with `finish`: newest minus oldest version of the tokens of this worker
     #: Experts of the forwards that produced the tokens, uint8 or uint16 [entries, sparse layers, experts of a token].
     #: The positions begin after those of the last delta, or at `routing_from`, and end before the newest token.
     routing: np.ndarray | None = None
     top_ids: np.ndarray | None = None  # int32 [k, tops], likeliest first, if requested
     top_logprobs: np.ndarray | None = None  # float32 [k, tops], of the model's plain distribution
-    prompt_logprobs: np.ndarray | None = None  # as in `RequestDone`; with the first delta of completion 0
-    prompt_tops: PromptTops | None = None  # the same
-    prompt_chosen: np.ndarray | None = None  # the same
-    prompt_entropy: np.ndarray | None = None  # the same
-    prompt_version: int | None = None  # the same
-    #: All so far, if the request names an adapter: (token, version): from this token on the adapter had that version.
+    prompt_logprobs: np.ndarray | None = None  # see `RequestDone`; in the first delta of completion 0
+    prompt_tops: PromptTops | None = None  # see `RequestDone`; in the first delta of completion 0
+    prompt_chosen: np.ndarray | None = None  # see `RequestDone`; in the first delta of completion 0
+    prompt_entropy: np.ndarray | None = None  # see `RequestDone`; in the first delta of completion 0
+    prompt_version: int | None = None  # see `RequestDone`; in the first delta of completion 0
+    #: All entries, if the request names an adapter: (token, version): the adapter had that version from this token on.
     adapter_versions: tuple[tuple[int, int], ...] = ()
 
 
@@ -75,10 +75,10 @@ class RequestDone:
     total_s: float
     #: float32 [scored tokens], of all tokens of the prompt or the last ones; NaN for its first and for missing ones
     prompt_logprobs: np.ndarray | None = None
-    prompt_tops: PromptTops | None = None  # of the same tokens, if asked for
-    prompt_chosen: np.ndarray | None = None  # float32 [scored tokens, K], the same
-    prompt_entropy: np.ndarray | None = None  # float32 [scored tokens], the same
-    prompt_version: int | None = None  # weights version of these; None where none is known
+    prompt_tops: PromptTops | None = None  # top tokens of the scored tokens, if requested
+    prompt_chosen: np.ndarray | None = None  # float32 [scored tokens, K], if requested
+    prompt_entropy: np.ndarray | None = None  # float32 [scored tokens], nats, if requested
+    prompt_version: int | None = None  # weights version of these scores; None if no version is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """The deltas that `key` has asked for with `Flush` came before this."""
+    """Follows the deltas that `key` has asked for with `Flush`."""
 
     key: RequestKey
 

@@ -1,1 +1,1 @@
-"""Who runs next: the queue, rows, preemption, the plan of a step, its commit."""
+"""The schedule: the queue, rows, preemption, the plan of a step, its commit."""

@@ -29,12 +29,12 @@ class Counters:
     zombie_rows: int = 0
     decode_rows: int = 0
     preemptions: int = 0
-    prompt_tokens: int = 0  # of admitted sequences
-    cached_tokens: int = 0  # prompt tokens whose KV was there
-    older_tokens: int = 0  # of admitted sequences, whose KV of older weights was there
-    snapshot_loads: int = 0  # rows that went on from a snapshot
+    prompt_tokens: int = 0  # prompt tokens of admitted sequences
+    cached_tokens: int = 0  # prompt tokens with cached KV
+    older_tokens: int = 0  # tokens of admitted sequences with cached KV of older weights
+    snapshot_loads: int = 0  # rows that started from a snapshot
     prefix_hits: Counter[PrefixHit] = field(default_factory=Counter)  # rows that did not compute their whole prompt
-    prefilled_tokens: int = 0  # that prefills have computed, also again
+    prefilled_tokens: int = 0  # prefilled tokens, recomputed ones included
 
 
 def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
@@ -59,12 +59,12 @@ def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         **(_prompt_scores(seq.group) if seq.index == 0 and start == drawn.known else {}),
-        # A change after tokens in flight may come earlier than it seems: how many they are is not known with drafts.
+        # A change after tokens in flight may come earlier than noted: with drafts their number is not known.
         adapter_versions=tuple(change for change in seq.adapter_use.version_changes if change[0] <= end),
         # Features note what they have sent, so nothing that may fail comes after this.
         **{name: value for feature in features for name, value in feature.delta_fields(seq).items()},
     )
-    drawn.flushed = end  # last: a fault before this loses no token
+    drawn.flushed = end  # updated last: a fault before this loses no token
     return delta
 
 
@@ -82,7 +82,7 @@ def last_runs(runs: list[list[int]], count: int) -> VersionRuns:
 
 
 def make_request_done(group: Group, now_s: float) -> RequestDone:
-    """The closing event of a request, with where its time went."""
+    """The closing event of a request, with its times."""
     admitted, first_token = min(group.admitted_s, now_s), min(group.first_token_s, now_s)
     return RequestDone(
         key=group.key,

@@ -29,8 +29,8 @@ from itertools import count
 from rollout.engine.schedule.swept_heap import SweptHeap
 from rollout.engine.sequence.sequence import Sequence
 
-_SEQUENCES = 8  # about as many count in a mean of costs
-_PREEMPTED = -1.0  # in place of a virtual time: before all of them
+_SEQUENCES = 8  # about the number of sequences in a mean of costs
+_PREEMPTED = -1.0  # virtual time of preempted sequences: first in line
 
 
 class WaitingQueue:
@@ -40,9 +40,9 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}  # by priority
-        self._heads = SweptHeap(_Head.outdated), SweptHeap(_Head.outdated)  # without an adapter, with one
-        self._costs = _Costs()  # of all clients
+        self._levels: dict[int, _Level] = {}  # key: priority
+        self._heads = SweptHeap(_Head.outdated), SweptHeap(_Head.outdated)  # sequences without an adapter, with one
+        self._costs = _Costs()  # costs of all clients
         self._serial = count()
 
     @property
@@ -126,31 +126,31 @@ class WaitingQueue:
 
 @dataclass(eq=False, slots=True)
 class _Level:
-    """What waits at one priority."""
+    """The waiting sequences of one priority."""
 
     now: float = 0.0  # virtual time of the client that was admitted last
     clients: dict[str, _WaitingClient] = field(default_factory=dict)
 
 
 class _WaitingClient:
-    """What waits of one client at one priority, without an adapter and with one: never empty between two calls."""
+    """One client's waiting sequences of one priority, without and with an adapter: never empty between two calls."""
 
     __slots__ = ("costs", "heads", "time", "waiting")
 
     def __init__(self, time: float) -> None:
         self.time = time  # virtual, tokens
-        self.costs = _Costs()  # of its sequences that ended while others waited
+        self.costs = _Costs()  # costs of its sequences that ended while others waited
         self.waiting: tuple[SweptHeap[Sequence], SweptHeap[Sequence]] = (SweptHeap(_finalized), SweptHeap(_finalized))
         self.heads: list[_Head | None] = [None, None]
 
 
 class _Costs:
-    """A running mean of what sequences cost, tokens; 1 before the first has ended, so that all count alike."""
+    """A running mean of the costs of sequences, tokens; 1 before the first has ended, so that all count alike."""
 
     __slots__ = ("known", "mean")
 
     def __init__(self) -> None:
-        self.known = 0  # sequences, up to _SEQUENCES
+        self.known = 0  # sequences in the mean, up to _SEQUENCES
         self.mean = 1.0
 
     def add(self, cost: int) -> None:

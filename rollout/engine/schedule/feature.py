@@ -35,8 +35,8 @@ F = TypeVar("F")
 class StepFeature(PageMirror):
     """One feature of an engine. A hook that is not overridden does nothing."""
 
-    name: ClassVar[str]  # that of its part on the device
-    serves: ClassVar[RowNeeds] = RowNeeds.NONE  # of `OPTIONAL`: requests that need it are refused without the feature
+    name: ClassVar[str]  # equal to the name of its device feature
+    serves: ClassVar[RowNeeds] = RowNeeds.NONE  # needs in `OPTIONAL`: refused without the feature
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

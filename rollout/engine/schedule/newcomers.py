@@ -1,4 +1,4 @@
-"""New sessions wait while those that are there need their pages.
+"""New sessions wait while existing sessions need their pages.
 
 Agents come back: an idle session is one whose tool runs. If every new agent starts at once, each turn takes the pages
 of a session that comes back next, and that one computes its whole context again. So a turn without KV of its session,
@@ -17,7 +17,7 @@ LONG_IDLE_S, LONGEST_WAIT_S = 10.0, 30.0
 
 
 def waits(roster: Roster, seq: Sequence, pages: int) -> bool:
-    """True if `seq`, which needs so many pages, is not admitted yet although idle sessions could give way."""
+    """True if `seq`, which needs `pages` pages, has to wait although idle sessions could be evicted."""
     group, allocator = seq.group, roster.allocator
     if group.session is None or group.session.kv is not None or seq.begun or not roster.running:
         return False

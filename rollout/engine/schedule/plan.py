@@ -37,7 +37,7 @@ NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """What a span of a prompt carries beside."""
+    """The additional fields of a span of a prompt."""
 
     tokens: np.ndarray  # int32 [tokens in]
     scored: int = 0  # tokens, after the `unscored` first ones, whose successor's log-prob is wanted: it is the prompt's
@@ -48,12 +48,12 @@ class PromptPart:
     unscored: int = 0
 
 
-#: Of a decode row, whose token the device drew last.
+#: The `prompt` of a decode row, whose token the device drew last.
 NO_PROMPT = PromptPart(np.zeros(0, np.int32))
 
 
 class Span(NamedTuple):
-    """What one row does in a step."""
+    """The work of one row in a step."""
 
     seq: Sequence
     start: int  # position of the first token that goes in
@@ -69,12 +69,12 @@ class Drafts(NamedTuple):
     """
 
     seq: Sequence
-    place: int  # of the row's own draw among those of the step; those of its drafts follow
+    place: int  # place of the row's own draw in the step; its drafts follow
     length: int
     path: list[int]  # tokens expected from position `begin` on
     begin: int  # `IN_ROW_STATE` for drafts of the device
     age: int | None = None  # versions between the weights that the path comes from and the step's; None: from none
-    drafter: str = "suffix"  # as in `DRAFTER_NAMES`
+    drafter: str = "suffix"  # a name in `DRAFTER_NAMES`
 
     @property
     def on_device(self) -> bool:
@@ -82,7 +82,7 @@ class Drafts(NamedTuple):
         return self.begin == IN_ROW_STATE
 
     def tokens(self, position: int, width: int) -> list[int]:
-        """The drafts if the first is at `position`, as `verify.set_up` takes them from a path padded to `width`."""
+        """The drafts if the first is at `position`; `verify.set_up` takes them from a path padded to `width`."""
         places = [min(position - self.begin + i, width - 1) for i in range(self.length)]
         return [self.path[i] if i < len(self.path) else 0 for i in places]
 
@@ -92,27 +92,27 @@ class Plan:
     """One step. All its spans are decode rows, or all are of prompts."""
 
     spans: list[Span]
-    version: int  # of the weights that the step is launched with
+    version: int  # weights version at the launch of the step
     needs: RowNeeds
     max_context: int  # longest context in the step, this step's tokens included
-    tokens: int  # that go in
-    draws: int  # tokens that come out
+    tokens: int  # input tokens
+    draws: int  # tokens to draw
     opens: list[tuple[int, int]]  # (place of the span, page) where a span begins at the first position of a page
     saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) of rows that ended before this step
     drafts: tuple[Drafts, ...] = ()
     #: The row of each token of a verify step: after each row those of its drafts. Such a step has no `opens`, as its
     #: feature sends all pages. Empty: a token for each row.
     token_rows: list[int] = field(default_factory=list)
-    notes: Mapping[str, Any] = field(default_factory=dict)  # what features have planned, by their names
+    notes: Mapping[str, Any] = field(default_factory=dict)  # plans of features, by feature name
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:
-        """For the meter, and for the turns that prompts and decode rows take."""
+        """The kind of step, for the meter and for the alternation of prompts and decode rows."""
         return "decode" if self.spans[0].prompt is NO_PROMPT else "prefill"
 
     @property
     def rows(self) -> int:
-        """How many rows take part."""
+        """Number of rows in the step."""
         return len(self.spans)
 
     @property
@@ -151,7 +151,7 @@ def make_plan(
     opens: list[tuple[int, int]] = []
     needs = tokens = draws = longest = 0
     for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
-        # A row that draws nothing needs nothing of the draw, but the forward needs its adapter.
+        # A row without a draw has no needs in the draw, but the forward needs its adapter.
         needs |= seq.need_bits if drawn else seq.need_bits & _ADAPTER
         tokens += tokens_in
         draws += drawn

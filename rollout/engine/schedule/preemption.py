@@ -1,4 +1,4 @@
-"""Preemption: which sequences lose their row, because pages run short, weights change, or all KV leaves.
+"""Preemption: sequences lose their row because pages run short, weights change, or all KV leaves.
 
 **Pages run short** (`grow`). Idle sessions give way first, then group shares, then a row of the lowest priority: the
 youngest of the client that has most of these rows, so that no client pays for the many rows of another one. Where the
@@ -45,7 +45,7 @@ def _grow(roster: Roster, seq: Sequence) -> None:
         if allocator.sharing:
             allocator.close_share(allocator.sharing[-1])
         elif roster.leaving or allocator.making_room:
-            return  # pages are on their way back
+            return  # pages are already being copied back
         else:
             roster.preempt(_last(roster))
 
@@ -53,7 +53,7 @@ def _grow(roster: Roster, seq: Sequence) -> None:
 def _make_way(roster: Roster, outgoing: int) -> None:
     """Preempt a row if pages will be needed soon that are neither available nor among the `outgoing` ones.
 
-    But not if so many pages are available that the victim would be readmitted immediately (thrashing).
+    But not if enough pages are available to readmit the victim immediately (thrashing).
     """
     available, running = roster.allocator.available + outgoing, len(roster.decoding) + len(roster.prefilling)
     if roster.leaving or running < 2 or available >= running:
@@ -82,7 +82,7 @@ def _grows_soon(seq: Sequence) -> bool:
 def change_weights(roster: Roster, version: int, recompute: bool, names: Collection[str] = ()) -> list[Sequence]:
     """Steps planned from now on run under `version`. Returns the sequences whose KV has to be computed again.
 
-    `names` are those of the tensors that have changed.
+    `names` are the names of the changed tensors.
     """
     again, roster.version = version == roster.version, version
     for feature in roster.features:
@@ -100,7 +100,7 @@ def change_weights(roster: Roster, version: int, recompute: bool, names: Collect
     for seq in stopped:
         roster.feed.prefill_stopped(seq)
     for seq in roster.unfinished():
-        first = max(version, seq.group.request.min_version)  # that it can have a token of
+        first = max(version, seq.group.request.min_version)  # oldest version that the next token can have
         if seq.launched == len(seq.tokens) and seq.drawn.too_old_for(first):  # tokens in flight have the old version
             roster.finish(seq, Finish("stale"))
     return begin_again(roster, roster.unfinished(), recompute)[1]

@@ -1,4 +1,4 @@
-"""What one step takes of the prompts that are being computed."""
+"""The part of the unfinished prompts that one step computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prompt_spans(
     page_size: int,
     features: Seq[StepFeature] = (),
 ) -> list[Span]:
-    """What one step takes of these prompts, in their order: at most `tokens` tokens and `words` int32 of upload.
+    """The spans of these prompts for one step, in order: at most `tokens` tokens and `words` int32 of upload.
 
     A sequence whose KV is still being copied back waits, and the others do not wait for it. The step also ends where a
     feature has no room for more.

@@ -1,4 +1,4 @@
-"""In which order the prompts of rows are computed: fairly between clients, within a client as rows were admitted.
+"""The order in which prompts of rows are computed: fair between clients, within a client by admission.
 
 Rows may be free for hundreds of prompts, of which a step computes a few. So a place in the queue is not enough: one
 prompt would wait for all that another client sent before. A row gets its turn when it is admitted, in tokens:
@@ -29,21 +29,21 @@ class PromptTurns:
     def __init__(self, prefilling: list[Sequence]) -> None:
         self._prefilling = prefilling
         self._now = 0
-        self.last_turns: dict[str, int] = {}  # of each client's last row; turns before now may be missing
+        self.last_turns: dict[str, int] = {}  # client -> its last row's turn; past turns may be missing
 
     def admit(self, seq: Sequence, tokens: int) -> None:
-        """A sequence has got a row, which has to compute this many tokens of its prompt: put it among the others."""
+        """Add a sequence that has got a row, and has to compute this many tokens of its prompt."""
         if seq.group.client not in self.last_turns:
             self.last_turns = {client: turn for client, turn in self.last_turns.items() if turn > self._now}
         seq.turn = self.last_turns[seq.group.client] = self._next(seq, tokens)
         self._insert(seq)
 
     def begin(self, seq: Sequence) -> None:
-        """The first chunk of a row is launched."""
+        """Note that the first chunk of a row is launched."""
         self._now = max(self._now, seq.turn)
 
     def hasten(self, other: Sequence, seq: Sequence, tokens: int) -> None:
-        """`seq`, which has no row and would compute this many tokens, waits for the prefill of `other`."""
+        """Note that `seq`, which has no row and would compute this many tokens, waits for the prefill of `other`."""
         turn = self._next(seq, tokens)
         if turn < other.turn and not other.row_ready:
             other.turn = self.last_turns[seq.group.client] = turn

@@ -28,7 +28,7 @@ class _Joined(NamedTuple):
     """A sequence that waits for another one's prefill, or for a fetch."""
 
     seq: Sequence
-    tokens: int  # that the prefill has to launch
+    tokens: int  # tokens that the prefill has to launch
     time: float  # virtual time of its client when it left the queue
 
 
@@ -36,7 +36,7 @@ class _Held(NamedTuple):
     """A sequence of a session that waits for room."""
 
     seq: Sequence
-    pages: int  # that it needs
+    pages: int  # pages that it needs
     time: float  # virtual time of its client when it left the queue
 
 
@@ -45,11 +45,11 @@ class QueueFeed:
 
     def __init__(self, allocator: PageAllocator) -> None:
         self.queue = WaitingQueue()
-        self.early: dict[RequestKey, Group] = {}  # wait for a newer weights version
-        self._joined: dict[Sequence | Fetch, list[_Joined]] = {}  # by the fetch, or by the sequence that prefills
-        self._held: list[_Held] = []  # wait for room beside other sessions, in the order of their rank
+        self.early: dict[RequestKey, Group] = {}  # requests that wait for a newer weights version
+        self._joined: dict[Sequence | Fetch, list[_Joined]] = {}  # key: the fetch or the sequence that prefills
+        self._held: list[_Held] = []  # sequences that wait for room among the sessions, by rank
         self._allocator = allocator
-        # The sequence that did not fit last, with the rows that ran and the pages that were available then.
+        # The last sequence that did not fit, with the running rows and available pages at that time.
         self._misfit: tuple[Sequence, int, int] | None = None
 
     def enter(self, group: Group, version: int) -> None:
@@ -79,18 +79,18 @@ class QueueFeed:
         return bool(self._joined)
 
     def join(self, seq: Sequence, other: Sequence | Fetch, tokens: int = 0) -> None:
-        """The first sequence of the queue waits until the prefill of `other` has launched this number of tokens.
+        """Have the first sequence of the queue wait until the prefill of `other` has launched this number of tokens.
 
         If `other` is a fetch, it waits until that has ended.
         """
         self._joined.setdefault(other, []).append(_Joined(seq, tokens, self.queue.withdraw(seq)))
 
     def hold(self, seq: Sequence, pages: int) -> None:
-        """The first sequence of the queue waits until there is room for `pages` pages."""
+        """Have the first sequence of the queue wait until there is room for `pages` pages."""
         insort(self._held, _Held(seq, pages, self.queue.withdraw(seq)), key=lambda held: held.seq.rank)
 
     def queue_held(self, waits: Callable[[Sequence, int], bool]) -> None:
-        """Queue the first of the sequences that wait for room, and wait no longer."""
+        """Queue the first of the sequences that wait for room."""
         held = next((held for held in self._held if not waits(held.seq, held.pages)), None)
         if held is not None:
             self._held.remove(held)
@@ -98,7 +98,7 @@ class QueueFeed:
 
     @property
     def holds(self) -> bool:
-        """True if a sequence waits for room beside other sessions."""
+        """True if a sequence waits for room among other sessions."""
         return bool(self._held)
 
     def joined_sequences(self) -> set[Sequence]:
@@ -110,23 +110,23 @@ class QueueFeed:
         self._queue_again(self._joined.pop(fetch, []))
 
     def prefill_launched(self, seq: Sequence) -> None:
-        """A chunk of a prefill is launched: queue the sequences that waited for its tokens."""
+        """Queue the sequences that waited for the tokens of a launched chunk."""
         joined = self._joined.pop(seq, [])
         self._queue_again([waiting for waiting in joined if waiting.tokens <= seq.kv.length])
         if later := [waiting for waiting in joined if waiting.tokens > seq.kv.length]:
             self._joined[seq] = later
 
     def prefill_stopped(self, seq: Sequence) -> None:
-        """A prefill stops, or its KV is of no use to others: queue the sequences that waited for it."""
+        """Queue the sequences that waited for a prefill that stops, or whose KV they cannot use."""
         self._allocator.prefixes.drop_frontier(seq)
         self._queue_again(self._joined.pop(seq, []))
 
     def note_misfit(self, seq: Sequence, running: int, available: int) -> None:
-        """The first sequence did not fit beside `running` rows when `available` pages could be allocated."""
+        """Note that the first sequence did not fit beside `running` rows when `available` pages could be allocated."""
         self._misfit = seq, running, available
 
     def still_misfits(self, seq: Sequence, running: int, available: int) -> bool:
-        """True if this sequence did not fit, and nothing has come free since."""
+        """True if this sequence did not fit, and no room has become free since."""
         if self._misfit is None or self._misfit[0] is not seq:
             return False
         return running >= self._misfit[1] and available <= self._misfit[2]
@@ -151,7 +151,7 @@ class QueueFeed:
             self._next_leader(group)
 
     def ended(self, seq: Sequence) -> None:
-        """A sequence is finalized, in whatever state it was."""
+        """Remove a finalized sequence, whatever its state was."""
         group = seq.group
         if seq is group.leader:
             group.leader = None
@@ -160,7 +160,7 @@ class QueueFeed:
             group.followers.remove(seq)
         self._started(seq)
         self._held = [held for held in self._held if held.seq is not seq]
-        self.queue.ended(seq)  # last: the next leader keeps its client in the queue
+        self.queue.ended(seq)  # called last: the next leader keeps its client in the queue
 
     def _queue_again(self, joined: list[_Joined]) -> None:
         for waiting in joined:
@@ -168,7 +168,7 @@ class QueueFeed:
                 self.queue.push(waiting.seq, waiting.time)
 
     def _started(self, seq: Sequence) -> None:
-        """A sequence got a row, or ended: it no longer needs the share."""
+        """Note that a sequence got a row or ended: it no longer needs the share."""
         if seq.may_share:
             seq.may_share = False
             seq.group.unstarted -= 1

@@ -30,7 +30,7 @@ def refusal(
     session_busy: bool = False,
     served: RowNeeds = OPTIONAL,
 ) -> Rejected | None:
-    """Why a request can't be taken, or None if it can. `served` are the optional needs that features serve."""
+    """The reason to refuse a request, or None. `served` are the optional needs that features serve."""
     total, most = len(request.prompt) + request.max_tokens, min(limits.max_context, pool_tokens)
     if total > most:
         message = f"prompt plus max_tokens is {total} tokens and this worker holds at most {most}: ask for fewer"

@@ -47,13 +47,13 @@ class Roster:
         features: Seq[StepFeature] = (),
     ) -> None:
         self.allocator = allocator
-        self.features = features  # what optional capabilities add to steps
-        self.version = version  # of the weights
+        self.features = features  # optional capabilities
+        self.version = version  # weights version
         self.clock = clock
         self.counters = counters or Counters()
-        self.events: list[Event] = []  # what the service has not been sent yet
+        self.events: list[Event] = []  # events not sent to the service yet
         self.groups: dict[RequestKey, Group] = {}
-        self.prefilling: list[Sequence] = []  # in the order in which their prompts are computed
+        self.prefilling: list[Sequence] = []  # ordered as their prompts are computed
         self.turns = PromptTurns(self.prefilling)
         self.decoding: list[Sequence] = []
         self.leaving: list[Sequence] = []
@@ -84,7 +84,7 @@ class Roster:
     # --- beginnings --------------------------------------------------------------------------------------------------
 
     def enter(self, group: Group) -> None:
-        """A request was taken: its sequences wait."""
+        """Take a request: its sequences wait."""
         self.groups[group.key] = group
         self.waiting += len(group.sequences)
         self.feed.enter(group, self.version)
@@ -94,7 +94,7 @@ class Roster:
         return all(feature.ready(seq) for feature in self.features)
 
     def start(self, seq: Sequence) -> None:
-        """The first sequence of the queue has got pages: it gets a row."""
+        """Give a row to the first sequence of the queue, which has got pages."""
         self.feed.take(seq)
         for feature in self.features:
             feature.admitted(seq)
@@ -121,7 +121,7 @@ class Roster:
     # --- ends --------------------------------------------------------------------------------------------------------
 
     def end(self, key: RequestKey, reason: FinishReason, error: str | None = None) -> None:
-        """End what is unfinished of a request; unknown keys are ignored (it ended by itself)."""
+        """End the unfinished completions of a request; unknown keys are ignored (it ended by itself)."""
         group = self.groups.get(key)
         for seq in list(group.sequences) if group else ():
             if not seq.finalized:
@@ -138,20 +138,20 @@ class Roster:
             self.end(key, reason, error)
 
     def stop_at(self, key: RequestKey, index: int, string: str) -> None:
-        """A stop string was found in a completion's text."""
+        """End a completion in whose text the service found a stop string."""
         group = self.groups.get(key)
         if group is not None and not group.sequences[index].finalized:
             self.finish(group.sequences[index], Finish("stop", string))
 
     def flush(self, key: RequestKey) -> None:
-        """Send the tokens that a request has; unknown keys are ignored (it ended by itself)."""
+        """Send the present tokens of a request; unknown keys are ignored (it ended by itself)."""
         group = self.groups.get(key)
         for seq in group.sequences if group else ():
             if not seq.finalized and len(seq.tokens) > seq.drawn.flushed:
                 self.events.append(make_delta(seq, self.features))
 
     def fail(self, seq: Sequence, error: str) -> None:
-        """End one completion as an error, with what it has."""
+        """End one completion as an error, with its present tokens."""
         self.finish(seq, Finish("error", error=error))
 
     def finish(self, seq: Sequence, finish: Finish) -> None:
@@ -163,8 +163,8 @@ class Roster:
             self._stop_running(seq)
         seq.finish = finish
         self.events.append(make_delta(seq, self.features))
-        seq.finalized = True  # after its last delta: `rescue` relies on it
-        seq.drawn.tops = NO_TOPS  # they are sent; its group may go on for long
+        seq.finalized = True  # set after the last delta: `rescue` relies on it
+        seq.drawn.tops = NO_TOPS  # the tops are sent; the group may run for long
         group = seq.group
         group.unfinished -= 1
         group.complete += finish.complete
@@ -202,13 +202,13 @@ class Roster:
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a sequence's row, for want of pages; it goes on later, with its KV if that can be kept."""
+        """Take a sequence's row because pages are short; it continues later, with its KV if that can be kept."""
         self.counters.preemptions += 1
         seq.group.preemptions += 1
         self.take_off(seq, offload=True)
 
     def take_off(self, seq: Sequence, offload: bool = False) -> None:
-        """No plan names the sequence any more; it waits for a row again once its tokens in flight are committed."""
+        """Take a sequence out of its row; it waits for a row again once its tokens in flight are committed."""
         if offload:
             seq.kv.wants_offload = seq.row_ready or seq.kv.own
         self._stop_running(seq)
@@ -220,11 +220,11 @@ class Roster:
         """The row draws the token after its committed ones again: it keeps its KV, and its state is set up anew."""
         seq.drop_launched()
         if seq.state is not State.DECODE:
-            return  # it leaves its row, and will be set up anew in any case
+            return  # the sequence leaves its row and will be set up anew in any case
         self.decoding.remove(seq)
         seq.kv.prefill_tokens, seq.kv.drawn_again = seq.history(), True
         seq.row_ready, seq.state = False, State.PREFILL
-        self.prefilling.insert(0, seq)  # before all prompts, as it is one token
+        self.prefilling.insert(0, seq)  # first of all prompts, as it is one token
 
     def settle(self, seq: Sequence) -> None:
         """Give row and pages back if nothing needs them; the only place that does."""
@@ -247,18 +247,18 @@ class Roster:
                 self.feed.queue.push(seq)
 
     def restores_ended(self, seqs: list[Sequence]) -> None:
-        """No copy writes to the pages of these sequences any more."""
+        """Settle these sequences, if possible: no copy writes to their pages any more."""
         for seq in seqs:
             if seq.finalized or seq.state is State.LEAVING:
                 self.settle(seq)
 
     def fetches_ended(self, fetches: list[Fetch]) -> None:
-        """What sequences wait for is in the pool now, or will not come."""
+        """End the wait of sequences: their KV is in the pool, or will not come."""
         for fetch in fetches:
             self.feed.fetch_ended(fetch)
 
     def forget_offloaded(self) -> None:
-        """Offloaded KV is of no use: its sequences are computed again."""
+        """Discard offloaded KV: its sequences are computed again."""
         for seq in self.unfinished():
             self.allocator.drop_offloaded(seq)
         for seq in [seq for seq in self.prefilling if seq.kv.offloaded is not None]:

@@ -1,4 +1,4 @@
-"""Who runs next, and what became of what ran.
+"""Plans the next step, and takes the results of steps.
 
     submit(request)     a request enters the roster, or is refused
     plan()              the next step as plain data
@@ -121,7 +121,7 @@ class Scheduler:
                 return True
             if seq.group.waits_for_turn:
                 return False
-            # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
+            # A page for each running row stays free: otherwise the newcomer is preempted as soon as the rows grow.
             running = len(roster.decoding) + len(roster.prefilling)
             if feed.still_misfits(seq, running, allocator.admissible):
                 return True
@@ -137,7 +137,7 @@ class Scheduler:
             elif allocator.try_admit(seq, reusable, roster.version, spare=running):
                 roster.start(seq)
             elif running or not allocator.sharing:
-                feed.note_misfit(seq, running, allocator.admissible)  # now: sessions may have lost their pages
+                feed.note_misfit(seq, running, allocator.admissible)  # noted now: sessions may have lost their pages
                 return True
             else:
                 allocator.close_share(allocator.sharing[0])  # nothing runs that could give pages back
@@ -174,7 +174,7 @@ class Scheduler:
     # --- launch and commit -------------------------------------------------------------------------------------------
 
     def launched(self, plan: Plan) -> None:
-        """The step is in flight."""
+        """Note that the step is in flight."""
         version, of_prompts = plan.version, plan.kind == "prefill"
         for seq, start, tokens_in, draws, _ in plan.spans:
             end = start + tokens_in
@@ -249,7 +249,7 @@ class Scheduler:
                 drawn.raw_logprobs.append(raw_logprobs[at])
                 if drawn.drawn_logprobs is not None:
                     drawn.drawn_logprobs.append(output.drawn_logprobs[at])
-                if run is not None:  # last: `rescue` tells by the runs whether a token is whole
+                if run is not None:  # updated last: `rescue` tells by the runs whether a token is whole
                     run[1] += 1
                 else:
                     runs.append([version, 1])
@@ -270,14 +270,14 @@ class Scheduler:
             self._note_first_tokens(plan)
 
     def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
-        """A committed step took `seconds` on the device, waits for masks too, and `tokens` of its tokens were kept."""
+        """Note a committed step: `seconds` on the device, waits for masks included, and `tokens` kept tokens."""
         if plan.kind == "prefill":
             self.roster.allocator.tier.costs.computed(plan.tokens, seconds)
         for feature in self.roster.features:
             feature.ran(plan, tokens, seconds)
 
     def _examine(self, seq: Sequence, token: int) -> bool:
-        """A token that may end its sequence, or after which something is due; True if later ones do not count."""
+        """Handle a token that may end its sequence or needs a check; True if later tokens do not count."""
         roster, drawn, request = self.roster, seq.drawn, seq.group.request
         count = len(drawn.tokens)
         # Before `min_tokens` only the mask of a constraint lets a stop token be drawn: where nothing else may follow.
@@ -302,7 +302,7 @@ class Scheduler:
         return True
 
     def _chunk_committed(self, seq: Sequence, end: int) -> None:
-        """A span that draws nothing was committed: the last one, if its sequence may have no (other) token."""
+        """Commit a span that draws nothing; it is the last one if the sequence may have no further token."""
         tokens = len(seq.tokens)
         if tokens >= seq.max_tokens and end == seq.prompt_len + tokens:
             self.roster.finish(seq, Finish("length"))

@@ -1,1 +1,1 @@
-"""What the host knows of one sequence: its tokens, KV, experts, group and session, as plain data."""
+"""The host's data of one sequence: its tokens, KV, experts, group and session, as plain data."""

@@ -1,4 +1,4 @@
-"""The tokens of a completion and what the service gets with each: a column for each value.
+"""The tokens of a completion with the values that the service gets for each: one column per value.
 
 Tokens that another worker drew (`known`) come first in all columns. The tokens drawn here follow; `versions` counts
 only these. A commit writes to `versions` last: a token is whole once it is counted there.
@@ -51,7 +51,7 @@ NO_TOPS = TopTokens(0, 0)
 
 
 class DrawnTokens:
-    """What was drawn for one completion. A commit appends to the columns, a delta reads them."""
+    """The drawn tokens of one completion. A commit appends to the columns, a delta reads them."""
 
     __slots__ = (
         "drawn_logprobs",
@@ -68,7 +68,7 @@ class DrawnTokens:
     )
 
     def __init__(self, request: Request, reshapes: bool) -> None:
-        """With `reshapes` the sampling rules change the distribution: the log-prob in that one has a column, too."""
+        """With `reshapes` the sampling rules change the distribution, and its log-probs have a column, too."""
         prior = request.prior
         self.tokens = array("i", prior.token_ids.astype(np.int32).tobytes())
         self.known = known = len(self.tokens)

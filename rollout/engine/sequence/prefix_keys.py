@@ -23,7 +23,7 @@ class PrefixKeys:
 
     @property
     def last(self) -> bytes:
-        """The digest of all full pages so far."""
+        """The digest of all present full pages."""
         return self._last
 
     def fork(self, pages: int) -> PrefixKeys:

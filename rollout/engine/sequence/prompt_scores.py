@@ -1,4 +1,4 @@
-"""The scores of a request's prompt, as far as they are known."""
+"""The known scores of a request's prompt."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class PromptScores:
     """Row i belongs to token `scored_from` + i of the prompt; unknown rows are NaN. N: scored tokens."""
 
     logprobs: np.ndarray  # float32 [N]
-    tops: PromptTops | None  # of the same tokens
-    chosen: np.ndarray | None  # float32 [N, K], of the tokens that the request names
+    tops: PromptTops | None  # top tokens of the same tokens
+    chosen: np.ndarray | None  # float32 [N, K]: log-probs of the tokens that the request names
     entropy: np.ndarray | None  # float32 [N], nats
-    version: int | None = None  # weights version of these; None while none is known
+    version: int | None = None  # weights version of these scores; None if no version is known
 
     @classmethod
     def unknown(cls, request: Request, version: int | None = None) -> PromptScores:
-        """Rows for what a request asks for, all unknown."""
+        """Rows for the scores that a request asks for, all unknown."""
         rows, chosen = len(request.prompt) - request.scored_from, request.prompt_chosen
         return cls(
             np.full(rows, np.nan, np.float32),

@@ -1,7 +1,7 @@
 """Finds that a completion repeats itself, token by token.
 
 A pattern of p tokens that stands there c times in a row: the last p * (c - 1) tokens are those p places before them.
-So a counter for each p is enough: for how many tokens in a row that has been so.
+So one counter for each p is enough: the number of tokens in a row for which that is true.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollout.engine.messages.requests import Request
 
 
 class NoRepetition:
-    """A completion may repeat what it likes."""
+    """The absence of a rule: a completion may repeat itself."""
 
     every = NEVER  # tokens between two calls of `found`
 
@@ -56,15 +56,15 @@ NO_REPETITION = NoRepetition()
 
 
 def repetition_of(request: Request, known: array) -> NoRepetition:
-    """What watches a completion of a request that has the tokens `known` as it begins."""
+    """The repetition counters of a completion that begins with the tokens `known`."""
     rule = request.stop.repetition
-    most = min(rule.most, request.max_tokens // rule.count)  # larger ones do not fit
+    most = min(rule.most, request.max_tokens // rule.count)  # longer repetitions do not fit
     if most < rule.least:
         return NO_REPETITION
     return Repetition(rule.least, most, rule.count, request.stop.min_tokens, known)
 
 
 def _trues_at_end(values: np.ndarray) -> int:
-    """How many of the last values are true, without a false one between them."""
+    """Length of the run of true values at the end."""
     wrong = np.flatnonzero(~values)
     return len(values) - 1 - int(wrong[-1]) if len(wrong) else len(values)

@@ -1,4 +1,4 @@
-"""What a row needs beyond a plain forward and draw, as bits. A step does the union of what its rows need."""
+"""The needs of a row beyond a plain forward and draw, as bits. A step serves the union of its rows' needs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class RowNeeds(IntFlag):
         return bool(self & ~(RowNeeds.GREEDY | RowNeeds.DRAW | RowNeeds.TOP | RowNeeds.ADAPTER))
 
 
-#: What a worker can lack: a `StepFeature` serves it.
+#: Needs that a worker may not serve: each takes a `StepFeature`.
 OPTIONAL = RowNeeds.ADAPTER
 #: Sampling that is inside a captured step.
 PLAIN = RowNeeds.GREEDY | RowNeeds.DRAW
-#: What a sampling rule needs, by its part of the draw. Every draw has a temperature.
+#: The need of a sampling rule, by its part of the draw. Every draw has a temperature.
 NEEDS: dict[Part, RowNeeds] = {
     "temperature": RowNeeds.NONE,
     "truncation": RowNeeds.TRUNCATE,
@@ -42,7 +42,7 @@ NEEDS: dict[Part, RowNeeds] = {
 
 
 def needs_of(request: Request) -> RowNeeds:
-    """What the rows of a request need."""
+    """The needs of a request's rows."""
     sampling = request.sampling
     needs = RowNeeds.GREEDY if sampling.temperature == 0 else RowNeeds.DRAW
     for rule in RULES:

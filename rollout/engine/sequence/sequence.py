@@ -16,8 +16,8 @@ Three counters, all in tokens:
     launched      committed plus in flight
     kv.length     positions whose KV is written once everything launched has run = prompt + launched - 1 while decoding
 
-`drafted` of the last two are drafts in flight: they count as accepted until their step is committed, which takes back
-those that were refused.
+The last two include `drafted` drafts in flight: they count as accepted until their step is committed, which takes the
+refused ones back.
 
 A constraint may hold from some token on (`free`). Before it a row is one without a constraint. The commit that sees its
 beginning drops what was drawn after that without a mask (`drop_launched`), and the row draws it again.
@@ -56,7 +56,7 @@ _CONSTRAIN = RowNeeds.CONSTRAIN.value
 
 
 class State(Enum):
-    """Where a sequence is in its life."""
+    """The state of a sequence."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -77,7 +77,7 @@ class PromptShare:
     pages: list[int]
     oldest: int  # weights version of their KV
     keys: PrefixKeys | None
-    place: int | None = None  # of the snapshot before the last token; for models with states
+    place: int | None = None  # models with states: place of the snapshot before the last token
 
 
 @dataclass(eq=False, slots=True)
@@ -86,22 +86,22 @@ class Group:
 
     request: Request
     arrived_s: float
-    client: str = ""  # whose tokens the queue counts; "" for all groups where it does not tell clients apart
+    client: str = ""  # client whose tokens the queue counts; "" if the queue does not tell clients apart
     sequences: list[Sequence] = field(default_factory=list)
     leader: Sequence | None = None  # prefills the prompt for all, until its last chunk is launched
-    followers: list[Sequence] = field(default_factory=list)  # not in the queue yet: they wait for the leader's prefill
+    followers: list[Sequence] = field(default_factory=list)  # wait for the leader's prefill, not yet in the queue
     share: PromptShare | None = None
-    session: Session | None = None  # whose next turn this is
-    adapter: Adapter | None = None  # of its rows
+    session: Session | None = None  # the session that this turn belongs to
+    adapter: Adapter | None = None  # adapter of its rows
     unstarted: int = 0  # members that may still want the share
     unfinished: int = 0
     complete: int = 0  # ended by a stop or by length
     cached_tokens: int = 0
     preemptions: int = 0
-    admitted_s: float = math.inf  # until then
-    first_token_s: float = math.inf  # until then
+    admitted_s: float = math.inf  # infinite before the admission
+    first_token_s: float = math.inf  # infinite before the first token
     prompt_due: bool = False  # the leader has to compute the scores of the prompt
-    prompt_scores: PromptScores | None = None  # none are known before the first
+    prompt_scores: PromptScores | None = None  # None before the first scores
 
     @property
     def key(self) -> RequestKey:
@@ -164,7 +164,7 @@ class Sequence:
         begins = request.prior is NOTHING_BEFORE
         self.seed = row_seed(request.sampling.seed, index) if begins else request.sampling.seed
         self.needs = needs_of(request)
-        self.need_bits = self.needs.value  # of its next step: without CONSTRAIN while that needs no mask
+        self.need_bits = self.needs.value  # needs of the next step; no CONSTRAIN while that step needs no mask
         self.stop_ids = frozenset(request.stop.token_ids)
         self.free: Free | None = None  # finds where its constraint will hold; None once it does
         self.watched = self.stop_ids  # tokens that a commit examines
@@ -194,7 +194,7 @@ class Sequence:
         self.row_ready = False  # a launched step has set up the row's device state
         self.may_share = False  # counted in group.unstarted
         self.computed = 0  # tokens whose KV its first prefill computes; 0 before its first row
-        self.turn = 0  # when its prompt is computed, among the prompts of other rows (`prompt_turns`)
+        self.turn = 0  # position of its prompt in the order of prompts (`prompt_turns`)
 
     @property
     def tokens(self) -> array:
@@ -230,21 +230,21 @@ class Sequence:
     def consumed(self) -> int:
         """Positions whose KV the tokens generated here depend on; 0 before the first such token.
 
-        A completion that ends without one, as `max_tokens` says, has those on which a scored prompt depends: all but
-        the last.
+        A completion that ends by `max_tokens` without such a token has the positions on which a scored prompt depends:
+        all but the last.
         """
         ended = self.finish is not None and self.finish.reason == "length"
         return self.prompt_len + len(self.tokens) - 1 if self.drawn.versions or ended else 0
 
     def settle_drafts(self, count: int, accepted: int) -> None:
-        """A step with `count` drafts is being committed, its tokens are not taken yet: take back what was refused."""
+        """Take back the refused drafts of a step with `count` drafts, before its tokens are taken."""
         self.drafted -= count
         self.launched -= count - accepted
         self.kv.take_back(count - accepted)
         self.adapter_use.drafts_refused(count - accepted, len(self.tokens))
 
     def drop_launched(self) -> None:
-        """No token counts that comes after the committed ones: neither those of steps in flight nor accepted drafts."""
+        """Drop all tokens after the committed ones: tokens of steps in flight and accepted drafts."""
         count = len(self.tokens)
         self.kv.take_back(self.launched - count)
         self.void, self.drafted, self.launched = self.inflight_refs, 0, count
@@ -253,7 +253,7 @@ class Sequence:
         self.drawn.tops.cut(count)
 
     def begin_free(self, rewinds: bool) -> None:
-        """Its steps need no masks until its constraint holds, if that does not hold from the first token.
+        """Run without masks until the constraint holds, if it does not hold from the first token.
 
         `rewinds`: the row can draw a token again.
         """

@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 
-#: Where KV was found that a sequence does not compute: with its group; full pages in the cache; a whole prompt in the
+#: The source of KV that a sequence reuses: its group; full pages in the cache; a whole prompt in the
 #: cache; the end of the last turn of its session, or as much of it as the turn agrees with.
 PrefixHit = Literal["group", "pages", "prompt_end", "turn_end"]
 NO_TOKENS = np.zeros(0, np.int32)
@@ -22,19 +22,19 @@ PREFIX_HITS: tuple[PrefixHit, ...] = get_args(PrefixHit)
 
 
 class Point(NamedTuple):
-    """Where a prefix ends."""
+    """The end of a prefix."""
 
-    digest: bytes  # of its full pages
+    digest: bytes  # digest of its full pages
     after: int  # tokens after them
-    key: bytes  # of all its tokens
+    key: bytes  # key of all its tokens
 
 
 class Snapshot(NamedTuple):
     """A state after a prefix, in a place of the state pool."""
 
     place: int
-    tokens: int  # of the prefix
-    point: Point | None = None  # of the end of a turn, with a prefix cache
+    tokens: int  # length of the prefix
+    point: Point | None = None  # the end of a turn, with a prefix cache
 
 
 class PlannedSnapshot(NamedTuple):
@@ -51,15 +51,15 @@ class KVContent:
 
     length: int = 0  # positions
     oldest: int = 0  # weights version in it; versions rise, so what is computed after it does not change that
-    adapter_edition: int = 0  # when it was begun; 0 without an adapter
-    keys: PrefixKeys | None = None  # of its full pages
+    adapter_edition: int = 0  # adapter edition at its start; 0 without an adapter
+    keys: PrefixKeys | None = None  # keys of its full pages
 
 
 class Prefill(NamedTuple):
     """A prefill: it computed the KV of the prompt and of these tokens."""
 
     tokens: int
-    version: int  # of the weights
+    version: int  # weights version
     adapter_edition: int
 
 
@@ -74,20 +74,20 @@ class SequenceKV(KVContent):
     #: The prefill computes the last token only, after KV that the row has: it was decoding, and draws a token again.
     drawn_again: bool = False
     copy_source: int | None = None  # page to copy in the first chunk; referenced until that is launched
-    hit: PrefixHit | None = None  # where the KV came from that it did not compute, at its last admission
-    fetches: int = 0  # that the sequence has had begun since it last had a row
+    hit: PrefixHit | None = None  # source of the KV that it reused at its last admission
+    fetches: int = 0  # fetches begun since it last had a row
     wants_offload: bool = False  # preempted, with KV that is worth keeping
-    offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
+    offloaded: OffloadedKV | None = None  # KV before the preemption, until the next step is launched
     prefills: list[Prefill] = field(default_factory=list)
     #: (tokens of the completion, oldest weights version, tokens): runs of the KV that was found when the sequence got a
-    #: row with so many tokens. Where only KV of the present weights is used there are none.
+    #: row with this number of tokens. Empty where only KV of the present weights is used.
     found: tuple[tuple[int, int, int], ...] = ()
     #: Key of the page, or of the snapshot, that its prefill computes next; others may wait for it.
     frontier: bytes | None = None
-    # Of models with states. A sequence has a reference to each of these places.
+    # Only for models with states. A sequence has a reference to each of these places.
     load_from: int | None = None  # place of the snapshot that the first chunk loads; until that is launched
-    planned_snapshot: PlannedSnapshot | None = None  # that its prefill will save
-    snapshot: Snapshot | None = None  # that its prefill has saved
+    planned_snapshot: PlannedSnapshot | None = None  # the snapshot that its prefill will save
+    snapshot: Snapshot | None = None  # the snapshot that its prefill has saved
     host_state: HostState | None = None  # the copy of its state to the host, from the end of its last step on
 
     @property
@@ -102,7 +102,7 @@ class SequenceKV(KVContent):
 
     @property
     def chunk_end(self) -> int:
-        """Where the next chunk of its prefill ends at the latest: a state is saved between two steps."""
+        """The latest end of the next chunk of its prefill: a state is saved between two steps."""
         planned = self.planned_snapshot
         return planned.tokens if planned is not None and self.length < planned.tokens else len(self.prefill_tokens)
 
@@ -125,7 +125,7 @@ class SequenceKV(KVContent):
         self.capacity = len(self.pages) * page_size
 
     def give_up_pages(self) -> None:
-        """The pages belong to others now: nothing is in the pool."""
+        """Forget the pages, which have other owners now: no KV of the sequence is in the pool."""
         self.pages = []
         self.capacity = self.length = 0
         self.prefill_tokens, self.keys = NO_TOKENS, None
@@ -146,8 +146,8 @@ class SequenceKV(KVContent):
         return sum(count for at, oldest, count in self.found if at == tokens and oldest < version)
 
     def note_prefill(self, start: int, end: int, prefill: Prefill, consumed: int) -> None:
-        """`prefill` is writing the KV of positions start..end-1; the drawn tokens depend on `consumed` positions."""
-        # What was restored, or is there still, lacks the KV of the last token only.
+        """Note that `prefill` writes KV of positions start..end-1; the drawn tokens depend on `consumed` positions."""
+        # Restored or kept KV lacks only the last token.
         whole = self.own and start == consumed
         if not whole and prefill not in self.prefills[-1:]:
             self.prefills.append(prefill)
@@ -155,12 +155,12 @@ class SequenceKV(KVContent):
             self.oldest = prefill.version
 
     def take_back(self, refused: int) -> None:
-        """The last `refused` positions hold no tokens of the sequence."""
+        """Remove the last `refused` positions, which hold no tokens of the sequence."""
         self.length -= refused
 
     @property
     def own(self) -> bool:
-        """True if a prefill goes on after KV of its own, which no row of the device state has yet."""
+        """True if a prefill continues after its own KV without a set-up row on the device."""
         return self.offloaded is not None or self.drawn_again
 
     @property
@@ -180,10 +180,10 @@ class OffloadedPage:
     pool_page: int | None  # None while it is on the host only
     host_page: int
     owners: int = 1  # offloaded sequences that need it
-    outgoing: bool = False  # its copy to the host is queued or under way
-    copying: bool = False  # that copy is under way
-    restore: Restore | None = None  # its copy from the host, queued or under way
-    also_on_host: bool = False  # what is in `pool_page` is on the host, too
+    outgoing: bool = False  # the copy to the host is queued or under way
+    copying: bool = False  # the copy to the host is under way
+    restore: Restore | None = None  # the copy from the host, queued or under way
+    also_on_host: bool = False  # the host page has the content of `pool_page`
 
 
 @dataclass(eq=False, slots=True)
@@ -214,9 +214,9 @@ class OffloadedKV(KVContent):
     """The KV of one offloaded sequence. `offload` keeps the books of it and says what the states of a page are."""
 
     pages: list[OffloadedPage] = field(default_factory=list)
-    restores: list[Restore] = field(default_factory=list)  # not complete: the sequence waits for them
-    restored: list[tuple[int, int]] = field(default_factory=list)  # (host page, pool page): all that came from the host
-    host_place: int | None = None  # of its state, for models with states
+    restores: list[Restore] = field(default_factory=list)  # incomplete copies that the sequence waits for
+    restored: list[tuple[int, int]] = field(default_factory=list)  # (host page, pool page), copied from the host
+    host_place: int | None = None  # models with states: place of its state
     restores_state: Literal["no", "queued", "copying"] = "no"  # the copy of its state to its row
 
     @property

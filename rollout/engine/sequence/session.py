@@ -15,12 +15,12 @@ from rollout.engine.sequence.sequence_kv import Snapshot
 class SessionKV:
     """The KV of a session."""
 
-    tokens: np.ndarray  # int32 or int64 [tokens]: the pages have the KV of these, as `Sequence.identity` says
+    tokens: np.ndarray  # int32 or int64 [tokens]: the tokens of the KV, as in `Sequence.identity`
     pages: list[int]  # the last one may be half full
     oldest: int  # oldest weights version of the KV
-    keys: PrefixKeys | None  # of all full pages at least; None without a prefix cache
+    keys: PrefixKeys | None  # keys of at least all full pages; None without a prefix cache
     adapter_edition: int = 0  # 0 without an adapter
-    snapshots: tuple[Snapshot, ...] = ()  # longest first; of models with states: KV is of use up to one of them
+    snapshots: tuple[Snapshot, ...] = ()  # models with states, longest first: KV is usable up to a snapshot
 
 
 @dataclass(eq=False, slots=True)
@@ -29,10 +29,10 @@ class Session:
 
     key: SessionKey
     lease_s: float
-    turns: int = 0  # submitted and not settled: the last one, and earlier ones with steps still in flight
-    turn: RequestKey | None = None  # the last one
-    over: bool = False  # it was ended: it keeps no KV
+    turns: int = 0  # submitted turns that are not settled: the last one, and earlier ones with steps in flight
+    turn: RequestKey | None = None  # the last turn
+    over: bool = False  # the session was ended: it keeps no KV
     kv: SessionKV | None = None
     until_s: float = 0.0  # end of its lease, while it has no turn
-    last_s: float = 0.0  # for how long after a turn it gives way after others
-    last_until_s: float = 0.0  # until then, while it has no turn
+    last_s: float = 0.0  # time after a turn in which it is evicted after others
+    last_until_s: float = 0.0  # end of that time, while it has no turn

@@ -2,8 +2,8 @@
 
 Triton compiles a kernel when it is first launched, and nothing else goes on meanwhile: a start without Triton's cache
 waits for some hundred kernels, one after the other. So the steps of a rehearsal run once with their launches left out:
-each launch only asks for its kernel, and threads compile what was asked for. What a kernel would have written is not
-there, so new tensors hold zeros: whatever uses them as indices stays inside its tables.
+each launch only asks for its kernel, and threads compile the requested kernels. The kernels' outputs do not exist
+then, so new tensors hold zeros: code that uses them as indices stays inside its tables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout.process.compiling import many_compilations
 
 log = logging.getLogger(__name__)
 
-#: What returns memory that nobody has written.
+#: Functions that return uninitialized memory.
 _UNWRITTEN = (
     (torch, "empty"),
     (torch, "empty_like"),
@@ -36,7 +36,7 @@ _UNWRITTEN = (
 
 @contextmanager
 def zeroed_tensors() -> Iterator[None]:
-    """Within, tensors of this thread that would hold whatever lay in their memory hold zeros."""
+    """Context in which uninitialized tensors of this thread hold zeros."""
     mine = threading.get_ident()
 
     def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -55,14 +55,14 @@ def zeroed_tensors() -> Iterator[None]:
 def compile_kernels_of(run: Callable[[], object], threads: int) -> None:
     """Call `run` without running the Triton kernels that it launches, and make all of them ready on the current device.
 
-    At most `threads` threads compile, and no more than there are cores. If `run` raises, what was asked for is still
-    compiled. Raises what Triton raises for a kernel that is wrong.
+    At most `threads` threads compile, and no more than there are cores. The requested kernels are compiled even if
+    `run` raises. Raises what Triton raises for a kernel that is wrong.
     """
     from triton import FutureKernel
 
     began_s = time.perf_counter()
     with many_compilations(), ThreadPoolExecutor(min(threads, len(os.sched_getaffinity(0)))) as pool:
-        # In a context of its own, as Triton 3.6 leaves its mode on there if a compilation fails.
+        # A separate context, because Triton 3.6 leaves its mode on if a compilation fails.
         asked = contextvars.copy_context().run(_ask, run, pool)
         ran_s = time.perf_counter() - began_s
         # All others were compiled before.
@@ -98,7 +98,7 @@ def _ask(run: Callable[[], object], pool: ThreadPoolExecutor) -> list[Any]:
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, `owner` has what `make` makes of its attribute; then it is as before."""
+    """Context in which an attribute of `owner` is replaced by `make` of it."""
     is_own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, make(before))
     try:
@@ -111,7 +111,7 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def _kind(value: Any) -> object:
-    """What a kernel may be compiled for in an argument, and more: layers ask with different tensors of one kind."""
+    """A key of an argument that is finer than a compilation needs: layers ask with different tensors of one kind."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16
     if isinstance(value, tuple | list):
@@ -123,7 +123,7 @@ def _kind(value: Any) -> object:
 
 
 def _build_launcher(kernel: Any) -> None:
-    """Have a C compiler build what launches the kernel, for Triton's cache.
+    """Have a C compiler build the launcher of the kernel, for Triton's cache.
 
     The module that the thread loads is not used: all have one name, and Python can give a thread the module of another.
     """

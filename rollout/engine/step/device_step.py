@@ -1,4 +1,4 @@
-"""What a step does on the device: sets rows up, runs the forward, draws. Everything here runs on the compute stream.
+"""A step on the device: set rows up, run the forward, draw. Everything here runs on the compute stream.
 
     begin      rows that the step sets up, pages that are copied, tokens of a decode forward that the host knows
     decode     one token for each row, the last one of the row state; logits of the next
@@ -36,13 +36,13 @@ from rollout.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
-#: What features write for the host, by their names.
+#: Outputs of features for the host, by feature name.
 Outputs = Mapping[str, Any]
 _NO_OUTPUTS: Outputs = {}
 
 
 def make_forward(model: LanguageModel, deterministic: bool) -> LanguageModel | FusedDecoder | DecoderWithFusedExperts:
-    """What runs the forwards of a model: the fused kernels where they support it, else the model itself."""
+    """The executor of a model's forwards: the fused kernels if they support it, else the model itself."""
     if not isinstance(model, Decoder):
         return model
     if supports(model):
@@ -60,7 +60,7 @@ def make_forward(model: LanguageModel, deterministic: bool) -> LanguageModel | F
 class DeviceStep:
     """The model, its KV and the state of the rows. `forward` executes `model`.
 
-    With `exact_sums` a row's scores are the same whatever the other rows are. With `shares_pages` decode steps say what
+    With `exact_sums` a row's scores do not depend on the other rows. With `shares_pages` decode steps say what
     their rows share.
     """
 
@@ -78,7 +78,7 @@ class DeviceStep:
         self.forward = forward
         self.kv = kv
         self.rows = rows
-        #: The part of the vocabulary that the logits of forwards are of; None if all.
+        #: The part of the vocabulary that the forwards' logits cover; None if they cover all of it.
         self.shard = model.vocab_shard if isinstance(model, Decoder) else None
         self.group = model.group if isinstance(model, Decoder) else ONE_RANK
         self.sample = Sampler(rows, self.shard)
@@ -91,7 +91,7 @@ class DeviceStep:
         self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
-        """The same over another KV cache."""
+        """The same step over another KV cache."""
         more = self.exact_sums, self.shares_pages, self.features
         return DeviceStep(self.model, self.forward, kv, self.rows, *more)
 
@@ -102,7 +102,7 @@ class DeviceStep:
             staging.put("segments", no_segments(size))
 
     def prepare(self, extra: Extra) -> None:
-        """Hand a feature what came beside the words of the next step."""
+        """Hand a feature its extra of the next step."""
         next(feature for feature in self.features if feature.name == extra.feature).prepare(extra)
 
     def begin(self, step: StepInput) -> None:
@@ -194,7 +194,7 @@ class DeviceStep:
             feature.forward_ends(batch, outputs.get(feature.name))
 
     def _fields(self, of_feature: Callable[[DeviceFeature], dict[str, Any]]) -> dict[str, Any]:
-        """What a batch has of all features."""
+        """The fields of all features in a batch."""
         return {name: value for feature in self.features for name, value in of_feature(feature).items()}
 
     def prefill(self, step: StepInput, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor] | None:

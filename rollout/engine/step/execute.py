@@ -40,7 +40,7 @@ _NOT_PLAIN = ~PLAIN.value
 
 
 class Movers(NamedTuple):
-    """What copies to the host and back."""
+    """The streams of copies to the host and back."""
 
     kv: PageMover | None = None
     states: PageMover | None = None
@@ -48,16 +48,16 @@ class Movers(NamedTuple):
 
     @property
     def all(self) -> list[PageMover]:
-        """Those between device and host that there are."""
+        """The existing queues of copies between device and host."""
         return [mover for mover in (self.kv, self.states) if mover is not None]
 
 
 class Rank(NamedTuple):
-    """The part of an executor in a tensor group."""
+    """The executor's role in a tensor group."""
 
-    orders: Orders = NO_ORDERS  # of the first rank, to the others
+    orders: Orders = NO_ORDERS  # orders of the first rank to the others
     downloads: bool = True  # False on the other ranks: their outputs are not read
-    compares: bool = False  # after each step the ranks compare the tokens that they drew
+    compares: bool = False  # the ranks compare their drawn tokens after each step
 
 
 _NO_MOVERS, _ALONE = Movers(), Rank()
@@ -179,7 +179,7 @@ class Executor:
         self.end_step(step, slot)
 
     def end_step(self, step: StepInput, slot: Slot) -> None:
-        """Run what features do at the end of a step, whose tokens are drawn."""
+        """Run the features' work at the end of a step, after its tokens are drawn."""
         for feature in self.step.features:
             replays = self.graphs.replays.get(feature.name, NO_REPLAYS)
             feature.step_ends(step, self.step.kv, slot.drawn, slot.outputs[feature.name], replays)
@@ -204,7 +204,7 @@ class Executor:
         return [queue for mover in self.movers.all for queue in (mover.out, mover.back)]
 
     def finish(self) -> None:
-        """Return when all that is enqueued is done. Raises DeviceError if any of it failed."""
+        """Return when all enqueued work is done. Raises DeviceError if any of it failed."""
         for stream in self.streams.all():
             done = self.device.event()
             stream.record(done)
@@ -217,7 +217,7 @@ class Executor:
             stream.check()
 
     def close(self) -> None:
-        """Finish what is enqueued, end the streams and give up the memory of the captured steps."""
+        """Finish the enqueued work, end the streams and free the memory of the captured steps."""
         self.streams.close()
         self.graphs = NO_GRAPHS
         for mover in self.movers.all:

@@ -1,4 +1,4 @@
-"""A feature of steps on the device: what an optional capability does around the forward, on every rank.
+"""A feature of steps on the device: the work of an optional capability around the forward, on every rank.
 
 `DeviceStep` calls these hooks of every feature that its worker has. All work is enqueued on the compute stream, so it
 runs in the order of the calls:
@@ -35,21 +35,21 @@ from rollout.models.batch import AttentionBatch, KVCache
 
 @dataclass(frozen=True, slots=True)
 class HostParts:
-    """What the host's part of a feature is built from, besides the part on the device."""
+    """The inputs of a feature's host part, besides its part on the device."""
 
     streams: Streams
-    orders: Orders  # to the other ranks
+    orders: Orders  # orders to the other ranks
     kv: KVCache
-    host_pages: int  # that KV can be offloaded to
-    version: int  # of the weights
+    host_pages: int  # host pages for offloaded KV
+    version: int  # weights version
 
 
 class Drawn(NamedTuple):
-    """What a step has drawn, in the memory of its slot."""
+    """The results of a step's draw, in the memory of its slot."""
 
-    output_4R: torch.Tensor  # as `Slot.output`
-    accepted_R: torch.Tensor  # int32; of a row that draws several tokens, at the place of its first: drafts accepted
-    masks: StepMasks  # of a step whose rows have constraints
+    output_4R: torch.Tensor  # the same layout as `Slot.output`
+    accepted_R: torch.Tensor  # int32: accepted drafts, at the place of the row's first draw
+    masks: StepMasks  # masks of the rows with constraints
 
 
 #: Launches captured work, by its name and the size of the decode steps that it was captured for.
@@ -68,7 +68,7 @@ class DeviceFeature:
     #: At most one feature of a worker may: the kernel that sets draft rows up copies one.
     row_column: ClassVar[bool] = False  # it has a column of the row state, set up from the section `init_NAME`
     own_stream: ClassVar[bool] = False  # it has a stream for work beside the steps
-    spare_words: int = 0  # int32 words that it adds to an upload at most, besides those of tokens
+    spare_words: int = 0  # most int32 words that it adds to an upload, apart from the words of tokens
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> StepFeature | None:
         """Called on rank 0 when an engine is built: return a new part on the host, or None if there is none.
@@ -78,7 +78,7 @@ class DeviceFeature:
         return None
 
     def begin_rows(self, rows: RowState) -> None:
-        """Called when an engine has a new row state, before its first step: allocate what lies beside the rows."""
+        """Called when an engine has a new row state, before its first step: allocate the feature's row state."""
 
     def prepare(self, extra: Extra) -> None:
         """Called before a step, for each extra of its upload that belongs to this feature: take it."""

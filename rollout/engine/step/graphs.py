@@ -42,12 +42,12 @@ from rollout.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
 
-#: Called with (sizes captured so far, sizes in all).
+#: Called with (captured sizes, all sizes).
 Progress = Callable[[int, int], None]
 
 
 def untold(done: int, total: int) -> None:
-    """No-op: nobody is shown the progress."""
+    """No-op: progress is not reported."""
 
 
 def capturable(model: LanguageModel) -> bool:
@@ -138,13 +138,11 @@ class DecodeGraphs:
         self._max_context = max_context
         self._pool = cuda.graph_pool_handle()
         self.sizes = CapturedSizes.up_to(most)
-        self._steps: dict[
-            tuple[int, int, bool], torch.cuda.CUDAGraph
-        ] = {}  # by slot, size, and whether drafts are in it
-        #: Without drafts, and with, where these are different steps.
+        self._steps: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}  # key: (slot, size, drafts)
+        #: Steps without drafts; also steps with drafts, where these differ.
         self._drafted = (False, True) if step.drafts_states else (False,)
-        self.forwards: dict[tuple[int, int, bool], _Forward] = {}  # by size, features that change it, drafts
-        #: What features launch themselves at the end of decode steps: by feature, name, and size.
+        self.forwards: dict[tuple[int, int, bool], _Forward] = {}  # key: (size, features that change it, drafts)
+        #: Launches of features at the end of decode steps, by feature, name, and size.
         self.replays: dict[str, dict[str, dict[int, Callable[[], object]]]] = {}
         #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
         self.experts: dict[int, list[torch.Tensor]] = {}
@@ -172,7 +170,7 @@ class DecodeGraphs:
         log.info("captured decode steps as graphs", extra=facts)
 
     def warm_up(self, slot: Slot) -> None:
-        """Run, on padding, what the captures of all sizes will launch."""
+        """Run the launches of all captures once, on padding."""
         with torch.inference_mode(), self._cuda.stream(self._stream):
             for size in reversed(self.sizes.whole):
                 self._warm_up(slot, size)
@@ -221,7 +219,7 @@ class DecodeGraphs:
         return self._compute.stream  # type: ignore[attr-defined]
 
     def _warm_up(self, slot: Slot, size: int) -> None:
-        """Compile and load what the captures of this size will launch; it runs on padding."""
+        """Compile and load the kernels of the captures of this size, by a run on padding."""
         for drafted in self._drafted:
             step = self._on_slot(slot, size, drafted)
             step.words.zero_()
@@ -256,15 +254,15 @@ class DecodeGraphs:
         for slot, drafted in product(slots, self._drafted):
             step, graph = self._on_slot(slot, size, drafted), self._cuda.CUDAGraph()
             with capturing(graph, self._pool):
-                self._compute.record(slot.start)  # again, where the device begins: the replay arrives later
+                self._compute.record(slot.start)  # recorded again where the device begins: the replay arrives later
                 self.run_whole(step, slot)
             self._steps[id(slot), size, drafted] = graph
             if isinstance(self._step.forward, FusedDecoder | DecoderWithFusedExperts):
-                # Only the first slot's: they keep their memory, which the graphs captured after them can't write to.
+                # Only the first slot's experts: they keep their memory, which later graphs can't write to.
                 self.experts.setdefault(size, self._step.forward.take_chosen())
 
     def _decode_work(self, size: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
-        """What features launch themselves after a decode step of this size: feature, name, and the launch."""
+        """Launches of features after a decode step of this size: feature, name, and the launch."""
         for feature in self._step.features:
             for name, launch in feature.decode_work(size, self._max_context, self._step.kv).items():
                 yield feature.name, name, launch
@@ -283,11 +281,11 @@ class DecodeGraphs:
         return feature.output(torch.zeros(words, dtype=torch.int32, device=device)) if words else None
 
     def run_whole(self, step: StepInput, slot: Slot) -> None:
-        """What the graph of a whole step holds: forward and sampling."""
+        """The work in the graph of a whole step: forward and sampling."""
         self._step.sample(self.run_forward(step, slot.outputs), step["rows"], PLAIN, slot.output)
 
     def run_forward(self, step: StepInput, outputs: Outputs, needs: RowNeeds = RowNeeds.NONE) -> torch.Tensor:
-        """What the graph of a forward holds; returns logits [S, V]."""
+        """The work in the graph of a forward; returns logits [S, V]."""
         return self._step.decode_rows(step, self._max_context, needs, outputs)
 
 
@@ -316,7 +314,7 @@ def make_graphs(step: DeviceStep, compute: Stream, max_context: int, most: int) 
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Capture what is enqueued on the current stream.
+    """Capture the work that is enqueued on the current stream.
 
     `torch.cuda.graph` does the same and each time also gives all cached memory back to the driver. What other threads
     do meanwhile (weights may arrive while an engine is built anew) does not void the capture.
@@ -333,7 +331,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection amid captures: it takes long, and what it frees may be the device's."""
+    """Disable garbage collection during captures: it is slow, and may free device memory."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

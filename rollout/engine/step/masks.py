@@ -48,9 +48,9 @@ _CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
 #: Matchers that may hang, each with a thread and a core; after that every constrained completion ends.
 MOST_LEFT_BEHIND = 4
 
-_FAIR_PARTS = 8  # of `mask_s`: when the time runs out, a completion that used less is not the one that fails
-_TOKEN_PARTS = 10  # of `mask_s`: each token earns a completion one of them
-_FAILED = -1  # instead of a number of drafts: the matcher could not go on or back
+_FAIR_PARTS = 8  # parts of `mask_s`: a completion that used less than one part does not fail when the time runs out
+_TOKEN_PARTS = 10  # parts of `mask_s`: each token earns its completion one part
+_FAILED = -1  # a failure, not a number of drafts: the matcher could not move forward or back
 _SLOW = "the constraint takes too long to follow from here; make it simpler"
 GIVEN_UP = "too many constraints have hung this worker; send it to another one"
 _BROKEN = "a token was drawn that the constraint does not allow"
@@ -90,7 +90,7 @@ class StepMasks:
 
     @property
     def host(self) -> torch.Tensor:
-        """Where masks are written, int32 [R, W]."""
+        """The host buffer of masks, int32 [R, W]."""
         return self._host_RW
 
     def renew_host(self) -> None:
@@ -107,7 +107,7 @@ class StepMasks:
 
     @property
     def rows(self) -> tuple[list[int], list[int]]:
-        """What `set_rows` was given."""
+        """The arguments of `set_rows`."""
         at, refused = self._at_host_R[: self._count], self._refused_host_R[: self._refused_count]
         return at.tolist(), refused.tolist()
 
@@ -124,7 +124,7 @@ class Made(NamedTuple):
 
     at: list[int]
     refused: list[int]  # places of drafts without a mask
-    ended: list[tuple[Sequence, Finish]]  # completions that do not go on, and why
+    ended: list[tuple[Sequence, Finish]]  # completions that end, and the reasons
 
 
 class Ahead(NamedTuple):
@@ -138,7 +138,7 @@ class Ahead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MaskClock:
-    """What tells how long masks take, seconds."""
+    """The clocks that measure masks, seconds."""
 
     now_s: Callable[[], float] = time.perf_counter
     spent_s: Callable[[], float] = time.thread_time  # CPU time of the calling thread, so that others do not count
@@ -151,15 +151,15 @@ class _Portion:
     places: list[int]  # rows of the masks
     seqs: list[Sequence]
     clock: MaskClock
-    took_s: list[float] = field(default_factory=list)  # of the masks that are done
-    spent_s: list[float] = field(default_factory=list)  # the same in CPU time
-    began_s: float = math.inf  # the mask under way, if there is one
+    took_s: list[float] = field(default_factory=list)  # wall time of each finished mask
+    spent_s: list[float] = field(default_factory=list)  # CPU time of each finished mask
+    began_s: float = math.inf  # start of the mask under way, if there is one
     thread_s: float = 0.0  # CPU time of the thread at its start
-    finish: Finish | None = None  # why the mask under way is the end of its completion
+    finish: Finish | None = None  # the completion's end that the mask under way found
     ahead: list[int] = field(default_factory=list)  # drafts with a mask, of each row that is done
     stopped: bool = False  # no other mask is begun
     left_behind: bool = False  # abandoned: its results do not count
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of all of these
+    lock: threading.Lock = field(default_factory=threading.Lock)  # protects all fields above
 
     @property
     def done(self) -> int:
@@ -181,7 +181,7 @@ class _Portion:
                 self.began_s = math.inf
 
     def stop(self) -> float:
-        """Let no other mask begin; returns when the mask under way began; now, if the thread waits for a core."""
+        """Let no other mask begin; returns the start of the mask under way, or now if the thread waits for a core."""
         with self.lock:
             self.stopped = True
             return min(self.began_s, self.clock.now_s())
@@ -228,7 +228,7 @@ class MaskBuilder:
 
     @property
     def left_behind(self) -> int:
-        """Threads that hang."""
+        """Number of threads that hang."""
         return sum(thread.left_behind for thread in self._threads)
 
     def of_step(self, plan: Plan, masks: StepMasks) -> Made:
@@ -366,7 +366,7 @@ def _fill(portion: _Portion, new_tokens: list[list[int]], host_RW: torch.Tensor)
 
 
 def _start_anew(seq: Sequence) -> None:
-    """The place of a matcher is not known: another one follows all tokens, and no drafts."""
+    """Replace a matcher whose place is not known: a new one follows all tokens, without drafts."""
     seq.matcher, seq.matched, seq.may_draft = None, seq.drawn.known, False
 
 
@@ -414,7 +414,7 @@ def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int)
         if seq.matcher is None:
             seq.matcher = (
                 seq.group.request.constraint.start()
-            )  # in this thread: copying the state of a large grammar may take seconds
+            )  # started in this thread: copying the state of a large grammar may take seconds
         if not seq.matcher.follow(tokens):
             return _failed(_BROKEN)
         if _fill_row(seq, seq.matcher, len(seq.tokens), host_RW, place):

@@ -6,7 +6,7 @@
 
 Both also set up the rows whose sequence runs its first step.
 
-The bound on the size of an upload stands here too, next to what fills it; the scheduler plans by it.
+The bound on the size of an upload is here, too, next to the code that fills it; the scheduler plans by it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SPAN_WORDS = 32
 _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, the column of a feature
 #: Features whose rows have more to set up.
 _SETUP_FEATURES = RowNeeds.MIN_TOKENS | RowNeeds.BIAS | RowNeeds.PENALIZE
-_SAVE_WORDS = 4  # of a row that ended and whose state is saved: row and place as int64
+_SAVE_WORDS = 4  # an ended row with a state to save: row and place as int64
 
 
 class Packer:
@@ -165,7 +165,7 @@ def _rows(seqs: Seq[Sequence]) -> np.ndarray:
 
 def _ints(seq: Sequence) -> list[float]:
     sampling = seq.group.request.sampling
-    # Without stop tokens there is nothing to ban, and what the row's list holds is its predecessor's.
+    # Without stop tokens there is nothing to ban, and the row's list still belongs to its predecessor.
     min_tokens = seq.group.request.stop.min_tokens if seq.needs & RowNeeds.MIN_TOKENS else 0
     rules = [rule.row_value(sampling) for rule in INT_RULES]
     return [seq.row, 0, 0, seq.prompt_len, min_tokens, seq.group.request.prompt.rope_delta, *rules, seq.seed]
@@ -205,7 +205,7 @@ def _count_updates(seq: Sequence) -> np.ndarray:
 
 
 def spare_words(max_rows: int, of_features: int = 0) -> int:
-    """What alignment, saves of states and features add to an upload at most, besides words of tokens."""
+    """The most words that alignment, saves of states and features add to an upload, apart from words of tokens."""
     return ALIGNMENT_WORDS + _SAVE_WORDS * max_rows + of_features
 
 

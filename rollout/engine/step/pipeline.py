@@ -25,15 +25,15 @@ class StepInFlight:
     """A launched step whose outputs the host has not taken yet."""
 
     plan: Plan
-    header: Header  # of its upload
+    header: Header  # header of the upload
     slot: Slot
-    planned_at_s: float  # when planning began, `time.perf_counter()`
+    planned_at_s: float  # start of planning, `time.perf_counter()`
     plan_s: float  # host time of each phase, seconds
     launch_s: float
 
 
 class Pipeline:
-    """Which slot is next, and which step is oldest."""
+    """Knows the next slot and the oldest step."""
 
     def __init__(self, slots: list[Slot], depth: int) -> None:
         assert 1 <= depth <= len(slots)
@@ -58,7 +58,7 @@ class Pipeline:
         return self.free_slots.popleft()
 
     def push(self, step: StepInFlight) -> None:
-        """The step was launched in a slot that `acquire` gave."""
+        """Note that the step was launched in a slot from `acquire`."""
         self._in_flight.append(step)
 
     def steps(self) -> list[StepInFlight]:
@@ -74,7 +74,7 @@ class Pipeline:
         return self._in_flight[-1]
 
     def retire(self, step: StepInFlight) -> None:
-        """The commit of `step` has returned: its slot is free."""
+        """Free the slot of `step`, whose commit has returned."""
         assert self._in_flight and self._in_flight[0] is step, "commits are FIFO"
         self._in_flight.popleft()
         self.free_slots.append(step.slot)

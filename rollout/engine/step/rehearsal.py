@@ -27,7 +27,7 @@ from rollout.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
-#: All that can be asked of sampling at once.
+#: All sampling needs at once.
 ALL_FEATURES = functools.reduce(lambda a, b: a | b, RowNeeds)
 #: Lengths of the longest span of a prefill step at which its attention changes kernels.
 _SPAN_LENGTHS = (1, 32, 64, 128, SHORT_CHUNK + 1)
@@ -37,7 +37,7 @@ _LONG_SPAN = 4096
 _MORE_SIZES = 3
 #: Steps of many sizes make the allocator hold up to 1.7 times what the largest alone took.
 _FRAGMENTATION = 2
-#: Bytes that steps, and one captured size, may take beside torch's allocator: code of kernels, graphs, libraries.
+#: Bytes that steps, and one captured size, may take outside torch's allocator: code of kernels, graphs, libraries.
 _MOST_BESIDE, _MOST_BESIDE_A_SIZE = 2 << 30, 64 << 20
 #: Threads that compile kernels at the start, at most one a core: each runs a compiler, which takes a core and memory.
 COMPILE_THREADS = 16
@@ -45,7 +45,7 @@ COMPILE_THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class StepNeeds:
-    """Device memory that steps take beside weights, row state and KV, bytes."""
+    """Device memory that steps take in addition to weights, row state and KV, bytes."""
 
     activations: int = 0
     graphs: int = 0
@@ -167,7 +167,7 @@ def measure_steps(
 
         compile_kernels_of(run, compile_threads)
         torch.cuda.empty_cache()
-        # All ranks are here before the first sum, which does not wait for long.
+        # Wait for all ranks before the first sum, which has a short time limit.
         model.group.all_gather(torch.zeros(1, device=model.embed.device))
         executor.device.synchronize()
     rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
@@ -214,13 +214,13 @@ def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: 
 
 
 def _run(executor: Executor, slot: Slot, upload: Upload) -> None:
-    """On the compute stream alone, to its end: the next step overwrites what is uploaded."""
+    """Run a step on the compute stream alone, to its end: the next step overwrites the upload."""
     header, step = upload.header, slot.input_for(upload)
     slot.masks.set_rows(range(header.draws))
     executor.compute.run(functools.partial(step.receive, upload.words))
     executor.compute.run(slot.masks.copy)
     executor.compute.run(functools.partial(executor.run, step, slot))
-    executor.compute.run(functools.partial(executor.run_draw, header, slot))  # where it waits for masks
+    executor.compute.run(functools.partial(executor.run_draw, header, slot))  # the draw waits for masks here
     executor.compute.run(executor.step.rows.clear_padding)
     done = executor.device.event()
     executor.compute.record(done)
@@ -240,14 +240,14 @@ def _spans(tokens: int, longest: int) -> list[int]:
 class Memory(NamedTuple):
     """Memory of a GPU at one moment, bytes."""
 
-    free: int  # as the driver reports it
-    held: int  # by torch's allocator, of this process
+    free: int  # free memory that the driver reports
+    held: int  # memory of this process that torch's allocator holds
 
 
 def taken_between(before: Memory, after: Memory, most_beside: int = _MOST_BESIDE) -> int:
     """Bytes that this process took in between.
 
-    The driver counts what all processes took. So of what torch's allocator did not take, at most `most_beside` counts:
+    The driver counts memory of all processes. So of the memory outside torch's allocator, at most `most_beside` counts:
     the rest was taken by others, such as a trainer that starts at the same time. Others may also have given some back.
     """
     held = after.held - before.held

@@ -52,7 +52,7 @@ class RowState:
         device: torch.device,
         columns: Seq[str] = (),
     ) -> None:
-        """State of `max_rows` rows, draft rows included, beside the padding; `columns` are those of features."""
+        """State of `max_rows` rows, draft rows included, and of the padding; `columns` are those of features."""
         assert len(columns) <= 1, "the kernel that sets draft rows up copies one column"
         rows = max_rows + 1
         self.vocab = vocab
@@ -74,7 +74,7 @@ class RowState:
         return (max_rows + 1) * a_row
 
     def clear_padding(self) -> None:
-        """Make row 0 what padding is after it was used as a row that samples."""
+        """Reset row 0 to padding after it was used as a row that samples."""
         for state in (self.ints, self.counts, self.pages, *self.columns.values()):
             state[0] = 0
 
@@ -91,7 +91,7 @@ class RowState:
             column.index_copy_(0, rows, step[f"init_{name}"])
         row, column, page = step["page_updates"].long().unbind(1)
         self.pages.index_put_((row, column), page.int())
-        self.bias.index_fill_(0, rows, 0.0)  # if a step biases one row, it reads the bias of all its rows
+        self.bias.index_fill_(0, rows, 0.0)  # a step with one biased row reads the bias of all its rows
         if "banned" in step:
             self.banned.index_copy_(0, step["banned_rows"], step["banned"])
         if "bias_ids" in step:

@@ -37,7 +37,7 @@ _COLUMNS = {
     "TEMPERATURE": TEMPERATURE,
     "NOISE": NOISE,
 }
-#: Of each sampling rule: its field of `SamplingRows`, its bit of `RowNeeds`, its column.
+#: For each sampling rule: its field of `SamplingRows`, its bit of `RowNeeds`, its column.
 _INT_FIELDS = [(f"{rule.name}_S", NEEDS[rule.part].value, i) for i, rule in enumerate(INT_RULES, FIRST_INT_RULE)]
 _FLOAT_FIELDS = [(f"{rule.name}_S", NEEDS[rule.part].value, i) for i, rule in enumerate(FLOAT_RULES, FIRST_FLOAT_RULE)]
 

@@ -1,4 +1,4 @@
-"""Which first pages the rows of a decode step have in common, told to attention as segments (`segments.make_segments`).
+"""The first pages that rows of a decode step share, passed to attention as segments (`segments.make_segments`).
 
 Rows of a group, of a session or behind one system prompt hold the same pages. The roster keeps rows that share pages
 next to each other, so what a row shares is what it has in common with its neighbours. Pages that two rows share stay
@@ -8,8 +8,7 @@ The draft rows of a verify step stand behind their row and have its page table. 
 first one that the step may write. That is a run of rows of its own within what the rows of a group share.
 
 Reading shared pages once costs time, too: more parts to combine, and neighbours that read the same pages at the same
-time find them in the L2 cache anyway. Below `shared_saved_bytes` of
-`EngineConstants` rows are told to share nothing.
+time find them in the L2 cache anyway. Below `shared_saved_bytes` of `EngineConstants` the segments share nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class SharedPages(EachRowAlone):
         self._drafts: list[tuple[int, int]] = []
         self._size = _NOTHING
         self._segments_SW = no_segments(0)
-        # By the id of a row's pages: the pages of the row before it, its own, and how many both begin with.
+        # Key: id of a row's pages. Value: the previous row's pages, the row's own, and the number of equal first pages.
         self._common: dict[int, tuple[list[int], list[int], int]] = {}
 
     def put(self, plan: Plan, size: int, staging: Staging) -> None:
@@ -56,7 +55,7 @@ class SharedPages(EachRowAlone):
         staging.put("segments", self.segments(plan, size))
 
     def segments(self, plan: Plan, size: int) -> np.ndarray:
-        """What the rows of a decode step share if it is padded to `size` rows, int32 [2 size, W]."""
+        """The segments of a decode step that is padded to `size` rows, int32 [2 size, W]."""
         pages = [span.seq.kv.pages for span in plan.spans]
         drafts = [self._draft_rows(span) for span in plan.spans] if plan.drafts else []
         if size != self._size or pages != self._pages or drafts != self._drafts:
@@ -65,9 +64,9 @@ class SharedPages(EachRowAlone):
         return self._segments_SW
 
     def _draft_rows(self, span: Span) -> tuple[int, int]:
-        """How many rows of drafts follow a row, and how many positions they share with it, in full pages."""
+        """Number of draft rows after a row, and of positions that they share with it, in full pages."""
         seq, start, _, draws, _ = span
-        known = start - seq.drafted  # with fewer of the drafts in flight accepted, the step writes from here on
+        known = start - seq.drafted  # rejected drafts in flight move the step's first write back to here
         return draws - 1, known // self._page_size * self._page_size
 
     def _make(self, pages: list[list[int]], drafts: list[tuple[int, int]], size: int) -> np.ndarray:
@@ -87,7 +86,7 @@ class SharedPages(EachRowAlone):
         return segments_SW if saved * self._position_bytes >= least_bytes else no_segments(size)
 
     def _among(self, pages: list[list[int]]) -> list[int]:
-        """For each row but the last, how many positions it shares with the next row."""
+        """The number of positions that each row but the last shares with the next row."""
         common, known = [], {}
         for before, own in zip(pages, pages[1:], strict=False):
             found = self._common.get(id(own))
@@ -100,7 +99,7 @@ class SharedPages(EachRowAlone):
 
 
 def same_pages(a: list[int], b: list[int]) -> int:
-    """How many pages both begin with."""
+    """Number of equal first pages."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -91,7 +91,7 @@ class Slot:
         self._output_host = self._result_host[:output_words].view(OUTPUT_FIELDS, max_rows)
         self.accepted = self._result[output_words:accepted_end]
         self._accepted_host = self._result_host[output_words:accepted_end]
-        #: What features write on the device, by their names.
+        #: Device outputs of features, by feature name.
         self.outputs: dict[str, Any] = {}
         self._features = features
         spans = {feature.name: (start, end) for feature, start, end in self._regions}
@@ -104,12 +104,12 @@ class Slot:
         self.d2h_start, self.d2h_done = device.event(), device.event()
         self.masks = StepMasks(device, max_rows, vocab)
         self.drawn = Drawn(self.output, self.accepted, self.masks)
-        self.forward_end, self.draw_start = device.event(), device.event()  # of a step whose draw waits for masks
+        self.forward_end, self.draw_start = device.event(), device.event()  # recorded when the draw waits for masks
         #: Logits and rows between the two parts of such a step; on the compute stream.
         self.forwarded: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def input_for(self, upload: Upload) -> StepInput:
-        """Where an upload goes on the device."""
+        """The place of an upload on the device."""
         return StepInput(upload.header, self.input[: len(upload.words)])
 
     def download(self, header: Header) -> None:
@@ -123,7 +123,7 @@ class Slot:
         self.fault.copy()
 
     def read(self, header: Header) -> StepOutput:
-        """The outputs that have arrived. Those of features are views, which the next step overwrites."""
+        """The outputs that have arrived. Outputs of features are views, which the next step overwrites."""
         output = self._output_host[:, : header.draws].numpy()
         logprobs = output[1:].view(np.float32)
         return StepOutput(
@@ -136,7 +136,7 @@ class Slot:
         )
 
     def downloads(self, header: Header) -> list[Callable[[], None]]:
-        """What else copies outputs to the host, on the D2H stream."""
+        """The other copies of outputs to the host, on the D2H stream."""
         outputs = self.outputs
         return [copy for feature in self._features for copy in feature.downloads(header, outputs[feature.name])]
 

@@ -20,7 +20,7 @@ class Streams:
     h2d: Stream
     compute: Stream
     d2h: Stream
-    beside: Mapping[str, Stream]  # of features, by name, for work beside the steps
+    beside: Mapping[str, Stream]  # streams of features, by name, for work in parallel to the steps
 
     @classmethod
     def make(cls, device: Device, beside: Iterable[str] = ()) -> Streams:
@@ -55,7 +55,7 @@ class Orders(GroupOrders, Protocol):
 
 
 class NoOrders(NoGroupOrders):
-    """The orders of a worker of one rank: nobody takes them."""
+    """The orders of a worker of one rank: there is no rank to take them."""
 
     def step(self, upload: Upload) -> None:
         """No-op."""
@@ -67,7 +67,7 @@ class NoOrders(NoGroupOrders):
         """No-op."""
 
     def confirm(self, output: StepOutput) -> None:
-        """No-op: no other rank knows anything."""
+        """No-op: there is no other rank."""
 
 
 NO_ORDERS = NoOrders()

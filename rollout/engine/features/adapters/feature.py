@@ -1,4 +1,4 @@
-"""What adapters add to admission and uploads.
+"""Adapters in admission and uploads.
 
 Section of rows that a step sets up: init_adapters, int32 [rows]: the slot of each row's adapter, 0 for none.
 """
@@ -18,7 +18,7 @@ from rollout.engine.upload import Staging
 
 
 class Adapters(StepFeature):
-    """The adapters of one engine; `table` are their slots."""
+    """The adapters of one engine; `table` has their slots."""
 
     name = "adapters"
     serves = RowNeeds.ADAPTER

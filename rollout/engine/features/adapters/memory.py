@@ -1,4 +1,4 @@
-"""Adapters on the device: the slots, and what a forward needs of them."""
+"""Adapters on the device: the slots, and their input to a forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which adapters lie in slots on the device.
+"""The adapters in slots on the device.
 
     put          an adapter, or a newer version of one; rows that run with it go on with the new version
     ready        before admission: the adapter is in a slot, or its copy there begins
@@ -6,7 +6,7 @@
 
 Invariants:
 - A slot that a sequence has taken belongs to that adapter until it is given back, together with row and pages
-  (`Roster.settle`), when no step in flight names the row. So the copies of the load stream, which run beside steps,
+  (`Roster.settle`), when no step in flight names the row. So the copies of the load stream, which run during steps,
   write only to slots that no step reads.
 - A newer version of an adapter in use is written by the compute stream, between two steps.
 """
@@ -30,7 +30,7 @@ class AdapterTable:
     """The slots of an engine, and the adapters of `registry` in them: none at first.
 
     `memory` is the slots' device memory; `loads` and `compute` are streams. In a tensor group a slot is written when
-    all ranks have written theirs, to which `orders` are given.
+    all ranks have written it; `orders` tell them to.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class AdapterTable:
         self._loading: AdapterSlot | None = None
         self._uses = 0
         self._orders = orders
-        self._read: deque[tuple[AdapterSlot, AdapterWeights]] = deque()  # by copies that may be under way
+        self._read: deque[tuple[AdapterSlot, AdapterWeights]] = deque()  # copies that may still read the weights
         for adapter in registry.known.values():
-            adapter.slot = None  # of a table that a fault ended
+            adapter.slot = None  # a slot of the previous table, which a fault ended
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class AdapterTable:
             self._write(slot, weights, self.compute)
         else:
             adapter.leave_slot()  # it is written again before it is used
-        # Last: if the device fails before this, the engine is built anew with the version of before.
+        # Last: if the device fails before this, the engine is rebuilt with the previous version.
         adapter.version, adapter.edition, adapter.weights = version, edition, weights
         return adapter
 
@@ -93,7 +93,7 @@ class AdapterTable:
         return slot is not None and self._is_written(slot)
 
     def wait(self) -> None:
-        """Wait for the copies that have begun; for when there is nothing else to do."""
+        """Wait for the copies that have begun. Call it when the loop has nothing else to do."""
         slot, self._loading = self._loading, None
         if slot is not None:
             slot.written.synchronize()
@@ -103,7 +103,7 @@ class AdapterTable:
             time.sleep(_LOOK_S)
 
     def let_go(self) -> bool:
-        """Refer no more to weights that all ranks have read; whether some are still read. Called at every tick."""
+        """Drop references to weights that all ranks have read. True while some are still read. Called at every tick."""
         while self._read and self._is_written(self._read[0][0]):
             self._read.popleft()
         return bool(self._read)

@@ -1,1 +1,1 @@
-"""Drafts: next tokens of a row that a step verifies; which rows get them, who makes them, what they cost."""
+"""Drafts: next tokens of a row that a step verifies; their rows, their drafters, their costs."""

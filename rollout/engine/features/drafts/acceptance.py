@@ -1,4 +1,4 @@
-"""How often a drafter is right for one row, measured whether or not its drafts were verified.
+"""The accuracy of a drafter for one row, measured whether or not its drafts were verified.
 
 A path is kept until its tokens are committed, and then compared with them: accepted are the equal ones before the
 first that differs. So a row that does not draft is measured, too, and begins when drafts would pay.
@@ -13,7 +13,7 @@ _KEPT, _OTHERS = 0.95, 4.0
 
 
 class _Unmeasured:
-    """The rows that all rows are assumed to be like."""
+    """The prior for all rows."""
 
     chance = 0.5
 
@@ -25,7 +25,7 @@ _UNMEASURED = _Unmeasured()
 
 
 class Acceptance:
-    """The chance that a draft is accepted after those before it were; of one row, or of all rows.
+    """The chance that a draft is accepted if the drafts before it were, for one row or for all rows.
 
     A row is assumed to be like `all_rows` until its own paths say otherwise.
     """
@@ -42,7 +42,7 @@ class Acceptance:
         return (self._hits + _OTHERS * self._all_rows.chance) / (self._tries + _OTHERS)
 
     def follow(self, tokens: Seq[int], begin: int, path: Seq[int]) -> None:
-        """Compare the kept path with the committed `tokens`; then keep `path`, of those from `begin` on, if any.
+        """Compare the kept path with the committed `tokens`; then keep `path`, which begins at `begin`, if any.
 
         While more tokens are needed to tell how far the kept one is right, it stays.
         """
@@ -51,7 +51,7 @@ class Acceptance:
             self._begin, self._path = begin, tuple(path)
 
     def settle(self, tokens: Seq[int], ended: bool = False) -> None:
-        """Compare the kept path with the committed `tokens`, to the end of which none come if the row has `ended`."""
+        """Compare the kept path with the committed `tokens`; if the row has `ended`, no more tokens follow."""
         come = tokens[self._begin : self._begin + len(self._path)]
         equal = next((i for i, (a, b) in enumerate(zip(come, self._path, strict=False)) if a != b), len(come))
         if equal == len(come) < len(self._path) and not ended:
@@ -61,7 +61,7 @@ class Acceptance:
         self._path = ()
 
     def note(self, accepted: int, tried: int) -> None:
-        """Of `tried` drafts, which were all that counted, this many were right."""
+        """Note that `accepted` of `tried` drafts were right; further drafts do not count."""
         kept = _KEPT**tried
         self._hits, self._tries = kept * self._hits + accepted, kept * self._tries + tried
         self._all_rows.note(accepted, tried)

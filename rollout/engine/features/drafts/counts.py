@@ -1,4 +1,4 @@
-"""Totals of drafts since the start, and the metrics that are made of them."""
+"""Totals of drafts since the start, and the metrics computed from them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rollout.metrics.definitions import DRAFT_AGES, DRAFTER_NAMES, percent
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Running totals. Those by drafter and by age are of steps that were committed."""
+    """Running totals. The totals by drafter and by age cover committed steps."""
 
     drafted: int = 0  # tokens that verify steps tried
     accepted: int = 0  # drafts that equalled the token drawn
-    saved_s: float = 0.0  # of the device, by verify steps: plain ones of as many tokens would take so much longer
-    expected_saved_s: float = 0.0  # the same by the costs alone
-    #: (drafted, accepted) by the age of what was drafted from, as in `DRAFT_AGES`.
+    saved_s: float = 0.0  # device time that verify steps saved against plain steps of as many tokens
+    expected_saved_s: float = 0.0  # saved time that the costs predict
+    #: (drafted, accepted) by the age of the draft's source, as in `DRAFT_AGES`.
     by_age: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)] * len(DRAFT_AGES))
     #: (drafted, accepted) by drafter.
     by_drafter: dict[str, tuple[int, int]] = field(default_factory=lambda: dict.fromkeys(DRAFTER_NAMES, (0, 0)))
@@ -27,7 +27,7 @@ class DraftCounts:
         """Count the drafts of a step whose tokens are not taken yet; `accepted` as in `StepOutput`."""
         for draft in drafts:
             right = accepted[draft.place]
-            if not draft.seq.void:  # else they are dropped
+            if not draft.seq.void:  # void drafts are not counted
                 self.accepted += right
             self.note(draft.drafter, draft.age, draft.length, right)
 
@@ -55,17 +55,17 @@ class DraftCounts:
 
 
 def _share(accepted: int, drafted: int) -> float | None:
-    """In percent; None where nothing was drafted: a 0 would say that all drafts were wrong."""
+    """Percentage; None if nothing was drafted, since a 0 would mean that all drafts were wrong."""
     return percent(accepted, drafted) if drafted else None
 
 
 def _accepted_by_drafter(drafts: Mapping[str, tuple[int, int]]) -> dict[str, float | None]:
-    """Of (drafted, accepted) by drafter."""
+    """Metrics from (drafted, accepted) by drafter."""
     return {f"speculation/accepted_pct/by_{name}": _share(part, whole) for name, (whole, part) in drafts.items()}
 
 
 def _accepted_by_age(drafts: list[tuple[int, int]]) -> dict[str, float | None]:
-    """Of (drafted, accepted) by age."""
+    """Metrics from (drafted, accepted) by age."""
     names = (f"speculation/accepted_pct/age_{name}" for name in DRAFT_AGES)
     shares = {name: _share(accepted, drafted) for name, (drafted, accepted) in zip(names, drafts, strict=True)}
     older = [sum(column) for column in zip(*drafts[1:], strict=True)]

@@ -1,4 +1,4 @@
-"""What decode steps take on this device, measured before an engine serves.
+"""The times of decode steps on this device, measured before an engine serves.
 
 A verify step runs first, which compiles and loads what only such steps launch. The rows hold different tokens in pages
 of their own, so with a mixture each chooses its own experts. Their contexts are one token: the row state, the KV of
@@ -25,7 +25,7 @@ from rollout.engine.upload import StepInput, put_behind
 
 #: Runs of each size; the first ones warm up, and the fastest of the others counts.
 _WARM, _TIMED = 1, 3
-_STRIDE = 7919  # between the tokens of neighbouring rows
+_STRIDE = 7919  # difference between the tokens of neighbouring rows
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def measure_decode_costs(executor: Executor, slot: Slot, max_rows: int, on_device: bool) -> StepCosts:
     """The cost table for steps of up to `max_rows` rows: of each captured size, otherwise of powers of two.
 
-    With `on_device` it has the times of the drafter on the device, too.
+    With `on_device` it also has the times of the drafter on the device.
     """
     _verify_once(executor, slot, max_rows)
     graphs = executor.graphs
@@ -115,7 +115,7 @@ def _rows_and_drafts(executor: Executor, rows: int) -> tuple[list[int], list[int
 
 
 def _different_tokens(state: RowState, rows: int, pages: int) -> None:
-    """Rows with the same KV would soon be alike, and choose the same experts."""
+    """Give each row different tokens: rows with equal KV would soon choose the same experts."""
     number = torch.arange(rows, device=state.ints.device)
     state.ints[1 : rows + 1, LAST] = _STRIDE * number % state.vocab
     state.pages[1 : rows + 1, 0] = 1 + number % (pages - 1)

@@ -42,10 +42,10 @@ class HostDrafter(Protocol):
         """
 
     def source(self, key: Hashable) -> int | None:
-        """The version of the weights that the last path of this completion comes from; None if from no weights."""
+        """The weights version behind the last path of this completion; None if the path does not come from weights."""
 
     def ended(self, key: Hashable) -> None:
-        """Nothing is added to this completion any more; its key may be unknown."""
+        """Note that this completion has ended; its key may be unknown."""
 
 
 class NoHostDrafter:
@@ -56,14 +56,14 @@ class NoHostDrafter:
         return []
 
     def source(self, key: Hashable) -> None:
-        """From no weights."""
+        """None: no path comes from weights."""
 
     def ended(self, key: Hashable) -> None:
         """No-op."""
 
 
 NO_HOST_DRAFTER = NoHostDrafter()
-#: By name: makes a drafter on the host that keeps at most this number of tokens of completions.
+#: Name -> function that makes a drafter on the host; its argument is the most tokens of completions to keep.
 HOST_DRAFTERS: dict[str, Callable[[int], HostDrafter]] = {"suffix": SuffixDrafter}
 
 #: The drafter on the device: the draft model (`heads`), or n-grams of the row.
@@ -71,11 +71,11 @@ DeviceDrafterName = Literal["none", "heads", "ngram"]
 
 
 class After(StrEnum):
-    """What the drafter on the device does after a step."""
+    """The work of the drafter on the device after a step."""
 
     NOTHING = "nothing"
-    READ = "read"  # a draft model reads the step, and makes no drafts
-    DRAFT = "draft"  # makes the next drafts of each row that draws; a draft model reads the step before
+    READ = "read"  # a draft model reads the step but makes no drafts
+    DRAFT = "draft"  # the next drafts are made for each row that draws; a draft model reads the step first
 
 
 class DeviceDrafter:
@@ -84,12 +84,12 @@ class DeviceDrafter:
     `rows` is the row state, int64 `next_RG` [rows, drafts] receives the next drafts of each row.
     """
 
-    reads_last_layer: bool = False  # reads hidden states after the last layer
+    reads_last_layer: bool = False  # it reads hidden states after the last layer
 
     def __init__(self, rows: RowState, next_RG: torch.Tensor) -> None:
         self.rows = rows
         self.next_RG = next_RG
-        self.most = next_RG.shape[1]  # drafts that it makes for a row
+        self.most = next_RG.shape[1]  # most drafts for a row
 
     def run(
         self,
@@ -102,24 +102,24 @@ class DeviceDrafter:
     ) -> torch.Tensor | None:
         """Do `after` after a step whose tokens are drawn. Returns the rows that have drafts now, in their order.
 
-        `accepted_B` (int32) are accepted drafts by place, 0 for all places without; read in steps with drafts.
-        `replays` as in `DeviceFeature.step_ends`.
+        `accepted_B` (int32) counts accepted drafts by place, 0 for places without drafts; read in steps with drafts.
+        For `replays` see `DeviceFeature.step_ends`.
         """
         return None
 
     def decode_taps(self, positions_B: torch.Tensor) -> HiddenTaps | None:
-        """Where a decode forward of rows at these positions keeps hidden states, at a fixed address."""
+        """The buffer for hidden states of a decode forward of rows at these positions, at a fixed address."""
         return None
 
     def prefill_taps(self, tokens: int) -> HiddenTaps | None:
-        """Where a prefill of this number of tokens keeps hidden states."""
+        """The buffer for hidden states of a prefill of this number of tokens."""
         return None
 
     def prefilled(self, batch: AttentionBatch, taps: HiddenTaps) -> None:
-        """A prefill has run; `run` reads it after its draw."""
+        """Note a prefill; `run` reads it after the draw."""
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
-        """As `DeviceFeature.decode_work`."""
+        """See `DeviceFeature.decode_work`."""
         return {}
 
 

@@ -3,7 +3,7 @@
     plan       `DraftPlanner` says which rows get drafts and what the drafter on the device does after the step. A step
                with drafts, or with rows whose position is not known, is planned here
     pack       the sections of drafts, and what the drafter on the device needs of the step
-    commit     which drafts were accepted; drafts of the device that come with the tokens of their step
+    commit     counts accepted drafts; takes the drafts of the device, which come with the tokens of their step
 
 The part on the device is `verifier.DraftVerifier`.
 """
@@ -29,7 +29,7 @@ from rollout.engine.upload import Staging
 
 
 class DraftNote(NamedTuple):
-    """What a plan says to this feature alone."""
+    """The part of a plan that only this feature reads."""
 
     after: After
     #: (row, column of its page table, page) of a verify step.
@@ -43,7 +43,7 @@ class Drafting(StepFeature):
         planner: chooses the drafts.
         draft_rows: the rows of the row state for drafts.
         draft_names: tensors of the draft model in updates.
-        draft_version: of the weights that came with the draft model's.
+        draft_version: version of the weights that came with the draft model's.
         counts: totals since the start.
     """
 
@@ -66,7 +66,7 @@ class Drafting(StepFeature):
     # --- plan ---------------------------------------------------------------------------------------------------------
 
     def note(self, spans: Seq[Span]) -> DraftNote:
-        """What the drafter on the device does after a step of prompts."""
+        """The work of the drafter on the device after a step of prompts."""
         return DraftNote(self.planner.after_prompts)
 
     def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> Plan | None:

@@ -38,9 +38,9 @@ from rollout.models.draft_head import DraftHead
 from rollout.models.fused_experts import FusedExperts, kernels_take
 from rollout.models.layers import SparseFeedForward
 
-#: Features of the draw that drafts heed.
+#: Features of the draw that drafts apply, too.
 _HEEDED = RowNeeds.GREEDY | RowNeeds.DRAW | RowNeeds.TRUNCATE | RowNeeds.PENALIZE | RowNeeds.BIAS | RowNeeds.MIN_TOKENS
-#: Features that captured work cannot heed. It ignores bans: the model rarely drafts a stop before `min_tokens`.
+#: Features that captured work cannot apply. It ignores bans: the model rarely drafts a stop before `min_tokens`.
 _NOT_CAPTURED = RowNeeds.TRUNCATE | RowNeeds.PENALIZE | RowNeeds.BIAS
 #: Names of what is captured.
 READ, DRAFT = "read", "draft"
@@ -81,7 +81,7 @@ class ModelDrafter(DeviceDrafter):
         self._order_G = torch.arange(self.most, device=device)
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> dict[str, Callable[[], None]]:
-        """As `DeviceFeature.decode_work`: to read a step of `size` places, and to draft for `size` rows."""
+        """See `DeviceFeature.decode_work`: read a step of `size` places, and draft for `size` rows."""
         return {
             READ: functools.partial(self.read, size, max_context, kv),
             DRAFT: functools.partial(self.draft, size, max_context, PLAIN, kv),
@@ -168,11 +168,11 @@ class ModelDrafter(DeviceDrafter):
     # ------------------------------------------------------------------------------------------------------------------
 
     def _sampler(self, rows: RowState) -> Sampler:
-        """What draws from the logits of the draft model; with the target's output layer these may be a rank's part."""
+        """The draw from the draft model's logits; with the target's output layer these may be one rank's part."""
         return Sampler(rows, self._model.vocab_shard if self._head.lm_head is None else None)
 
     def _agreed(self, ahead: RowState, copies: slice) -> torch.Tensor:
-        """The tokens that are drawn. All ranks verify the same ones, whatever the last bits of their logits are."""
+        """The drawn tokens, equal on all ranks even if the last bits of their logits differ."""
         tokens_R = ahead.ints[copies, LAST]
         if self._model.group.size > 1 and self._head.lm_head is not None:  # each rank has drawn on its own
             drawn_R = self._output_4R[0, : len(tokens_R)]
@@ -183,7 +183,7 @@ class ModelDrafter(DeviceDrafter):
     def _copy_rows(self, rows_R: torch.Tensor, copies: slice, needs: RowNeeds) -> tuple[RowState, Sampler]:
         """Copies of rows with what `needs` ask of them, and what draws for these."""
         rows, ahead, draw = self.rows, self._ahead, self._draw
-        if needs & RowNeeds.PENALIZE:  # with counts, which take a vocabulary for each row: only while they are needed
+        if needs & RowNeeds.PENALIZE:  # the counts take a vocabulary for each row, so they are set up only when needed
             ahead = RowState(len(rows_R), 1, rows.vocab, rows.ints.device)
             draw = self._sampler(ahead)
             torch.index_select(rows.counts, 0, rows_R, out=ahead.counts[copies])
@@ -220,7 +220,7 @@ class ModelDrafter(DeviceDrafter):
     def _read(
         self, following_T: torch.Tensor, hidden_TF: torch.Tensor, batch: AttentionBatch, kv: KVCache
     ) -> torch.Tensor:
-        """Its hidden states at the positions of a batch; `following_T` are the tokens after these."""
+        """The draft model's hidden states at the positions of a batch; `following_T` are the next tokens."""
         return self._forward(following_T, self._head.fuse(hidden_TF, self._model.norm), batch, kv)
 
     def _forward(
@@ -247,7 +247,7 @@ class ModelDrafter(DeviceDrafter):
 
 
 def _experts_of(head: DraftHead) -> FusedExperts | None:
-    """What runs the experts of a draft model by the kernels; None if it has none, or none that they take."""
+    """The kernels' runner of a draft model's experts; None if the model has no experts that the kernels support."""
     block = head.feed_forward
     if not isinstance(block, SparseFeedForward) or not kernels_take(block.spec, block.router.dtype):
         return None
@@ -255,7 +255,7 @@ def _experts_of(head: DraftHead) -> FusedExperts | None:
 
 
 def _batch(positions_B: torch.Tensor, table_BP: torch.Tensor, page_size: int, max_context: int) -> AttentionBatch:
-    """A token for each row, at these positions; a padding row may say one that is not there."""
+    """A token for each row, at these positions; the position of a padding row may not exist."""
     positions_B = positions_B.clamp(0, max_context - 1)
     pages_B = table_BP.gather(1, (positions_B // page_size)[:, None]).squeeze(1).long()
     return AttentionBatch(

@@ -1,4 +1,4 @@
-"""Which decode rows get drafts in the next step, and how many.
+"""Chooses the decode rows that get drafts in the next step, and the number of drafts.
 
 Drafts come from a drafter on the host, or from one on the device (`drafter`).
 
@@ -51,7 +51,7 @@ class Versions(NamedTuple):
     """The versions of the weights in use."""
 
     weights: int
-    draft_model: int  # of the weights that came with those of the draft model
+    draft_model: int  # version of the weights that came with the draft model's
 
 
 class _Offer(NamedTuple):
@@ -74,7 +74,7 @@ class DraftPlanner:
         drafter: drafts on the host.
         most: drafts of a row in a step.
         most_rows: drafts of all rows in a step.
-        costs: of decode steps; corrected by the steps that run.
+        costs: costs of decode steps; corrected by the steps that run.
         adapts: drafts only where they pay, else always.
         on_device: the drafter on the device.
         unpaid_share: part of the device's time that its drafter takes while its drafts do not pay.
@@ -92,24 +92,24 @@ class DraftPlanner:
     ) -> None:
         self._drafter = drafter
         self._unpaid_share = unpaid_share
-        self.most = most  # drafts of a row in a step
+        self.most = most  # most drafts for a row in a step
         self._most_rows = most_rows
-        self._followed: dict[Sequence, Acceptance] = {}  # that the drafter on the host knows
-        self._device_rows: dict[Sequence, Acceptance] = {}  # that the device has drafted for
+        self._followed: dict[Sequence, Acceptance] = {}  # rows that the host's drafter knows
+        self._device_rows: dict[Sequence, Acceptance] = {}  # rows that the device has drafted for
         self._costs = costs
         self._adapts = adapts
         self._on_device = on_device
         self._makes = on_device != "none"
-        self._reads = on_device == "heads"  # every step, or its KV has holes
+        self._reads = on_device == "heads"  # it reads every step, or its KV has holes
         self._all_rows, self._all_device_rows = Acceptance(), Acceptance()
         self._resting = 0  # plans before the drafter is asked again
         self._unpaid = 0  # plans since drafts of the device have paid
-        self._drafted_at = 0  # how many of these there were when the device last drafted
-        self._idle = After.NOTHING  # what the device does while its drafts do not pay
+        self._drafted_at = 0  # `_unpaid` when the device last drafted
+        self._idle = After.NOTHING  # the device's work while its drafts do not pay
 
     @property
     def after_prompts(self) -> After:
-        """What the device does after a step of prompts; a draft model reads all of them."""
+        """The drafter's work after a step of prompts; a draft model reads all of them."""
         if not self._makes or (self._unpaid and not self._reads):
             return After.NOTHING
         return After.READ if self._unpaid else After.DRAFT
@@ -126,7 +126,7 @@ class DraftPlanner:
         return Choice(drafts, after)
 
     def launched(self, plan: Plan, after: After) -> None:
-        """A plan is in flight: its rows have the drafts that the device makes after it, and no older ones."""
+        """Note a launched plan: its rows have the drafts that the device makes after it, and no older ones."""
         if not self._makes:
             return
         made = self.most if after is After.DRAFT else 0
@@ -179,7 +179,7 @@ class DraftPlanner:
         return {seq: _Offer(seq.next_drafts, self._acceptance(seq), []) for seq in drafted}
 
     def _acceptance(self, seq: Sequence) -> Acceptance:
-        """Of the device's drafts for a row."""
+        """The offer of the device's drafts for a row."""
         if seq not in self._device_rows:
             self._device_rows[seq] = Acceptance(self._all_device_rows)
         return self._device_rows[seq]
@@ -232,13 +232,13 @@ class DraftPlanner:
         return Drafts(seq, place, count, offer.path, seq.prompt_len + len(seq.tokens), since)
 
     def _count(self, seq: Sequence, offered: int, most: int, grow: Grow) -> int:
-        """How many drafts a row gets: as its offer, `max_tokens` and its pages allow."""
+        """The number of drafts that a row gets, limited by its offer, `max_tokens` and its pages."""
         count = min(most, offered, seq.max_tokens - seq.launched - 1)
         grow(seq, count)
         return min(count, seq.kv.capacity - seq.kv.length - 1)
 
     def _after(self, seqs: list[Sequence]) -> After:
-        """What the device does after a step of these rows."""
+        """The drafter's work after a step of these rows."""
         if not self._makes or not any(map(_may_draft, seqs)):
             return After.READ if self._reads else After.NOTHING
         if not self._adapts:
@@ -298,7 +298,7 @@ class DraftPlanner:
 
     def _end_finalized(self) -> None:
         for seq in [seq for seq in self._followed if seq.finalized]:
-            self._ask(seq, 0)  # tells its last tokens
+            self._ask(seq, 0)  # reports its last tokens to the drafter
             self._drafter.ended(seq)
             self._followed.pop(seq).settle(seq.tokens, ended=True)
         for seq in [seq for seq in self._device_rows if seq.finalized]:
@@ -306,12 +306,12 @@ class DraftPlanner:
 
 
 def _contexts(seqs: list[Sequence]) -> float:
-    """What attention reads for a step of these rows, tokens."""
+    """Tokens that attention reads for a step of these rows."""
     return float(sum(seq.kv.length + 1 for seq in seqs))
 
 
 def _certain(seq: Sequence) -> int:
-    """Tokens in flight that come in any case."""
+    """Tokens in flight that come even if all drafts are refused."""
     return seq.launched - seq.drafted - len(seq.tokens)
 
 

@@ -1,4 +1,4 @@
-"""What decode steps cost, by the rows that go in; a draft is a row.
+"""The costs of decode steps, by number of rows; a draft is a row.
 
     seconds(rows, context) = measured[rows] + constant + slope * context
 
@@ -25,7 +25,7 @@ _UNIT = 100_000.0
 
 
 class _Correction:
-    """Decayed least squares of what steps took beyond the table, against (1, context)."""
+    """Decayed least squares of the steps' time beyond the table, against (1, context)."""
 
     def __init__(self) -> None:
         self._products = np.zeros((2, 2))
@@ -38,13 +38,13 @@ class _Correction:
         self._sums += x * seconds
 
     def forget(self) -> None:
-        """Make what is known weigh less, as a step more does."""
+        """Reduce the weight of earlier steps, as one more step does."""
         self._products *= _KEPT
         self._sums *= _KEPT
 
     @property
     def steps(self) -> float:
-        """How many steps are known, old ones less."""
+        """The total weight of the known steps."""
         return float(self._products[0, 0])
 
     def solve(self, assumed: np.ndarray) -> np.ndarray:
@@ -74,7 +74,7 @@ class StepCosts:
         self._shares = shares
         self._drafting = dict(sorted(drafting.items()))
         sizes = np.array(sorted(measured))
-        # More rows are never cheaper: what says otherwise is noise.
+        # More rows are never cheaper: a measurement that says otherwise is noise.
         seconds = np.maximum.accumulate(np.array([measured[size] for size in sizes.tolist()]))
         rows = np.arange(sizes[-1] + 1)
         self._measured = seconds[np.searchsorted(sizes, rows)] if padded else np.interp(rows, sizes, seconds)
@@ -87,7 +87,7 @@ class StepCosts:
         return max(float(self._table(np.array([rows]))[0] + constant + slope * context / _UNIT), 1e-9)
 
     def verify_s(self, rows: int, context: float, drafts_N: np.ndarray) -> np.ndarray:
-        """Seconds [N] of verify steps: as `plain_s`, with this many drafts more."""
+        """Seconds [N] of verify steps: `plain_s` with this number of additional drafts."""
         constant, slope = self._of_verify
         contexts_N = self._read(rows, context, drafts_N)
         return np.maximum(self._table(rows + drafts_N) + constant + slope * contexts_N / _UNIT, 1e-9)
@@ -104,7 +104,7 @@ class StepCosts:
         return float(np.interp(rows, list(self._drafting), list(self._drafting.values())))
 
     def ran(self, rows: int, context: float, drafts: int, seconds: float) -> None:
-        """A step of `rows` rows and `drafts` drafts took this long on the device; `context` as in `plain_s`."""
+        """Note the device time of a step of `rows` rows and `drafts` drafts; for `context` see `plain_s`."""
         beyond = seconds - float(self._table(np.array([rows + drafts]))[0])
         if drafts:
             context = float(self._read(rows, context, np.array([drafts]))[0])
@@ -126,13 +126,13 @@ class StepCosts:
 def worthwhile(
     chances_MK: np.ndarray, rows: int, context: float, costs: StepCosts, most: int, draft_s: float = 0.0
 ) -> list[int]:
-    """How many drafts each of M rows gets so that a step draws the most tokens a second; all 0 if plain steps do.
+    """The number of drafts for each of M rows that maximizes tokens a second; all 0 if plain steps are best.
 
     Args:
         chances_MK: probability that a row's draft k and all before it are accepted, falling along K; 0: no such draft.
-        rows: of the step, those without drafts included.
-        context: sum of their contexts, tokens; of each row once.
-        costs: of the steps.
+        rows: rows of the step, rows without drafts included.
+        context: sum of their contexts, tokens; each row counts once.
+        costs: costs of the steps.
         most: drafts of all rows.
         draft_s: seconds of the drafter on the device.
     """

@@ -29,13 +29,13 @@ class _Texts:
 
     digest: bytes
     index: SuffixIndex
-    versions: list[int | None] = field(default_factory=lambda: [None])  # of the newest token of each text
+    versions: list[int | None] = field(default_factory=lambda: [None])  # version of each text's newest token
     running: set[_Running] = field(default_factory=set)  # completions that have not ended
-    ended: int = 0  # tokens of those that have
+    ended: int = 0  # tokens of ended completions
 
     @property
     def kept(self) -> int:
-        """Its tokens that are kept beside those in use."""
+        """Its kept tokens that no running completion needs."""
         return self.ended if self.running else len(self.index)
 
 
@@ -51,32 +51,32 @@ class _Running:
 class SuffixDrafter:
     """Drafts by suffix matching.
 
-    Beside running completions and their prompts it keeps `kept_tokens` tokens. A prompt in use may have more: as many
-    tokens of ended completions as of itself and of running ones.
+    Besides running completions and their prompts it keeps `kept_tokens` tokens. A prompt in use may have more: as many
+    tokens of ended completions as the prompt and its running completions have.
     """
 
     def __init__(self, kept_tokens: int) -> None:
         self._kept_tokens = kept_tokens
         self._by_prompt: dict[bytes, _Texts] = {}  # least recently used first
         self._running: dict[Hashable, _Running] = {}
-        self.tokens = 0  # of all texts
-        self.kept = 0  # of them, those that no running completion needs
+        self.tokens = 0  # tokens of all texts
+        self.kept = 0  # tokens that no running completion needs
 
     def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
-        """As `HostDrafter.path`."""
+        """See `HostDrafter.path`."""
         match, path = self.matched_path(key, prompt, tokens, want, version)
         self._running[key].source = None if match is None else match.text
         return path
 
     def source(self, key: Hashable) -> int | None:
-        """As `HostDrafter.source`: of the newest token of the text, or None for the prompt."""
+        """See `HostDrafter.source`: the version of the newest token of the text, or None for the prompt."""
         running = self._running[key]
         return None if running.source is None else running.texts.versions[running.source]
 
     def matched_path(
         self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0
     ) -> tuple[Match | None, list[int]]:
-        """A path, and the match that it follows. Takes the tokens that are new."""
+        """A path, and the match that it follows. Adds the new tokens to the text."""
         running = self._running.get(key) or self._open(key, prompt)
         texts, text = running.texts, running.text
         index = texts.index
@@ -93,7 +93,7 @@ class SuffixDrafter:
         return self._running[key].text
 
     def ended(self, key: Hashable) -> None:
-        """As `HostDrafter.ended`. Its tokens serve later completions of the same prompt."""
+        """See `HostDrafter.ended`. The tokens serve later completions of the same prompt."""
         running = self._running.pop(key, None)
         if running is None:
             return
@@ -122,7 +122,7 @@ class SuffixDrafter:
         return running
 
     def _forget(self) -> None:
-        """Drop what was used longest ago until the rest is within the limit: prompts, then parts of those in use."""
+        """Drop the least recently used texts until the rest fits the limit: unused prompts, then parts of used ones."""
         for texts in list(self._by_prompt.values()):
             if self.kept <= self._kept_tokens:
                 return

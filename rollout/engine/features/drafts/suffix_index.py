@@ -1,4 +1,4 @@
-"""Where the last tokens of a text occurred before, in the texts of one prompt.
+"""Earlier occurrences of a text's last tokens, in the texts of one prompt.
 
     texts     0: the prompt | 1, 2, ...: completions, each after the end of the prompt, in the order of their beginning
     gram      the last `LEAST` tokens before a position, as one integer; two grams are equal only if their tokens are
@@ -15,18 +15,18 @@ from array import array
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-#: Tokens that are equal at least, and tokens that are compared at most.
+#: The fewest equal tokens of a match, and the most tokens that are compared.
 LEAST, MOST = 3, 32
 #: Places that are compared.
 CANDIDATES = 16
-_TOKEN_BITS = 24  # of a token in a gram
+_TOKEN_BITS = 24  # bits of one token in a gram
 
 
 class Match(NamedTuple):
     """A place like the end of a text."""
 
     text: int
-    position: int  # of the token that follows, in `text`
+    position: int  # position in `text` of the token that follows
     length: int  # equal tokens before it, `LEAST` to `MOST`
 
 
@@ -35,8 +35,8 @@ class SuffixIndex:
 
     def __init__(self, prompt: Seq[int]) -> None:
         self._texts: list[array] = []
-        self._newest: dict[int, int] = {}  # by gram: the number of its newest place
-        # By the number of a place.
+        self._newest: dict[int, int] = {}  # gram -> number of its newest place
+        # Index: number of a place.
         self._text_of, self._position_of, self._before = array("i"), array("i"), array("i")
         self._texts.append(array("i"))
         self.add(0, prompt)
@@ -52,11 +52,11 @@ class SuffixIndex:
         return len(self._texts) - 1
 
     def length(self, text: int) -> int:
-        """Tokens of a completion so far."""
+        """Number of tokens in a completion."""
         return len(self._texts[text]) - len(self._context)
 
     def size(self, text: int) -> int:
-        """Tokens that a text takes: of a completion with the end of the prompt before it."""
+        """Tokens that a text takes; a completion includes the end of the prompt before it."""
         return len(self._texts[text])
 
     @property
@@ -65,7 +65,7 @@ class SuffixIndex:
         return self._texts[0]
 
     def completion(self, text: int) -> Seq[int]:
-        """The tokens of a completion so far."""
+        """The present tokens of a completion."""
         return self._texts[text][len(self._context) :]
 
     def add(self, text: int, tokens: Seq[int]) -> None:
@@ -117,7 +117,7 @@ def _gram(tokens: array) -> int:
 
 
 def _equal_before(own: array, other: array, position: int) -> int:
-    """Equal tokens before the end of `own` and before `position` of `other`, `MOST` at most."""
+    """Number of equal tokens before the end of `own` and before `position` of `other`, at most `MOST`."""
     most = min(len(own), position, MOST)
     end, length = len(own), LEAST
     while length < most and own[end - length - 1] == other[position - length - 1]:

@@ -6,7 +6,7 @@
                  to the first that does not                                         follow
     step_ends    the drafter on the device runs                                     `model_drafter`, `ngram_drafter`
 
-Its output for the host are the next drafts of each row that draws: int32 [rows, G].
+Its output for the host is the next drafts of each row that draws: int32 [rows, G].
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from rollout.models.language_model import LanguageModel, native
 _CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
 # int32 words of an upload.
 _DRAFT_WORDS = 8
-_BEHIND_WORDS = 1  # of a row or a draft of a model with states: the drafts behind it
-_BASE_WORDS = 4  # of a row after whose step the device drafts: row and place as int64
-_PAGE_WORDS = 3  # of a page that a verify step tells
+_BEHIND_WORDS = 1  # a row or a draft of a model with states: the drafts behind it
+_BASE_WORDS = 4  # a row that the device drafts for after the step: row and place as int64
+_PAGE_WORDS = 3  # a page that a verify step sends
 
-#: Measures what decode steps cost: as `measure_decode_costs`.
+#: Measures the costs of decode steps; see `measure_decode_costs`.
 MeasureCosts = Callable[[Executor, Slot, int, bool], StepCosts]
 
 
@@ -65,11 +65,11 @@ class DraftVerifier(DeviceFeature):
     def __init__(self, engine: EngineSettings, model: LanguageModel, measure: MeasureCosts) -> None:
         self._engine, self._model, self._measure = engine, model, measure
         self.on_device = device_drafter(engine, model)
-        self._made = 0 if self.on_device == "none" else engine.speculation_tokens  # by the device, for a row
+        self._made = 0 if self.on_device == "none" else engine.speculation_tokens  # drafts of the device for a row
         self.spare_words = verify_words(engine.max_rows, engine.draft_rows, engine.speculation_tokens)
-        # As the forward goes through the tokens: see `DeltaNet.mix`.
+        # The same order in which the forward goes through the tokens: see `DeltaNet.mix`.
         self._one_by_one = engine.deterministic or model.embed.dtype == torch.float32
-        self._of_rows: tuple[verify.DraftState, DeviceDrafter] | None = None  # of the row state that is there
+        self._of_rows: tuple[verify.DraftState, DeviceDrafter] | None = None  # built for the present row state
         self._costs: StepCosts | None = None  # measured before `host_part`
 
     @classmethod
@@ -79,7 +79,7 @@ class DraftVerifier(DeviceFeature):
         return None if engine.speculation == "off" else cls(engine, site.model, measure)
 
     def begin_rows(self, rows: RowState) -> None:
-        """Allocate the drafts beside the rows, and make the drafter on the device."""
+        """Allocate the drafts next to the rows, and make the drafter on the device."""
         state = verify.DraftState.allocate(rows, self._made)
         self._of_rows, self._costs = (state, self._drafter(rows, state.next_RG)), None
 
@@ -115,7 +115,7 @@ class DraftVerifier(DeviceFeature):
 
     @property
     def state(self) -> verify.DraftState:
-        """The drafts beside the row state."""
+        """The drafts next to the row state."""
         return self._parts()[0]
 
     @property
@@ -165,7 +165,7 @@ class DraftVerifier(DeviceFeature):
         if header.needs & _CONSTRAIN and len(drawn.masks.refused):
             verify.refuse(self.state, step, drawn.masks.refused)
         if _after(header) is After.DRAFT:
-            drawn.accepted_R.zero_()  # of rows without drafts, too
+            drawn.accepted_R.zero_()  # rows without drafts included
         verify.accept(rows, self.state, step, drawn.output_4R, drawn.accepted_R)
         kv.states.catch_up(step["verified"], step["rows"], drawn.accepted_R, self._one_by_one)
 
@@ -210,7 +210,7 @@ class DraftVerifier(DeviceFeature):
 
 
 def _after(header: Header) -> After:
-    """What the drafter on the device does after a step."""
+    """The work of the drafter on the device after a step."""
     return After(header.facts[NAME][0]) if NAME in header.facts else After.NOTHING
 
 
@@ -223,7 +223,7 @@ def verify_words(max_rows: int, draft_rows: int, most: int) -> int:
     """Upper bound on the int32 words that `draft_rows` drafts, `most` of a row, add to an upload; 0 without drafts."""
     if not draft_rows:
         return 0
-    positions = 2 * (most + 1)  # that a row may have in such a step, and tokens of its path
-    told = positions + most  # positions whose pages are sent: drafts of the device may follow
+    positions = 2 * (most + 1)  # a row's positions in such a step, plus the tokens of its path
+    told = positions + most  # positions with a sent page: drafts of the device may follow
     of_drafts = draft_rows * (2 * (_DRAFT_WORDS + positions) + _BEHIND_WORDS)
     return of_drafts + max_rows * (_PAGE_WORDS * (told + 1) + _BASE_WORDS + _BEHIND_WORDS)

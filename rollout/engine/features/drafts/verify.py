@@ -34,14 +34,14 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """What the row state has of drafts, at fixed addresses."""
+    """The part of the row state that belongs to drafts, at fixed addresses."""
 
     drafts_R: torch.Tensor  # int64: of a draft row: its draft
     next_RG: torch.Tensor  # int64: the next drafts of a row as the device made them; G is 0 if it makes none
 
     @classmethod
     def allocate(cls, rows: RowState, made: int) -> DraftState:
-        """State beside `rows`; the device makes `made` drafts for a row, 0 if none."""
+        """State next to `rows`; the device makes `made` drafts for a row, 0 if none."""
         count, device = len(rows.ints), rows.ints.device
         drafts_R = torch.zeros(count, dtype=torch.int64, device=device)
         return cls(drafts_R, torch.zeros(count, made, dtype=torch.int64, device=device))
@@ -74,7 +74,7 @@ def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
             state.index_copy_(0, draft_N, state.index_select(0, owner_N))
     if features & RowNeeds.PENALIZE:
         token_N = drafts.drafts_R.index_select(0, draft_N)
-        before_NN = (which_N[:, None] == which_N) & (ahead_N[:, None] >= ahead_N)  # its own draft, too
+        before_NN = (which_N[:, None] == which_N) & (ahead_N[:, None] >= ahead_N)  # a row's own draft included
         counts_NV = rows.counts.index_select(0, owner_N)
         place_NN = torch.arange(len(draft_N), device=draft_N.device)[:, None].expand_as(before_NN)
         counts_NV.index_put_((place_NN, token_N.expand_as(before_NN)), before_NN.int(), accumulate=True)
@@ -133,7 +133,7 @@ def go_on(
     row_M, place_M, count_M, _ = step["verified"].unbind(1)
     drawn_R, step_rows = output_4R[0].long(), step["rows"]
     ahead_K = torch.arange(step.header.drafts, device=row_M.device)
-    place_MK = (place_M[:, None] + 1 + ahead_K).clamp_(max=len(step_rows) - 1)  # of the drafts
+    place_MK = (place_M[:, None] + 1 + ahead_K).clamp_(max=len(step_rows) - 1)  # places of the drafts
     equal_MK = drawn_R[place_MK - 1] == drafts.drafts_R[step_rows[place_MK]]
     accepted_M = (equal_MK & (ahead_K < count_M[:, None])).int().cumprod(1).sum(1)
     rows.ints[row_M, LAST] = drawn_R[place_M + accepted_M]

@@ -42,7 +42,7 @@ def extra_of(encodes: Seq[Encode]) -> Extra:
 
 
 def encodes_of(extra: Extra) -> list[Encode]:
-    """What `extra_of` was given, without the digests of the images."""
+    """The arguments of `extra_of`, without the digests of the images."""
     pairs = zip(extra.arrays[::2], extra.arrays[1::2], strict=True)
     return [
         Encode(Pixels(b"", tuple(grid), patches), places)
@@ -82,10 +82,10 @@ class Encodings:
         self._most_patches = most_patches
         self._beginnings = beginnings
         self._free = list(range(self.total // BLOCK))
-        self._blocks: OrderedDict[bytes, list[int]] = OrderedDict()  # by digest, least recently used first
+        self._blocks: OrderedDict[bytes, list[int]] = OrderedDict()  # key: digest; least recently used first
         self._named: set[bytes] = set()  # needed by the step that is being planned
         self._encodes: list[Encode] = []
-        self._patches = 0  # of `_encodes`
+        self._patches = 0  # patches in `_encodes`
 
     @property
     def used(self) -> int:
@@ -98,7 +98,7 @@ class Encodings:
         self._encodes, self._patches = [], 0
 
     def fit(self, seq: Sequence, start: int, length: int) -> int:
-        """How many of the next `length` tokens of a prompt can be in the step; their images are encoded or will be.
+        """The number of the next `length` tokens of a prompt that fit in the step; their images are encoded or will be.
 
         Less than `length` ends before an image for which the step has no room. At least 1 for the first span.
         """
@@ -117,14 +117,14 @@ class Encodings:
         return tuple(found)
 
     def take_encodes(self) -> tuple[Encode, ...]:
-        """What the planned step encodes first. The step is launched at once, in the order of plans."""
+        """The images that the planned step encodes first. Launch the step at once, in the order of plans."""
         encodes, self._encodes = tuple(self._encodes), []
         self.counts.encoded += len(encodes)
         self.counts.patches += self._patches
         return encodes
 
     def weights_changed(self, names: Iterable[str]) -> None:
-        """An update wrote these tensors: encodings of other weights are of no use."""
+        """Drop the encodings if an update wrote tensors of the tower: they belong to older weights."""
         if any(name.startswith(self._beginnings) for name in names):
             self.drop_all()
 

@@ -1,4 +1,4 @@
-"""What images add to plans and uploads.
+"""Images in plans and uploads.
 
 Sections of a prefill of prompts with images:
 
@@ -26,7 +26,7 @@ TOKEN_WORDS = 10
 
 
 class Images(StepFeature):
-    """The images of one engine; `encodings` are their books."""
+    """The images of one engine; `encodings` records where they are."""
 
     name = "images"
 
@@ -79,7 +79,7 @@ class Images(StepFeature):
             staging.put("image_places", np.concatenate(places))
 
     def weights_changed(self, version: int, names: Collection[str]) -> None:
-        """Encodings of other weights of the tower are of no use."""
+        """Drop the encodings if the update changed the tower."""
         self.encodings.weights_changed(names)
 
     def memory_leaves(self) -> None:

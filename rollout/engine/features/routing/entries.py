@@ -50,11 +50,11 @@ class ExpertPages:
         self._words_PSW[target] = self._words_PSW[source]
 
     def stow(self, pages: list[int], hosts: list[int]) -> None:
-        """Copy the entries of pages whose KV is on the host: the pages are about to be given up."""
+        """Copy the entries of pages with KV on the host, before the pages are given up."""
         self._stowed_HSW[hosts] = self._words_PSW[pages]
 
     def stowed(self, hosts: list[int]) -> np.ndarray:
-        """A copy of the entries that lie beside KV on the host, by page."""
+        """A copy of the entries for KV on the host, by page."""
         return self._stowed_HSW[hosts]
 
     def put_stowed(self, host: int, packed: bytes) -> None:
@@ -95,11 +95,11 @@ class SequenceExperts:
         self._kept = nothing  # entries from `_told` on, of KV that was given up
 
     def keep(self, experts: ExpertPages, pages: list[int], end: int) -> None:
-        """The pages are about to be given up: keep the entries of positions before `end` that were not sent."""
+        """Keep the unsent entries of positions before `end`; the pages are about to be given up."""
         self._kept = self._between(experts, pages, end)
 
     def tell(self, experts: ExpertPages, pages: list[int], end: int) -> np.ndarray:
-        """The entries of positions before `end` that were not sent yet."""
+        """The unsent entries of positions before `end`."""
         entries = self._between(experts, pages, end)
         self._kept = self._kept[len(entries) :]
         self._told += len(entries)

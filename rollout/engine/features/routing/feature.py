@@ -27,7 +27,7 @@ class Routing(StepFeature):
 
     def __init__(self, entries: ExpertPages) -> None:
         self.entries = entries
-        self._unsent: dict[Sequence, SequenceExperts] = {}  # of sequences that report their experts
+        self._unsent: dict[Sequence, SequenceExperts] = {}  # sequences that report their experts
         self._restored: dict[Sequence, tuple[list[int], np.ndarray]] = {}  # pages and entries, until a commit
         self._fetched: deque[tuple[int, list[int], np.ndarray]] = deque()  # steps before, pages, entries
         self._launched = self._committed = 0  # steps
@@ -48,7 +48,7 @@ class Routing(StepFeature):
         self._launched += 1
 
     def delta_fields(self, seq: Sequence) -> dict[str, Any]:
-        """The entries that were not sent yet; they count as sent."""
+        """Take the unsent entries; they count as sent."""
         if seq.group.request.routing_from is None:
             return {}
         entries = self._of(seq).tell(self.entries, seq.kv.pages, seq.consumed)

@@ -1,4 +1,4 @@
-"""Which experts each token took: recorded by the step, kept by the host with the KV (`entries`).
+"""The experts of each token: recorded by the step, kept by the host with the KV (`entries`).
 
     routers of a step --> StepExperts [tokens, 1 + words] int32 --D2H, with the step's outputs--> commit --> ExpertPages
                           KV slot | experts, packed                                                        [KV slot]

@@ -1,4 +1,4 @@
-"""What a step computes beside its tokens where a request asks for it: likeliest tokens, log-probs of a prompt.
+"""Scores that a step computes where a request asks for them: likeliest tokens, log-probs of a prompt.
 
 feature    what scores add to uploads and commits
 taker      takes them from a step                      device

@@ -1,4 +1,4 @@
-"""Scores: what a step computes beside its tokens where a request asks for it: likeliest tokens, log-probs of a prompt.
+"""Scores that a step computes where a request asks for them: likeliest tokens, log-probs of a prompt.
 
               device                                     host, pinned
     tops      [rows, 2, K] int32   ids, float bits       -D2H->     in steps where a row asks for them
@@ -50,13 +50,13 @@ def scored_multiple(device: torch.device) -> int:
 
 
 class Scoring(NamedTuple):
-    """What a step scores of prompts, in one of its lists."""
+    """The prompt positions of one list of a step, and their scores."""
 
     scored: int = 0  # positions
-    ranked: bool = False  # these have ranks, too
-    tops: int = 0  # and so many likeliest tokens
-    chosen: int = 0  # and log-probs of so many tokens that the upload names
-    entropy: bool = False  # and the entropy
+    ranked: bool = False  # the ranks of these positions are returned
+    tops: int = 0  # number of likeliest tokens at each position
+    chosen: int = 0  # number of tokens named in the upload, for their log-probs
+    entropy: bool = False  # the entropy is returned
 
 
 def _nothing() -> np.ndarray:
@@ -65,7 +65,7 @@ def _nothing() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompts:
-    """The scores of one list of prompt tokens, in their order; on the host. What was not asked for is empty."""
+    """The scores of one list of prompt tokens, in order, on the host. Arrays that no request asked for are empty."""
 
     logprobs_N: np.ndarray = field(default_factory=_nothing)  # float32
     ranks_N: np.ndarray = field(default_factory=_nothing)  # int32
@@ -79,7 +79,7 @@ class ScoredPrompts:
 class Scores:
     """The scores of one step, on the host."""
 
-    places: tuple[int, ...]  # of the rows with tops, among those that sample
+    places: tuple[int, ...]  # places of the rows with tops among the rows that sample
     top_ids_CK: np.ndarray  # int32, likeliest first
     top_logprobs_CK: np.ndarray  # float32
     narrow: ScoredPrompts
@@ -87,7 +87,7 @@ class Scores:
 
 
 class Vocabulary:
-    """What logits are of: the whole vocabulary."""
+    """The vocabulary of logits: here the whole one."""
 
     def largest(self, own_P1: torch.Tensor) -> torch.Tensor:
         """The largest logit of each row, from the largest of the columns that are here."""
@@ -118,7 +118,7 @@ class _PartOfVocabulary(Vocabulary):
 
     def sum(self, own_P: torch.Tensor) -> torch.Tensor:
         first_P, *others = self._group.all_gather(own_P)
-        for other_P in others:  # in the order of the ranks
+        for other_P in others:  # ordered by rank
             first_P = first_P + other_P
         return first_P
 
@@ -143,7 +143,7 @@ _WHOLE = Vocabulary()
 
 
 def vocabulary(shard: VocabShard | None) -> Vocabulary:
-    """The vocabulary of logits of this shard; of all tokens without one."""
+    """The vocabulary of this shard's logits; the whole vocabulary without a shard."""
     return _WHOLE if shard is None else _PartOfVocabulary(shard)
 
 

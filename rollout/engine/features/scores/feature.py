@@ -1,8 +1,8 @@
-"""What scores add to uploads and commits.
+"""Scores in uploads and commits.
 
 Sections:
 
-    top_at                     int64 [n]: which of the drawing rows report their likeliest tokens
+    top_at                     int64 [n]: the drawing rows that report their likeliest tokens
     narrow_at, narrow_targets  int64 [n]: tokens of the step, and the token whose log-prob each gives; padded
     wide_at, wide_targets      the same of the wide list (`buffers.py`)
     wide_chosen                int32 [n, M]: tokens whose log-probs each gives; padded
@@ -36,12 +36,12 @@ _TOP = RowNeeds.TOP.value  # flags of an enum are slow to test
 class Asked(NamedTuple):
     """What a step scores."""
 
-    tops: tuple[int, ...] = ()  # which of the drawing rows report their likeliest tokens
+    tops: tuple[int, ...] = ()  # the drawing rows that report their likeliest tokens
     narrow: Scoring = Scoring()
     wide: Scoring = Scoring()
 
     def to_facts(self) -> list[Any]:
-        """As a header has it."""
+        """The fields of a header."""
         return [list(self.tops), list(self.narrow), list(self.wide)]
 
 
@@ -118,7 +118,7 @@ class StepScores(StepFeature):
         self.multiple = multiple
         self._narrow_tops, self._wide_tops = min(MAX_TOP_LOGPROBS, vocab), min(MAX_PROMPT_TOKENS_SCORED, vocab)
         self._exact = exact
-        self._wide, self._widest = 0, 0  # of the step that is planned: positions, and tokens at one of them
+        self._wide, self._widest = 0, 0  # the step being planned: scored positions, most tokens at one
 
     def words(self, seq: Sequence, length: int) -> int:
         """See `StepFeature`; the named tokens are in the spare words."""
@@ -141,7 +141,7 @@ class StepScores(StepFeature):
         return length
 
     def pack(self, plan: Plan, staging: Staging) -> None:
-        """Put which rows and positions are scored."""
+        """Put the rows and positions that are scored."""
         asked = self._put_prompts(plan, staging) if plan.kind == "prefill" else _NOTHING
         if plan.needs.value & _TOP:
             places = [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops.k]

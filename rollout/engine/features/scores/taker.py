@@ -33,12 +33,12 @@ from rollout.models.decoder import Decoder
 class ScoreTaker(DeviceFeature):
     """Scores of steps over `vocab` tokens. With `exact` sums a row's scores do not depend on the other rows.
 
-    `shard` is the part of the vocabulary that the logits of forwards are of; None if all.
+    `shard` is the part of the vocabulary that the forwards' logits cover; None if they cover all of it.
     """
 
     name = NAME
     token_words = SCORED_WORDS
-    #: Named tokens; padding; and in a rehearsal the wide list, as the narrow one has all tokens.
+    #: Words for named tokens, for padding, and for the wide list of a rehearsal, where the narrow one has all tokens.
     spare_words = (
         WIDE_WORDS
         + (2 * SCORED_WORDS + MAX_PROMPT_TOKENS_SCORED) * SCORED_AT_ONCE
