@@ -44,14 +44,14 @@ class ConstraintError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """What is kept of a constraint: a compiled grammar, and the marker after which it begins."""
+    """A cached constraint: a compiled grammar, and the marker after which it begins."""
 
     grammar: Any
     marker: Marker | None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, about."""
+        """Approximate memory, bytes."""
         return self.grammar.memory_size_bytes + (0 if self.marker is None else self.marker.nbytes)
 
 
@@ -154,7 +154,7 @@ class ConstraintCompiler:
         prior: list[int],
         prompt: Sequence[int],
     ) -> tuple[_Compiled, Constraint]:
-        """What is kept, and the constraint. It may be abandoned, so it does not change the compiler."""
+        """The cache entry and the constraint. The call may be abandoned, so it does not change the compiler."""
         if compiled is None:
             grammar = self._checked(spec, stop_ids)
             takes = _Takes(self._begin(grammar))
@@ -168,7 +168,7 @@ class ConstraintCompiler:
         count, rest = begin
         if rest and not matcher.accept_string(rest):
             raise _not_allowed(count - 1)
-        ended = False  # by a stop token
+        ended = False  # True after a stop token
         for index, token in enumerate(prior[count:], count):
             if token in self._no_text or not matcher.accept_token(token):
                 ended = token in stop_ids and matcher.is_completed() and index == len(prior) - 1
@@ -179,18 +179,18 @@ class ConstraintCompiler:
         return compiled, self._constraint(matcher, spec, stop_ids, prior)
 
     def _checked(self, spec: ConstraintSpec, stop_ids: tuple[int, ...]) -> Any:
-        """The grammar, if it allows any first token."""
+        """The grammar. Raises ConstraintError if it allows no first token."""
         try:
             grammar = self._compile(spec)
         except UnicodeEncodeError:
             raise ConstraintError(
                 "it contains half of a surrogate pair, which is not a character; leave it out"
             ) from None
-        except RuntimeError as error:  # of xgrammar, for anything that it cannot compile
+        except RuntimeError as error:  # xgrammar raises it for anything that it cannot compile
             raise ConstraintError(_reason(error, spec.kind)) from error
         matcher = self._begin(grammar)
         if spec.after is not None:
-            matcher.accept_string(" " * _WHITESPACE)  # its text begins here at the latest
+            matcher.accept_string(" " * _WHITESPACE)  # the text begins after this white space at the latest
         first = self._constraint(matcher, spec, stop_ids, []).start()
         masks_RW = torch.zeros(1, mask_words(self._vocab), dtype=torch.int32)
         first.fill(masks_RW, 0)
@@ -246,7 +246,7 @@ class _Takes:
     """Whether a grammar allows a text at its beginning."""
 
     def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher  # at the beginning
+        self._matcher = matcher  # a matcher at the beginning of the grammar
 
     def __call__(self, text: bytes) -> bool:
         if not self._matcher.accept_string(text):
@@ -278,7 +278,7 @@ def _begin_of(
     prompt: Sequence[int],
     texts: TokenTexts | None,
 ) -> tuple[int, bytes] | None:
-    """Where the constraint begins in `prior`: after how many tokens, and the rest of the last; None: not in there."""
+    """The beginning of the constraint in `prior`: number of tokens before it, and the last token's rest; or None."""
     if marker is None or spec.after is None:
         return 0, b""
     own = [
@@ -311,7 +311,7 @@ def _invalid_utf8(texts: Sequence[bytes]) -> list[int]:
 
 
 def _invalid_after(texts: Sequence[bytes]) -> dict[int, list[int]]:
-    """By token that ends with the first byte of a character: the tokens that would make the character invalid."""
+    """For each token that ends with the first byte of a character: the tokens that make the character invalid."""
     begins = {
         byte: [token for token, text in enumerate(texts) if text and text[0] in seconds]
         for byte, seconds in _INVALID_SECONDS.items()

@@ -9,7 +9,8 @@ found in the bytes of the tokens, however it was cut into tokens: as the one tok
 last one may reach beyond the marker. Its rest is the beginning of the constrained text; a token whose rest cannot begin
 that text is barred, and this is all that is barred in the free part.
 
-So a mask is needed after the marker, and before it only where the text ends with so much of it that a token is barred.
+So a mask is needed after the marker. Before it, a mask is needed only where the text ends with a part of the marker
+after which a token is barred.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from rollout.constraints.matcher import MOST_UNDONE, NEVER, Constraint, Matcher,
 _WHITE = b" \t\r\n"
 #: Bytes of white space after a marker at the end of a prompt.
 _MOST_WHITE = 64
-_BYTES_OF_A_SET = 100  # for each of its integers
+_BYTES_OF_A_SET = 100  # estimate for each integer of a set
 
 
 class Marker(Protocol):
-    """What a completion has to have before its constraint holds."""
+    """The token ids or the text that a completion has to contain before its constraint holds."""
 
     ends: frozenset[int]  # tokens that may end it, or after which a token is barred
-    reach: int  # tokens that it can consist of, at most
-    nbytes: int  # of memory, about
+    reach: int  # most tokens that it can consist of
+    nbytes: int  # approximate memory, bytes
 
     def rest(self, tokens: Sequence[int]) -> bytes | None:
         """The text after the marker in the last of these tokens, if that ends the marker; else None."""
@@ -54,7 +55,7 @@ class IdMarker:
         self.nbytes = _BYTES_OF_A_SET * len(self.ends)
 
     def rest(self, tokens: Sequence[int]) -> bytes | None:
-        """Nothing comes after them in their last token."""
+        """Empty: the last token has no text after the marker."""
         return b"" if tuple(_last(tokens, len(self._ids))) == self._ids else None
 
     def barred(self, tokens: Sequence[int]) -> torch.Tensor | None:
@@ -69,7 +70,7 @@ class TokenTexts:
         self.of = texts
 
     def tail(self, tokens: Sequence[int], length: int) -> bytes:
-        """The last bytes of the text of these tokens: at least `length`, if there are so many."""
+        """The last bytes of the text of these tokens: at least `length`, or all of them."""
         parts, count = deque[bytes](), 0
         for token in reversed(tokens):
             if count >= length:
@@ -84,7 +85,7 @@ class TextMarker:
 
     Args:
         text: the marker; not empty.
-        texts: of all tokens, special tokens by their names.
+        texts: the texts of all tokens; special tokens have their names.
         takes: whether the constrained text can begin with this one, which is not empty.
         vocab: size of the model's output.
     """
@@ -100,7 +101,7 @@ class TextMarker:
         last = [token for token, other in enumerate(of) if other.startswith(lasts)]
         first = [token for token, other in enumerate(of) if other.endswith(beginnings) or other in inner]
         ends, known = {*whole, *last}, {b"": True}
-        self._barred: dict[int, torch.Tensor] = {}  # by how much of the marker a text ends with
+        self._barred: dict[int, torch.Tensor] = {}  # key: length of the marker's beginning at the end of a text
         for begun in range(len(text)):
             parts = tuple(text[part:] for part in range(begun, 0, -1) if text[:begun].endswith(text[:part]))
             bad = []
@@ -132,7 +133,7 @@ class TextMarker:
         return self._barred.get(self._begun(tokens)) if self._barred else None
 
     def _begun(self, tokens: Sequence[int]) -> int:
-        """How much of the marker the text of these tokens ends with."""
+        """Length of the marker's beginning at the end of these tokens' text."""
         end = self._texts.tail(tokens, len(self._text) - 1)
         return next((part for part in range(len(self._text) - 1, 0, -1) if end.endswith(self._text[:part])), 0)
 
@@ -158,16 +159,16 @@ class AfterMarker:
 
     @cached_property
     def free(self) -> AfterMarker | None:
-        """How the end of the free part is found; None if a token is barred all along."""
+        """The search for the end of the free part; None if a token is barred everywhere."""
         return None if self.marker.barred(()) is not None else self
 
     @property
     def ends(self) -> frozenset[int]:
-        """Tokens after which `narrows` has to be asked; after the others it says "no"."""
+        """Tokens after which `narrows` has to be asked; after all other tokens it returns "no"."""
         return self.marker.ends
 
     def narrows(self, tokens: Sequence[int]) -> Narrows:
-        """What is known of the token after these, where the constraint did not hold for the last of them."""
+        """See `Free.narrows`; the constraint does not hold for the last of these tokens."""
         if not len(tokens):
             return "no"
         last = _last(tokens, self.marker.reach)
@@ -217,7 +218,7 @@ class AfterMatcher(Matcher):
             masks_RW[row] &= ~barred_W
 
     def undo(self, tokens: int) -> None:
-        """Go back, also to before the marker."""
+        """Go back, if necessary to a place before the marker."""
         back = min(tokens, self._accepted)
         if back and self._inner is not None:
             self._inner.undo(back)
@@ -234,7 +235,7 @@ class AfterMatcher(Matcher):
 
 
 def find(marker: Marker, tokens: Sequence[int]) -> tuple[int, bytes] | None:
-    """Where a completion has its marker: the number of tokens up to its end, and the rest of the last one."""
+    """The end of a completion's marker: the number of tokens up to it, and the rest of the last one."""
     for count, token in enumerate(tokens, 1):
         if token in marker.ends and (rest := marker.rest(tokens[max(count - marker.reach, 0) : count])) is not None:
             return count, rest

@@ -47,8 +47,7 @@ class Matcher(Protocol):
         """True if the completion obeys the constraint as it is."""
 
 
-#: Of the next token: the constraint does not narrow its choice; it will soon; it does, for this token; it holds from
-#: here on.
+#: The effect on the next token: none; none yet, but soon; a mask for this token; the constraint holds from here on.
 Narrows = Literal["no", "soon", "next", "all"]
 
 
@@ -57,14 +56,14 @@ class Free(Protocol):
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokens after which `narrows` may say more than "no"."""
+        """The tokens after which `narrows` may return more than "no"."""
 
     @property
     def look_at(self) -> int:
-        """The number of tokens at which `narrows` may say more, whatever they are; `NEVER` if there is none."""
+        """The number of tokens at which `narrows` may return more, whatever they are; `NEVER` if there is none."""
 
     def narrows(self, tokens: Sequence[int]) -> Narrows:
-        """Of the token after these, the tokens of a completion so far; the constraint does not hold for the last."""
+        """The effect on the next token after a completion's `tokens`; the constraint does not hold for the last one."""
 
 
 class Constraint(Protocol):
@@ -82,7 +81,7 @@ class Constraint(Protocol):
 
     @property
     def foreseen(self) -> Free | None:
-        """The same where no row can draw a token again: "soon" comes before any token that needs a mask is launched.
+        """`free` where no row can draw a token again: "soon" comes before any token that needs a mask is launched.
 
         None if that cannot be.
         """
@@ -97,12 +96,12 @@ class Anything(Matcher):
 
     @property
     def free(self) -> Anything:
-        """It never holds."""
+        """See `Constraint`; this one never holds."""
         return self
 
     @property
     def foreseen(self) -> Anything:
-        """The same."""
+        """See `free`."""
         return self
 
     def narrows(self, tokens: Sequence[int]) -> Narrows:
@@ -175,7 +174,7 @@ class AllowList(Matcher):
 
     @property
     def complete(self) -> bool:
-        """True: whatever was accepted is made of these tokens."""
+        """True: all accepted tokens are in the list."""
         return True
 
 
@@ -188,7 +187,7 @@ class Ends:
 
     tokens: frozenset[int]
     no_text: frozenset[int]
-    mask_W: torch.Tensor  # of `tokens`, int32 [W]
+    mask_W: torch.Tensor  # mask of `tokens`, int32 [W]
 
 
 class GrammarConstraint:
@@ -230,8 +229,8 @@ class GrammarMatcher(Matcher):
 
     def __init__(self, constraint: GrammarConstraint, matcher: Any, last: Sequence[int]) -> None:
         self._constraint, self._matcher = constraint, matcher
-        self._ended = False  # by a stop token
-        # For the next step alone, newest last; those before are for `undo`.
+        self._ended = False  # True after a stop token
+        # Masks for the next step alone, newest last; the earlier ones are for `undo`.
         self._next = deque([constraint.after.get(last[-1]) if last else None], maxlen=MOST_UNDONE + 1)
 
     def accept(self, token: int) -> bool:
@@ -262,5 +261,5 @@ class GrammarMatcher(Matcher):
 
     @property
     def complete(self) -> bool:
-        """True if what was accepted is a whole text of the grammar."""
+        """True if the accepted tokens are a whole text of the grammar."""
         return bool(self._matcher.is_completed())

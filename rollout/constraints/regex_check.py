@@ -18,11 +18,11 @@ MOST_REPETITIONS = 2**31 - 1
 
 #: After a backslash: letters that the compiler knows, or refuses by itself.
 _ESCAPES = "dDwWsSnrtfvexuc0" + "bB" + "123456789kpP"
-#: Those of them that stand for a control character, or may.
+#: Known letters that stand for a control character, or may.
 _CONTROLS = "nrtfvec0"
 _NUMBERED = {"x": 2, "u": 4}  # hexadecimal digits
 _REPEATS = tuple("*+{")
-_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # not escaped
+_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # an unescaped quote
 #: After a backslash in a class, where the compiler takes them literally; elsewhere it refuses them.
 _NO_CLASS = "123456789kpPB"
 #: Any escape; the group matches if it is half of a surrogate pair.
@@ -117,9 +117,9 @@ def _elements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _ends(elements: Sequence[tuple[int, str]]) -> list[bool]:
-    """For each element whether it is behind all else of every text that goes through it, if it is an anchor."""
+    """For each element: True if an anchor at its place is at the end of every text that passes it."""
     found: list[bool] = []
-    groups: list[bool] = []  # of the open groups, from the right: at the end of the text
+    groups: list[bool] = []  # open groups, from the right: True at the end of the text
     ends, after = True, ""
     for _, element in reversed(elements):
         if element == ")":

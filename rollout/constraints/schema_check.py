@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout.constraints import regex_check
 
-#: Not enforced anywhere.
+#: Keywords that are never enforced.
 _NEVER = (
     "not",
     "if",
@@ -27,7 +27,7 @@ _NEVER = (
     "$dynamicRef",
     "$recursiveRef",
 )
-#: Keywords of one type of value; they are ignored without a "type" beside them.
+#: Keywords of one type of value; they are ignored without a "type" in the same schema.
 _OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -37,19 +37,19 @@ _OF_TYPE = {
 _RULES = tuple(name for names in _OF_TYPE.values() for name in names)
 _PARTS = ("properties", "required", "additionalProperties", "items", "prefixItems")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-#: Beside one of these, all other keywords are ignored.
+#: Next to one of these, all other keywords are ignored.
 _ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONE = ("items", "additionalProperties", "propertyNames")
 #: Their strings may contain quotes, or, for addresses, numbers with a leading zero.
 _BROKEN_FORMATS = ("json-pointer", "relative-json-pointer", "ipv4", "ipv6")
-#: Enforced; other formats are annotations and are ignored.
+#: Enforced formats; other formats are annotations and are ignored.
 _FORMATS = (
     *("date", "time", "date-time", "duration", "email", "hostname"),
     *("uri", "uri-reference", "uri-template", "uuid"),
 )
-_DECIMALS = 6  # of bounds of numbers
+_DECIMALS = 6  # decimals of numeric bounds
 _MOST_STEP = 1024  # larger ones are ignored
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
@@ -61,7 +61,7 @@ def schema_problem(text: str) -> str | None:
         return next(_problems(schema, "#", schema), None)
     except RecursionError:
         return "it is nested too deep to be checked; make it flatter"
-    except ValueError as error:  # the compiler may accept it nevertheless, text after the end for one
+    except ValueError as error:  # the compiler may still accept it, for example with text after the end
         return f"it is not JSON: {error}"
 
 
@@ -125,7 +125,7 @@ def _types_of(schema: Any, root: Any, known: dict[int, set[str] | None] | None =
     known = {} if known is None else known
     if not isinstance(schema, dict) or id(schema) in known:
         return known.get(id(schema))
-    known[id(schema)] = None  # while it is being checked
+    known[id(schema)] = None  # None during the check
     known[id(schema)] = found = _types_named(schema, root, known)
     return found
 
@@ -145,7 +145,7 @@ def _types_named(schema: dict[str, Any], root: Any, known: dict[int, set[str] | 
 
 def _followed(ref: str, root: Any) -> Any:
     part = root
-    for name in ref.split("/")[1:]:  # as the compiler does, which does not know "~1"
+    for name in ref.split("/")[1:]:  # "~1" is not decoded: the compiler does not know it
         part = part.get(name) if isinstance(part, dict) else None
     return part
 

@@ -1,4 +1,4 @@
-r"""A budget for thoughts: after so many tokens of one, the tokens that end it are forced.
+r"""A budget for thoughts: after this number of tokens in a thought, the tokens that end it are forced.
 
     prompt   ... <think>            or the completion has the start
     tokens   t t t ... t  </think>  answer ...
@@ -9,7 +9,7 @@ start inside of it is a part of it. If a thought already ends with a part of its
 
 Forcing is a mask of one token. So a budget is a constraint around another one: a row is free until its budget is used
 up, has masks until the end is written, and is free again. A forced token that the other constraint does not allow is
-not forced. Which tokens were forced follows from the tokens alone, so the service tells without the engine.
+not forced. The forced tokens follow from the tokens alone, so the service finds them without the engine.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Thoughts:
 
     Args:
         before: the last tokens of the prompt, in which a start or an end may have begun.
-        known: tokens that the prompt has of a thought that it left open; None if it left none open.
+        known: number of tokens of a thought that the prompt left open; None if it left none open.
     """
 
     def __init__(self, rule: ThoughtRule, before: Sequence[int] = (), known: int | None = None) -> None:
@@ -79,14 +79,14 @@ class Thoughts:
         return len(self._turns) % 2 == 1
 
     def accept(self, token: int) -> None:
-        """Go on by a token."""
+        """Advance by a token."""
         self.count += 1
         self._last.append(token)
         if token in self.rule.lasts:
             self._turn()
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens."""
+        """Advance by tokens."""
         if self.rule.lasts.isdisjoint(tokens):
             self.count += len(tokens)
             self._last.extend(tokens)
@@ -117,13 +117,13 @@ class Thoughts:
         return end[begun]
 
     def copy(self) -> Thoughts:
-        """Another one at the same place."""
+        """A copy at the same place."""
         other = copy.copy(self)
         other._last, other._turns = self._last.copy(), self._turns.copy()
         return other
 
     def _turn(self) -> None:
-        """The last token may begin or end a thought."""
+        """Begin or end a thought if the last token does so."""
         if _ends_with(self._since_turn(), self.rule.end if self.inside else self.rule.start):
             self._turns.append(self.count)
 
@@ -150,12 +150,12 @@ class Budgeted:
 
     @property
     def free(self) -> Free | None:
-        """How the end of a thought is found, for one completion."""
+        """The search for the end of a thought, for one completion."""
         return None if self.inner.free is None else _Watch(self.begin.copy(), self.inner.free, 1)
 
     @property
     def foreseen(self) -> Free | None:
-        """The same, if every budget ends so late that each token in flight has its mask."""
+        """See `Constraint`; None if a budget may end before each token in flight has its mask."""
         if self.inner.foreseen is None or self.begin.rule.budget < MOST_IN_FLIGHT:
             return None
         return _Watch(self.begin.copy(), self.inner.foreseen, MOST_IN_FLIGHT)
@@ -172,7 +172,7 @@ class _Watch:
         self._ahead = ahead
 
     def narrows(self, tokens: Sequence[int]) -> Narrows:
-        """Of the token after these."""
+        """The effect on the token after these."""
         thoughts = self._thoughts
         thoughts.follow(tokens[thoughts.count :])
         inner = self._inner.narrows(tokens)
@@ -222,7 +222,7 @@ class BudgetedMatcher(Matcher):
 
 
 def forced_places(thoughts: Thoughts, tokens: Sequence[int]) -> list[int]:
-    """Go on by these tokens; returns the positions in the completion of those that were forced."""
+    """Advance by these tokens; returns the positions of the forced ones in the completion."""
     if thoughts.rule.lasts.isdisjoint(tokens) and thoughts.count + len(tokens) <= thoughts.due:
         thoughts.follow(tokens)
         return []
