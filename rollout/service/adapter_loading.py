@@ -108,6 +108,6 @@ class AdapterLoads:
             logger.exception("an adapter could not be read", extra=peer.about)
             refuse(peer, InternalError("a fault in the worker; its log has the trace"))
         finally:
-            # The frames of a traceback refer to the future, and keep what was read until a garbage collection.
+            # The frames of a traceback refer to the future, and keep the read weights until a garbage collection.
             if not future.cancelled() and (failure := future.exception()) is not None:
                 failure.__traceback__ = None

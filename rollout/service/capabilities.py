@@ -19,7 +19,7 @@ class WeightControl(Protocol):
         """Take a `weights` message. `reply` may be called later, from any thread."""
 
     def summary(self) -> dict[str, Any]:
-        """How updates apply, and the last update: `status.weights` without the version."""
+        """The way updates apply, and the last update: `status.weights` without the version."""
 
 
 class Views(Protocol):

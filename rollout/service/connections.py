@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplyAddress:
-    """Where a reply goes: the connection, its framing, and the id of the request."""
+    """The address of a reply: the connection, its framing, and the id of the request."""
 
     connection: bytes
     delimiter: bool

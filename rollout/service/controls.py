@@ -65,7 +65,7 @@ class Controls:
         self._receiver = receiver
         self._tokens = count(1)
         self._waiting: dict[int, ReplyAddress] = {}
-        self._ended: dict[int, Callable[[], None]] = {}  # what to do once a command is answered, by its token
+        self._ended: dict[int, Callable[[], None]] = {}  # token -> call after the answer to the command
         self._weights_waiting = 0
 
     def take(self, peer: ReplyAddress, message: Order) -> None:
@@ -90,7 +90,7 @@ class Controls:
     def token(self, peer: ReplyAddress, ended: Callable[[], None] | None = None) -> int:
         """A token for a command, whose `Done` or `Failed` is sent to `peer`. Raises `RolloutError` if too many wait.
 
-        `ended` is called then.
+        `ended` is called after the answer.
         """
         if len(self._waiting) >= _MAX_WAITING:
             raise _too_many()
@@ -101,7 +101,7 @@ class Controls:
         return token
 
     def done(self, event: Done | Failed) -> None:
-        """The loop has carried out a command, or refused it."""
+        """Answer a command that the loop has carried out or refused."""
         self._ended.pop(event.token, lambda: None)()
         peer = self._waiting.pop(event.token, None)
         if peer is None:
@@ -129,7 +129,7 @@ class Controls:
         return [*self._waiting.values(), *(self._adapters.waiting() if self._adapters is not None else ())]
 
     def close(self) -> None:
-        """Give up what has not begun."""
+        """Drop orders that have not begun."""
         if self._adapters is not None:
             self._adapters.close()
 

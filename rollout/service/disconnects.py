@@ -39,7 +39,7 @@ class Disconnects:
         """
         try:
             descriptor = int(frame.get(zmq.SRCFD))
-        except zmq.ZMQError:  # not every transport has descriptors; then only a failed send reveals the end
+        except zmq.ZMQError:  # some transports have no descriptors; then only a failed send reveals the end
             return []
         self._read()
         if self._descriptors.get(connection) == descriptor:

@@ -61,13 +61,13 @@ _UNAVAILABLE = {
     "stalled": "this worker's engine hangs; send to another one",
 }
 _NO_MEMORY = "the messages of the requests in flight take all memory that they may; try again later"
-_MAX_WAITERS = 64  # for one request
+_MAX_WAITERS = 64  # most waiters of one request
 _MAX_WAIT_S = 60.0
 _COMPLETION_BYTES = 2048  # rough size of a completion, without message and tokens
 
 _RECENT = 16_384  # requests; rollouts end in waves, and one wave says nothing about the time between waves
 _RECENT_S = 60.0
-_UNKNOWN_S = 1.0  # if no request ended lately
+_UNKNOWN_S = 1.0  # retry time if no request ended lately
 _LEAST_S, _MOST_S = 0.05, 30.0
 
 
@@ -104,7 +104,7 @@ class Generation:
         self._by_key: dict[RequestKey, InFlight] = {}
         self._by_client: dict[str, dict[RequestKey, InFlight]] = {}
         self._sources = Sources(settings, self._by_name, self._by_client, self._media)
-        self._pending_bytes = 0  # of all of them
+        self._pending_bytes = 0  # total of all entries
         self._with_sessions: set[str] = set()  # clients whose sessions end with their connection
 
     # --- from clients ------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Generation:
         self._preparation.keep(client, message.media, answer)
 
     def cancel(self, peer: ReplyAddress, client: str, message: requests.CancelMessage) -> None:
-        """End a request with its tokens so far. Raises `RolloutError` if it is unknown."""
+        """End a request with its present tokens. Raises `RolloutError` if it is unknown."""
         entry = self._by_name.get((client if message.owner is None else message.owner, message.target))
         if entry is None:
             raise NotFound(f"no request {message.target!r} is in flight; check the id", field="target")
@@ -219,11 +219,11 @@ class Generation:
     # --- clients ----------------------------------------------------------------------------------------------------
 
     def heard(self, client: str, connection: bytes) -> None:
-        """A message of this client arrived: it is connected."""
+        """Note a message of this client: it is connected."""
         self._leases.heard(client, connection)
 
     def connection_gone(self, connection: bytes) -> None:
-        """A connection ended. A client without a name ends with it."""
+        """Note the end of a connection. A client without a name ends with it."""
         for entry in self._by_key.values():
             entry.waiters = [waiter for waiter in entry.waiters if waiter.peer.connection != connection]
         self._leases.gone(connection)
@@ -352,7 +352,7 @@ class Generation:
         return Overloaded(message, retry_after_s=self._retry.retry_after_s(len(self._by_key)))
 
     def _ask_source(self, entry: InFlight) -> None:
-        """A request continues others' tokens: have the engine send those that it has drawn, if they are running.
+        """Have the engine send the drawn tokens of the source that a request continues, if the source is running.
 
         Called again when they are here. The source may have been refused meanwhile, and then another turn of its
         session is asked.
@@ -371,7 +371,7 @@ class Generation:
     ) -> None:
         """Have the engine bring KV to the device. Raises `RolloutError`.
 
-        `token` returns the token of the command, and takes what to do once it is answered.
+        `token` returns the token of the command; its argument is called after the answer.
         """
         self.check_alive()
         self._intake.check_prefetch(message)
@@ -431,7 +431,7 @@ class Generation:
             self._inbox.put(Cancel(entry.key))
 
     def _count_source(self, entry: InFlight, prompt: Prompt) -> None:
-        """The tokens that a request continues take memory that its message did not. Raises `RolloutError`."""
+        """Count the memory of the tokens that a request continues. Raises `RolloutError`."""
         nbytes = prompt.token_ids.nbytes
         if self._pending_bytes + nbytes > self._settings.constants.max_pending_bytes:
             raise self._overloaded(_NO_MEMORY)
@@ -439,7 +439,7 @@ class Generation:
         self._pending_bytes += nbytes
 
     def _drop_pixels(self, entry: InFlight) -> None:
-        """The pixels of a message are in the store now, and counted there."""
+        """Drop the pixels of a message: the store has them now, and counts them."""
         if entry.message.media is None:
             return
         pixels = [item.pixel_values for item in entry.message.media if item.pixel_values is not None]
@@ -525,7 +525,7 @@ class RetryEstimate:
         self._ended_s: deque[float] = deque(maxlen=_RECENT)
 
     def ended(self, left: int) -> None:
-        """A request ended; `left` requests remain."""
+        """Note the end of a request; `left` requests remain."""
         self._ended_s.append(self._clock())
         if not left:
             self._ended_s.clear()  # a rate across a pause would be wrong

@@ -29,18 +29,18 @@ class Leases:
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self._lease_s = lease_s
         self._clock = clock
-        self._connections: dict[str, dict[bytes, None]] = {}  # of each client
-        self._clients: dict[bytes, dict[str, None]] = {}  # of each connection
-        self._left_s: dict[str, float] = {}  # when a client that may return disconnected; in that order
+        self._connections: dict[str, dict[bytes, None]] = {}  # connections of each client
+        self._clients: dict[bytes, dict[str, None]] = {}  # clients of each connection
+        self._left_s: dict[str, float] = {}  # disconnect time of clients that may return, in that order
         self._ended: list[str] = []
 
     def hold(self, client: str, connection: bytes) -> None:
-        """The client has a request in flight."""
+        """Note that the client has a request in flight."""
         self._connections.setdefault(client, {})
         self.heard(client, connection)
 
     def heard(self, client: str, connection: bytes) -> None:
-        """A message of the client arrived."""
+        """Note that a message of the client arrived."""
         connections = self._connections.get(client)
         if connections is not None:
             connections[connection] = None
@@ -48,7 +48,7 @@ class Leases:
             self._left_s.pop(client, None)
 
     def release(self, client: str) -> None:
-        """The client has no request in flight any more."""
+        """Note that the client has no request in flight any more."""
         self._left_s.pop(client, None)
         for connection in self._connections.pop(client, {}):
             clients = self._clients[connection]
@@ -57,7 +57,7 @@ class Leases:
                 del self._clients[connection]
 
     def gone(self, connection: bytes) -> None:
-        """The connection is closed."""
+        """Note that the connection is closed."""
         for client in self._clients.pop(connection, {}):
             connections = self._connections[client]
             del connections[connection]

@@ -1,4 +1,4 @@
-"""What the service thread is to do next, from any thread.
+"""The work queue of the service thread; any thread may add to it.
 
 `put` is all that the engine's loop ever calls: an append and a signal, which never blocks. The service
 thread polls for the signal and the request socket together.

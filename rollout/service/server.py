@@ -79,7 +79,7 @@ class ServedEngine:
 
 @dataclass(frozen=True)
 class ServedText:
-    """What the service needs for text. Without `codec`, requests carry token ids only.
+    """The text services. Without `codec`, requests carry token ids only.
 
     `prompts` tokenizes on a background thread; without it that thread uses `codec`. Without `constraints` only allow
     lists are offered.
@@ -324,7 +324,7 @@ class Server:
                 self._generation.take_media(peer, client, message, sum(map(len, frames)))
             case requests.EndSessionMessage():
                 name, token = message.session, self._controls.token(peer)
-                # After the turns that were sent before it.
+                # The call runs after the turns that were sent before it.
                 self._background.after_client(client, None, lambda _: self._generation.end_session(client, name, token))
             case requests.PrefetchMessage():
                 self._generation.prefetch(client, message, partial(self._controls.token, peer))

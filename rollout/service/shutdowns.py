@@ -29,10 +29,10 @@ class Shutdowns:
         self._inbox = inbox
         self._background = background
         self._places = count()
-        self._drains: dict[int, tuple[float, int | None]] = {}  # when each must be over; a token the loop has not yet
+        self._drains: dict[int, tuple[float, int | None]] = {}  # (time limit, token not yet sent to the loop)
 
     def begin(self, mode: Literal["drain", "now"], token: int | None) -> None:
-        """Have the engine end. A drain begins after the requests that are with the tokenizer: they were accepted."""
+        """Have the engine end. A drain begins after the requests in tokenization, since these were accepted."""
         if mode == "drain":
             place = next(self._places)
             self._drains[place] = (time.monotonic() + self._drain_s, token)

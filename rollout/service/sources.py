@@ -1,10 +1,10 @@
-"""What a request may continue by name (`fork`): the tokens of requests in flight, and of those that ended lately.
+"""Tokens that a request may continue by name (`fork`): those of requests in flight, and of recently ended ones.
 
 Tokens of a running completion are in the engine until a delta brings them, so the service asks for them (`Flush`) and
 then reads what it has. A stop string that it has found cuts a completion here, too.
 
 A client continues its own requests only. Its ended ones are known until their limits are reached; then the client that
-has most of them loses its oldest one, as of results. An acknowledgement drops the result, not this.
+has most of them loses its oldest one, as in the store of results. An acknowledgement drops the result, not the tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollout.service.requests.request_media import MediaStore, without_pixels
 from rollout.service.requests.schema import Fork
 from trainer_bridge.wire.errors import BadRequest, NotFound
 
-_OVERHEAD_BYTES = 1024  # of an entry besides its tokens; a generous estimate
+_OVERHEAD_BYTES = 1024  # memory of an entry besides its tokens; a generous estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class History:
     """The tokens of a request that has ended."""
 
     key: RequestKey
-    prompt: Prompt  # its images have no pixels
+    prompt: Prompt  # images have no pixels here
     completions: tuple[np.ndarray, ...]  # int32 [tokens] each
-    session: str | None  # whose turn it was
+    session: str | None  # the session that the turn belongs to
     ended_s: float
 
     @property
@@ -45,7 +45,7 @@ class History:
 
 
 class Sources(Store[History]):
-    """What the requests of each client may continue. `by_name` and `by_client` have the requests in flight."""
+    """The sources of each client's requests. `by_name` and `by_client` have the requests in flight."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Sources(Store[History]):
         self._turns: dict[tuple[str, str], str] = {}  # ids of the last ended turns, by client and session
 
     def add(self, entry: InFlight) -> None:
-        """A request has ended, and its client knows its tokens."""
+        """Keep the tokens of a request that has ended, and whose client knows them."""
         assert entry.request is not None
         self.forget(entry.name)  # an earlier request with this id
         client, session = entry.name[0], entry.message.session
@@ -76,21 +76,21 @@ class Sources(Store[History]):
                 self._turns[client, session] = entry.name[1]
 
     def forget(self, name: Name) -> None:
-        """Drop what is known of a request. An unknown name is ignored."""
+        """Drop the tokens of a request. An unknown name is ignored."""
         history = self._results.get(name)
         super().forget(name)
         if history is not None and history.session is not None:
             self.end_session(name[0], history.session, name[1])
 
     def end_session(self, client: str, session: str, turn: str | None = None) -> None:
-        """A session is not known by its name any more; with `turn` only if that is its last one."""
+        """Forget the name of a session; with `turn` only if that is its last turn."""
         if turn is None or self._turns.get((client, session)) == turn:
             self._turns.pop((client, session), None)
 
     def running(self, client: str, fork: Fork) -> InFlight | None:
         """The request in flight that this client's `fork` names; None if it has ended, or is unknown.
 
-        Of several turns of a session it is the oldest: the engine refuses a turn while another one runs.
+        If several turns of a session are in flight, it is the oldest: the engine refuses a turn while another one runs.
         """
         if fork.request is not None:
             entry = self._by_name.get((client, fork.request))

@@ -1,4 +1,4 @@
-"""What a worker reports about itself: the engine's last snapshot with the present state, and its problems.
+"""A worker's report about itself: the engine's last snapshot with the present state, and its problems.
 
 The loop calls `tick` and `refresh`. The service and `/health` read `latest` and `not_serving` from their own threads,
 also while the loop hangs.
@@ -51,7 +51,7 @@ class Vitals:
         restarts: int,
         ranks: Callable[[], Sequence[RankStatus]] = tuple,
     ) -> None:
-        self.faults: list[float] = []  # when the engine failed, `time.perf_counter()`
+        self.faults: list[float] = []  # times of engine faults, `time.perf_counter()`
         self.last_tick_s = time.perf_counter()
         self.status = EngineStatus(state="serving", rows_max=settings.engine.max_rows)
         self._engine, self._inspector, self._links = engine, Inspector(engine), links
@@ -65,7 +65,7 @@ class Vitals:
     # --- the loop's thread --------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """The loop begins a tick."""
+        """Note that the loop begins a tick."""
         self.last_tick_s = time.perf_counter()
 
     def refresh(self, at_once: bool) -> None:
@@ -103,7 +103,7 @@ class Vitals:
         )
 
     def not_serving(self) -> str:
-        """Why the worker does not serve, for `/health`; empty if it does."""
+        """The reason why the worker does not serve, for `/health`; empty if it does."""
         status = self.latest()
         return {
             "serving": "",

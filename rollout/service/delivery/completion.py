@@ -46,11 +46,11 @@ class CompletionDelivery:
         self._columns = columns
         self._routing = routing
         self._forced = forced or ForcedTokens()
-        self._old_marks = tuple(recomputed)  # of the tokens of `continue_from`
+        self._old_marks = tuple(recomputed)  # marks of `continue_from`
         self._recomputed = self._old_marks
-        self._old_adapter_versions = tuple(adapter_versions)  # the same
+        self._old_adapter_versions = tuple(adapter_versions)  # marks of `continue_from`
         self._adapter_versions = self._old_adapter_versions
-        self._old_kv_versions = tuple(kv_versions)  # the same
+        self._old_kv_versions = tuple(kv_versions)  # marks of `continue_from`
         self._kv_versions = self._old_kv_versions
         self._text = text
         self._seed = 0
@@ -70,7 +70,7 @@ class CompletionDelivery:
         return self.finish is not None
 
     def tokens(self) -> np.ndarray:
-        """A copy of the token ids so far, int32."""
+        """A copy of the present token ids, int32."""
         ids: np.ndarray = self._columns.fields()["token_ids"]
         return ids.copy()
 
@@ -91,7 +91,7 @@ class CompletionDelivery:
         elif delta.finish is not None:
             self.finish = delta.finish
             if self._text is not None and delta.finish.complete:
-                self._text.finish()  # a cut completion may be continued: sent text cannot be withdrawn
+                self._text.finish()  # emits held-back text; a cut completion keeps it, since it may be continued
         self._show()
         return match if not self.closed else None
 

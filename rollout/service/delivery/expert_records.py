@@ -7,7 +7,7 @@ has n - 1 entries, preceded by those of the prompt with `"all"`:
     "all"      entry  0       1                      2       3
     true       entry                                 0       1
 
-A completion without a token (`max_tokens` 0) has those of the prompt but the last, with `"all"`.
+A completion without a token (`max_tokens` 0) has the entries of the prompt except the last one, with `"all"`.
 A chunk with tokens t..u-1 has the entries of the tokens before each of them, so chunks join without a gap.
 """
 
@@ -55,7 +55,7 @@ def check_wanted(message: GenerateMessage, shape: RoutingShape | None, sparse: b
 
 
 def first_position(wanted: Wanted, prior: ContinueFrom | None, prompt_tokens: int) -> int | None:
-    """The position in prompt and completion from which the engine reports experts; None: nowhere.
+    """The first position in prompt and completion for which the engine reports experts; None: no position.
 
     Raises `RolloutError` if `continue_from` has the wrong number of entries.
     """
@@ -75,7 +75,7 @@ def first_position(wanted: Wanted, prior: ContinueFrom | None, prompt_tokens: in
 
 
 class RoutingColumn:
-    """The entries of one completion so far; `prior`: the entries of `continue_from`."""
+    """The present entries of one completion; `prior`: the entries of `continue_from`."""
 
     def __init__(self, shape: RoutingShape, prior: np.ndarray | None = None) -> None:
         self._count = 0
@@ -95,7 +95,7 @@ class RoutingColumn:
         self._count, self._known = end, True
 
     def fields(self, start: int, end: int) -> dict[str, Any]:
-        """The reply field of tokens start..end-1, the last ones so far; empty while there are no entries.
+        """The reply field of tokens start..end-1, the newest ones; empty while there are no entries.
 
         The array is a view, valid until the next `extend`.
         """

@@ -10,7 +10,7 @@ from rollout.constraints.thoughts import Thoughts, forced_places
 
 
 class ForcedTokens:
-    """Their positions. `known`: those of `continue_from`; `thoughts`: the place after it; None without a budget."""
+    """Forced positions. `known`: those in `continue_from`; `thoughts`: the place after it, None without a budget."""
 
     def __init__(self, known: Iterable[int] = (), thoughts: Thoughts | None = None) -> None:
         self._places = list(known)
@@ -22,7 +22,7 @@ class ForcedTokens:
             self._places += forced_places(self._thoughts, token_ids.tolist())
 
     def fields(self, start: int) -> dict[str, list[int]]:
-        """The reply field of the tokens from `start` on; none if no token was forced."""
+        """The reply field of the tokens from `start` on; empty if no token was forced."""
         return forced_field(self._places, start)
 
 

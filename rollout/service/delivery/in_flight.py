@@ -21,9 +21,9 @@ class InFlight:
     arrived_s: float
     waiters: list[Waiter]
     size: int  # rough size, bytes: the message and a constant for each completion
-    frames: list[bytes]  # of its message, until the prompt is prepared
+    frames: list[bytes]  # frames of its message; kept until the prompt is prepared
     request: Request | None = None  # None while its prompt is prepared
     cancelled: bool = False
-    reclaimed: bool = False  # its client is gone
-    flushed: RequestKey | None = None  # the request in flight that it continues, once that was asked for its tokens
+    reclaimed: bool = False  # the client is gone
+    flushed: RequestKey | None = None  # the source in flight that was asked for its tokens
     completions: list[CompletionDelivery] = field(default_factory=list)

@@ -29,8 +29,8 @@ from trainer_bridge.wire.errors import BadRequest, InternalError, Overloaded, Ro
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_VERSION = -1  # of tokens of `continue_from` without versions
-#: The mismatch by weights version of a result's frames and log-probs by index: as `compare_result`.
+UNKNOWN_VERSION = -1  # tokens of `continue_from` without versions
+#: From a result's frames and log-probs by index to the mismatch by weights version; see `compare_result`.
 Compare = Callable[[list[bytes], dict[str, np.ndarray]], dict[int, Mismatch]]
 
 
@@ -50,7 +50,7 @@ class Reports:
         self._post = post
         self._answer = answer
         self._serial = count()
-        self._waiting: dict[int, tuple[ReplyAddress, int]] = {}  # with the bytes of the report
+        self._waiting: dict[int, tuple[ReplyAddress, int]] = {}  # reply address, and bytes of the report
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service-report")
 
     def take(

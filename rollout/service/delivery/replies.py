@@ -35,7 +35,7 @@ def chunk_reply(request_id: str, fields: dict[str, Any]) -> dict[str, Any]:
 def chunks_reply(chunks: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """New tokens of several completions: the id of each one's request, and the fields of its chunk.
 
-    The arrays that every chunk has are joined, in order; `tokens` says how much of them is a chunk's.
+    The arrays that every chunk has are joined, in order; `tokens` has the length of each chunk's part.
     """
     heads = []
     for request_id, fields in chunks:

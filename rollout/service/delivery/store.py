@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 Name = tuple[str, str]  # (client, id)
 _ARRAYS = ("token_ids", "logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs")
-_OVERHEAD_BYTES = 1024  # of an entry besides its frames; a generous estimate
+_OVERHEAD_BYTES = 1024  # memory of an entry besides its frames; a generous estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Stored:
     frames: list[bytes]
     content: bytes
     ended_s: float
-    start: Position  # of every completion's stream
+    start: Position  # first position of every stream
 
     @property
     def size(self) -> int:
@@ -83,11 +83,11 @@ class StoredCompletion:
 
 
 class Kept(Protocol):
-    """What a store keeps of a request."""
+    """A store's entry for a request."""
 
     @property
     def ended_s(self) -> float:
-        """When it ended, of the store's clock."""
+        """The time of its end, by the store's clock."""
 
     @property
     def size(self) -> int:
@@ -98,7 +98,7 @@ Entry = TypeVar("Entry", bound=Kept)
 
 
 class Store(Generic[Entry]):
-    """What is kept of ended requests, by (client, id), in order of arrival. Times are of `clock`."""
+    """Entries of ended requests, by (client, id), in order of arrival. Times are of `clock`."""
 
     def __init__(self, max_count: int, max_bytes: int, max_age_s: float, clock: Callable[[], float]) -> None:
         self.size = 0  # bytes
@@ -107,8 +107,8 @@ class Store(Generic[Entry]):
         self._max_age_s = max_age_s
         self._clock = clock
         self._results: dict[Name, Entry] = {}
-        self._ids: dict[str, dict[str, None]] = {}  # of each client, the oldest first
-        self._sizes: dict[str, int] = {}  # of each client
+        self._ids: dict[str, dict[str, None]] = {}  # ids of each client, oldest first
+        self._sizes: dict[str, int] = {}  # bytes of each client
 
     def __len__(self) -> int:
         return len(self._results)
@@ -130,7 +130,7 @@ class Store(Generic[Entry]):
         return name in self._results
 
     def get(self, name: Name) -> Entry | None:
-        """What is kept of this request, or None."""
+        """The entry of this request, or None."""
         self.expire()
         return self._results.get(name)
 

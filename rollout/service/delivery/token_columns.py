@@ -10,7 +10,7 @@ import numpy as np
 from rollout.engine.messages.requests import VersionRuns
 
 _FIRST_CAPACITY = 64
-#: In `top_ids`: the likeliest tokens are unknown.
+#: Value in `top_ids` for unknown likeliest tokens.
 UNKNOWN_ID = -1
 
 
@@ -68,7 +68,7 @@ class TokenColumns:
                 self.versions.append((version, count))
 
     def mark_drawn_unknown(self) -> None:
-        """The drawn log-probs of the tokens so far are unknown; they read as NaN."""
+        """Mark the drawn log-probs of all present tokens as unknown; they read as NaN."""
         self._drawn_unknown = self.count
 
     def fields(self, start: int = 0) -> dict[str, Any]:

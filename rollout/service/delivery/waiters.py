@@ -38,7 +38,7 @@ class Streamed(Protocol):
     """A completion that can be streamed."""
 
     index: int
-    start: Position  # of its first chunk: after the tokens of `continue_from`
+    start: Position  # start of its first chunk: after the tokens of `continue_from`
 
     @property
     def end(self) -> Position:
@@ -59,10 +59,10 @@ class Waiter:
     peer: ReplyAddress
     stream: StreamMode = False
     every: int = 1  # fewest tokens of a chunk
-    joins: bool = False  # its chunks may share messages with chunks of other streams
+    joins: bool = False  # chunks may share messages with chunks of other streams
     received: dict[int, Position | None] = field(
         default_factory=dict
-    )  # what the client has, by index; None: the whole completion
+    )  # the client's position by index; None: it has the whole completion
 
     def due(self, completion: Streamed) -> bool:
         """True if a chunk should be sent."""
@@ -148,7 +148,7 @@ class Delivery:
 
         `request_id`: the id in `frames`, or None if unknown.
         """
-        self.flush()  # its chunks come first
+        self.flush()  # sends the chunks before the result
         for waiter in waiters:
             named = frames if waiter.peer.id == request_id else with_id(frames, waiter.peer.id)
             if not self._connections.send(waiter.peer, named):

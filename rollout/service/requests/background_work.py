@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 Result = TypeVar("Result")
 Post = Callable[[Callable[[], None]], None]
 
-_AFTER_ALL = ""  # in place of a client: after all clients
+_AFTER_ALL = ""  # a name in place of a client: served after all clients
 
 
 class _Lane:
@@ -62,7 +62,7 @@ class _Queued(NamedTuple, Generic[Result]):
 
     future: Future[Result]
     then: Callable[[Future[Result]], None]
-    begin: Callable[[Future[Result]], None] | None = None  # once the requests before it have continued
+    begin: Callable[[Future[Result]], None] | None = None  # called after the requests before it have continued
 
 
 class BackgroundWork(Generic[Result]):
@@ -95,7 +95,7 @@ class BackgroundWork(Generic[Result]):
     def in_turn(
         self, client: str, begin: Callable[[Future[Result]], None], then: Callable[[Future[Result]], None]
     ) -> None:
-        """Call `begin` with a future after the client's requests in preparation, and `then` once that is done."""
+        """Call `begin` with a future after the client's requests in preparation, and `then` once the future is done."""
         future: Future[Result] = Future()
         waits = client in self._queues
         self._queue(client, future, then, begin if waits else None)

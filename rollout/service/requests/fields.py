@@ -242,7 +242,7 @@ MarkList = Annotated[Any, BeforeValidator(mark_list)]
 Positions = Annotated[Any, BeforeValidator(position_list)]
 KVRunList = Annotated[Any, BeforeValidator(kv_run_list)]
 LogitBias = Annotated[Any, BeforeValidator(bias_map)]
-#: By index of a completion: number of tokens that a client has received, None for all; and of characters.
+#: Index of a completion -> number of tokens that a client has received, None for all; and number of characters.
 Offsets = Annotated[Any, BeforeValidator(offset_map)]
 IndexDigits = Annotated[str, AfterValidator(index_digits)]
 CharCounts = Annotated[Any, BeforeValidator(char_map)]

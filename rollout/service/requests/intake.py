@@ -367,7 +367,7 @@ def _forced_tokens(request: Request, prior: ContinueFrom | None) -> ForcedTokens
 
 
 def _scored_tokens(message: GenerateMessage, prompt_tokens: int) -> int:
-    """How many tokens at the end of a prompt are scored. Raises BadRequest."""
+    """The number of tokens at the end of a prompt that are scored. Raises BadRequest."""
     scored, ids = message.prompt_logprobs_last or prompt_tokens, message.prompt_logprob_token_ids
     if scored > prompt_tokens:
         raise BadRequest(

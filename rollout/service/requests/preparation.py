@@ -26,8 +26,8 @@ from rollout.service.requests.schema import GenerateMessage
 from rollout.service.text.codec import PromptSource
 from trainer_bridge.wire.errors import Unavailable
 
-_PROMPT_END = 512  # tokens of a prompt in which a constraint's marker is looked for: more than one can have
-#: Called on the service thread with a request and its outcome: None if its message has all that the engine needs.
+_PROMPT_END = 512  # tokens at the end of a prompt that are searched for a marker: longer than any marker
+#: Called on the service thread with a request and its outcome: None if the message alone is enough for the engine.
 Then = Callable[[InFlight, Future[PreparedPrompt | None]], None]
 
 
@@ -47,8 +47,8 @@ class Preparation:
         self._intake = intake
         self._prompts = prompts
         self._constraints = constraints
-        self._entries: dict[RequestKey, InFlight] = {}  # in preparation; background threads read it
-        self._asked: dict[RequestKey, Future[PreparedPrompt | None]] = {}  # wait for the tokens that they continue
+        self._entries: dict[RequestKey, InFlight] = {}  # requests in preparation; background threads read it
+        self._asked: dict[RequestKey, Future[PreparedPrompt | None]] = {}  # wait for the tokens of their source
 
     @property
     def waiting(self) -> int:
@@ -95,7 +95,7 @@ class Preparation:
             outcome.set_exception(error)
 
     def drop(self, key: RequestKey) -> None:
-        """A request has ended: its preparation, if it is not over, ends without a call."""
+        """Note the end of a request: its preparation, if it is not over, ends without a call."""
         self._entries.pop(key, None)
         asked = self._asked.pop(key, None)
         if asked is not None:

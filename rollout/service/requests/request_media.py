@@ -64,11 +64,11 @@ class MediaFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """What one request may have, and the store."""
+    """Limits of one request, and of the store."""
 
     pieces: int
-    patches: int  # of all pieces of a request
-    piece_patches: int  # of one piece
+    patches: int  # most patches of all pieces in a request
+    piece_patches: int  # most patches of one piece
     store_bytes: int
 
 
@@ -249,16 +249,16 @@ class MediaStore:
             self._take(item, f"media.{index}")
 
     def hold(self, prompt: Prompt) -> None:
-        """A request in flight needs the pieces of its prompt."""
+        """Retain the pieces of a prompt for a request in flight."""
         with self._lock:
             for _, item in prompt.media:
                 digest = item.pixels.digest
                 self._users[digest] = self._users.get(digest, 0) + 1
-                if digest not in self._pieces:  # it went since the prompt was made
+                if digest not in self._pieces:  # the piece was dropped after the prompt was made
                     self._add(item.pixels)
 
     def release(self, prompt: Prompt) -> None:
-        """The request has ended."""
+        """Release the pieces of a request that has ended."""
         with self._lock:
             for _, item in prompt.media:
                 digest = item.pixels.digest

@@ -146,7 +146,7 @@ class RepetitionDetection(_Strict):
 
 
 class Fork(_Strict):
-    """Tokens that a request continues: the first `offset` of a prompt and its completion, or all that there are."""
+    """Tokens that a request continues: the first `offset` of a prompt and its completion, or all of them."""
 
     request: Id | None = None
     session: Id | None = None

@@ -153,7 +153,7 @@ class PromptSource(Protocol):
     """Tokenizes prompts: a `PromptEncoder`, or a process with one."""
 
     def encode_prompt(self, frames: Sequence[bytes]) -> np.ndarray:
-        """As `PromptEncoder.encode_prompt`. It may take seconds. Called by one thread."""
+        """See `PromptEncoder.encode_prompt`. It may take seconds. Called by one thread."""
 
 
 class PromptEncoder:
@@ -169,7 +169,7 @@ class PromptEncoder:
         Raises `RolloutError` if the template refuses the messages, or if the text has more than `max_chars` characters.
         """
         header = decode(frames, REPLY_LIMITS)
-        if header.get("fork") is not None:  # it is no beginning: special tokens are those that the text names
+        if header.get("fork") is not None:  # a fork is no beginning: the text names its special tokens itself
             return self._text.encode_rendered(header["prompt"])
         if header.get("messages") is None:
             return self._text.encode(header["prompt"])

@@ -44,10 +44,10 @@ from trainer_bridge.wire.errors import BadRequest, InternalError, RolloutError, 
 
 logger = logging.getLogger(__name__)
 
-_START_S = 120.0  # for the child to load the tokenizer
-_DEATH_S = 1.0  # for a child to end after it closed its connection
-_AGAIN_S = 5.0  # between two attempts to start a child
-_NICE = 10  # with few cores, the worker's loop comes first
+_START_S = 120.0  # time for the child to load the tokenizer
+_DEATH_S = 1.0  # time for a child to end after it closed its connection
+_AGAIN_S = 5.0  # time between two attempts to start a child
+_NICE = 10  # lowers the child's priority: with few cores, the worker's loop comes first
 _COUNT = struct.Struct("<Q")
 
 

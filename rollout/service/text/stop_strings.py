@@ -90,7 +90,7 @@ class StopText:
 
     @property
     def text(self) -> str:
-        """All text so far, or the text before the stop string."""
+        """All present text, or the text before the stop string."""
         return "".join(self._pieces)
 
     @property
