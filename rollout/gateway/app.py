@@ -101,7 +101,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         near = _NOT_SERVED.get(path) or _closest(path, request.app.routes)
         hint = f"; {near}docs/reference/endpoints.md lists all endpoints"
-    elif allowed is not None:  # by the first route of this path
+    elif allowed is not None:  # Starlette names only the methods of the first matching route
         same = [route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(path)]
         allowed = ", ".join(sorted({method for route in same for method in route.methods or ()}))
         hint = f"; use {allowed}"
@@ -114,6 +114,6 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 def _closest(path: str, routes: Sequence[BaseRoute]) -> str:
     """The most similar served path, as a question; empty if no path is similar."""
     served = [route.path for route in routes if isinstance(route, Route)]
-    ends = [each for each in served if path.endswith(each)]  # after a prefix, such as a second /v1
+    ends = [each for each in served if path.endswith(each)]  # paths after a prefix, such as a second /v1
     like = ends or difflib.get_close_matches(path[:200], served, n=1, cutoff=0.75)
     return f"did you mean {like[0]}? " if like else ""

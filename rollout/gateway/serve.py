@@ -29,7 +29,7 @@ from trainer_bridge.wire.keys import ClientCurve
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_OTHER_FILES = 128  # for connections to workers, libraries and weights
+_OTHER_FILES = 128  # files besides the clients' connections: workers, libraries, weights
 _GRACE_S = 5
 
 

@@ -1,1 +1,1 @@
-"""From the tokens of a completion to what an answer shows: text, reasoning, calls, log-probs, experts."""
+"""Turns the tokens of a completion into the fields of an answer: text, reasoning, calls, log-probs, experts."""

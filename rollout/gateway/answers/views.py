@@ -58,7 +58,7 @@ class Views:
         self._said = False
 
     def take(self, part: Completion) -> Piece:
-        """What new tokens add to the views; the last part has a finish reason."""
+        """The additions of new tokens to the views; the last part has a finish reason."""
         last = part.finish_reason is not None
         text, end = self._text_of(part)
         piece = self._cut(text, end, last)
@@ -108,7 +108,7 @@ class Views:
                 piece.extend(_without_end(closing, end))
             self.missing |= self._segments.unparsed
             return piece
-        # A format may come from a checkpoint, and its patterns meet what no author of them has thought of.
+        # A format may come from a checkpoint, and its patterns meet unforeseen text.
         except Exception as error:
             self._lose("message", error)
             self._segments = None

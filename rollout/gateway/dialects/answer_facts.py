@@ -60,7 +60,7 @@ def fault(completion: Completion) -> HttpError | None:
 
 
 def end_facts(part: Completion, body: SamplingBody) -> dict[str, Any]:
-    """How a completion ended, in vLLM's words; null while it goes on.
+    """The end of a completion, in vLLM's words; null while it continues.
 
     `stop_reason` is a stop string or token of the request; the model's own end of a turn has none. A completion that a
     fault has ended keeps its tokens and has an `error`: the other completions of the request may be whole. `forced` has
@@ -76,7 +76,7 @@ def end_facts(part: Completion, body: SamplingBody) -> dict[str, Any]:
 
 
 def finish_reason(completion: Completion) -> str | None:
-    """How a completion ended, in vLLM's words; None while it goes on."""
+    """The finish reason of a completion, in vLLM's words; None while it continues."""
     if fault(completion) is not None:
         return "error"
     reasons = {"cancelled": "abort", "stale": "abort", "deadline": "length"}

@@ -59,7 +59,7 @@ class ChatBody(OpenAiBody):
 
     @property
     def rendering(self) -> Rendering:
-        """How the messages are rendered."""
+        """The settings for rendering the messages."""
         options = dict(self.chat_template_kwargs)
         if self.documents is not None:
             options["documents"] = self.documents
@@ -70,7 +70,7 @@ class ChatBody(OpenAiBody):
         return Rendering(self.tools or None, options, self.chat_template, self.add_special_tokens)
 
     def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
-        """As for `SamplingBody`."""
+        """See `SamplingBody`."""
         names = super().worker_names(prompt, place)
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
@@ -83,7 +83,7 @@ class ChatBody(OpenAiBody):
 
 
 class ExtraFields(Body):
-    """Fields of vLLM that `/v1/messages` and `/v1/responses` take beside their own."""
+    """Fields of vLLM that `/v1/messages` and `/v1/responses` take besides their own."""
 
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     min_p: Number = 0.0

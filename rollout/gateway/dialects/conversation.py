@@ -136,7 +136,7 @@ async def begin(
     prompt = await prompt_of(request, body, kept_as)
     chat = prompt.chat
     left = model.context_tokens - len(chat.token_ids)
-    if at_most and fields["max_tokens"] is not None and left > 0:  # without room the worker says so
+    if at_most and fields["max_tokens"] is not None and left > 0:  # otherwise the worker refuses the request
         fields["max_tokens"] = min(fields["max_tokens"], left)
     cut = model.formats.cuts[body.calls_wanted and demanded is None]
     if fields["constraint"] is not None:

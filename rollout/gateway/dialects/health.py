@@ -29,7 +29,7 @@ async def health(request: HttpRequest[Any]) -> dict[str, Any]:
 
 
 async def health_generate(request: HttpRequest[Any]) -> dict[str, Any]:
-    """As `/health`, and wait until the loop of every healthy worker has answered."""
+    """Check like `/health`, and wait until the loop of every healthy worker has answered."""
     answer = await health(request)
     workers = request.gateway.workers
     well = [state.endpoint for state in workers.watch.states() if not state.problem]

@@ -108,7 +108,7 @@ class _Answer:
         }
 
     def _end(self, last: Completion, views: Views, result: GenerateResult) -> dict[str, Any]:
-        """How the message ended. The completion, or its last part, has a finish reason."""
+        """The end of the message. The completion, or its last part, has a finish reason."""
         tokens = len(result.completions[0])
         facts, reason, sequence = end_facts(last, self._asked.body), "end_turn", None
         match facts["finish_reason"]:
@@ -135,7 +135,7 @@ class _Blocks:
     def __init__(self, shows_thinking: bool) -> None:
         self._shows_thinking = shows_thinking
         self._index = -1
-        self._kind = ""  # of the open block
+        self._kind = ""  # type of the open block
         self._text = ""
 
     def add(self, piece: Piece) -> Iterator[Event]:

@@ -44,7 +44,7 @@ class CountBody(ExtraFields):
 
     def chat(self, formats: Formats) -> tuple[ChatBody, Names]:
         """The same as a chat, and the names of this body's fields by the names of the chat's. Raises `HttpError`."""
-        if self.thread is not None:  # by these details a client knows that it has to send all messages
+        if self.thread is not None:  # these details tell a client to send all messages
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise HttpError(400, "this gateway holds no threads; send all messages", "thread", details=details)
         builder = ChatBuilder(joins_users=True, image="source")

@@ -155,9 +155,9 @@ class FinishBody(Body):
 class TransferState:
     """The state between the calls of an update."""
 
-    #: Of AReaL's `/areal_set_update_weight_meta`: the tensors that the next update brings.
+    #: Set by AReaL's `/areal_set_update_weight_meta`: the tensors of the next update.
     announced: TensorsBody | None = None
-    #: Of vLLM's engine: how it was initialized, whether an update was started, and the tensors of its last call.
+    #: vLLM's engine: its initialization, whether an update was started, and the tensors of its last call.
     engine: InitInfo | None = None
     started: bool = False
     tensors: Rows = field(default_factory=list)

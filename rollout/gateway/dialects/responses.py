@@ -22,7 +22,7 @@ from rollout.gateway.http.json_text import json_text
 from trainer_bridge.client.results import Completion, GenerateResult
 
 Event = dict[str, Any]
-_STORED_BYTES = 4096  # of a stored response without its items
+_STORED_BYTES = 4096  # memory of a stored response without its items
 
 
 async def respond(request: HttpRequest[ResponsesBody]) -> Any:
@@ -208,7 +208,7 @@ class _Items:
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []
-        self.count = 0  # of events
+        self.count = 0  # number of events
         self._open: dict[str, Any] | None = None
         self._content: list[str] = []
         self._text = ""

@@ -58,7 +58,7 @@ class SglangParams(SamplingBody):
     custom_params: dict[str, Any] = {}
 
     def thought_budget(self, place: str = "") -> tuple[int | None, str]:
-        """As for `SamplingBody`; SGLang's name for it is `custom_params.thinking_budget`."""
+        """See `SamplingBody`; SGLang's name for it is `custom_params.thinking_budget`."""
         custom = CustomParams.take(self.custom_params, f"{place}custom_params.")
         if custom.thinking_budget is None:
             return super().thought_budget(place)
@@ -76,7 +76,7 @@ class SglangParams(SamplingBody):
         return given or None
 
     def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
-        """As for `SamplingBody`."""
+        """See `SamplingBody`."""
         names = super().worker_names(prompt, place)
         names |= {
             ours: place + theirs

@@ -186,7 +186,7 @@ class ChatTurns:
         if stop and rest.lstrip().startswith(stop):  # the beginning of the next turn ends this one
             return rest[rest.index(stop) + len(stop) :]
         if stop and last[len(said) :].startswith(stop) and (other := self._special.match(rest)) is not None:
-            return rest[other.end() :]  # with further turns this one ends with another token
+            return rest[other.end() :]  # the turn ends with another token if more turns follow
         end = self._behind_mark([*before, {"role": "assistant", "content": _MARK}], tools, alone) or ""
         return whole[len(said) - _overlap(said, end) :]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 Kind = Literal["reasoning", "content", "calls"]
 Fields = Mapping[str, Mapping[str, Any]]
 
-#: Where the fields of a response template go. Text of other fields is content: nothing that a model wrote is lost.
+#: The regions for fields of a response template. Text of other fields is content, so no text of a model is lost.
 _KINDS: Mapping[str, Kind] = {
     "reasoning_content": "reasoning",
     "reasoning": "reasoning",
@@ -76,8 +76,8 @@ class Region:
     once: bool
     content: str  # the name of transformers' parser of it
     arguments: Mapping[str, Any]  # the arguments of that parser
-    value_begin: Any  # for tagged values the pattern of the last place at which a value begins; else None
-    value_end: Any  # for tagged values the pattern of the place at which a value ends; else None
+    value_begin: Any  # tagged values: pattern of the last place at which a value begins; else None
+    value_end: Any  # tagged values: pattern of the place at which a value ends; else None
     alone: Any  # a response template of this region that ends with its text
 
 

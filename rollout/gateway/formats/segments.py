@@ -89,8 +89,8 @@ class Segments:
         self._at = 0  # the text before this place is out
         self._foreign = 0  # the text before this place is the prompt's
         self._region: Region | None = None
-        self._opened_at = 0  # where the mark that opened the region begins
-        self._body_at = 0  # where that mark ends
+        self._opened_at = 0  # start of the mark that opened the region
+        self._body_at = 0  # end of that mark
         self._searched = 0  # no mark that ends the region begins before this place
         self._scan: ValueScan | None = None
         self._ends = 0  # marks that did not end the region

@@ -62,7 +62,7 @@ _DEEPSEEK = {
     "close_pattern": r"\s*(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
     "content": "json",
 }
-_HARMONY_TYPE = r"\s*(?:(?:<\|constrain\|>)?\s*\w{1,64})?\s*"  # of a message's content, such as `<|constrain|>json`
+_HARMONY_TYPE = r"\s*(?:(?:<\|constrain\|>)?\s*\w{1,64})?\s*"  # a message's content type, such as `<|constrain|>json`
 _HARMONY_CALL = (
     r"(?:<\|start\|>assistant)?\s*"
     r"(?:to=(?:functions\.)?(?P<name>[^\s<]+)\s*<\|channel\|>\s*(?:commentary|analysis)"
@@ -152,7 +152,7 @@ TOOL_CALLS: Mapping[str, Template] = _bounded(
     }
 )
 
-#: Formats of reasoning: the fields of a response template beside `tool_calls`.
+#: Formats of reasoning: the fields of a response template besides `tool_calls`.
 REASONING: Mapping[str, Mapping[str, Template]] = MappingProxyType(
     {
         # Qwen3, GLM, DeepSeek-R1, Kimi-K2-Thinking, MiniMax-M2: <think>...</think>, or opened by the prompt

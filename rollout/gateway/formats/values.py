@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-#: Levels of lists and maps in a call. Python's parser fails at some hundreds, depending on who calls it.
+#: Levels of lists and maps in a call. Python's parser fails at some hundreds, depending on the depth of its caller.
 MOST_NESTED = 200
 _BETWEEN = " \t\r\n;,"  # values
 _PYTHON_QUOTES: Mapping[str, str] = {'"': '"', "'": "'"}

@@ -1,1 +1,1 @@
-"""What a gateway keeps between requests: the tokens of conversations, and stored responses."""
+"""The data that a gateway keeps between requests: the tokens of conversations, and stored responses."""

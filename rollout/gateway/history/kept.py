@@ -19,7 +19,7 @@ class Kept(Generic[T]):
         self._clock = clock
         self._most_bytes = most_bytes
         self._idle_s = idle_s
-        self._values: OrderedDict[str, tuple[T, int, float]] = OrderedDict()  # with bytes, and when it was used
+        self._values: OrderedDict[str, tuple[T, int, float]] = OrderedDict()  # (value, bytes, time of last use)
         self._bytes = 0
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ from rollout.gateway.answers.logprobs import finite
 from rollout.gateway.history.kept import Kept
 from rollout.gateway.prompts.chat_messages import DrawnTurn, Rendering
 
-_TURN_BYTES = 1024  # of a turn without its tokens
+_TURN_BYTES = 1024  # memory of a turn without its tokens
 _MESSAGE_BYTES = 128
 
 
@@ -87,7 +87,7 @@ class Trajectory:
         return Trajectory(list(self.turns))
 
     def beginning(self, messages: Sequence[Mapping[str, Any]], digests: tuple[bytes, ...]) -> Beginning:
-        """What is known of a conversation."""
+        """The known tokens of a conversation."""
         common = next((place for place, each in enumerate(digests) if each not in self._seen), len(digests))
         for place in range(common - 1, -1, -1):
             number = self._answers.get(digests[place])
@@ -196,7 +196,7 @@ class Trajectories:
         self._kept: Kept[Trajectory] = Kept(most_bytes, idle_s)
 
     def beginning(self, session: str, messages: Sequence[Mapping[str, Any]], how: Rendering) -> Beginning:
-        """What is known of a conversation in this session."""
+        """The known tokens of a conversation in this session."""
         digests = tuple(_digests(messages, how))
         found = self._kept.get(session)
         return Beginning(digests) if found is None else found.beginning(messages, digests)
@@ -253,7 +253,7 @@ def _next(digest: bytes, message: Mapping[str, Any]) -> bytes:
 
 
 def _canonical(message: Mapping[str, Any]) -> list[Any]:
-    """What of a message must stay the same."""
+    """The part of a message that must stay the same."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list) and (role == "assistant" or len(content) == 1):
         content = _joined(content)

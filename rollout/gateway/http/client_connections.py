@@ -23,7 +23,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from rollout.gateway.http.http_errors import HttpError
 
 _MAX_HEAD_BYTES = 1 << 20
-_LINGER_S = 1.0  # for a refused client to read why
+_LINGER_S = 1.0  # time for a refused client to read the reason
 IN_USE_S = 5.0
 #: TCP keepalive: seconds of silence until the system asks, between its questions, and how many go unanswered.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}

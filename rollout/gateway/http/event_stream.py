@@ -111,7 +111,7 @@ class EventStream(Response):
             await self._send_events(send, first)
         finally:
             first.cancel()
-            await asyncio.wait([first])  # or the generator could not be closed
+            await asyncio.wait([first])  # a running generator cannot be closed
 
     async def _send_events(self, send: Send, first: asyncio.Future[Any]) -> None:
         try:

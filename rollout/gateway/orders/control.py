@@ -1,4 +1,4 @@
-"""What trainers order, whatever their dialect: pauses, sleep, adapters, weights. Every order goes to all workers.
+"""Orders of trainers, in every dialect: pauses, sleep, adapters, weights. Every order goes to all workers.
 
 The endpoints of `vllm_admin.py`, `sglang_admin.py` and `process_groups.py` are names for these orders.
 """

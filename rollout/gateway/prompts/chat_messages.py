@@ -138,7 +138,7 @@ def _texts(content: Any) -> list[str]:
 
 async def _with_images(images: Images | None, chat: RenderedChat, urls: list[tuple[str, str]]) -> RenderedChat:
     """The prompt with the images of its messages."""
-    if images is None or not urls:  # without images the worker says what is wrong with a placeholder
+    if images is None or not urls:  # the worker reports placeholders without images
         return chat
     expanded, media = images.expand(chat.token_ids, await images.process(urls))
     return RenderedChat(expanded, chat.begun, media)

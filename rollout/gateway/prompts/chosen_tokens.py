@@ -24,7 +24,7 @@ class ChosenTokens:
 
     @classmethod
     def of_vllm(cls, ids: list[int] | list[list[int]], start: int, prompt_tokens: int, place: str) -> ChosenTokens:
-        """Of `prompt_logprob_token_ids`: a row for each token after token `start`. Raises `HttpError`."""
+        """Rows of `prompt_logprob_token_ids`, one for each token after token `start`. Raises `HttpError`."""
         count, field = prompt_tokens - 1 - start, f"{place}prompt_logprob_token_ids"
         if count < 1:
             raise bad_request(
@@ -62,7 +62,7 @@ class ChosenTokens:
 
 
 def positions_of_sglang(start: int, prompt: list[int], field: str) -> int:
-    """How many tokens of a prompt SGLang's `logprob_start_len` asks about. Raises `HttpError`."""
+    """The number of prompt tokens that SGLang's `logprob_start_len` selects. Raises `HttpError`."""
     if start >= len(prompt):
         raise bad_request(f"the prompt has {len(prompt)} tokens; name a token from 0 to {len(prompt) - 1}", field)
     return len(prompt) - start

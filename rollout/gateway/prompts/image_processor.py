@@ -33,7 +33,7 @@ _MOST_PIXELS = 64 << 20  # pixels of a picture before it is resized
 _MOST_FILE_BYTES = 64 << 20
 MOST_PATCHES = 262_144  # patches of all images of a request: a small file may hold a large picture
 
-#: What Pillow does to a picture with this EXIF tag of its orientation.
+#: EXIF orientation -> Pillow's operation on the picture.
 _TURNS = {
     **{2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM"},
     **{5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"},

@@ -1,4 +1,4 @@
-"""What a request says about KV: how long it is needed, that its session ends, and which tokens it continues.
+"""A request's hints about KV: how long it is needed, the end of its session, and the tokens that it continues.
 
 `kv_hints` is the envelope of vLLM 0.33 and SGLang 0.5.23: a list of actions with types and versions of their own. As
 there, an action of an unknown type has no effect: it is a hint. `kv.retain` 1 is carried out as a lease.
@@ -16,7 +16,7 @@ from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
 
 _MAX_ACTIONS = 128
-_MAX_SECONDS = 30 * 24 * 3600.0  # as in vLLM; a lease is shorter
+_MAX_SECONDS = 30 * 24 * 3600.0  # the same limit as in vLLM; a lease is shorter
 _MAX_TOKENS = 2**31 - 1
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 Position = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
@@ -125,5 +125,5 @@ class ForkField(Body):
     fork: dict[str, Any] | None = None
 
     def continued(self, session: str | None) -> Mapping[str, Any] | None:
-        """What the request continues, with the names that the client knows; None: nothing. Raises `HttpError`."""
+        """The source that the request continues, by the client's names; None without one. Raises `HttpError`."""
         return None if self.fork is None else Fork.take(self.fork, "fork.").fields(session)

@@ -282,7 +282,7 @@ class OpenAiBody(SamplingBody, KvFields):
     response_format: dict[str, Any] | None = None
 
     def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
-        """As for `SamplingBody`."""
+        """See `SamplingBody`."""
         names = super().worker_names(prompt, place)
         if self.response_format is not None:
             names |= {"constraint": "response_format", "constraint.json_schema": "response_format.json_schema.schema"}

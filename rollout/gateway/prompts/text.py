@@ -35,7 +35,7 @@ class Text:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._turns: OrderedDict[str | None, ChatTurns] = (
             OrderedDict()
-        )  # by the request's template, None for the model's
+        )  # key: the request's template, None for the model's
         self._bytes = None if codec is None else TokenBytes(codec.tokenizer)
 
     @classmethod

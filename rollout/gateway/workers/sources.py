@@ -1,4 +1,4 @@
-"""What a request may continue (`fork`): requests of this gateway, by the id that the client knows."""
+"""The sources of forks: requests of this gateway, by the id that the client knows."""
 
 from __future__ import annotations
 

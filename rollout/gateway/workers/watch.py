@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _ASK_EVERY_S, _LOOK_EVERY_S = 0.5, 0.25
 #: The longest wait for the states of now. There is no wait for a worker with a question unanswered for this time.
 _PROMPT_S = 0.05
-_UNREACHED_S = 5.0  # after which the log names a worker that never came
+_UNREACHED_S = 5.0  # time until the log names a worker that never came
 _LAG_S = 0.5  # a process that is later than this has not read the answers: its workers are not silent
 #: States in which a worker is in order. Orders end a pause or a sleep.
 _WELL = ("serving", "paused", "asleep")
@@ -65,15 +65,15 @@ class _Watched:
     """One worker. Times are the loop's."""
 
     endpoint: str
-    since_s: float  # when its connection came or went
+    since_s: float  # time of the last change of `connected`
     connected: bool = False
-    looked_s: float = -math.inf  # when `connected` was looked up
+    looked_s: float = -math.inf  # time of the last look-up of `connected`
     newcomer: bool = False  # it was lost, and has not had the newest weights since
     status: dict[str, Any] | None = None  # the last status over this connection
     known: dict[str, Any] | None = None  # the last status over any connection
-    asked_s: float = -math.inf  # when it was asked for its status the last time
-    answered_s: float = 0.0  # when `status` was asked for
-    questions: dict[int, float] = field(default_factory=dict)  # by number, when each unanswered question was asked
+    asked_s: float = -math.inf  # time of the last status question
+    answered_s: float = 0.0  # time of the question that `status` answers
+    questions: dict[int, float] = field(default_factory=dict)  # number of each unanswered question -> its time
     error: RolloutError | None = None  # the error of the last question
     process: str | None = None  # the worker's own name: host and process id
     logged: str | None = None  # the word of the last line in the log
@@ -101,7 +101,7 @@ class Watch:
         self._workers = [_Watched(endpoint, self._loop.time()) for endpoint in pool.endpoints]
         self._asked = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._looked_s = self._loop.time()  # when `run` looked last
+        self._looked_s = self._loop.time()  # time of the last look in `run`
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

@@ -31,8 +31,8 @@ from trainer_bridge.wire.errors import NotFound, RolloutError, Unavailable
 
 #: Seconds within which a worker must tell its status before and after an order.
 STATUS_S = 5.0
-_LOOK_S = 1.0  # between two pings of a worker that carries out an order
-_LEAST_SILENT_S, _SILENT_HEARTBEATS = 2.0, 1.5  # without an answer for the longer time a worker hangs
+_LOOK_S = 1.0  # time between two pings of a worker that carries out an order
+_LEAST_SILENT_S, _SILENT_HEARTBEATS = 2.0, 1.5  # a worker hangs if it is silent for the longer of the two times
 _MAX_SESSIONS = 65_536
 
 _T = TypeVar("_T")
@@ -145,7 +145,7 @@ class Workers:
         ]
         outcomes = await asyncio.gather(*map(self.pool.cancel, targets), return_exceptions=True)
         for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, NotFound):  # not found: it has just ended
+            if isinstance(outcome, BaseException) and not isinstance(outcome, NotFound):  # NotFound: it has just ended
                 raise outcome
         return len(targets)
 
@@ -179,7 +179,7 @@ class Workers:
         return path
 
     async def ask(self) -> list[dict[str, Any]]:
-        """As `known`, but waits for the status of now. For use before and after orders."""
+        """Wait for the present status and return it like `known`. Call it before and after orders."""
         await self.watch.refresh(STATUS_S)
         return _statuses(self.watch.states())
 
@@ -252,7 +252,7 @@ class Sessions:
     def __init__(self, pool: AsyncRolloutClient, idle_s: float) -> None:
         self._pool = pool
         self._idle_s = idle_s
-        self._used: OrderedDict[str, float] = OrderedDict()  # when, the oldest first
+        self._used: OrderedDict[str, float] = OrderedDict()  # time of last use, oldest first
         self._busy: set[str] = set()
 
     def __len__(self) -> int:
