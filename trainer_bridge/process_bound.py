@@ -18,15 +18,15 @@ from typing import Any, ClassVar, NoReturn, Self
 from weakref import WeakSet
 
 _process = os.getpid()
-_bound: WeakSet[ProcessBound] = WeakSet()  # of this process
+_bound: WeakSet[ProcessBound] = WeakSet()  # objects of this process
 
 
 class ProcessBound:
     """Base of a class whose objects only their process can use."""
 
-    #: What errors call the object, if not by its class.
+    #: Name of the object in errors; empty: its class.
     _called: ClassVar[str] = ""
-    #: What to do in another process, for the errors.
+    #: Advice in errors for another process.
     _instead: ClassVar[str] = "make one in each process"
     #: Attributes, properties and methods that a forked process may still use.
     _readable_after_fork: ClassVar[frozenset[str]] = frozenset()
@@ -36,7 +36,7 @@ class ProcessBound:
     _owned: ClassVar[bool] = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """The object is known from here on: another thread may fork while the constructor runs."""
+        """Register the object before its constructor runs: another thread may fork meanwhile."""
         made = super().__new__(cls)
         _bound.add(made)
         return made
@@ -68,7 +68,7 @@ def _refuse(self: Any) -> NoReturn:
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """In the place of a method that does nothing in a forked process."""
+    """Replaces a method that does nothing in a forked process."""
 
 
 def _foreign(kind: type[ProcessBound], owner: int) -> Any:
@@ -92,7 +92,7 @@ def _foreign(kind: type[ProcessBound], owner: int) -> Any:
 
 
 def _give_up() -> None:
-    """In the child of a fork: what the parent made is its own."""
+    """Disown the parent's objects; called in the child of a fork."""
     global _process
     owner, _process = _process, os.getpid()
     kinds: dict[type[ProcessBound], Any] = {}

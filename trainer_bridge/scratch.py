@@ -2,7 +2,7 @@
 
 The owner holds a lock on a file. The kernel releases it when the process ends, for whatever reason, and nothing needs
 to be known about the process: a lock, unlike a process id, is valid in every container that shares the file system.
-What has no such file is never touched, nor what belongs to another user. On a file system without locks nothing is
+Folders without such a file, and files of another user, are never touched. On a file system without locks nothing is
 removed.
 """
 
@@ -45,7 +45,7 @@ class OwnerMark(ProcessBound):
         self._release()
 
     def _leave_after_fork(self) -> None:
-        """The lock is the parent's, and must not last longer."""
+        """Close the descriptor in a forked process: the lock is the parent's, and must not last longer."""
         self._release()
 
     def _release(self) -> None:
@@ -71,7 +71,7 @@ def inherit(mark: Path, take: Callable[[str], bool]) -> None:
             return
         if take(os.pread(descriptor, 4096, 0).decode(errors="replace")):
             mark.unlink(missing_ok=True)
-    except OSError:  # its process lives, or it cannot be removed
+    except OSError:  # the owner is alive, or the mark cannot be removed
         return
     finally:
         os.close(descriptor)
@@ -106,7 +106,7 @@ def _clear_away(root: str) -> None:
     with os.scandir(root) as entries:
         folders = [entry for entry in entries if entry.name.startswith(_PREFIX)]
     for entry in folders:
-        with contextlib.suppress(FileNotFoundError):  # its owner has just removed it
+        with contextlib.suppress(FileNotFoundError):  # the owner has just removed it
             if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                 inherit(Path(entry.path, _MARK), functools.partial(_remove, entry.path))
 

@@ -18,9 +18,9 @@ _LOOSE_PARTS = 256  # parts of a completion that are kept one by one; more are j
 
 
 class Assembler:
-    """The chunks of one request so far.
+    """The received chunks of one request.
 
-    `prior` is what the completions begin with (`continue_from`): chunks go on after it. With `whole`, every chunk
+    `prior` is the beginning of the completions (`continue_from`): chunks continue after it. With `whole`, every chunk
     must end its completion, and may bring the prior tokens again.
     """
 
@@ -30,7 +30,7 @@ class Assembler:
         self._prior = prior
         self._ends = [0 if prior is None else len(prior)] * n
         self._whole = whole
-        self.prompt = PromptScores()  # once a chunk has brought them
+        self.prompt = PromptScores()  # empty before a chunk has brought the scores
 
     def add(self, chunk: Chunk) -> None:
         """Take the next chunk. Raises `ProtocolError` when it does not fit."""
@@ -68,16 +68,16 @@ class Assembler:
             self._ends[part.index] = len(part)
 
     def partials(self) -> list[Completion]:
-        """All completions that have begun, with their tokens so far."""
+        """All completions that have begun, with their received tokens."""
         return [self.joined(index) for index, parts in enumerate(self._parts) if parts]
 
     def joined(self, index: int) -> Completion:
-        """A completion that has begun, with its tokens so far."""
+        """A completion that has begun, with its received tokens."""
         return _join(self._parts[index], index, self._prior)
 
     @property
     def n(self) -> int:
-        """How many completions there are."""
+        """The number of completions."""
         return len(self._parts)
 
     def has(self, index: int) -> bool:
@@ -85,11 +85,11 @@ class Assembler:
         return bool(self._parts[index])
 
     def length(self, index: int) -> int:
-        """Tokens of a completion so far, prior ones included."""
+        """Number of received tokens of a completion, prior ones included."""
         return self._ends[index]
 
     def tokens(self, index: int) -> np.ndarray:
-        """The token ids of a completion so far, int32."""
+        """The received token ids of a completion, int32."""
         return np.concatenate([np.zeros(0, np.int32), *(part.token_ids for part in self._parts[index])])
 
     def missing(self, result: GenerateResult) -> list[Chunk]:
@@ -224,7 +224,7 @@ def _last_entries(completion: Completion, start: int) -> np.ndarray | None:
 
 
 def _routing(parts: list[Completion]) -> np.ndarray | None:
-    """The entries of all parts; None if one came without (a `continue_from`): its place would be another one's."""
+    """The entries of all parts; None if one part has none (a `continue_from`): the others would be misplaced."""
     entries = [part.routing for part in parts if part.routing is not None]
     if not entries or any(part.routing is None and len(part) for part in parts):
         return None

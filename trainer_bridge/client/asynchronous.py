@@ -293,7 +293,7 @@ class AsyncRolloutClient(ClientFace):
 
 
 class Answer(ProcessBound, Coroutine[Any, Any, _Value]):
-    """The coroutine that `generate` returns. `async for` over it says what is missing: an `await`."""
+    """The coroutine that `generate` returns. `async for` over it raises an error that names the missing `await`."""
 
     _instead = MAKE_CLIENTS
 

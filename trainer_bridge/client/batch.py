@@ -45,7 +45,7 @@ class Settled:
 def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[RequestPlan]:
     """Plans of all requests; fields of an item replace the common ones.
 
-    Raises as `plan_request` does; the error of an item begins with `request` and its place.
+    Raises the errors of `plan_request`; the error of an item begins with `request` and its place.
     """
     if isinstance(items, (str, Mapping)):
         raise ValueError("generate_many takes a list of prompts; use generate for a single one")

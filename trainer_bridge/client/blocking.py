@@ -347,7 +347,7 @@ class Session(SessionView):
     _client: RolloutClient
 
     def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
-        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` counts reused tokens."""
+        """The next turn: `RolloutClient.generate` for one completion. `cached_tokens` counts reused tokens."""
         return self._client.generate(prompt, **self._turn(fields))
 
     def __enter__(self) -> Self:

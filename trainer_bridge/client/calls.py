@@ -1,4 +1,4 @@
-"""The calls of both clients: what each one sends, how long it waits, and how it reads the answer.
+"""The calls of both clients: their messages, their waits, and the reading of answers.
 
 A call is a generator. It yields the seconds to wait at most (None: no limit), looks again after each wait, and returns
 its value. It calls `wake` when something has come. The clients wait:
@@ -128,7 +128,7 @@ def end_stream(core: ClientCore, wake: Wake, call: ClientCall) -> Waits[None]:
     try:
         yield from cancel(core, wake, call.target or call.id, call.endpoint)
     except NotFound:
-        if not call.done:  # its result comes before the answer to the cancel
+        if not call.done:  # the result comes before the answer to the cancel
             raise
 
 

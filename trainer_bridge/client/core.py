@@ -40,13 +40,13 @@ _CONNECT_S = 30.0
 _LINGER_S = 1.0
 _MESSAGES_A_LOOK = 64
 _MOST_UNREAD = 256  # chunks of a stream, and two more for each completion
-_MOST_ACKS = 1024  # in one message
+_MOST_ACKS = 1024  # most acknowledgements in one message
 _ASK_AGAIN_S = 1.0  # whether newcomers have current weights
 _ENVELOPE_FIELDS = ("v", "id", "op")
-_MOST_PIXEL_BYTES = 32 << 20  # of a request; more go ahead of it, in messages of their own
+_MOST_PIXEL_BYTES = 32 << 20  # most pixel bytes within a request; more pixels go ahead, in messages of their own
 _MOST_SENT_AGAIN = 2  # a request with images: first with the missing ones, then with all
 _MOST_KNOWN = 65_536  # images that a worker has been sent
-#: What to do instead of taking a client to another process.
+#: Advice for errors of a client in a forked process.
 MAKE_CLIENTS = "pass its endpoints, and make a client in each process"
 _NO_JOURNAL = "this client has no journal; make it with journal="
 
@@ -96,18 +96,18 @@ class ClientCall:
         self.weight = weight
         self.deadline = deadline
         self.started = time.monotonic()
-        self.target: str | None = None  # of `attach`
-        self.earlier: Sent | None = None  # where a request with the same id was sent before
+        self.target: str | None = None  # the request that `attach` names
+        self.earlier: Sent | None = None  # place of an earlier request with the same id
         self.ends_session: str | None = None  # the session that its result ends
         self.detached = False  # the worker goes on if this client goes
         self.acknowledged_with_result = True  # false: its owner acknowledges it later
-        self.assembler: Assembler | None = None  # of a stream
-        self.chunks: deque[Chunk] = deque()  # of a stream, not yet taken
-        self.result: GenerateResult | None = None  # of `generate` and `attach`
-        self.reply: dict[str, Any] | None = None  # of anything else
+        self.assembler: Assembler | None = None  # set for a stream
+        self.chunks: deque[Chunk] = deque()  # chunks of a stream that are not taken yet
+        self.result: GenerateResult | None = None  # result of `generate` and `attach`
+        self.reply: dict[str, Any] | None = None  # reply to any other op
         self.error: RolloutError | None = None
         self.on_update: Callable[[], object] = lambda: None
-        self.fields: dict[str, Any] | None = None  # of a request with images: it may have to be sent again
+        self.fields: dict[str, Any] | None = None  # kept for a request with images, which may have to be sent again
         self.sent_again = 0
 
     @property
@@ -173,10 +173,10 @@ class ClientCore(ProcessBound):
         self._prefix = uuid.uuid4().hex[:12]
         self._closed = False
         self.acknowledges = client is None if acknowledge is None else acknowledge
-        self._to_acknowledge: dict[str, list[str]] = {}  # by endpoint
-        self._media: defaultdict[str, KnownMedia] = defaultdict(KnownMedia)  # by endpoint
-        self._questions: list[ClientCall] = []  # to all workers, while there are newcomers
-        self._ask_at = 0.0  # when to put them again
+        self._to_acknowledge: dict[str, list[str]] = {}  # ids by endpoint
+        self._media: defaultdict[str, KnownMedia] = defaultdict(KnownMedia)  # known images by endpoint
+        self._questions: list[ClientCall] = []  # status calls to all workers, while there are newcomers
+        self._ask_at = 0.0  # time of the next status calls
         self._context = zmq.Context()
         self._connect = partial(Connection, self._context, curve=curve, heartbeat_s=heartbeat_s)
         self.connections: dict[str, Connection] = {}
@@ -221,7 +221,7 @@ class ClientCore(ProcessBound):
         """Send a control message to one endpoint, or to all."""
         if endpoint is not None:
             self.check_known(endpoint)
-        self._absorb_all()  # as in `launch`
+        self._absorb_all()  # see `launch`
         asked = self.endpoints if endpoint is None else [endpoint]
         return [self.start(op, fields, each, timeout_s) for each in asked]
 
@@ -253,7 +253,7 @@ class ClientCore(ProcessBound):
         return math.inf if seconds is None else time.monotonic() + seconds
 
     def abandon(self, call: ClientCall) -> None:
-        """End a call whose caller gave it up and, unless it is detached, cancel it at the worker."""
+        """End a call that its caller gave up and, unless it is detached, cancel it at the worker."""
         if not self._forget(call):
             return
         call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
@@ -276,7 +276,7 @@ class ClientCore(ProcessBound):
             endpoint = self.fleet.holder(fields)
         if endpoint is not None:
             return self.control("prefetch", endpoint, timeout_s, **fields)
-        self._absorb_all()  # as in `launch`
+        self._absorb_all()  # see `launch`
         asked = [each for each in self.endpoints if self.serves(each)] or self.endpoints
         return [self.start("prefetch", fields, each, timeout_s) for each in asked]
 
@@ -310,7 +310,7 @@ class ClientCore(ProcessBound):
                 self.start("end_session", {"session": session}, endpoint)
 
     def close(self) -> None:
-        """Cancel all calls in flight and close all sockets; then call `term`."""
+        """Cancel all calls in flight and close all sockets; call `term` afterwards."""
         if self._closed:
             return
         self._absorb_all(sys.maxsize)
@@ -494,7 +494,7 @@ class ClientCore(ProcessBound):
             self.absorb(endpoint, most)
 
     def endpoint_came(self) -> None:
-        """An endpoint can be reached (again)."""
+        """Note that an endpoint can be reached (again)."""
 
     def _send_acknowledgements(self, endpoint: str) -> None:
         """Send collected acknowledgements, except to lost workers."""
@@ -526,7 +526,7 @@ class ClientCore(ProcessBound):
             self._apply(call, reply)
         elif request_id is None:
             self._blame(endpoint, None, f"the worker could not read a request: {reply.get('message')}")
-        elif reply.get("op") == "result" and self.acknowledges:  # of something abandoned
+        elif reply.get("op") == "result" and self.acknowledges:  # result of an abandoned call
             self._to_acknowledge.setdefault(endpoint, []).append(str(request_id))
 
     def _take_joined(self, endpoint: str, reply: dict[str, Any]) -> None:

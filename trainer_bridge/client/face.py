@@ -117,7 +117,7 @@ class StreamView(ProcessBound):
         self._client._core.abandon(self._call)
 
     def _item(self, chunk: Chunk) -> Any:
-        """What the stream yields for a chunk: the chunk, or the whole completion that it ends."""
+        """The stream's item for a chunk: the chunk, or the whole completion that it ends."""
         return chunk if self._kind == "tokens" else self._call.joined(chunk.index)
 
 

@@ -1,4 +1,4 @@
-"""From the arguments of `generate` to the header of a request, and where that request should go.
+"""Turns the arguments of `generate` into the header of a request and the choice of its worker.
 
 Both clients use it. The worker checks values against its model and its limits; this file refuses only fields that are
 misspelt or cannot be put into a message.
@@ -22,7 +22,7 @@ Prompt = str | Sequence[int] | np.ndarray | MediaPrompt
 StreamKind = Literal["tokens", "completions"]
 
 _INT32 = np.iinfo(np.int32)
-_HALF = "\ufffd"  # what a text ends with whose last token is half a character; with the next token it comes whole
+_HALF = "\ufffd"  # end of a text with an incomplete last character; the next token completes it
 
 
 class GenerateFields(SamplingFields, total=False):
@@ -38,16 +38,16 @@ class GenerateFields(SamplingFields, total=False):
     An unknown name raises TypeError, a wrong value ValueError.
     """
 
-    # instead of a prompt
+    # alternatives to a prompt
     messages: Sequence[Mapping[str, Any]] | None  # role and content; rendered with the model's chat template
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
-    # how much, and how it ends
+    # length and end
     n: int  # completions, 1 when absent
-    max_tokens: int | None  # of each completion; 0 computes the prompt, and scores it with `prompt_logprobs`
+    max_tokens: int | None  # tokens of each completion; 0 computes the prompt, and scores it with `prompt_logprobs`
     stop: (
         str | Sequence[str] | Sequence[int] | Mapping[str, Any] | None
-    )  # or: token_ids, strings, ignore_eos, min_tokens
+    )  # keys of a map: token_ids, strings, ignore_eos, min_tokens
     deadline_s: float | None  # seconds from when the worker takes it; then it ends with what it has
     thinking_token_budget: int | None  # tokens of a thought, after which its end is forced: `forced`; needs `thinking`
     thinking: Mapping[str, Any] | None  # `start` and `end` of a thought, token ids or text
@@ -56,7 +56,7 @@ class GenerateFields(SamplingFields, total=False):
     sampling: Mapping[str, Any] | None
     seed: int | None
     logit_bias: Mapping[int, float] | Mapping[str, float]
-    # what comes back, and when
+    # returned fields and streaming
     stream_every: int  # tokens between two chunks of a completion
     join_chunks: bool  # chunks of several streams may travel together: cheaper for clients with many streams
     return_text: bool
@@ -71,7 +71,7 @@ class GenerateFields(SamplingFields, total=False):
     #: These, and log-probs of up to 256 named tokens, int32 [k] or [scored tokens, k]: `prompt_chosen_logprobs`
     prompt_logprob_token_ids: Sequence[int] | Sequence[Sequence[int]] | np.ndarray
     prompt_entropy: bool  # these, and the entropy of each one's distribution: `prompt_entropy`
-    prompt_logprobs_last: int  # scores of the last so many tokens of the prompt alone
+    prompt_logprobs_last: int  # score only this number of tokens at the end of the prompt
     min_complete: int | None
     return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
     constraint: Mapping[str, Any] | None  # json_schema, regex, grammar, choices or token_ids; `after` a marker
@@ -83,10 +83,10 @@ class GenerateFields(SamplingFields, total=False):
     detached: bool
     session: str | None  # the conversation whose next turn this is; all go to one endpoint. Needs n = 1
     session_lease_s: float | None  # how long its KV waits for the next turn; absent: as the worker is set
-    end_of_session: bool  # its last turn: no KV is kept after it
-    lease_s: float | None  # for so long after the request its KV gives way after KV without a lease
+    end_of_session: bool  # the last turn: no KV is kept after it
+    lease_s: float | None  # seconds after the request in which its KV is evicted after KV without a lease
     fork: Mapping[str, Any] | None  # continue a request or session: `request`, `index` or `session`; `offset`
-    # for this client alone, not sent
+    # settings of this client, not sent
     endpoint: str | None  # the endpoint to use; absent: the least loaded one
     request_id: str | None  # 1 to 128 characters; absent: made up
     timeout_s: float | None  # seconds until `RolloutTimeout`; absent: the client's
@@ -114,7 +114,7 @@ class RequestPlan:
 
     fields: dict[str, Any]
     n: int
-    prior: Completion | None = None  # of `continue_from`
+    prior: Completion | None = None  # the completion in `continue_from`
     session: str | None = None
     endpoint: str | None = None
     request_id: str | None = None
@@ -260,7 +260,7 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         hint = _did_you_mean(unknown[0], _SAMPLING)
         raise ValueError(f"sampling has no {unknown[0]!r}{hint}; it takes {', '.join(_SAMPLING)}")
-    if given.get("top_k") == -1:  # as others write it
+    if given.get("top_k") == -1:  # -1 disables it in other engines
         given["top_k"] = 0
     if "logit_bias" in given:  # keys of a message's maps are strings
         given["logit_bias"] = {str(token): bias for token, bias in given["logit_bias"].items()}
@@ -343,8 +343,8 @@ class AttachFields(TypedDict, total=False):
 
     stream_every: int | None  # tokens of a chunk, at the least
     n: int  # completions that the request has; 1
-    partials: Iterable[Completion]  # what an earlier stream of it brought: this one goes on after them
-    endpoint: str | None  # where it was sent; absent: the only one
+    partials: Iterable[Completion]  # completions of an earlier stream: this stream continues after them
+    endpoint: str | None  # the worker that has the request; absent: the only one
     timeout_s: float | None  # seconds until `RolloutTimeout`; absent: the client's
 
 

@@ -43,7 +43,7 @@ _HEAD = struct.Struct("<II")
 _CHECK = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CHECK.size
 _COMPACT_BYTES = 1 << 20  # fewer dropped bytes than this are not worth a new file
-#: What may differ when a request is asked for again: it has no part in which tokens are drawn.
+#: Fields that may differ when a request is sent again, because they do not affect the drawn tokens.
 _NOT_MARKED = (
     "stream",
     "stream_every",
@@ -58,21 +58,21 @@ _NOT_MARKED = (
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the journal has of a request. `texts` are of whole completions, with `result` only."""
+    """The journal's records of a request. `texts` are texts of whole completions, with `result` only."""
 
     mark: str  # tells whether a request is the same
-    fields: dict[str, Any]  # of the request, as it was asked for
+    fields: dict[str, Any]  # fields of the original request
     seed: int
     started_unix_s: float
     chunks: list[Chunk]
     legs: list[tuple[str, str]]  # (endpoint, id there) of everything that workers were asked
-    result: GenerateResult | None = None  # without completions: the chunks are they
+    result: GenerateResult | None = None  # has no completions, since `chunks` hold them
     texts: list[str | None] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Index:
-    """Where an id's records are: (offset, bytes) of each, and whether the last one is its result."""
+    """The places of an id's records: (offset, bytes) of each, and whether the last one is its result."""
 
     spans: list[tuple[int, int]] = field(default_factory=list)
     finished: bool = False
@@ -83,7 +83,7 @@ class _Index:
 
 
 def fingerprint(fields: Mapping[str, Any]) -> str:
-    """A name for what a request asks for, the same whatever the order of its keys."""
+    """A name for the content of a request, independent of the order of its keys."""
     digest = blake2b(digest_size=16)
     for frame in wire.encode(_sorted({name: value for name, value in fields.items() if name not in _NOT_MARKED})):
         digest.update(len(frame).to_bytes(8, "little") + frame)
@@ -126,14 +126,14 @@ class Journal(ProcessBound):
             raise JournalFailed(f"the journal {self.path} cannot be opened: {error}") from error
         try:
             if not read_only:
-                self._new_file.unlink(missing_ok=True)  # of a client that was killed while it cleared out
+                self._new_file.unlink(missing_ok=True)  # left by a client that was killed while it rewrote the file
             self._load()
         except BaseException:
             self.close()
             raise
 
     def __del__(self) -> None:
-        self.close()  # of a client that is dropped without `close`, the lock must not stay
+        self.close()  # releases the lock of a client that is dropped without `close`
 
     def _leave_after_fork(self) -> None:
         """Without this the lock would last as long as the forked process."""
@@ -148,7 +148,7 @@ class Journal(ProcessBound):
         self._ids[request_id] = _Index([span])
 
     def sent(self, request_id: str, endpoint: str, leg_id: str) -> None:
-        """A worker was asked for all of it, or a part."""
+        """Record that a worker was asked for all of a request, or for a part."""
         header = {"endpoint": endpoint, "leg": leg_id}
         span = self._append("leg", request_id, header, sync=self._fsync == "always")
         self._ids[request_id].spans.append(span)
@@ -163,7 +163,7 @@ class Journal(ProcessBound):
         self._ids[request_id].spans.append(span)
 
     def finish(self, request_id: str, result: GenerateResult) -> None:
-        """All of it has come."""
+        """Record the result: all of the request has arrived."""
         apart = ("completions", "prompt_tops")
         header = {name: getattr(result, name) for name in result.__dataclass_fields__ if name not in apart}
         header |= _tops_fields(result)
@@ -184,7 +184,7 @@ class Journal(ProcessBound):
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def ids(self) -> dict[str, bool]:
-        """Every request that is there, oldest first, and whether it is finished."""
+        """Every recorded request, oldest first, and whether it is finished."""
         return {request_id: index.finished for request_id, index in self._ids.items()}
 
     def read(self, request_id: str) -> Saved | None:
@@ -232,7 +232,7 @@ class Journal(ProcessBound):
         return span
 
     def _drop_torn(self) -> None:
-        """Take back what a failed write left, so that what follows can be read."""
+        """Cut off the rest of a failed write, so that later records can be read."""
         try:
             os.ftruncate(self._fd, self._end)
         except OSError:

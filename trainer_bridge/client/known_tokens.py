@@ -1,6 +1,6 @@
 """The tokens of a resuming client's own requests, so that a fork outlives the worker of its source.
 
-A request is known from when it is sent: its prompt, if the client has its token ids, and the tokens received so far.
+A request is known once it is sent: its prompt, if the client has its token ids, and the received tokens.
 Those of ended requests are known until they take too much memory; then the oldest are forgotten.
 """
 
@@ -20,7 +20,7 @@ from trainer_bridge.client.resumed_call import ResumedCall, Source
 
 _MOST_BYTES = 64 << 20
 _MOST_REQUESTS = 1 << 14
-_OVERHEAD_BYTES = 1024  # of a request besides its tokens and pixels
+_OVERHEAD_BYTES = 1024  # memory of a request besides its tokens and pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Ended:
 
 
 class KnownTokens:
-    """What the requests of one client can continue.
+    """The sources that requests of one client can continue.
 
     `running` are those in flight, in the order of their beginning; `saved` reads those of earlier processes.
     """
@@ -52,7 +52,7 @@ class KnownTokens:
         self._size = 0
 
     def source(self, plan: RequestPlan) -> Source | None:
-        """What a request continues; None if it continues nothing, or tokens that are not known here."""
+        """The source of a request; None if it continues nothing, or tokens that are not known here."""
         fork = plan.fields.get("fork")
         further = plan.fields.get("prompt")
         if fork is None or isinstance(further, str):
@@ -76,7 +76,7 @@ class KnownTokens:
         return Source(named, whole, plan.fields.get("cache_salt", salt))
 
     def keep(self, call: ResumedCall) -> None:
-        """A request has ended with a result."""
+        """Note that a request has ended with a result."""
         assert call.result is not None
         self._forget(call.id)
         prompt, ids = call.prompt, call.result.prompt_token_ids
@@ -95,11 +95,11 @@ class KnownTokens:
             self._forget(next(iter(self._ended)))
 
     def end_session(self, session: str) -> None:
-        """A session is not known by its name any more."""
+        """Forget the name of a session."""
         self._turns.pop(session, None)
 
     def _turn(self, session: Any) -> str | None:
-        """The id of a session's last turn. Of several in flight it is the first: a worker refuses the others."""
+        """The id of a session's last turn. If several are in flight it is the first: a worker refuses the others."""
         running = (name for name, call in self._running.items() if call.plan.session == session)
         return next(running, self._turns.get(session)) if isinstance(session, str) else None
 

@@ -37,7 +37,7 @@ _LAUNCHER_VARIABLES = (
 )
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_", "ACCELERATE_")
 _SERVE = (sys.executable, "-P", "-m", "rollout.cli.main", "serve")
-#: Where the packages lie: a checkout that is not installed may have been found in the current folder.
+#: The folder of the packages: a checkout that is not installed may have been found in the current folder.
 _PACKAGES = str(Path(__file__).resolve().parents[2])
 _POLL_S = 0.05
 _TERMINATE_S = 5.0
@@ -73,7 +73,7 @@ def start_worker(
     log_path = scratch.path / "worker.log" if log_file is None else Path(log_file)
     flags = {"bind": "tcp://127.0.0.1:0", **flags, "ready_file": ready_file, "exit_with_parent": True}
     environ = worker_environment(os.environ, env or {})
-    # In an installation the worker finds the packages by itself, and in front they could hide standard modules.
+    # An installed worker finds the packages by itself; at the front of the path they could hide standard modules.
     installed = Path(_PACKAGES).name in ("site-packages", "dist-packages")
     if command == _SERVE and not installed and "PYTHONPATH" not in (env or {}):
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), _PACKAGES]))
@@ -176,12 +176,12 @@ class WorkerProcess(ProcessBound):
 
     @property
     def endpoint(self) -> str:
-        """Where clients connect."""
+        """The endpoint for clients."""
         return self._told("endpoint")
 
     @property
     def weights_endpoint(self) -> str:
-        """Where weights are sent."""
+        """The endpoint for weights."""
         return self._told("weights_endpoint")
 
     @property
@@ -237,7 +237,7 @@ class WorkerProcess(ProcessBound):
     def _read_ready(self) -> dict[str, Any] | None:
         try:
             ready = json.loads(self._ready_file.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):  # not there, or not all of it
+        except (FileNotFoundError, json.JSONDecodeError):  # missing or incomplete file
             return None
         missing = [name for name in ("endpoint", "weights_endpoint", "model", "pid") if name not in ready]
         if missing:
@@ -267,7 +267,7 @@ class WorkerProcess(ProcessBound):
         return self.kill()
 
     def _signal(self, mode: Literal["drain", "now"]) -> None:
-        """Ask a supervisor: a worker that is just being started again could not be asked."""
+        """Ask a supervisor, because a restarting worker cannot answer."""
         self._process.terminate()
         if mode == "now":
             self._process.send_signal(signal.SIGINT)  # another signal: two of one kind may arrive as one

@@ -29,11 +29,11 @@ class MediaItem:
     `pixel_values` is [patches, values]: float32, float16, or uint16 with the bits of bfloat16.
     """
 
-    offset: int  # of its first placeholder in the prompt
+    offset: int  # place of its first placeholder in the prompt
     length: int  # tokens
     grid_thw: tuple[int, int, int]  # frames, and patches of their height and width
     pixel_values: np.ndarray  # [t h w, values]: float32, float16, or uint16 with the bits of bfloat16
-    seconds_per_frame: float | None = None  # of a video whose frames are not apart in the prompt
+    seconds_per_frame: float | None = None  # videos with joined frames in the prompt
     hash: str = ""  # computed where it is empty
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class MediaPrompt:
 
 
 def processor_prompt(inputs: Mapping[str, Any], image_token_id: int | None = None) -> MediaPrompt:
-    """As `processor_prompts`, for a single prompt, with or without a batch dimension. ValueError for several."""
+    """`processor_prompts` for one prompt, with or without a batch dimension. Raises ValueError for several."""
     prompts = processor_prompts(inputs, image_token_id)
     if len(prompts) != 1:
         raise ValueError(f"the processor returned {len(prompts)} prompts; use processor_prompts")

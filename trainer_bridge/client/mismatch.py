@@ -12,13 +12,13 @@ from trainer_bridge.client.core import ClientCore
 from trainer_bridge.client.results import GenerateResult
 from trainer_bridge.wire.errors import ProtocolError
 
-_MOST_ROWS = 128  # in one message; a worker takes 256 blobs
-_MOST_BYTES = 16 << 20  # in one message; a worker takes 64 MiB
+_MOST_ROWS = 128  # most rows in one message; a worker takes 256 blobs
+_MOST_BYTES = 16 << 20  # most bytes in one message; a worker takes 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """How far the trainer's log-probs are from the worker's, in nats, over the tokens where both are known.
+    """The distance of the trainer's log-probs from the worker's, in nats, over the tokens where both are known.
 
     `k3_kl`, the mean of exp(d) - 1 - d with d = trainer - worker, estimates KL(worker || trainer). `versions` has a
     `Mismatch` for each weights version.
@@ -90,7 +90,7 @@ def _arrays(logprobs: TrainerLogprobs) -> dict[str, np.ndarray]:
             continue
         try:
             array = np.asarray(row, dtype=np.float32)
-        except (TypeError, ValueError, RuntimeError) as error:  # of a torch tensor that needs a gradient, for one
+        except (TypeError, ValueError, RuntimeError) as error:  # a torch tensor with a gradient raises
             raise ValueError(f"the log-probs of completion {index} are no array of numbers: {error}") from error
         if array.ndim != 1:
             raise ValueError(f"the log-probs of completion {index} have shape {array.shape}; send one for each token")

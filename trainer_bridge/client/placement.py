@@ -1,4 +1,4 @@
-"""Which worker of a fleet gets a request. Plain data and decisions; `ClientCore` has the connections.
+"""Chooses the worker of a fleet that gets a request. Plain data and decisions; `ClientCore` has the connections.
 
     a request with `endpoint=`    that worker
     a fork                        the worker that has the tokens which it continues
@@ -11,7 +11,7 @@ Load is counted in completions of this client in flight. A worker that was lost 
 weights. It is used once its weights are as new as those of the other workers; before that only where there is no other
 worker. A worker that is leaving gets no new requests.
 
-A worker holds a prompt from when a request with it was sent there. New weights drop prefix caches; the next request
+A worker holds a prompt once a request with it was sent there. New weights drop prefix caches; the next request
 with the prompt then fills the cache again, at the same worker.
 """
 
@@ -33,7 +33,7 @@ from trainer_bridge.client.generate_request import RequestPlan
 _BLOCK_BYTES = 256
 _DIGEST_BYTES = 16
 _MOST_BLOCKS = 1 << 16  # remembered for a worker
-_MOST_REQUESTS = 1 << 14  # whose workers are remembered, for requests that continue them
+_MOST_REQUESTS = 1 << 14  # requests with a remembered worker, for requests that continue them
 #: A worker has far more to do than another one with more than this many, and this many times, its completions.
 _FAR_MORE, _FAR_TIMES = 16, 1.5
 
@@ -44,7 +44,7 @@ class Member:
 
     endpoint: str
     load: int = 0
-    chosen: int = 0  # when it was chosen last: breaks ties
+    chosen: int = 0  # number of its last choice; breaks ties
     newcomer: bool = False
     leaving: bool = False
     held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -69,7 +69,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """Where a request was sent, and the places of completions that have another one than that."""
+    """The place of a request, and of completions that are at another place."""
 
     endpoint: str
     moved: dict[int, Place] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Fleet:
     def __init__(self, endpoints: Iterable[str]) -> None:
         self._members = {endpoint: Member(endpoint) for endpoint in endpoints}
         self._sessions: dict[str, str] = {}  # endpoints by session
-        self._sent: OrderedDict[str, Sent] = OrderedDict()  # by id, the oldest first
+        self._sent: OrderedDict[str, Sent] = OrderedDict()  # key: request id; oldest first
         self._counter = itertools.count(1)
 
     def __getitem__(self, endpoint: str) -> Member:
@@ -126,7 +126,7 @@ class Fleet:
         del self._members[endpoint]
 
     def lost(self, endpoint: str) -> None:
-        """A worker is gone, with all that it held. If one comes back there, it is a newcomer."""
+        """Forget the contents of a lost worker. A worker that returns at its endpoint is a newcomer."""
         member = self._members[endpoint]
         member.newcomer = True
         member.held.clear()
@@ -156,11 +156,11 @@ class Fleet:
         return _least_loaded(holders).endpoint if holders else None
 
     def end_session(self, session: str) -> None:
-        """Forget where a session is."""
+        """Forget the place of a session."""
         self._sessions.pop(session, None)
 
     def sent(self, request_id: str, endpoint: str) -> Sent | None:
-        """Note where a request was sent; returns what was known of an earlier one with its id."""
+        """Note the place of a request; returns the place of an earlier request with its id."""
         earlier = self._sent.get(request_id)
         self._sent[request_id] = Sent(endpoint)
         self._sent.move_to_end(request_id)
@@ -169,19 +169,19 @@ class Fleet:
         return earlier
 
     def refused(self, request_id: str, earlier: Sent) -> None:
-        """A request was refused: others go on to continue the earlier one with its id."""
+        """Note that a request was refused: its id names the earlier request again."""
         if request_id in self._sent:
             self._sent[request_id] = earlier
 
     def moved(self, request_id: str, index: int, place: Place) -> None:
-        """Note where a completion of a request is now."""
+        """Note the present place of a completion."""
         if request_id not in self._sent:
             self.sent(request_id, place.endpoint)
         if (place.request_id, place.index) != (request_id, index):
             self._sent[request_id].moved[index] = place
 
     def source(self, fork: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-        """The endpoint that has what a request continues, if it is known; and `fork` as that worker knows it."""
+        """The endpoint that has the source of a request, if it is known, and the `fork` in that worker's terms."""
         known = self._sent.get(str(fork.get("request")))
         if known is None:
             session = fork.get("session")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: False, True, or a function of (requests done, requests in all, tokens so far).
+#: False, True, or a function of (finished requests, all requests, received tokens).
 Progress = bool | Callable[[int, int, int], object]
 
 

@@ -43,12 +43,12 @@ class Completion:
     text: str | None = None
     seed: int | None = None
     routing: np.ndarray | None = None  # uint8 or uint16 [entries, MoE layers, experts a token]
-    error: str | None = None  # with finish_reason "error"
+    error: str | None = None  # set with finish_reason "error"
     top_ids: np.ndarray | None = None  # int32 [tokens, k]
     top_logprobs: np.ndarray | None = None  # float32 [tokens, k]
     #: (position, weights version): before token `position` the KV of all before it was computed again by these weights.
     recomputed: list[tuple[int, int]] = field(default_factory=list)
-    #: (position, weights version, tokens): before token `position` the KV of so many tokens was taken from earlier
+    #: (position, weights version, tokens): before token `position` the KV of this many tokens was taken from earlier
     #: requests, turns or completions. `version` is the oldest in it. The protocol has the details.
     kv_versions: list[tuple[int, int, int]] = field(default_factory=list)
     #: (position, version): from this token on the request's adapter was of that version; empty without an adapter.
@@ -83,14 +83,14 @@ class Chunk:
     offset: int
     part: Completion
     prompt_logprobs: np.ndarray | None = None  # float32 [scored tokens]
-    prompt_tops: PromptTops | None = None  # with `prompt_top_logprobs`
+    prompt_tops: PromptTops | None = None  # set with `prompt_top_logprobs`
     prompt_version: int | None = None  # weights version of these
     prompt_chosen_logprobs: np.ndarray | None = None  # float32 [scored tokens, k], with `prompt_logprob_token_ids`
     prompt_entropy: np.ndarray | None = None  # float32 [scored tokens], with `prompt_entropy`
 
     @property
     def index(self) -> int:
-        """Which of the `n` completions."""
+        """Index of the completion, 0 to `n` - 1."""
         return self.part.index
 
     @property
@@ -108,7 +108,7 @@ class Chunk:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How the completion ended, or None while it goes on."""
+        """The end of the completion, or None while it continues."""
         return self.part.finish_reason
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a request's time went, in seconds."""
+    """The times of a request, in seconds."""
 
     queued_s: float = 0.0
     prefill_s: float = 0.0
@@ -148,16 +148,16 @@ class GenerateResult:
     endpoint: str | None = None
     resumes: int = 0  # how often a completion went on after the loss of its worker (`RolloutClient(resume=True)`)
     extra: dict[str, Any] = field(default_factory=dict)  # fields of the reply that this client does not know
-    #: float32 [scored tokens]: of each token of the prompt after those before it, at temperature 1; NaN for its first.
+    #: float32 [scored tokens]: log-prob of each token of the prompt, at temperature 1; NaN for its first token.
     prompt_logprobs: np.ndarray | None = None
     media: list[str] = field(default_factory=list)  # hashes of the prompt's images
     prompt_token_ids: np.ndarray | None = None  # int32 [prompt tokens], with `return_prompt_ids`
     #: With `prompt_top_logprobs=k`: ranks of the same tokens, and the k likeliest tokens at each position.
     prompt_tops: PromptTops | None = None
     prompt_version: int | None = None  # weights version of `prompt_logprobs`, and of what else is told of the prompt
-    #: float32 [scored tokens, k]: of the tokens of `prompt_logprob_token_ids` in the place of each; -inf: impossible.
+    #: float32 [scored tokens, k]: log-probs of `prompt_logprob_token_ids` at each position; -inf: impossible.
     prompt_chosen_logprobs: np.ndarray | None = None
-    #: float32 [scored tokens], nats: entropy of the distribution that each token was one of.
+    #: float32 [scored tokens], nats: entropy of the distribution at each position.
     prompt_entropy: np.ndarray | None = None
 
     def __repr__(self) -> str:

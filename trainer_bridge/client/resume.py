@@ -2,7 +2,7 @@
 
 Every request is sent as a stream, with a seed that the client knows. When a worker is lost, refuses, or hands its
 completions back, each unfinished completion continues by itself with `continue_from` and its own seed, at any endpoint
-that can be reached. A request without any token so far is sent again as a whole.
+that can be reached. A request without any received token is sent again as a whole.
 
     waiting --pump: an endpoint is there, its pause is over--> leg in flight --chunks--> ... --result--> done
        ^                                                          |
@@ -60,7 +60,7 @@ _LONGEST_PAUSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ResumePolicy:
-    """How long a client resumes a request, and its journal.
+    """The limits of resuming, and the journal.
 
     Both bounds are for one completion and start anew with each new token: `timeout_s` is the time that it may be
     without a worker, in seconds; `max_faults` how many workers may be lost with it, or fail at it, in a row.
@@ -137,7 +137,7 @@ class ResumingCore(ClientCore):
         return super().journaled() if self.resumer.journal is None else self.resumer.journal.ids()
 
     def end_requests(self) -> None:
-        """The client closes: what the journal has stays there."""
+        """Close; the journal keeps its records."""
         self.resumer.close()
 
 
@@ -180,7 +180,7 @@ class Resumer:
         try:
             if self.journal is not None and saved is None:
                 self.journal.begin(request_id, mark, call.seed, call.started_unix_s, plan.fields)
-            # Workers may still keep what a journal has forgotten, or one that is gone: no id is used there twice.
+            # Workers may still keep requests that a journal has forgotten, or a lost journal had: no id is used twice.
             self._pump(call, request_id if self.journal is None else None)
             self._conclude(call)
         except BaseException:
@@ -208,7 +208,7 @@ class Resumer:
         return None if least == math.inf else max(0.0, least)
 
     def cancel(self, call: ResumedCall) -> None:
-        """End a request with the tokens it has: cancel its legs at their workers, end waiting completions here."""
+        """End a request with its present tokens: cancel its legs at their workers, end waiting completions here."""
         call.cancelled = True
         for leg in list(call.legs):
             if self._core.connections[leg.endpoint].connected:
@@ -226,11 +226,11 @@ class Resumer:
         call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
 
     def end_session(self, session: str) -> None:
-        """A session is not continued by its name any more."""
+        """Forget the name of a session."""
         self._known.end_session(session)
 
     def endpoint_came(self) -> None:
-        """An endpoint can be reached: wake the calls that wait for one."""
+        """Wake the calls that wait for an endpoint: one can be reached."""
         for call in list(self.calls.values()):
             if call.waiting:
                 call.on_update()
@@ -251,7 +251,7 @@ class Resumer:
             self.journal.close()
 
     def _saved(self, request_id: str) -> Saved | None:
-        """What the journal has of a request that does not run."""
+        """The journal's records of a request that does not run."""
         return None if self.journal is None or request_id in self.calls else self.journal.read(request_id)
 
     # --- sending ------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Resumer:
         avoid = frozenset(part.avoid for part in parts if part.avoid is not None)
         plan = plan if plan.request_id is not None else replace(plan, request_id=self._leg_id(call))
         leg = self._core.launch(plan, math.inf, avoid)
-        if call.done or any(part.done for part in parts):  # by what came meanwhile
+        if call.done or any(part.done for part in parts):  # new messages have ended it meanwhile
             self._core.abandon(leg)
             return
         leg.assembler, leg.acknowledged_with_result = Leg(plan.n, plan.prior), False
@@ -334,7 +334,7 @@ class Resumer:
             self._core.disown(endpoint, leg_id)
 
     def _due(self, call: ResumedCall, part: ResumedCompletion, now: float) -> float:
-        """When to look at a waiting completion again; `endpoint_came` reports an endpoint that is back."""
+        """The time of the next look at a waiting completion; `endpoint_came` reports an endpoint that is back."""
         limit = min(call.ends_at, now + self._time_left(part, now))
         return min(limit, part.due) if self._core.reachable(call.plan) else limit
 
@@ -411,7 +411,7 @@ class Resumer:
             self._end_waiting(call, "cancelled")
 
     def _suspend(self, call: ResumedCall, part: ResumedCompletion, error: RolloutError, avoid: str | None) -> None:
-        """A completion waits for another worker."""
+        """Have a completion wait for another worker."""
         if call.done:
             return
         now = time.monotonic()
@@ -436,7 +436,7 @@ class Resumer:
             self._end(call, full, "length")
 
     def _end_waiting(self, call: ResumedCall, reason: FinishReason) -> None:
-        """End the completions that have no worker with what they have."""
+        """End the completions without a worker, with their present tokens."""
         if not call.done:
             self._end(call, list(call.waiting), reason)
 
@@ -485,7 +485,7 @@ class Resumer:
 
 
 def _handed_back(part: Completion) -> RolloutError | None:
-    """Why a worker gave a completion back unfinished: it failed, or it ends. None if it is over."""
+    """The reason for a completion that a worker returned unfinished: it failed, or it ends. None if it is over."""
     if part.finish_reason == "error":
         return InternalError(part.error or "the worker failed")
     if part.finish_reason == "cancelled" and part.error is not None:

@@ -1,4 +1,4 @@
-"""One request of a resuming client: its tokens so far, from all workers that took part.
+"""One request of a resuming client: its tokens from all workers that took part.
 
     ResumedCall  1 --- n  ResumedCompletion   with a worker (`leg`), waiting for one (`down_since`), or done
                  1 --- *  ClientCall          a leg: one request to one worker, for some of the completions
@@ -43,8 +43,8 @@ class ResumedCompletion:
     seed: int
     leg: ClientCall | None = None
     done: bool = False
-    text: str | None = None  # of the whole completion, once a result has brought it
-    due: float = 0.0  # when to look for a worker again
+    text: str | None = None  # text of the whole completion; None before a result
+    due: float = 0.0  # time of the next search for a worker
     tries: int = 0  # workers lost since the last new token
     faults: int = 0  # lost workers for which this request may be to blame
     down_since: float | None = None
@@ -53,19 +53,19 @@ class ResumedCompletion:
     error: RolloutError | None = None  # the last one
 
     def suspend(self, error: RolloutError, now: float) -> None:
-        """It lost its worker, or found none."""
+        """Note that the completion lost its worker, or found none."""
         self.leg, self.error, self.down_since = None, error, now
         self.tries += 1
 
     def progress(self) -> None:
-        """A new token has come."""
+        """Note a new token."""
         self.tries = self.faults = 0
         self.down_s = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a request with a `fork` continues, as this client knows it."""
+    """The source of a request with a `fork`, as this client knows it."""
 
     fork: dict[str, Any]  # names the request; `offset` is there, so that every worker takes the same tokens
     prompt: MediaPrompt  # the whole prompt of the request: these tokens and its own
@@ -80,31 +80,31 @@ class ResumedCall(ClientCall):
     ) -> None:
         super().__init__(request_id, "generate", "", 0, deadline)
         self.plan = plan
-        self.source: Source | None = None  # what it continues; None if that is not known here
-        self.prompt: MediaPrompt | None = None  # with what it continues; None if its token ids are not known here
+        self.source: Source | None = None  # the tokens that it continues; None if they are not known here
+        self.prompt: MediaPrompt | None = None  # prompt with continued tokens; None if its token ids are not known here
         self.by_tokens = False  # a worker did not know what it continues, so the tokens are sent
         self.seed = seed
         unix_s = time.time()
         self.started_unix_s = unix_s if started_unix_s is None else started_unix_s
-        # Of the monotonic clock. The wall clock may jump, and may have been set back since a journal was written.
+        # Monotonic time: the wall clock may jump, and may have been set back since a journal was written.
         self._asked_at = time.monotonic() - max(0.0, unix_s - self.started_unix_s)
         self.assembler: Assembler = Assembler(plan.n, plan.prior)
         seeds = [seed] if plan.prior is not None else [completion_seed(seed, index) for index in range(plan.n)]
         self.parts = [ResumedCompletion(index, each, down_since=self.started) for index, each in enumerate(seeds)]
         self.waiting: list[ResumedCompletion] = list(self.parts)
-        self.legs: dict[ClientCall, list[int]] = {}  # which completions each one has, by its own index
-        self.results: dict[ClientCall, GenerateResult] = {}  # of legs
+        self.legs: dict[ClientCall, list[int]] = {}  # each leg's completions, ordered by the leg's own index
+        self.results: dict[ClientCall, GenerateResult] = {}  # results of legs
         self.scoring: ClientCall | None = None  # the leg that was asked last for the prompt's log-probs
         self.resumes = 0
         self.cancelled = False
         limit_s = plan.fields.get("deadline_s")
-        self.ends_at = math.inf  # of the request's own deadline, after which completions end with what they have
+        self.ends_at = math.inf  # the request's own deadline, at which completions end with their present tokens
         if limit_s is not None:
             self.ends_at = self._asked_at + limit_s
 
     @property
     def salt(self) -> str | None:
-        """Its `cache_salt`, or that of what it continues."""
+        """Its `cache_salt`, or that of its source."""
         salt: str | None = self.plan.fields.get("cache_salt", None if self.source is None else self.source.salt)
         return salt
 
@@ -126,7 +126,7 @@ class ResumedCall(ClientCall):
         )
 
     def so_far(self, part: ResumedCompletion) -> Completion:
-        """A completion so far, with its seed."""
+        """The present part of a completion, with its seed."""
         if not self.assembler.has(part.index):
             return empty_part(part.index, part.seed)
         return replace(self.assembler.joined(part.index), seed=part.seed)
@@ -144,7 +144,7 @@ class ResumedCall(ClientCall):
             self.result = replace(saved.result, completions=self.completions())
 
     def add_leg(self, leg: ClientCall, parts: list[ResumedCompletion], now: float, scores: bool = False) -> None:
-        """A worker has these completions now, and the log-probs of the prompt to tell with `scores`."""
+        """Note that a worker has these completions now; with `scores` it also returns the prompt's log-probs."""
         self.legs[leg] = [part.index for part in parts]
         self.scoring = leg if scores else self.scoring
         self.endpoint = leg.endpoint
@@ -182,7 +182,7 @@ class ResumedCall(ClientCall):
         return chunk
 
     def missing(self, part: ResumedCompletion, whole: Completion, result: GenerateResult) -> Chunk | None:
-        """What a result has of a completion beyond its chunks. Raises `ProtocolError` if it has less."""
+        """The part of a completion that a result has beyond its chunks. Raises `ProtocolError` if it has less."""
         have = self.assembler.length(part.index)
         if len(whole) < have or not np.array_equal(whole.token_ids[:have], self.assembler.tokens(part.index)):
             raise ProtocolError(f"the result of completion {part.index} differs from its stream")
@@ -287,7 +287,7 @@ def first_plan(plan: RequestPlan, seed: int, remaining_s: float | None) -> Reque
 def continued_plan(
     plan: RequestPlan, partial: Completion, remaining_s: float | None, scored: bool = True
 ) -> RequestPlan:
-    """The request that continues one completion: `partial` is the completion so far, with its seed.
+    """The request that continues one completion: `partial` is its present part, with its seed.
 
     With `scored` the log-probs of the prompt are known, or another request brings them: they are not asked for. Routing
     stays here, since it may be large: chunks bring what is added to it.

@@ -60,11 +60,11 @@ _log = logging.getLogger(__name__)
 
 
 class FleetUser(Protocol):
-    """What `RayFleet.sync` takes: a client or a publisher."""
+    """An argument of `RayFleet.sync`: a client or a publisher."""
 
     @property
     def endpoints(self) -> Any:
-        """The endpoints that it has."""
+        """Its present endpoints."""
 
     def add(self, endpoint: str) -> None:
         """Add a worker."""
@@ -93,7 +93,7 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """How actors start their workers. `one_node`: no other host has to reach a worker."""
+    """The settings with which actors start their workers. `one_node`: no other host has to reach a worker."""
 
     model: str
     flags: dict[str, Any]
@@ -181,7 +181,7 @@ class _Worker:
     state: State = "waiting"
     started: _Started | None = None  # None again once another endpoint has to be found
     served: bool = False  # it has, once
-    due_s: float = 0.0  # when to start it, on the monotonic clock
+    due_s: float = 0.0  # time of the next start, on the monotonic clock
     version: int = 0
     restarts: int = 0
     recent: list[float] = field(default_factory=list)  # times of the restarts in the last hour
@@ -246,8 +246,8 @@ class RayFleet(ProcessBound):
         self._place_timeout_s = place_timeout_s
         self._max_restarts, self._backoff_s = max_restarts, restart_backoff_s
         self._newest = 0  # weights version that a worker was seen with
-        self._numbers = itertools.count()  # of workers, for their logs
-        self._leave: dict[_Worker, tuple[Literal["drain", "now"], float]] = {}  # to be removed, and how
+        self._numbers = itertools.count()  # numbers of workers, for their logs
+        self._leave: dict[_Worker, tuple[Literal["drain", "now"], float]] = {}  # workers to remove, and the way
         self._free: list[tuple[PlacementGroup, int]] = []  # bundles without a worker
         self._groups: list[PlacementGroup] = []
         self._changed = threading.Condition()  # guards the lists; the thread alone changes a worker in the list
@@ -405,7 +405,7 @@ class RayFleet(ProcessBound):
             return
         try:
             answer = ray.get(worker.answer)
-        except RayActorError as error:  # its worker ends with it, but perhaps not at once: it needs another endpoint
+        except RayActorError as error:  # the worker may end later than its actor: a new one needs another endpoint
             worker.actor = worker.started = None
             self._lost(worker, f"its actor died: {error}")
         except RayTaskError as error:
@@ -443,7 +443,7 @@ class RayFleet(ProcessBound):
             worker.state, worker.answer = "leaving", worker.actor.stop.remote(*leave)
 
     def _left(self, worker: _Worker) -> None:
-        """A worker that was removed has ended: its bundle is free."""
+        """Free the bundle of a removed worker that has ended."""
         self._end_actor(worker)
         with self._changed:
             self._workers.remove(worker)
@@ -451,7 +451,7 @@ class RayFleet(ProcessBound):
             self._free.append((worker.group, worker.bundle))
 
     def _lost(self, worker: _Worker, problem: str) -> None:
-        """A worker died, or its actor: start it again after a pause, or give it up."""
+        """Restart a worker after a pause, or give it up, because it or its actor died."""
         if worker in self._leave:
             self._left(worker)
             return

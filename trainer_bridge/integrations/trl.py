@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
     from trainer_bridge.wire.keys import ClientCurve
 
-RewardFunction = Callable[..., Any]  # of prompts, completions, completion_ids and columns: a float or None for each
+RewardFunction = Callable[..., Any]  # (prompts, completions, completion_ids, columns) -> a float or None for each
 
-_POLL_S = 0.2  # between two heartbeats
-_ROOM_S = 0.01  # between two looks whether the trainer has taken samples
+_POLL_S = 0.2  # time between two heartbeats
+_ROOM_S = 0.01  # time between two looks at the trainer's buffer
 _COLUMNS_OF_OURS = ("prompt", "completion", "completion_ids")
 
 
@@ -287,7 +287,7 @@ class RolloutWorker(ProcessBound):
         return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
     def _tell(self, result: GenerateResult, seconds: float) -> None:
-        """What the trainer logs of a group; pairs are rates."""
+        """The metrics of a group for the trainer's log; pairs are rates."""
         items = result.completions
         tokens, count = float(sum(len(item) for item in items)), float(len(items))
         self.metrics_queue.put(

@@ -228,7 +228,7 @@ def use_workers(
         raise ValueError("this trainer uses vLLM already; leave use_vllm out of its config")
     generation = WorkerGeneration(trainer, endpoints, curve=curve, **options)
     trainer.vllm_generation, trainer.use_vllm = generation, True
-    trainer.vllm_mode = "server"  # so that TRL does not look for an engine in its own process
+    trainer.vllm_mode = "server"  # prevents that TRL looks for an engine in its own process
     trainer._last_loaded_step = -1
     if hasattr(trainer.args, "vllm_sync_frequency"):  # GOLD and IW-OPD
         trainer.vllm_sync_frequency = trainer.args.vllm_sync_frequency
@@ -260,7 +260,7 @@ class WorkerRollouts:
     ) -> None:
         self._endpoints, self._reply, self._curve, self._options = endpoints, reply, curve, options
         self._own: WorkerGeneration | None = None
-        self._step: int | None = None  # of the weights that the workers have
+        self._step: int | None = None  # step of the workers' weights
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Token ids and log-probs of a completion for each prompt, and with `reply` their `env_mask`."""
@@ -298,7 +298,7 @@ class WorkerRollouts:
         self.close()
 
     def _generation(self, trainer: Any) -> WorkerGeneration:
-        """How to generate for this trainer, by the workers with its weights of now."""
+        """A generator for this trainer, by workers that have its present weights."""
         if trainer.use_vllm:  # TRL brings the weights
             if not isinstance(trainer.vllm_generation, WorkerGeneration):
                 raise ValueError("this trainer uses vLLM; leave use_vllm out of its config")
@@ -327,7 +327,7 @@ class _Turns:
 
     @property
     def left(self) -> int:
-        """How many tokens may follow."""
+        """Number of tokens that may follow."""
         return self._max_tokens - len(self.completion_ids)
 
     def add_drawn(self, item: Completion) -> None:

@@ -105,7 +105,7 @@ class Server:
         self._numbers = itertools.count()
         self._under_way: set[str] = set()
         self._rejecting = self._asleep = self._paused = False
-        self._turns = asyncio.Lock()  # of sleep, wake, pause and resume
+        self._turns = asyncio.Lock()  # orders sleep, wake, pause and resume
         self._global_steps: int | None = None
         self._steps: dict[int, int | None] = {}  # the trainer's global steps, by weights version
 
@@ -285,7 +285,7 @@ class Server:
         return {**given, "stop": stop}
 
     def _output(self, item: Completion | None, logprobs: bool) -> TokenOutput:
-        """What verl gets: of a completion, or of a request that was rejected."""
+        """The result for verl: of a completion, or of a rejected request."""
         versions = [] if item is None else [version for version, count in item.versions if count]
         steps = [self._steps.get(version, self._global_steps) for version in versions] or [self._global_steps]
         known = [step for step in steps if step is not None]
@@ -494,7 +494,7 @@ class ServerAdapter(BaseRollout):
         Raises NotImplementedError for LoRA adapters and for other wire formats.
         """
         if wire_format == _PUBLISHED:
-            return  # by `BridgeEngine`, from the trainer
+            return  # `BridgeEngine` has published them from the trainer
         if wire_format != "named_tensors":
             raise NotImplementedError(
                 f"the wire format {wire_format!r} is not supported; use backend naive, nccl or {NAME}"
@@ -519,7 +519,7 @@ class BridgeEngine(CheckpointEngine):
         self._is_master = is_master
         self._updates = _Updates(options)
         self._servers: list[str] = []
-        self.server = ""  # in a replica: its server
+        self.server = ""  # the replica's server; empty elsewhere
 
     def prepare(self) -> str:
         """The name of the replica's server; empty in a trainer."""

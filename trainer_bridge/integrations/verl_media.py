@@ -27,7 +27,7 @@ from verl.utils.tokenizer import build_multimodal_processor_inputs, get_processo
 
 from trainer_bridge.client.media import MediaItem, MediaPrompt, as_pixels, processor_prompt
 
-#: How much of the newest results is kept.
+#: The most memory for the newest results.
 _MOST_BYTES = 2 << 30
 
 
@@ -37,7 +37,7 @@ class _Kind:
 
     name: str
     data: str
-    types: int  # in `mm_token_type_ids`
+    types: int  # the type in `mm_token_type_ids`
     pixels: str
     grid: str
 
@@ -50,7 +50,7 @@ _KINDS = (
 
 @dataclass(slots=True)
 class _Processed:
-    """What the processor made of an image or a video."""
+    """The processor's output for an image or a video."""
 
     inputs: dict[str, Any]
     patches: int
@@ -61,7 +61,7 @@ class _Processed:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSource:
-    """Where a model's processor is, as in verl's configuration of the model; code of the folder is never run."""
+    """The place of a model's processor, as in verl's model configuration; code of the folder is never run."""
 
     folder: str
     external_lib: Any  # modules that verl imports before it loads a model
@@ -151,7 +151,7 @@ def _placed(kind: _Kind, found: _Processed, is_placeholder: np.ndarray, offset: 
     key = is_placeholder.tobytes()
     if key not in found.items:
         types = is_placeholder.astype(np.int64) * kind.types
-        # What stands between the frames of a video makes no difference.
+        # The tokens between the frames of a video do not matter.
         found.items[key] = processor_prompt({"input_ids": types, "mm_token_type_ids": types, **found.inputs}).media
     return [replace(item, offset=item.offset + offset) for item in found.items[key]]
 

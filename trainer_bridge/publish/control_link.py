@@ -30,7 +30,7 @@ from trainer_bridge.wire.worker_connection import Connection
 _HEARTBEAT_S = 5.0
 _MOST_MESSAGES = 64  # taken at a time
 _POLL_MS = 50  # how often a waiting publisher looks whether it is closing
-_LOOK_UP_AGAIN_S = 5.0  # without a connection to the weight socket: a restarted worker may have another one
+_LOOK_UP_AGAIN_S = 5.0  # time without a weight socket before a new look-up: a restarted worker may have another one
 
 
 class ControlLink:
@@ -60,7 +60,7 @@ class ControlLink:
 
     @property
     def trouble(self) -> str:
-        """More about why there is no connection, for errors."""
+        """More about the missing connection, for errors."""
         if self._found:
             return f", to its weight socket {self._connection.endpoint}"
         return f": {self._connection.refused}" if self._connection.refused else self._connection.hint
@@ -83,7 +83,7 @@ class ControlLink:
         return self._send("weights", fields)
 
     def tell(self, fields: Mapping[str, Any]) -> None:
-        """Send a message whose answer is passed over. Without a connection to the weight socket nothing is sent."""
+        """Send a message and ignore its answer. Without a connection to the weight socket nothing is sent."""
         if self._found and self._connection.can_send:
             self._send("weights", fields)
 
@@ -174,7 +174,7 @@ class _Question:
 
     def __init__(self, link: ControlLink, fields: Mapping[str, Any]) -> None:
         self.link, self.fields = link, fields
-        self._tried_s: float | None = None  # for the first time
+        self._tried_s: float | None = None  # time of the first attempt
         self.message_id: str | None = None
         self.answer: dict[str, Any] | RolloutError | None = None
 

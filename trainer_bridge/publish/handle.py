@@ -28,7 +28,7 @@ class WorkerReport:
     why: str  # why it is this transport and not a faster one
     nbytes: int
     pause_s: float  # how long generation stood still
-    seconds: float  # from publish() until the worker used the new weights
+    seconds: float  # time from publish() until the worker used the new weights
     phases: dict[str, float]  # seconds on the worker: receive, verify, wait, apply
 
     def __repr__(self) -> str:
@@ -46,13 +46,13 @@ class PublishHandle(ProcessBound):
         self.nbytes = payload.manifest.tensor_bytes
         self.phase = "queued"
         self.begun = False  # a worker has accepted it and waits for its bytes
-        self.refused = False  # by every worker that received all of it
-        self.reports: dict[str, WorkerReport] = {}  # by endpoint, of the workers that use the new weights
-        self.errors: dict[str, RolloutError] = {}  # by endpoint, of the others
+        self.refused = False  # every worker that received all of it has refused it
+        self.reports: dict[str, WorkerReport] = {}  # reports of the workers that use the new weights, by endpoint
+        self.errors: dict[str, RolloutError] = {}  # errors of all other workers, by endpoint
         self._payload = payload
         self._published_s = time.monotonic()
         self._held_error: RolloutError | None = None
-        self.error: RolloutError | None = None  # of `applied`, once it is done
+        self.error: RolloutError | None = None  # error of `applied`, set when it is done
         self._done = threading.Event()
 
     def __repr__(self) -> str:
@@ -84,13 +84,13 @@ class PublishHandle(ProcessBound):
         return list(self.reports.values())
 
     def use_every_name(self) -> None:
-        """Begin again, with each tensor under all of its names: a worker has several parameters for it."""
+        """Begin again with each tensor under all of its names, because a worker has several parameters for it."""
         self._payload.use_every_name()
         self.nbytes = self._payload.manifest.tensor_bytes
         self.errors.clear()
 
     def report(self, recipient: Recipient, reply: dict[str, Any]) -> None:
-        """A worker uses the new weights; `reply` is its answer to `commit`."""
+        """Note that a worker uses the new weights; `reply` is its answer to `commit`."""
         endpoint = recipient.endpoint
         try:
             self.reports[endpoint] = WorkerReport(
@@ -112,7 +112,7 @@ class PublishHandle(ProcessBound):
         self.end(error)
 
     def end(self, error: RolloutError | None) -> None:
-        """The update is over, with or without an error."""
+        """End the update, with or without an error."""
         if error is None and self.errors:
             error, *others = self.errors.values()
             for other in others:

@@ -32,7 +32,7 @@ class KeptUpdate:
         self._lock = threading.Lock()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._manifest: Manifest | None = None
-        self._refusals: Counter[str] = Counter()  # by endpoint
+        self._refusals: Counter[str] = Counter()  # number of refusals, by endpoint
 
     @property
     def version(self) -> int | None:

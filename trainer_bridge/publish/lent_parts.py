@@ -71,7 +71,7 @@ class LentBuffer:
     """The buffer of a rank other than 0, kept from update to update."""
 
     def __init__(self) -> None:
-        self._memory: IpcMemory | None = None  # that it was allocated from
+        self._memory: IpcMemory | None = None  # the allocator of the buffer
         self._buffer: torch.Tensor | None = None
         self._lent = False  # rank 0 may have it mapped
 
@@ -93,13 +93,13 @@ class LentBuffer:
         payload.pack_portion(start, end, self._buffer[at : at + end - start])
 
     def take_back(self) -> None:
-        """Rank 0 has it not mapped any more."""
+        """Note that rank 0 does not map the buffer any more."""
         self._lent = False
 
     def free(self) -> None:
-        """Give it back; if rank 0 may have it mapped, with the end of the process."""
+        """Free the buffer; if rank 0 may have it mapped, it is freed with the end of the process."""
         if self._buffer is not None and self._memory is not None and not self._lent:
-            with contextlib.suppress(OSError, RuntimeError):  # of a device that is gone
+            with contextlib.suppress(OSError, RuntimeError):  # the device may be gone
                 self._memory.free(self._buffer)
         self._memory = self._buffer = None
 
@@ -132,7 +132,7 @@ def map_buffers(memory: IpcMemory, handles: Mapping[int, bytes], nbytes: int) ->
 def close_all(readers: Iterable[IpcReader]) -> None:
     """Unmap all of them."""
     for reader in readers:
-        with contextlib.suppress(OSError, RuntimeError):  # of a device that is gone
+        with contextlib.suppress(OSError, RuntimeError):  # the device may be gone
             reader.close()
 
 
@@ -155,8 +155,8 @@ class BorrowedParts:
     """Rank 0's access to the buffers during one update; `LentParts` of `shards`. `readers` are the buffers by rank.
 
     `request(start, end, at)` has all ranks pack bytes `start` to `end` of the stream, from byte `at` of their buffers
-    on; `wait_packed` returns when they have. Both raise `RolloutError`. `reads_done` makes an event after the work so
-    far on the current stream, or None where copies have run on return.
+    on; `wait_packed` returns when they have. Both raise `RolloutError`. `reads_done` makes an event after the enqueued
+    work of the current stream, or None where copies have run on return.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class BorrowedParts:
         self._ask, self._wait_packed, self._reads_done = request, wait_packed, reads_done or _event
         self._readers, self._manifest = readers, manifest
         self._room, self._halves = _room(manifest), _halves(manifest)
-        self._half = self._halves - 1  # into which a bucket was requested last
+        self._half = self._halves - 1  # the half of the last requested bucket
         self._requested: int | None = None  # the bucket there, unless it was read
-        self._read: list[torch.cuda.Event | None] = [None, None]  # by half: after the reads out of it
+        self._read: list[torch.cuda.Event | None] = [None, None]  # the end of the reads from each half
         self._begin = 0  # the place in the buffers of the stream's first byte, for the bucket that is read
 
     @contextlib.contextmanager
@@ -194,7 +194,7 @@ class BorrowedParts:
             self._read[half] = self._reads_done()
 
     def read(self, rank: int, byte: int, out: torch.Tensor) -> None:
-        """Copy what a rank packed at the place of this byte of the stream, on the current stream."""
+        """Copy the packed bytes of a rank at the place of this byte of the stream, on the current stream."""
         try:
             self._readers[rank].read(self._begin + byte, out)
         except OSError as error:
@@ -215,7 +215,7 @@ class BorrowedParts:
 
 
 def _event() -> torch.cuda.Event | None:
-    """An event after the work so far on the current stream; None without a GPU, where copies have run on return."""
+    """An event after the enqueued work of the current stream; None without a GPU, where copies have run on return."""
     if not torch.cuda.is_initialized():
         return None
     event = torch.cuda.Event()

@@ -50,11 +50,11 @@ from trainer_bridge.wire.worker_connection import REFUSED_S
 
 __all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
 
-#: For the answer of a worker whose group broke: without it the worker is not tried again, and it may be busy.
+#: Seconds for the answer of a worker whose group broke: without an answer the worker is not tried again.
 _STILL_THERE_S = 5.0
 _BEGIN_S = 30.0
-_GRACE_S = 5.0  # for the answer to `begin` after a close: its token is needed to abort the update
-_OFFER_S = 0.1  # between two offers to give way to a newer update
+_GRACE_S = 5.0  # time for the answer to `begin` after a close: its token is needed to abort the update
+_OFFER_S = 0.1  # time between two offers to give way to a newer update
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class WeightPublisher(ProcessBound):
             (DTensors, as in FSDP2's `state_dict`) and `close`, which waits up to `begin_s` for the other ranks.
     """
 
-    #: How updates are laid out and packed.
+    #: The layout and packing of updates.
     payload_type: ClassVar[type[Payload]] = Payload
     #: Seconds between two looks for restarted workers.
     watch_s: ClassVar[float] = 1.0
@@ -261,7 +261,7 @@ class WeightPublisher(ProcessBound):
                     kept.fill(payload)
                 self._publish(payload, handle, list(self._links))
                 if payload.tied and any(error.field == "tied" for error in handle.errors.values()):
-                    self._once = False  # to a worker they are several parameters
+                    self._once = False  # a worker takes them as several parameters
                     if not handle.begun:
                         handle.use_every_name()
                         self._publish(payload, handle, list(self._links))
@@ -469,7 +469,7 @@ class WeightPublisher(ProcessBound):
         return replies
 
     def _give_way(self, payload: Payload, recipients: list[Recipient]) -> Callable[[Sequence[ControlLink]], None]:
-        """What to do while commits are not answered: once a newer update is queued, let workers drop this one.
+        """Called while commits are not answered: once a newer update is queued, let workers drop this one.
 
         A worker drops only an update that waits for recomputation; the answer to the commit says so.
         """

@@ -77,14 +77,14 @@ class TrainerRanks:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._broken: str | None = None
-        self._part: threading.Thread | None = None  # in a group
+        self._part: threading.Thread | None = None  # set in a group
         self._kept = KeptGroup()
         self._memory_of = ipc_memory
         self._buffer = LentBuffer()
         self._borrowed: BorrowedParts | None = None  # rank 0, during an update
         self._lenders: Sequence[int] = ()
-        self._answers: list[tuple[int, torch.Tensor, Callable[[float], None]]] = []  # to the last BUCKET, under way
-        self._packed: list[str] = []  # their answers to the last one: why not, or empty
+        self._answers: list[tuple[int, torch.Tensor, Callable[[float], None]]] = []  # answers to the last BUCKET
+        self._packed: list[str] = []  # ranks' answers to the last BUCKET: a failure, or empty
         self._not_lent = ""  # why ranks did not lend in an earlier update
         self.address = _address()
         cpu = torch.device("cpu")
@@ -166,12 +166,12 @@ class TrainerRanks:
         with self._lock:
             self._tell((BUCKET, start, end, at))
             self._packed = ["it did not answer"] * len(self._lenders)
-            # Received from now on: so a lender waits for commands, which `stop` ends, and never in a send.
+            # Receive from now on: so a lender waits only for commands, which `stop` ends, and never in a send.
             for rank in self._lenders:
                 self._begin_answer(rank)
 
     def wait_packed(self) -> None:
-        """Rank 0: return when the lenders have packed what was requested last."""
+        """Rank 0: return when the lenders have packed the last request."""
         with self._lock:
             self._receive_answers()
         for rank, why_not in zip(self._lenders, self._packed, strict=True):
@@ -179,7 +179,7 @@ class TrainerRanks:
                 raise RolloutError(f"gather: rank {rank} cannot pack its part: {why_not}")
 
     def release(self) -> None:
-        """Rank 0: free the tensors on the other ranks. Nothing reads what they lent any more, and it is unmapped."""
+        """Rank 0: free the tensors on the other ranks. Their lent memory is no longer read, and is unmapped."""
         with contextlib.suppress(RolloutError):  # the rank's own handle reports it
             self.tell(RELEASED)
         borrowed, self._borrowed = self._borrowed, None
@@ -330,7 +330,7 @@ class TrainerRanks:
 
 
 def _answer_of(work: Callable[..., bytes | None], *given: Any) -> torch.Tensor:
-    """Do what rank 0 asked for; the answer has the handle that `work` returns, if any, or says why not."""
+    """Carry out a request of rank 0; the answer has the handle that `work` returns, if any, or the failure."""
     try:
         return answer(work(*given) or b"")
     except (OSError, RolloutError) as error:

@@ -47,20 +47,20 @@ class TransportChoice:
         self._endpoints = list(endpoints)  # the senders see it change
         self._asked = transport
         self._late: dict[str, int] = {}  # numbers of the groups of workers that joined, by endpoint
-        self.senders: dict[str, TransportSender] = {}  # by route
-        self.refusals: dict[str, dict[str, str]] = {}  # by endpoint and transport: why not
+        self.senders: dict[str, TransportSender] = {}  # senders by route
+        self.refusals: dict[str, dict[str, str]] = {}  # reasons, by endpoint and transport
         if transport != "auto":
             self._sender(transport)
 
     def add(self, endpoint: str) -> None:
-        """A worker joins, in a group of its own."""
+        """Add a worker, in a group of its own."""
         self._endpoints.append(endpoint)
         self._late[endpoint] = 1 + max(self._late.values(), default=0)
         if len(set(self._late.values())) > _MOST_LATE_GROUPS:
             self._meet_again()
 
     def remove(self, endpoint: str) -> None:
-        """A worker has left."""
+        """Remove a worker that has left."""
         self._endpoints.remove(endpoint)
         self.refusals.pop(endpoint, None)
         group = self._late.pop(endpoint, 0)
@@ -126,7 +126,7 @@ class TransportChoice:
         return again
 
     def avoid(self, recipients: Iterable[Recipient]) -> bool:
-        """Groups broke: with `auto`, leave out a transport whose group never formed. True if one was left out."""
+        """After broken groups: with `auto`, leave out a transport whose group never formed. True if it did so."""
         other = False
         for recipient in recipients:
             if self._asked == "auto" and isinstance(recipient.error, GroupBroken) and not recipient.error.met:

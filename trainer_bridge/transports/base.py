@@ -30,13 +30,13 @@ from trainer_bridge.wire.manifest import Manifest
 
 
 class Destination(Protocol):
-    """Where an update's bytes are written: staging memory, or the parameters themselves."""
+    """The destination of an update's bytes: staging memory, or the parameters themselves."""
 
     def memory(self, start: int, end: int) -> np.ndarray:
         """Host memory (uint8) to write bytes `start` to `end` of the stream to; then call `landed`."""
 
     def landed(self, start: int, end: int) -> None:
-        """The memory of these bytes is filled. Each byte lands exactly once."""
+        """Note that the memory of these bytes is filled. Each byte lands exactly once."""
 
     def put(self, start: int, data: torch.Tensor) -> None:
         """Write bytes (uint8, one dimension, any device) at `start` of the stream, on their device's current stream."""
@@ -52,7 +52,7 @@ class IncomingUpdate:
     destination: Destination
     open: threading.Event = field(default_factory=threading.Event)  # set, between two rounds, once bytes may land
     arrived_bytes: int = 0
-    last_data_s: float = field(default_factory=time.monotonic)  # on the monotonic clock
+    last_data_s: float = field(default_factory=time.monotonic)  # time of the last data, on the monotonic clock
 
     def memory(self, start: int, end: int) -> np.ndarray:
         """Host memory (uint8) for these bytes of the stream; `arrived` hands it over."""
@@ -103,7 +103,7 @@ class TransportReceiver(ABC):
 
     @abstractmethod
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
-        """The publisher has committed: return true when all bytes are verified, false to be called again.
+        """Finish a committed update: return true when all bytes are verified, false to be called again.
 
         Raises `RolloutError` when the bytes can never be complete.
         """
@@ -119,7 +119,7 @@ class TransportReceiver(ABC):
 
 
 class GroupBroken(ConnectionLost):
-    """A group of several workers broke. Another member may be at fault, so live workers can be tried again."""
+    """The error of a broken group of several workers. Another member may be at fault, so retry live workers."""
 
     met = True  # false if the group never formed: this transport may not work at all
     kept = False  # true for a group of an earlier update, which may have broken since
@@ -129,7 +129,7 @@ class GroupBroken(ConnectionLost):
 class Recipient:
     """One worker of an update: its grant, and the error that ended its part, if any."""
 
-    endpoint: str  # of its request socket
+    endpoint: str  # endpoint of its request socket
     token: bytes = b""
     grant: dict[str, Any] = field(default_factory=dict)
     error: RolloutError | None = None
@@ -160,7 +160,7 @@ class TransportSender(ABC):
     """The trainer's side of a transport. All methods run in the publisher's thread."""
 
     name: ClassVar[str]
-    #: Why `auto` takes this transport where it works; reports and the log show it.
+    #: The reason for which `auto` takes this transport; reports and the log show it.
     why: ClassVar[str] = ""
 
     @abstractmethod

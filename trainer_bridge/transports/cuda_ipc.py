@@ -43,7 +43,7 @@ from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 HANDLE_BYTES = 64
 _MAX_SLOTS = 64
 _SLOTS = 16
-_ALL_SLOTS_BYTES = 1 << 30  # for all slots of a publisher, if at least two buckets fit
+_ALL_SLOTS_BYTES = 1 << 30  # most memory of a publisher's slots, if at least two buckets fit
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say where the memory is
 _LIBRARY = re.compile(r"/\S*libcudart[^/\s]*\.so[^/\s]*")
@@ -60,7 +60,7 @@ class IpcMemory(Protocol):
         """Give it back."""
 
     def handle(self, memory: torch.Tensor) -> bytes:
-        """What another process opens it by."""
+        """The handle by which another process opens it."""
 
     def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
         """Another process's memory, uint8 [nbytes], until `close`."""
@@ -100,7 +100,7 @@ class CudaIpcMemory:
         self._call("cudaFree", ctypes.c_void_p(memory.data_ptr()))
 
     def handle(self, memory: torch.Tensor) -> bytes:
-        """What another process opens it by."""
+        """The handle by which another process opens it."""
         handle = _Handle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(memory.data_ptr()))
         return bytes(handle)
@@ -111,7 +111,7 @@ class CudaIpcMemory:
         given = _Handle.from_buffer_copy(handle)
         self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
         memory = self._tensor(pointer, nbytes)
-        if memory.data_ptr() != pointer.value:  # of another GPU: torch made a copy, which would never change
+        if memory.data_ptr() != pointer.value:  # memory of another GPU: torch made a copy, which would never change
             self._call("cudaIpcCloseMemHandle", pointer)
             raise OSError(0, "it is another GPU's")
         return memory
@@ -136,7 +136,7 @@ class CudaIpcMemory:
         with torch.cuda.device(self._device):
             status = getattr(self._library, name)(*arguments)
         if status:
-            self._library.cudaGetLastError()  # or the next call of torch would report it
+            self._library.cudaGetLastError()  # clears the error, which the next call of torch would report
             raise OSError(status, f"{name} failed with CUDA error {status}")
 
 
@@ -183,7 +183,7 @@ def runtime_path() -> str:
 
 
 def runtime_paths() -> list[str]:
-    """The paths of all CUDA runtimes that this process has loaded: other packages may bring one beside torch's.
+    """The paths of all CUDA runtimes that this process has loaded: other packages may bring one besides torch's.
 
     Memory is the same in all of them, but each keeps its own last error. Raises OSError if no runtime is loaded.
     """
@@ -311,7 +311,7 @@ class CudaIpcSender(TransportSender):
         self._memory = memory
         self._slots: list[torch.Tensor] = []
         self._left: list[torch.Tensor] = []  # slots that a worker may still read
-        self._used = False  # by the update for which the slots were prepared
+        self._used = False  # the update that prepared the slots has used them
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
         """Return the handles of the slots. Raises `RolloutError` if GPU memory cannot be shared."""

@@ -48,8 +48,8 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _MAX_FILES = 1 << 16
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the format's own library
-_SPARE_HEADER_BYTES = 1 << 20  # for a file's metadata
-_ENTRY_HEADER_BYTES = 4096  # for one tensor, its name included
+_SPARE_HEADER_BYTES = 1 << 20  # space for a file's metadata
+_ENTRY_HEADER_BYTES = 4096  # space for one tensor's entry, its name included
 _READ_BYTES = 64 << 20
 
 
@@ -277,8 +277,8 @@ class DiskSender(TransportSender):
         self._file_bytes = file_bytes
         self._keep = keep
         self._taken: list[Path] = []
-        self._fresh: list[Path] = []  # not taken by a worker yet
-        self._word = secrets.token_hex(4)  # in the names of this publisher's folders
+        self._fresh: list[Path] = []  # folders that no worker has taken yet
+        self._word = secrets.token_hex(4)  # a part of the names of this publisher's folders
         self._mark: OwnerMark | None = None
 
     def prepare(self, payload: Payload) -> dict[str, Any]:

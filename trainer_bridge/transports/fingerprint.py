@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 _K = 0x1E3779B97F4A7C15  # odd, below 2^63
-_WORDS = 4 << 20  # in one piece: bounds the int64 copies, which take a few times 8 bytes a word
+_WORDS = 4 << 20  # words of one piece: bounds the int64 copies, which take a few times 8 bytes a word
 
 
 def fingerprint(data: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ def fingerprint(data: torch.Tensor) -> torch.Tensor:
     if data.is_cuda and whole:
         from trainer_bridge.transports.triton_fingerprint import add_words
 
-        with torch.cuda.device(data.device):  # where Triton launches: a new thread's current device is the first one
+        with torch.cuda.device(data.device):  # Triton's GPU: a new thread's current device is the first one
             add_words(data[:whole].view(torch.int32), total, _K)
     else:
         for start in range(0, whole, 4 * _WORDS):

@@ -96,7 +96,7 @@ class Payload:
         self._starts = [entry.offset for entry in self.manifest.tensors]
 
     def use_every_name(self) -> None:
-        """Have each tensor under all of its names. Only before anything is sent."""
+        """List each tensor under all of its names. Call it before anything is sent."""
         self.tied = {}
         self._arrange()
 
@@ -112,7 +112,7 @@ class Payload:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return torch.device("cpu") if self._stream is None else self._stream.device
 
     def keep_in(self, memory: Callable[[], torch.Tensor] | None) -> None:
@@ -148,7 +148,7 @@ class Payload:
         return nbytes
 
     def start_bucket(self, index: int, out: torch.Tensor) -> int:
-        """As `pack_bucket`, but on a GPU only later work in `on_side_stream` may read the bytes."""
+        """`pack_bucket` without the wait: on a GPU only later work in `on_side_stream` may read the bytes."""
         with self._packing:
             start, end = self._fill(index, out)
             if (kept := self.kept) is not None:
@@ -191,7 +191,7 @@ class Payload:
     def pack_portion(self, start: int, end: int, out: torch.Tensor) -> None:
         """Other ranks: write what rank 0 expects of bytes `start` to `end` of the stream, complete on return.
 
-        Of each tensor this rank's rows come one after the other, at the place where the tensor's bytes begin in `out`.
+        This rank's rows of a tensor follow each other, at the place where the tensor's bytes begin in `out`.
         Raises `RolloutError` if the tensors were released.
         """
         with self._packing:
@@ -259,7 +259,7 @@ class Payload:
 
     def wait_packed(self) -> None:
         """Return when all packing that was started has finished."""
-        with contextlib.suppress(RuntimeError):  # of a device that is gone
+        with contextlib.suppress(RuntimeError):  # the device may be gone
             self._synchronize()
 
     def _check_there(self) -> None:
@@ -272,7 +272,7 @@ class Payload:
 
     def _fetch(self, i: int, first: int, last: int, out: torch.Tensor) -> None:
         assert self.shards is not None
-        out.copy_(self.shards.fetch(i, first, last).view(torch.uint8))  # which is freed on return
+        out.copy_(self.shards.fetch(i, first, last).view(torch.uint8))  # the fetched rows are freed on return
 
     def _write_own(self, i: int, first: int, last: int, out: torch.Tensor) -> None:
         assert self.shards is not None
@@ -325,7 +325,7 @@ class Payload:
             self._readers = count
 
     def read(self) -> None:
-        """A sender no longer reads the tensors."""
+        """Note that a sender no longer reads the tensors."""
         with self._packing:
             self._readers -= 1
             last = self._readers == 0
@@ -369,7 +369,7 @@ class Payload:
 
     @contextlib.contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        """Work that is enqueued here runs after the packing so far, and after the trainer's work before `publish`."""
+        """Context for work that runs after the enqueued packing, and after the trainer's work before `publish`."""
         if self._stream is None or self._after is None:
             yield
             return
@@ -402,7 +402,7 @@ def _checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _elements(entry: TensorEntry, lo: int, hi: int) -> tuple[int, int]:
-    """The elements of a tensor that bytes `lo` to `hi` of the stream are."""
+    """The elements of a tensor in bytes `lo` to `hi` of the stream."""
     itemsize = DTYPE_BYTES[entry.dtype]
     return (lo - entry.offset) // itemsize, (hi - entry.offset) // itemsize
 

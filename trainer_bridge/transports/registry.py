@@ -20,10 +20,10 @@ from trainer_bridge.wire.keys import ClientCurve
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a worker's receivers are made of."""
+    """The inputs of a worker's receivers."""
 
     buckets: ZmqReceiver  # reads the socket that brings buckets
-    device: torch.device  # of the model
+    device: torch.device  # device of the model
     idle_s: float  # bounds waits in a group
     wake: Callable[[], object]  # makes the receiver's thread look
     groups: bool  # allows `nccl` and `torch_group`, whose connections have no keys
@@ -31,23 +31,23 @@ class WorkerSetup:
 
 @dataclass(frozen=True)
 class PublisherSetup:
-    """What a publisher's senders are made of."""
+    """The inputs of a publisher's senders."""
 
-    folder: str | None  # where `disk` writes
+    folder: str | None  # the folder that `disk` writes to
     curve: ClientCurve | None  # keys for workers with CURVE
-    endpoints: Sequence[str]  # of the workers; changes when one joins or leaves
+    endpoints: Sequence[str]  # endpoints of the workers; changes when one joins or leaves
 
 
 @dataclass(frozen=True)
 class Transport:
-    """How to make the two halves of a transport. `receiver` returns None where the worker cannot use the transport.
+    """The constructors of a transport's two halves. `receiver` returns None where the worker cannot use the transport.
 
     `sender` raises ValueError if its options are wrong, and `RolloutError` if this process cannot send by it.
     """
 
     receiver: Callable[[WorkerSetup], TransportReceiver | None]
     sender: Callable[[PublisherSetup], TransportSender]
-    auto: int | None = None  # its place in the order in which `auto` tries; None: `auto` does not use it
+    auto: int | None = None  # place in the order of `auto`; None: `auto` does not use it
     gpu_to_gpu: bool = False  # `auto` takes it for tensors on a GPU only
     in_group: bool = False  # the workers of a sender form a group, which takes time; one that joins gets its own
 
@@ -106,7 +106,7 @@ def _torch_group_sender(publisher: PublisherSetup) -> TransportSender:
     raise ValueError("transport 'torch_group' is for trainers that update weights over HTTP; use auto or nccl")
 
 
-#: In the order in which a worker's `status` lists them.
+#: All transports, in the order of a worker's `status`.
 TRANSPORTS: dict[str, Transport] = {
     "zmq": Transport(lambda worker: worker.buckets, lambda publisher: ZmqSender(publisher.curve), auto=4),
     "shm": Transport(lambda worker: ShmReceiver(worker.buckets), lambda publisher: ShmSender(publisher.curve), auto=3),
@@ -118,7 +118,7 @@ TRANSPORTS: dict[str, Transport] = {
 
 
 def auto_order(gpu: bool, parts: bool) -> list[str]:
-    """What `auto` tries, in this order; the last one works between any two hosts. `transport_choice` has the reasons.
+    """The transports that `auto` tries, in order; the last works between any two hosts. See `transport_choice`.
 
     `gpu`: the tensors are on a GPU. `parts`: they are spread over several trainer ranks, each of which sends its own
     parts if they are in a group with the workers.

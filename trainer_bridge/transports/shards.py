@@ -26,10 +26,10 @@ from trainer_bridge.transports.tensors import Rows, rows_within
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import Manifest
 
-HEADER = 3  # of a table: version, tensors, a digest of version, names, types and shapes
+HEADER = 3  # numbers at the start of a table: version, tensors, a digest of version, names, types and shapes
 _DEVICE = 5  # numbers after the header: the name of the GPU that has the parts
-_DIMS = 8  # as manifests allow
-_DIGEST_DIGITS = 15  # that fit in 63 bits
+_DIMS = 8  # most dimensions, equal to the limit of manifests
+_DIGEST_DIGITS = 15  # hexadecimal digits within 63 bits
 
 #: The part of a tensor that a rank holds: first index and size in each dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -45,13 +45,13 @@ class LentParts(Protocol):
         """Have all ranks pack their portions of a bucket; they can be read inside."""
 
     def read(self, rank: int, byte: int, out: torch.Tensor) -> None:
-        """Copy what a rank packed at the place of this byte of the stream, on the current stream."""
+        """Copy the packed bytes of a rank at the place of this byte of the stream, on the current stream."""
 
 
 class TrainerGroup(Protocol):
     """Rank 0's requests to the other trainer ranks. Methods raise `RolloutError` if a rank is gone."""
 
-    address: str  # of this host, as the other trainers reach it
+    address: str  # address of this host for the other trainers
 
     def fetch(self, index: int, first: int, parts: Sequence[tuple[int, torch.Tensor]], last: int) -> None:
         """Fill `parts`, pairs of a rank and the memory for its share of elements `first` to `last` of a tensor."""
@@ -82,12 +82,12 @@ class Shards:
         self.boxes = [_box(tensor) for tensor in tensors]
         self.locals = [tensor.to_local() if is_spread(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
         self.mine = [False] * len(self.shapes)
-        self.devices: list[str] = []  # by rank: names of GPUs
+        self.devices: list[str] = []  # names of GPUs, by rank
         self.lenders: list[int] = []  # rank 0: the other ranks that send parts
         self.ranks: TrainerGroup | None = None
         self.by_columns = False  # rank 0: the owners of columns send them in this update
         self._digest = int(digest[:_DIGEST_DIGITS], 16)
-        self._owners: list[list[tuple[int, Box]]] = []  # by tensor
+        self._owners: list[list[tuple[int, Box]]] = []  # (rank, box) pairs of each tensor
         self._whole: tuple[int, torch.Tensor] | None = None  # the last tensor that was fetched whole
 
     def table(self, version: int, device: str) -> torch.Tensor:
@@ -276,7 +276,7 @@ class _Layout(NamedTuple):
     begin: int  # the first column of the part
     width: int  # columns of the part
     top: int  # the first row of the part
-    rows: int  # of the part
+    rows: int  # rows in the part
 
     def portion(self, first: int, last: int) -> list[Rows]:
         """The elements of the part from `first` to `last`."""
@@ -292,7 +292,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(box: Box, shape: tuple[int, ...]) -> _Layout | None:
-    """How a box lies in the tensor as a matrix; None if it is cut in several dimensions after the first."""
+    """The layout of a box in the tensor as a matrix; None if it is cut in several dimensions after the first."""
     starts, sizes = box
     cut = [dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]]
     if len(cut) > 1:
@@ -303,7 +303,7 @@ def _layout(box: Box, shape: tuple[int, ...]) -> _Layout | None:
     inner = math.prod(shape[dim + 1 :])
     if not dim:
         return _Layout(inner, 0, inner, starts[0], sizes[0])
-    rows = math.prod(shape[1:dim])  # of one index of the first dimension
+    rows = math.prod(shape[1:dim])  # rows of one index in the first dimension
     return _Layout(shape[dim] * inner, starts[dim] * inner, sizes[dim] * inner, starts[0] * rows, sizes[0] * rows)
 
 
@@ -313,7 +313,7 @@ def _is_run(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def _cut_dim(box: Box, shape: tuple[int, ...]) -> int | None:
-    """The only dimension of which a box has a part; None if there are several."""
+    """The only dimension that a box cuts; None if there are several."""
     cut = [dim for dim, size in enumerate(box[1]) if size != shape[dim]]
     return cut[0] if len(cut) == 1 else None
 

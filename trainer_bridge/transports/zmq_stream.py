@@ -220,7 +220,7 @@ class ZmqReceiver(TransportReceiver):
         if self._refused_buckets.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of messages is not one of log lines
             _log.warning("refused a bucket that belongs to no current update (%d so far)", self._refused_buckets)
         dropped, why = self._dropped
-        known = token == dropped  # its first buckets come when it is refused already
+        known = token == dropped  # the first buckets of a refused update may come late
         self._refuse(sender, token, why if known else "this update is not being received (any more); publish again")
 
     def _refuse(self, to: bytes, token: bytes, reason: str) -> None:

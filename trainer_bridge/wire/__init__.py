@@ -1,1 +1,1 @@
-"""What both sides of a connection share: the codec, the messages, the manifest."""
+"""The code that both sides of a connection share: the codec, the messages, the manifest."""

@@ -55,17 +55,17 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """What `decode` takes at most. The defaults are for messages from strangers."""
+    """The limits of `decode`. The defaults are for messages from strangers."""
 
     max_message_bytes: int = 64 << 20  # all frames
     max_header_bytes: int = 16 << 20
     max_blobs: int = 256
     max_depth: int = 32  # maps and lists inside each other, the header counted
     max_containers: int = 1 << 20  # maps and lists in a header: bounds the memory that a small message can claim
-    max_items: int = 1 << 16  # of one map or list: bounds the time for which Python's lock is held at a stretch
+    max_items: int = 1 << 16  # most entries of one map or list: bounds the time for which Python's lock is held
 
 
-#: For replies, whose size follows from what was asked for.
+#: Limits for replies, whose size follows from the request.
 REPLY_LIMITS = WireLimits(
     max_message_bytes=1 << 34,
     max_header_bytes=1 << 30,

@@ -1,4 +1,4 @@
-"""What can go wrong for a client, as exceptions: one class for each error code of the protocol, and some of its own.
+"""The errors of a client, as exceptions: one class for each error code of the protocol, and some of its own.
 
 Catch `RolloutError` for all of them, or a class such as `Overloaded`, whose `retry_after_s` says when to try again.
 """
@@ -20,7 +20,7 @@ class RolloutError(Exception):
     """
 
     code = "internal"
-    _classes: ClassVar[dict[str, type[RolloutError]]] = {}  # by code
+    _classes: ClassVar[dict[str, type[RolloutError]]] = {}  # class of each code
 
     def __init_subclass__(cls, code: str | None = None) -> None:
         if code is not None:
@@ -42,8 +42,8 @@ class RolloutError(Exception):
         self.field = field
         self.retry_after_s = retry_after_s
         self.request_id = request_id
-        self.need = list(need)  # of `MediaNeeded`
-        self.partials: list[Any] = []  # of `trainer_bridge.Completion`
+        self.need = list(need)  # hashes in `MediaNeeded`
+        self.partials: list[Any] = []  # `trainer_bridge.Completion` objects
 
 
 class BadMessage(RolloutError, code="bad_message"):

@@ -1,4 +1,4 @@
-"""How a completion ended."""
+"""The finish reasons of completions."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "repetition", "cancelled", "deadline", "stale", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-#: Of completions that ended by themselves; any other may be continued.
+#: Reasons of completions that ended by themselves; any other completion may be continued.
 COMPLETE: frozenset[str] = frozenset(("stop", "length", "repetition"))

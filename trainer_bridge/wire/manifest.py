@@ -1,4 +1,4 @@
-"""What an update of the weights consists of: version, tensors, and how their bytes lie in one packed stream.
+"""The contents of a weight update: version, tensors, and the layout of their bytes in one packed stream.
 
     tensors, in order     |-- a --|..|---- b ----|.|------ c ------|      each starts at a multiple of 64 bytes
     stream, 0..total      |.......bucket 0.......|.......bucket 1......|  each bucket but the last: bucket_bytes
@@ -64,7 +64,7 @@ class TensorEntry:
 
     @property
     def end(self) -> int:
-        """Where its bytes end in the stream."""
+        """The end of its bytes in the stream."""
         return self.offset + self.nbytes
 
 
@@ -176,22 +176,22 @@ def from_wire(value: Any, max_tensors: int = MAX_TENSORS) -> Manifest:
 
 def checksum(data: Any) -> int:
     """The lowest 32 bits of XXH3-64 of a bytes-like object."""
-    return xxhash.xxh3_64(data).intdigest() & _LOW_32  # in one call it holds Python's lock before xxhash 4
+    return xxhash.xxh3_64(data).intdigest() & _LOW_32  # a single call holds Python's lock before xxhash 4
 
 
 class Checksum:
-    """The same of bytes that come piece by piece."""
+    """The checksum of bytes that arrive piece by piece."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_64()
 
     def add(self, data: Any) -> None:
-        """Go on with more bytes."""
+        """Add more bytes."""
         self._state.update(data)
 
     @property
     def value(self) -> int:
-        """Of all so far."""
+        """The checksum of all added bytes."""
         return self._state.intdigest() & _LOW_32
 
 

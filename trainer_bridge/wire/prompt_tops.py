@@ -50,7 +50,7 @@ class PromptTops:
 
 
 def reply_bytes(tokens: int, k: int) -> int:
-    """What the fields of a prompt take in a reply."""
+    """Bytes of a prompt's fields in a reply."""
     return tokens * (4 + 8 * k)
 
 

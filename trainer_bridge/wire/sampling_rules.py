@@ -39,12 +39,12 @@ class SamplingRule:
     name: str
     default: float  # changes nothing
     part: Part
-    meaning: str  # for help texts
+    meaning: str  # description in help texts
     least: float
     most: float
     above_least: bool = False  # `least` itself is out of range
-    check: Callable[[Any], None] | None = None  # what the range cannot say; raises ValueError that says what to send
-    off: float | None = None  # what the row state holds instead of the default; None: the default
+    check: Callable[[Any], None] | None = None  # checks beyond the range; raises ValueError that says what to send
+    off: float | None = None  # value in the row state in place of the default; None: the default
 
     @property
     def kind(self) -> type[int] | type[float]:

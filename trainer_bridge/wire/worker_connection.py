@@ -33,14 +33,14 @@ from zmq.utils.monitor import parse_monitor_message
 from trainer_bridge.wire.address import has_brackets, host_of, host_port, is_name, with_zone
 from trainer_bridge.wire.keys import ClientCurve
 
-#: How long a client waits for an endpoint that refuses connections, unless its user says how long to wait.
+#: Seconds that a client waits for an endpoint that refuses connections, unless its user sets another time.
 REFUSED_S = 3.0
 
 _RECONNECT_MAX_MS = 1000
 _HEARTBEATS_MISSED = 3
 _LEAST_HEARTBEAT_S, _MOST_HEARTBEAT_S = 0.05, 3600.0
-_TURN_S = 0.1  # between two changes of the family
-_OTHER_FAMILY_MS = 2000  # for an attempt by IPv6, which may get no answer at all
+_TURN_S = 0.1  # time between two changes of the family
+_OTHER_FAMILY_MS = 2000  # time of an attempt by IPv6, which may get no answer at all
 _EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -50,7 +50,7 @@ _EVENTS = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
 )
-#: What the system says of a socket whose peer has closed it. Linux has it; elsewhere a loss is known when ZeroMQ tells.
+#: Poll event of a socket that the peer has closed. Only Linux has it; elsewhere ZeroMQ alone reports a loss.
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
 _NOT_ALLOWED = "does not allow this client's key; have its public key put into the worker's folder of client keys"
 _NO_AGREEMENT = "and this client do not agree on CURVE: give the client its keys if the worker uses CURVE, else none"
@@ -82,12 +82,12 @@ class Connection:
         self._turned_s = 0.0
         self._context = context
         self._curve = curve
-        self._unsent: dict[str, Sequence[bytes]] = {}  # only while not connected, or ending
+        self._unsent: dict[str, Sequence[bytes]] = {}  # filled only while not connected, or while ending
         self._open()
 
     def _open(self) -> None:
         self.connected = self.ending = False
-        self._descriptor: int | None = None  # of the system's socket that was connected last
+        self._descriptor: int | None = None  # descriptor of the last connected system socket
         self.refused: str | None = None
         self.hint = ""  # more about why there is no connection
         self.socket = self._context.socket(zmq.DEALER)
@@ -160,7 +160,7 @@ class Connection:
         They are all if there are fewer than `most`, or if the connection was lost. The monitor is read first: ZeroMQ
         reports a loss after it has delivered what came before.
         """
-        closed = self._peer_closed()  # before the monitor is read: see there
+        closed = self._peer_closed()  # called before the monitor is read: see there
         lost = self._read_monitor()
         if closed and not lost:
             self.ending = self.gone = True

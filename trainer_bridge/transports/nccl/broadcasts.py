@@ -58,7 +58,7 @@ class Broadcasts:
         self._address, self._rules, self._kept, self._runs, self._member = address, rules, kept, runs, member
         self._over = threading.Event()
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # after `_stop` the thread keeps no group
+        self._lock = threading.Lock()  # guards `_stop`: after it the thread keeps no group
         self._moved_s = self._rules.clock()
 
     def run(self, watch: dist.Store) -> None:
@@ -109,7 +109,7 @@ class Broadcasts:
         except Exception as error:
             give_up(self._store, f"{self._member} gave up: {error!s:.200}")
             self._kept.leave_broken(group)
-            self._payload.wait_packed()  # before the buffers are freed: the trainer may reuse their memory at once
+            self._payload.wait_packed()  # wait before the buffers are freed: the trainer may reuse their memory at once
             raise
 
     def _join(self) -> BroadcastGroup:
@@ -118,7 +118,7 @@ class Broadcasts:
 
     def _broadcast(self, group: BroadcastGroup, runs: Runs) -> None:
         payload, buffers = self._payload, [group.buffer(runs.buffer_bytes) for _ in range(group.buffers)]
-        kept = payload.kept if self._place.runs else None  # if rank 0 sends all, packing fills it
+        kept = payload.kept if self._place.runs else None  # None if rank 0 sends all: packing fills it
         in_order = group.buffer(0 if kept is None else runs.buffer_bytes)
         on_their_way: deque[tuple[Bucket, list[Pending]]] = deque()
         own: dict[int, torch.Tensor] = {}
@@ -135,7 +135,7 @@ class Broadcasts:
             if index < count:
                 bucket = runs.bucket(index)
                 self._pack(bucket, index, buffer, own)
-                with payload.on_side_stream():  # after the packing
+                with payload.on_side_stream():  # runs after the packing
                     pending = [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
                 on_their_way.append((bucket, pending))
         if own:

@@ -31,10 +31,10 @@ from trainer_bridge.wire.address import LOOPBACK, address_towards, host_port, is
 
 POLL_S = 0.002
 REACH_S = 2.0
-END_S = 2.0  # to wait for threads at the end: a thread inside torch may abort the process when Python ends
+END_S = 2.0  # wait for threads at the end: a thread inside torch may abort the process when Python ends
 _GIVE_UP_S = 1.0
 _LANDED_POLL_S = 0.0005
-_LANDED_POLL_GPU_S = 0.0001  # between two GPUs a bucket takes 0.2 ms
+_LANDED_POLL_GPU_S = 0.0001  # a bucket takes 0.2 ms from GPU to GPU
 _GONE = "gone"  # key of a store
 _MAX_REASON = 300  # characters
 #: Read by the nccl backend when it is made. Without them a group that has lost a member ends the whole process.
@@ -42,7 +42,7 @@ _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_
 _environment_lock = threading.Lock()
 
 
-#: When members on GPUs connect: `together`, once all of them are present, which `BroadcastGroup`s note in the store;
+#: The time at which members on GPUs connect: `together`, once all are present, as `BroadcastGroup`s note in the store;
 #: `now`; or `late`, with the first broadcast, as members do that torch.distributed has made.
 Connect = Literal["together", "now", "late"]
 
@@ -156,7 +156,7 @@ def give_up(store: dist.Store, why: str) -> None:
 
 
 def given_up(store: dist.Store) -> str | None:
-    """Why a member gave up, if one did."""
+    """The reason of the member that gave up, if one did."""
     try:
         return store.get(_GONE).decode(errors="replace")[:_MAX_REASON] if store.check([_GONE]) else None
     except RuntimeError:
@@ -188,7 +188,7 @@ class BroadcastGroup:
         self._timeout = timedelta(seconds=op_timeout_s or timeout_s)
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
-        self._arrivals = torch.cuda.Stream(device) if on_gpu else None  # only waits for broadcasts
+        self._arrivals = torch.cuda.Stream(device) if on_gpu else None  # a stream that only waits for broadcasts
         members = dist.PrefixStore(name, store)
         try:
             self._backend = (
@@ -246,7 +246,7 @@ class BroadcastGroup:
         self.begin_receive(out, sender, tag)(timeout_s)
 
     def begin_receive(self, out: torch.Tensor, sender: int, tag: int = 0) -> Callable[[float], None]:
-        """As `receive`, in two steps: the sender need not wait for the second, which takes the time limit."""
+        """`receive` in two steps: the sender need not wait for the second, which takes the time limit."""
         try:
             work = self._backend.recv([out], sender, tag)
         except RuntimeError as error:
@@ -271,7 +271,7 @@ class BroadcastGroup:
 
         Freeing a broken group may wait for its operations, so a thread does it. Returns that thread if it runs.
         """
-        with contextlib.suppress(RuntimeError):  # of a device that is gone
+        with contextlib.suppress(RuntimeError):  # the device may be gone
             if broken:
                 self._backend.abort()  # ends operations in flight; otherwise gloo's threads wait for their deadline
             elif self._stream is not None:
@@ -304,7 +304,7 @@ class BroadcastGroup:
             with _environment_lock, _environment(_NCCL_ENVIRONMENT):
                 backend = ProcessGroupNCCL(store, rank, size, options)
             if connect != "late":
-                backend.eager_connect_single_device(self.device)  # not under the lock: it may hang
+                backend.eager_connect_single_device(self.device)  # called without the lock, because it may hang
         return backend
 
 

@@ -136,7 +136,7 @@ class Member:
 
         def start(index: int) -> None:
             bucket, buffer = runs.bucket(index), buffers[index % len(buffers)]
-            with group.on_stream():  # after the work that reads the buffer
+            with group.on_stream():  # runs after the work that reads the buffer
                 pending = [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
             on_their_way.append((bucket, pending))
 

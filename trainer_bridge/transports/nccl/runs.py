@@ -1,4 +1,4 @@
-"""Which member of a group sends which bytes of an update, and the layout of a bucket in the broadcast buffer.
+"""The sender of each byte of an update in a group, and the layout of a bucket in the broadcast buffer.
 
     stream      |--0--|----2----|-0-|----2----|-0-|...     runs: consecutive bytes that one member sends
     a bucket    |--0--|-0-|-0-|    |----2----|----2----|   parts: all runs of one member, sent by one broadcast
@@ -59,7 +59,7 @@ class Bucket:
 
     nbytes: int
     parts: tuple[BucketPart, ...]
-    start: int = 0  # in the stream
+    start: int = 0  # first byte in the stream
 
     def unpack(self, travelled: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The bucket's bytes (uint8) in the order of the stream: in `travelled` itself, or reordered in `out`."""
@@ -172,7 +172,7 @@ class Runs:
         starts = np.arange(0, self._manifest.total_bytes, self._manifest.bucket_bytes)
         at = np.append(np.searchsorted(self.firsts_R, starts), len(self))
         widest = max((len(each.firsts) for each in self.columns), default=0)
-        # Of a column a bucket has complete rows, and parts of a row at its beginning and at its end.
+        # A bucket has complete rows of a column, and parts of a row at its beginning and at its end.
         return most + ALIGN_BYTES * (int(np.diff(at).max()) + 1) * max(1, 3 * widest)
 
     def bucket(self, index: int) -> Bucket:

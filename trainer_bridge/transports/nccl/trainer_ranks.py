@@ -186,6 +186,6 @@ def _broadcast(
     job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing), kept, member=member)
     job.run(watch)
     if job.error is not None:
-        give_up(watch, f"{member} gave up: {job.error}")  # its thread may hang
+        give_up(watch, f"{member} gave up: {job.error}")  # the job's thread may hang
         raise GroupError(job.error)
     return job.fingerprints

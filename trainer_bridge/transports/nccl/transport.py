@@ -89,7 +89,7 @@ class NcclReceiver(TransportReceiver):
         self.on_device = device.type == "cuda"
         self._device, self._timeout_s, self._wake = device, timeout_s, wake
         self._member: Member | None = None
-        self._members: list[Member] = []  # whose threads have not ended
+        self._members: list[Member] = []  # members with a running thread
         self._kept = KeptGroup(group_type)
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class NcclSender(TransportSender):
         job = Broadcasts(payload, server.store, place, server.hosts[0], rules, self._kept, runs)
         job.run(watch)
         if job.error is not None:
-            give_up(watch, job.error)  # so that all members end at once
+            give_up(watch, job.error)  # all members end at once
             job.error = given_up(watch) or job.error  # the reason of the first member that gave up
         try:
             parts = {0: job.fingerprints, **others.endings(places, payload.manifest.bucket_count, rules.stall_s)}

@@ -39,12 +39,12 @@ from trainer_bridge.wire.manifest import TensorEntry
 from trainer_bridge.wire.nccl_id import ID_BYTES, read_nccl_id
 
 _IN_FLIGHT = 2  # broadcasts
-_AGAIN_S = 0.1  # between two attempts to reach the trainer's store
+_AGAIN_S = 0.1  # time between two attempts to reach the trainer's store
 _MAX_NAME = 128
 _MAX_MEMBERS = 4096
-_ID_KEY = "broadcast_from/0/0"  # where vLLM's trainer side puts the id
-_FIRST_ID = "0"  # where the nccl backend looks for the id of its first communicator
-_DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # as torch.distributed names them in its prefix
+_ID_KEY = "broadcast_from/0/0"  # key of the id that vLLM's trainer side sets
+_FIRST_ID = "0"  # key of the id for the nccl backend's first communicator
+_DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # names in torch.distributed's prefix
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where and how a trainer's group meets. `nccl_id` takes the place of a store."""
+    """The meeting of a trainer's group. `nccl_id` replaces a store."""
 
     name: str
     kind: Literal["torch", "vllm"]
@@ -101,7 +101,7 @@ class Task:
     """An order to a member's thread. When it is `over`, its result or its error is there."""
 
     work: Callable[[], Any]
-    then: Callable[[Any, RolloutError | None], None]  # for the receiver's thread
+    then: Callable[[Any, RolloutError | None], None]  # called in the receiver's thread
     result: Any = None
     error: RolloutError | None = None
     over: threading.Event = field(default_factory=threading.Event)
@@ -115,7 +115,7 @@ class GroupMember:
         self._device = device if meeting.backend == "nccl" else torch.device("cpu")
         self._timeout_s, self._wake = timeout_s, wake
         self._group: BroadcastGroup | None = None
-        self._connected = meeting.backend == "gloo" or meeting.kind == "vllm"  # once `_join` has returned
+        self._connected = meeting.backend == "gloo" or meeting.kind == "vllm"  # `_join` connects these groups
         self._stop = threading.Event()
         self._connecting: threading.Thread | None = None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -138,7 +138,7 @@ class GroupMember:
         return self._order(Task(lambda: self._receive(tensors, packed_bytes), then))
 
     def leave(self) -> None:
-        """End what runs, and the thread. The other members get an error if they still use the group."""
+        """End the running task and the thread. The other members get an error if they still use the group."""
         self._stop.set()
         self._tasks.put(None)
 
@@ -175,7 +175,7 @@ class GroupMember:
             task.over.set()
             self._wake()
         if self._group is not None:
-            freeing = self._group.close(broken=True)  # without waiting for the other members
+            freeing = self._group.close(broken=True)  # does not wait for the other members
             if freeing is not None:
                 freeing.join()
 

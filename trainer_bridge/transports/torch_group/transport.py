@@ -38,7 +38,7 @@ from trainer_bridge.transports.torch_group.member import GroupMember, Meeting, T
 from trainer_bridge.wire.errors import BadRequest, NotFound, RolloutError, Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import TensorEntry
 
-#: Takes the end of an order, in the receiver's thread: None, or what went wrong.
+#: Takes the outcome of an order, in the receiver's thread: None, or the error.
 Then = Callable[[RolloutError | None], None]
 
 _MOST_GROUPS = 64
@@ -53,10 +53,10 @@ class TorchGroupReceiver(TransportReceiver):
     def __init__(self, device: torch.device, timeout_s: float, wake: Callable[[], object]) -> None:
         self.device = device
         self._timeout_s, self._wake = timeout_s, wake
-        self._members: dict[str, GroupMember] = {}  # by the group's name
+        self._members: dict[str, GroupMember] = {}  # key: name of the group
         self._leaving: list[GroupMember] = []
         self._tasks: list[Task] = []
-        self._parts = 0  # that were gathered, or are being gathered
+        self._parts = 0  # number of parts gathered or under way
         self._gathering = False
         self._entries: list[TensorEntry] = []
         self._data: list[torch.Tensor | None] = []  # bytes of each tensor; None: copied on
@@ -122,7 +122,7 @@ class TorchGroupReceiver(TransportReceiver):
         return member is not None
 
     def discard(self) -> None:
-        """Drop what was gathered."""
+        """Drop the gathered tensors."""
         self._parts = 0
         self._entries, self._data, self._at = [], [], (0, 0)
 
