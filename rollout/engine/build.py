@@ -344,6 +344,7 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memo
     streams = Streams.make(device, [feature.name for feature in memory.features if feature.own_stream])
     mover, state_mover = None, None
     disk: DiskPages | NoDisk = NO_DISK
+    again = memory.kv is not None
     graphs: DecodeGraphs = NO_GRAPHS
     try:
         if memory.kv is None:
@@ -363,7 +364,7 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memo
         if (host := memory.host_states).pages:
             tensors = memory.states.tensors  # they are moved one at a time
             state_mover = PageMover(device, tensors, host, 1, streams.compute, "state", orders)
-        disk = _disk(engine, model, step.kv, memory.host_memory)
+        disk = _disk(engine, model, step.kv, memory.host_memory, again)
     except BaseException:
         Executor(device, streams, step, graphs, Movers(mover, state_mover)).close()
         raise
@@ -371,13 +372,21 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memo
     return Executor(device, streams, step, graphs, Movers(mover, state_mover, disk), rank)
 
 
-def _disk(engine: EngineSettings, model: LanguageModel, kv: KVCache, host: HostMemory) -> DiskPages | NoDisk:
-    """The folder for KV that leaves host memory, if there is one."""
+def _disk(
+    engine: EngineSettings, model: LanguageModel, kv: KVCache, host: HostMemory, again: bool
+) -> DiskPages | NoDisk:
+    """The folder for KV that leaves host memory, if there is one; `again`, after a fault, if it can still be used."""
     if engine.disk_kv_folder is None or not engine.disk_kv_gib:
         return NO_DISK
     identity = repr((model.spec, [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in kv.tensors])).encode()
     most_bytes = int(engine.disk_kv_gib * 2**30)
-    return DiskPages(engine.disk_kv_folder, most_bytes, identity, host.memory_of, host.page_bytes, host.pages)
+    try:
+        return DiskPages(engine.disk_kv_folder, most_bytes, identity, host.memory_of, host.page_bytes, host.pages)
+    except ValueError as error:
+        if not again:
+            raise
+        log.warning("KV is no longer written to disk", extra={"reason": str(error)})
+        return NO_DISK
 
 
 def _with_host_memory(site: Site, memory: _Memory, kv: KVCache) -> _Memory:

@@ -51,6 +51,7 @@ class PageAllocator:
         self.tier = prefixes.tier
         self.offload_books = offload_books  # KV of preempted sequences
         self.sharing: list[Group] = []  # groups that hold a share, oldest first
+        self._given_way = 0  # sessions and snapshots that made room for others, since start
         self._mirrors = mirrors
 
     @property
@@ -79,20 +80,24 @@ class PageAllocator:
         shared = 0 if reusable is None else len(reusable.shared)
         return self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - shared
 
-    def fetch_for(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> Fetch | None:
+    def fetch_for(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> Fetch | Reusable | None:
         """The fetch that a sequence has to wait for, if pages that were just found for it are on the host.
 
-        None if there are none, if the sequence would not fit with `spare` pages left, or if it has already had
-        `_MOST_FETCHES` fetches: its pages are evicted before it gets a row, so it is better computed.
+        Otherwise what it can use without one: if there are no such pages, if the sequence would not fit with `spare`
+        pages left, or if it has already had `_MOST_FETCHES` fetches: its pages are evicted before it gets a row, so it
+        is better computed. That is `reusable`, or less where sessions gave way without making enough room.
         """
         if reusable is None or reusable.beyond is None:
-            return None
+            return reusable
         first, keys, end = reusable.beyond
         more = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - len(first) - len(keys)
         oldest, begins = self.prefixes.oldest_for(seq.group, version), seq.kv.fetches < _MOST_FETCHES
+        given_way = self._given_way
         fetch = self.fetch(keys, spare + more, first, oldest, begins, end)
         seq.kv.fetches += fetch is not None
-        return fetch
+        if fetch is None and self._given_way > given_way:  # what was found may have been theirs
+            return self.prefixes.find(seq, version)
+        return fetch or reusable
 
     def fetch(
         self,
@@ -119,16 +124,15 @@ class PageAllocator:
         ]
         if not begins or not (missing or end):
             return None
-        place = None if end is None else self.prefixes.take_place()
-        if end is not None and place is None:
+        if end is not None and not self.prefixes.has_place:
             return None
         half = [end.key] if end is not None and end.after else []
         retained = [*first, *(page for page in known if page is not None)]
         new = self._retain_and_allocate(retained, len(missing) + len(half), spare)
         if new is None:
-            if place is not None:
-                self.prefixes.give_place_back(place)
             return None
+        # Last: it may cost the snapshot that was found for the sequence.
+        place = None if end is None else self.prefixes.take_place()
         targets = dict(zip([*missing, *half], new, strict=True))
         pages = [targets.get(key, page) for key, page in zip(keys, known, strict=True)]
         prefix = [*first, *(page for page in pages if page is not None), *new[len(missing) :]]
@@ -147,12 +151,17 @@ class PageAllocator:
         tokens = seq.history()
         wanted = self._pages_wanted(seq, len(tokens))
         self.prefixes.retain(reusable)
-        new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
+        shared = reusable.shared
+        for page in shared:  # what has no key is lost with its session, which may give way in vain
+            self.pool.retain(page)
+        new = self._retain_and_allocate(reusable.pages, wanted - len(shared), spare)
         if new is None:
             self.prefixes.release(reusable)
         if new is None and reusable.copied is not None:
             reusable = reusable.without_copy(self.page_size)  # the page to copy may be the one that is short
             new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
+        for page in reversed(shared):
+            self.pool.release(page)
         if new is None:
             return False
         kv = seq.kv
@@ -225,6 +234,7 @@ class PageAllocator:
         enough = self.admissible - self.sessions.count(retained) >= pages  # sessions give way only if that is enough
         while enough and pool.available - pool.leaving < pages:
             enough = self.prefixes.evict_one()
+            self._given_way += enough
         if not enough:
             self.offload_books.send_unshared()  # pages that sessions gave up may have no other users left
         return enough

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import queue
 import secrets
@@ -40,13 +41,15 @@ from typing import Any, Literal
 
 log = logging.getLogger(__name__)
 
-_PREFIX = "rollout-kv-"
+_PREFIX, _LOCK = "rollout-kv-", "lock"
 _HEADER = struct.Struct("<8s32sQq16sQQ")
 _MARK, _DIGEST_BYTES = b"ROLLKV1\0", 16
 #: The most jobs of each thread that have not ended; a read takes a page of host memory, of which it may use a quarter.
 _MOST_JOBS = 64
 #: The longest that a read may take, and how long the end of a worker waits for its threads, seconds.
 _PATIENCE_S = 5.0
+#: The longest that the loop waits before it looks for commands again, seconds: a disk may be slow.
+_WAIT_S = 0.02
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +64,7 @@ class DiskJob:
     path: Path
     beside: bytes = b""  # data stored with the page
     entry: Any = None  # the caller's own object
-    began_s: float = 0.0  # submission time
+    began_s: float = math.inf  # time at which the thread began to read
     seconds: float = 0.0  # time that the thread took
     failure: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -164,11 +167,12 @@ class DiskPages:
         self._writes = 0
         self._ended: deque[DiskJob] = deque()
         self._something_ended = threading.Event()
+        self._lock_file: int | None  # None once it is closed
         try:
             self._folder, self._lock_file = _own_folder(Path(folder))
         except OSError as error:
             raise ValueError(f"disk_kv_folder = {folder} cannot be used: {error}") from None
-        self._to_write: queue.SimpleQueue[DiskJob | list[Path] | None] = queue.SimpleQueue()
+        self._to_write: queue.SimpleQueue[DiskJob | list[bytes] | None] = queue.SimpleQueue()
         self._to_read: queue.SimpleQueue[DiskJob | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=run, args=(Path(folder),), name=name, daemon=True)
@@ -221,7 +225,6 @@ class DiskPages:
         oldest, beside = self._known[key]
         self._known.move_to_end(key)
         job = DiskJob("read", key, oldest, page, *self._file(key, oldest, beside), entry=entry)
-        job.began_s = time.perf_counter()
         self._reads[job] = None
         self._to_read.put(job)
         return job
@@ -239,7 +242,8 @@ class DiskPages:
                 del self._reads[job]
                 ended.append(job)
         late_s = time.perf_counter() - _PATIENCE_S
-        for job in [job for job in self._reads if job.began_s < late_s and job.give_up()]:
+        late = any(job.began_s < late_s for job in self._reads)  # the others wait for the same thread
+        for job in [job for job in self._reads if job.give_up()] if late else ():
             del self._reads[job]
             job.failure = f"a read took longer than {_PATIENCE_S:g} s"
             self._stop(job.failure)
@@ -265,7 +269,7 @@ class DiskPages:
     def wait(self, most_s: float) -> None:
         """Block until a job has ended, for `most_s` seconds at most, if a read is under way."""
         if self._reads:
-            self._something_ended.wait(min(most_s, _PATIENCE_S))
+            self._something_ended.wait(min(most_s, _WAIT_S))
 
     def forget_all(self) -> None:
         """The weights have changed: ignore everything that was written before."""
@@ -282,12 +286,19 @@ class DiskPages:
 
     def close(self) -> None:
         """End the threads and delete the files."""
+        if self._lock_file is None:
+            return
+        for job in self._reads:  # a thread that hangs must not write to memory that others have by then
+            job.give_up()
         self._to_write.put(None)
         self._to_read.put(None)
         for thread in self._threads:
             thread.join(_PATIENCE_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        _delete_files(self._folder)
+        if not any(thread.is_alive() for thread in self._threads):  # else the next worker deletes the rest
+            shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._lock_file)
+        self._lock_file = None
 
     def _note(self, job: DiskJob) -> None:
         if job.failure:
@@ -312,7 +323,7 @@ class DiskPages:
 
     def _delete(self, keys: list[bytes]) -> None:
         if keys:
-            self._to_write.put([self._folder / key.hex() for key in keys])
+            self._to_write.put(keys)
 
     # --- the threads --------------------------------------------------------------------------------------------------
 
@@ -324,8 +335,8 @@ class DiskPages:
         content = bytearray(self._page_bytes)
         while (job := self._to_write.get()) is not None:
             if isinstance(job, list):
-                for path in job:
-                    _try_unlink(path)
+                for key in job:  # hundreds of thousands after an update: the loop does not make their paths
+                    _try_unlink(self._folder / key.hex())
                 continue
             content[:] = self._page(job.page)
             try:
@@ -344,12 +355,12 @@ class DiskPages:
 
     def _run_reads(self, _: Path) -> None:
         while (job := self._to_read.get()) is not None:
-            start_s = time.perf_counter()
+            job.began_s = time.perf_counter()
             try:
                 self._read(job)
             except OSError as error:
                 job.failure = str(error)
-            job.seconds = time.perf_counter() - start_s
+            job.seconds = time.perf_counter() - job.began_s
             self._end(job)
 
     def _read(self, job: DiskJob) -> None:
@@ -396,21 +407,36 @@ def _try_unlink(path: Path) -> None:
 def _own_folder(folder: Path) -> tuple[Path, int]:
     """A subfolder of this worker, and the file that locks it."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
-    lock = os.open(own / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return own, lock
+    while True:
+        own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
+        lock = os.open(own / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (own / _LOCK).exists():
+            return own, lock
+        os.close(lock)  # another worker that begins took it for one that is left
+
+
+def _delete_files(own: Path) -> None:
+    """Delete the pages of a worker, before its lock: without that nobody would delete them after a kill."""
+    try:
+        names = os.listdir(own)
+    except OSError:
+        return
+    for name in names:
+        if name != _LOCK:
+            _try_unlink(own / name)
 
 
 def _delete_left(folder: Path) -> None:
     """Delete the subfolders of workers that have ended without doing so."""
     for left in folder.glob(f"{_PREFIX}*"):
         try:
-            lock = os.open(left / "lock", os.O_RDWR)
+            lock = os.open(left / _LOCK, os.O_RDWR)
         except OSError:  # another worker begins, or ends
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _delete_files(left)
             shutil.rmtree(left, ignore_errors=True)
         except BlockingIOError:  # the owner is still running
             continue

@@ -1,7 +1,8 @@
 """The order in which sessions give their pages up: the least recently used first, those with a lease after the others.
 
 A lease is a hint of the client: the KV is needed within that time (`lease_s`). It is no claim: when rows need pages and
-no other session has any, leased ones give way, too. A session whose lease is over gives way next.
+no other session has any, leased ones give way, too. A session whose lease is over gives way next, unless its next turn
+is here.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ class EvictionOrder:
         while self._ends and self._ends[0][0] <= now_s:
             entry = heapq.heappop(self._ends)
             if self._counts(entry):
-                key = entry[2].key
+                session = entry[2]
+                key = session.key
                 self._others[key] = self._leased.pop(key)
-                self._others.move_to_end(key, last=False)
+                if not session.turns:
+                    self._others.move_to_end(key, last=False)
 
     def check(self, sessions: OrderedDict[SessionKey, Session]) -> None:
         """Assert that these are the sessions with pages."""

@@ -240,12 +240,14 @@ class Prefixes:
     def release(self, reusable: Reusable) -> None:
         """Take `retain` back."""
 
+    @property
+    def has_place(self) -> bool:
+        """Whether `take_place` would find one."""
+        return False
+
     def take_place(self) -> int | None:
         """A place for a state that is fetched; None if there is none."""
         return None
-
-    def give_place_back(self, place: int) -> None:
-        """Release the place: the state is not fetched."""
 
     def admitted(self, seq: Sequence, version: int) -> None:
         """Note that a sequence has got its found pages, and prefills the rest."""

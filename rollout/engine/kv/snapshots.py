@@ -21,6 +21,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from rollout.engine.kv.pool import PagePool
@@ -58,16 +59,24 @@ class Snapshots:
         """Places that hold a snapshot, or will."""
         return len(self.places) - len(self._free)
 
+    @property
+    def has_place(self) -> bool:
+        """Whether `take` would find a place."""
+        return bool(self._free) or next(self._only_cached(), None) is not None
+
     def take(self) -> int | None:
         """A place with one reference; evicts the snapshot that the cache used least recently. None if there is none."""
         if not self._free:
-            only_cached = (key for key, cached in self._cached.items() if self._refs[cached.place] == 1)
-            if (key := next(only_cached, None)) is None:
+            if (key := next(self._only_cached(), None)) is None:
                 return None
             self._evict(key)
         place = self._free.pop()
         self._refs[place] = 1
         return place
+
+    def _only_cached(self) -> Iterator[bytes]:
+        """Keys of snapshots that only the cache has, least recently used first."""
+        return (key for key, cached in self._cached.items() if self._refs[cached.place] == 1)
 
     def retain(self, place: int) -> None:
         """Add a reference to a place that has one."""

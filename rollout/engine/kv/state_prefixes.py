@@ -128,13 +128,14 @@ class StatePrefixes(Prefixes):
         if reusable.place is not None:
             self.snapshots.release(reusable.place)
 
+    @property
+    def has_place(self) -> bool:
+        """See `Prefixes`."""
+        return self.snapshots.has_place
+
     def take_place(self) -> int | None:
         """See `Prefixes`."""
         return self.snapshots.take()
-
-    def give_place_back(self, place: int) -> None:
-        """See `Prefixes`."""
-        self.snapshots.release(place)
 
     def admitted(self, seq: Sequence, version: int) -> None:
         """See `Prefixes`; plan a snapshot within the prefill."""

@@ -23,6 +23,7 @@ import functools
 from bisect import insort
 from collections.abc import Callable
 
+from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule import newcomers, preemption
@@ -130,11 +131,11 @@ class Scheduler:
                 other, awaited = reusable.awaited
                 roster.turns.hasten(other, seq, awaited - reusable.tokens)
                 feed.join(seq, other, awaited)
-            elif (fetch := allocator.fetch_for(seq, reusable, roster.version, spare=running)) is not None:
-                feed.join(seq, fetch)
-            elif waits(seq, pages := allocator.pages_for_new(seq, reusable)):
+            elif isinstance(usable := allocator.fetch_for(seq, reusable, roster.version, spare=running), Fetch):
+                feed.join(seq, usable)
+            elif waits(seq, pages := allocator.pages_for_new(seq, usable)):
                 feed.hold(seq, pages)
-            elif allocator.try_admit(seq, reusable, roster.version, spare=running):
+            elif allocator.try_admit(seq, usable, roster.version, spare=running):
                 roster.start(seq)
             elif running or not allocator.sharing:
                 feed.note_misfit(seq, running, allocator.admissible)  # noted now: sessions may have lost their pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import threading
@@ -298,6 +299,90 @@ def test_a_write_that_hangs_delays_nothing(model, prompt_of, greedy, tmp_path, m
         bench.run()
     assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
     gate.set()
+    bench.close()
+
+
+class Pages:
+    """Pages on disk, and host memory of eight pages without an engine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.memory = [bytearray([i]) * 64 for i in range(8)]
+        self.disk = DiskPages(str(folder), 1 << 20, b"", lambda page: memoryview(self.memory[page]), 64, 32)
+
+    def write(self, page: int) -> bytes:
+        key = bytes([page]) * 16
+        self.disk.write(key, page, 0, b"")
+        self.ended(1)
+        return key
+
+    def ended(self, count: int) -> list:
+        ended, until_s = [], time.perf_counter() + 20
+        while len(ended) < count and time.perf_counter() < until_s:
+            ended += (new := self.disk.finished())
+            for job in new:
+                self.disk.keep(job, True) if job.kind == "write" else None
+        return ended
+
+
+def test_slow_reads_that_wait_for_each_other_are_not_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_module, "_PATIENCE_S", 0.5)
+    read = DiskPages._read
+    monkeypatch.setattr(DiskPages, "_read", lambda self, job: (time.sleep(0.15), read(self, job)))
+    pages = Pages(tmp_path)
+    for key in [pages.write(page) for page in range(5)]:
+        pages.disk.read(key, 7, None)
+    assert [job.failure for job in pages.ended(5)] == [""] * 5 and not pages.disk.failure
+    pages.disk.close()
+
+
+def test_a_read_that_hangs_at_the_end_writes_to_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_module, "_PATIENCE_S", 0.05)
+    gate, read = threading.Event(), DiskPages._read
+    monkeypatch.setattr(DiskPages, "_read", lambda self, job: (gate.wait(), read(self, job)))
+    pages = Pages(tmp_path)
+    pages.disk.read(pages.write(1), 7, None)
+    monkeypatch.setattr(disk_module, "_delete_files", lambda own: None)  # the file is there when the disk goes on
+    pages.disk.close()
+    gate.set()
+    for thread in pages.disk._threads:
+        thread.join()
+    assert pages.memory[7] == bytes([7]) * 64
+
+
+def test_the_end_comes_twice(tmp_path):
+    pages = Pages(tmp_path)
+    pages.disk.close()
+    other = os.open(tmp_path, os.O_RDONLY)  # has the number that the lock had
+    pages.disk.close()
+    os.fstat(other), os.close(other)
+
+
+def test_a_worker_that_is_killed_while_it_deletes_leaves_what_the_next_one_deletes(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        pages = Pages(tmp_path)
+        pages.write(1)
+        (own,) = tmp_path.iterdir()
+        (own / "more").mkdir()
+        (own / "more" / "00").write_bytes(b"x")
+        patch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
+        pages.disk.close()
+    assert {path.name for path in own.iterdir()} == {"lock", "more"}
+    Pages(tmp_path).disk.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rebuilt_engine_does_without_a_folder_that_cannot_be_used(model, prompt_of, greedy, tmp_path, caplog):
+    bench = with_disk(model, tmp_path / "kv")
+    bench.submit("runs", prompt_of(5, 2), 30)
+    bench.engine.tick()
+    fail_a_step(bench)
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "kv").write_bytes(b"")
+    rebuild_engine(bench.engine, bench.settings)
+    assert "KV is no longer written to disk" in caplog.text
+    bench.submit("after", prompt_of(50, 1), 8)
+    bench.run()
+    assert bench.tokens("after") == greedy(prompt_of(50, 1), 8)
     bench.close()
 
 

@@ -74,6 +74,16 @@ def test_a_lease_that_is_over_counts_no_more_and_one_that_is_renewed_does():
     assert books.sessions.evict_one() and books.left == ["s3"]
 
 
+def test_a_lease_that_ends_while_the_next_turn_waits_does_not_make_it_give_way():
+    books = Books()
+    books.turn("s0", 0.0), books.turn("s1", 1.0, 10.0)
+    prompt = Prompt.of_tokens(np.zeros(9, np.int32))
+    books.sessions.begin(Request(("c", "next"), prompt, 1, session=("c", "s1"), session_lease_s=LEASE_S))
+    books.sessions.expire(20.0)
+    books.sessions.check()
+    assert books.sessions.evict_one() and books.left == ["s1"]
+
+
 def test_a_turn_without_a_lease_ends_the_one_of_the_turn_before():
     books = Books()
     books.turn("s0", 0.0, 50.0), books.turn("s1", 0.0, 50.0), books.turn("s0", 1.0)

@@ -1,0 +1,92 @@
+"""Room that is made in vain: what was found for a sequence may have given way meanwhile."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support.engine.conversation import Conversation
+from tests.support.engine.harness import Bench, load
+from tests.support.engine.harness import prompt_of as any_prompt
+from tests.support.engine.offloading import PAGE, offloading
+from tests.support.engine.streams import InlineDevice
+from tests.support.models.hybrids import make_hybrid
+
+
+def grow_until(bench: Bench, available: int) -> None:
+    """Tick until a row has left no more pages than these."""
+    while bench.engine.roster.allocator.pool.available > available:
+        bench.engine.tick()
+
+
+def test_a_place_for_a_fetch_without_room_takes_no_snapshot_that_was_found(tmp_path):
+    torch.set_num_threads(1)
+    make_hybrid("Qwen3_5", tmp_path, 0)
+    model = load(tmp_path)
+
+    def prompt_of(length: int, salt: int) -> list[int]:
+        return [token % 83 for token in any_prompt(length, salt)]
+
+    host_gib = 200 * model.spec.state_bytes(torch.float32) / 2**30
+    fields = {"kv_pages": 84, "host_kv_gib": host_gib, "page_size": PAGE, "max_rows": 4, "state_snapshots": 2}
+    bench = Bench(model, InlineDevice(), **fields)
+    bench.engine.roster.allocator.tier.costs.computed = lambda tokens, seconds: None
+    talk = prompt_of(50, 1)
+    longer = talk + prompt_of(150, 2)
+    for name, prompt in (("short", talk), ("long", longer)):
+        bench.submit(name, prompt, 1)
+        bench.run()
+    for i in range(8):
+        bench.submit(f"filler{i}", prompt_of(100, 500 + i), 2)
+        bench.run()
+    bench.submit("row", prompt_of(9, 77), 290)
+    grow_until(bench, 30)
+    bench.submit("again", talk, 1)
+    while "again" not in bench.done:
+        bench.engine.tick()
+    bench.submit("turn", longer + [1, 2, 3], 2)
+    bench.run()
+    alone = Bench(model)
+    alone.submit("turn", longer + [1, 2, 3], 2)
+    alone.run()
+    assert bench.tokens("turn") == alone.tokens("turn")
+    alone.close(), bench.close()
+
+
+def test_a_session_that_gives_way_for_a_fetch_without_room_is_not_used(model, prompt_of, greedy):
+    bench = offloading(model, 400, kv_pages=81)
+    tier = bench.engine.roster.allocator.tier
+    tier.costs.computed = lambda tokens, seconds: None
+    known, begin = prompt_of(100, 1), prompt_of(80, 2)
+    bench.submit("known", known, 1)
+    bench.run()
+    for i in range(12):
+        bench.submit(f"filler{i}", prompt_of(60, 5000 + i), 1)
+        bench.run()
+    own, other = Conversation(bench, "own", prompt_of), Conversation(bench, "other", prompt_of)
+    own.submit(0, 1, prompt=known[:41])
+    bench.run()
+    other.submit(0, 1, prompt=begin)
+    bench.run()
+    bench.submit("row", begin + prompt_of(3, 3), 200)
+    grow_until(bench, 12)
+    own.submit(0, 2, prompt=known)
+    bench.run()
+    assert bench.tokens(own.turn) == greedy(known, 2)
+    bench.close()
+
+
+def test_pages_without_a_key_are_not_used_once_their_session_gave_way(model, prompt_of, greedy):
+    bench = Bench(model, kv_pages=81)
+    own, twin, other = (Conversation(bench, name, prompt_of) for name in ("own", "twin", "other"))
+    for talk in (twin, own):  # the pages of the second completion have the keys of the first one's
+        talk.submit(0, 40, prompt=prompt_of(10, 1))
+        bench.run()
+    other.submit(0, 1, prompt=prompt_of(80, 2))
+    bench.run()
+    bench.submit("row", prompt_of(80, 2) + prompt_of(3, 3), 200)
+    grow_until(bench, 10)
+    own.ended()
+    own.submit(60, 2)
+    bench.run()
+    assert bench.tokens(own.turn) == greedy(own.said, 2)
+    bench.close()
