@@ -23,6 +23,8 @@ from rollout.engine.messages.requests import RequestKey
 from rollout.engine.schedule.fair_queue import WaitingQueue
 from rollout.engine.sequence.sequence import Group, Sequence
 
+_MOST_LOOKED_AT = 32  # bounds the time of an admission while many sessions wait for room
+
 
 class _Joined(NamedTuple):
     """A sequence that waits for another one's prefill, or for a fetch."""
@@ -90,8 +92,9 @@ class QueueFeed:
         insort(self._held, _Held(seq, pages, self.queue.withdraw(seq)), key=lambda held: held.seq.rank)
 
     def queue_held(self, waits: Callable[[Sequence, int], bool]) -> None:
-        """Queue the first of the sequences that wait for room."""
-        held = next((held for held in self._held if not waits(held.seq, held.pages)), None)
+        """Queue the first of the sequences that wait for room, if one of the first `_MOST_LOOKED_AT` has it now."""
+        first = self._held[:_MOST_LOOKED_AT]
+        held = next((held for held in first if not waits(held.seq, held.pages)), None)
         if held is not None:
             self._held.remove(held)
             self.queue.push(held.seq, held.time)
