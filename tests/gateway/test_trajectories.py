@@ -169,6 +169,11 @@ def test_memory_is_bounded(worker: WorkerProcess) -> None:
             finish(small, f"session{place}")
         found = [small.get(f"/v1/trajectories/session{place}").status_code for place in range(8)]
         assert found[0] == 404 and found[-1] == 200
+    with gateway([worker.endpoint], max_kept_bytes=4000) as small:
+        body = {"messages": [user("17:")], "max_tokens": 200, "ignore_eos": True}
+        events(small, CHAT, body, headers={"X-Session-ID": "streamed"})
+        finish(small, "streamed")
+        assert small.get("/v1/trajectories/streamed").status_code == 200  # events take no memory
     with gateway([worker.endpoint], max_kept_bytes=0) as none:
         turn(none, "none", [user("17:")])
         finish(none, "none")
@@ -190,8 +195,11 @@ def test_values_are_kept_up_to_a_size_and_an_age() -> None:
     now[0] = 11.0
     assert values.get("b") is None and values.get("c") == 1
     assert values.drop("c") and not values.drop("c")
+    values.put("small", 1, 10)
     values.put("large", 1, 101)
-    assert values.get("large") is None and len(values) == 0
+    assert values.get("large") is None and values.get("small") == 1
+    values.put("small", 1, 101)
+    assert values.get("small") is None and len(values) == 0
 
 
 @pytest.mark.parametrize("value", [None, 5, [], [{"type": "text"}], [5], {"a": 1}, "\x00", "x" * 100_000])

@@ -6,6 +6,7 @@ ChatBody --> prompt, which goes on with kept tokens --> call --> views of each c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ class _Keeper:
         drawn = DrawnTokens(
             np.concatenate([part.token_ids for part in self._parts]),
             np.concatenate([sampled(part, gateway.settings.logprobs) for part in self._parts]),
-            [run for part in self._parts for run in part.versions],
+            _runs(self._parts),
             [place for part in self._parts for place in part.forced],
         )
         facts = {
@@ -95,6 +96,12 @@ class _Keeper:
             "finish_reason": finish_reason(last),
         }
         gateway.trajectories.keep(prompt.kept_as, prompt.known, prompt.chat.token_ids, answer, place, drawn, facts)
+
+
+def _runs(parts: list[Completion]) -> list[tuple[int, int]]:
+    """The tokens of each weights version in turn; a stream has a run for each event."""
+    runs = groupby((run for part in parts for run in part.versions), lambda run: run[0])
+    return [(version, sum(count for _, count in same)) for version, same in runs]
 
 
 async def prompt_of(request: HttpRequest[Any], body: ChatBody, kept_as: str | None = None) -> Prompt:

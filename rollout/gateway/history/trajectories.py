@@ -19,7 +19,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -133,7 +132,7 @@ class Trajectory:
         self._seen |= new
         self._answers[end] = number
         tokens = ids.nbytes + drawn.token_ids.nbytes + drawn.logprobs.nbytes + 2 * len(turn.reasoning)
-        self.size += _TURN_BYTES + tokens + _MESSAGE_BYTES * len(new) + 16 * len(drawn.versions)
+        self.size += _TURN_BYTES + tokens + _MESSAGE_BYTES * (len(new) + len(drawn.versions)) + 40 * len(drawn.forced)
 
     def shown(self) -> dict[str, Any]:
         """All branches with their tokens, and all turns with their places in a branch."""
@@ -182,10 +181,9 @@ def _branch(path: list[Turn], number: int, places: dict[int, dict[str, int]]) ->
 
 
 def _runs(versions: Sequence[tuple[int, int]], start: int) -> Iterator[dict[str, int]]:
-    for version, runs in groupby(versions, lambda run: run[0]):  # a stream has one for each event
-        end = start + sum(count for _, count in runs)
-        yield {"version": version, "start": start, "end": end}
-        start = end
+    for version, count in versions:
+        yield {"version": version, "start": start, "end": start + count}
+        start += count
 
 
 class Trajectories:
