@@ -107,6 +107,20 @@ def test_stored_responses_are_bounded(worker: WorkerProcess) -> None:
         assert found[0] == 404 and found[-1] == 200
 
 
+@pytest.mark.parametrize("chained", [True, False])
+def test_all_texts_of_stored_responses_count(worker: WorkerProcess, chained: bool) -> None:
+    """What a chain shares counts each time: the responses before may be forgotten, and their messages stay."""
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 30_000}]}
+    with gateway([worker.endpoint], max_kept_bytes=200_000) as small:
+        ids: list[str | None] = [None]
+        for place in range(4):
+            body = BODY | {"previous_response_id": ids[-1] if chained else None}
+            long = {"input": [thought, {"role": "user", "content": "17:"}]} if chained and not place else {}
+            ids.append(post(small, PATH, body | long | ({} if chained else {"metadata": {"a": "x" * 30_000}}))["id"])
+        found = [small.get(f"{PATH}/{each}").status_code for each in ids[1:]]
+        assert found == [404, 404, 200, 200]
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
