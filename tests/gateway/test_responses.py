@@ -83,6 +83,16 @@ def test_a_chain_of_responses_is_one_trajectory(client: httpx.Client) -> None:
     assert client.get(f"/v1/trajectories/{other['id']}").json()["turns"][-1]["parent"] is None
 
 
+def test_a_stored_response_is_not_replaced_by_one_of_the_same_request_id(client: httpx.Client) -> None:
+    same = {"headers": {"X-Request-Id": "task"}}
+    first = post(client, PATH, BODY, **same)
+    second = post(client, PATH, BODY | {"input": " 30:", "previous_response_id": first["id"]}, **same)
+    assert first["id"] == "resp_task" and second["id"].startswith("resp_task-")
+    for each in (first, second):
+        assert client.get(f"{PATH}/{each['id']}").json() == each
+    assert len(client.get(f"/v1/trajectories/{second['id']}").json()["turns"]) == 2
+
+
 def test_a_stored_response_is_read_and_deleted(client: httpx.Client) -> None:
     answer = post(client, PATH, BODY)
     streamed = stream(client, BODY)[-1]["response"]

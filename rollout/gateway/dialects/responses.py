@@ -40,6 +40,8 @@ async def respond(request: HttpRequest[ResponsesBody]) -> Any:
     chat, names, messages = body.chat([] if earlier is None else earlier.messages)
     with client_names(names):
         known_id = request.id("resp_", body.request_id)
+        if gateway.responses.get(known_id) is not None:  # clients may send one X-Request-Id for all requests of a task
+            known_id = f"{known_id}-{uuid.uuid4().hex}"
         kept_as = request.placement()[0] or (earlier.trajectory if earlier is not None else known_id)
         stores = body.store and gateway.trajectories.keeps
         named = request.placement()[0] is not None or earlier is not None or stores
