@@ -125,12 +125,12 @@ def test_a_choice_that_demands_a_call(client: httpx.Client) -> None:
 
 def test_an_aborted_answer_may_go_on(client: httpx.Client, direct: RolloutClient) -> None:
     direct.pause()
-    response = {"input": "17:", "max_output_tokens": 100}
+    response = {"input": "17:", "max_output_tokens": 100, "request_id": "second"}
     with ThreadPoolExecutor() as threads:
-        message = threads.submit(post, client, PATH, BODY | {"max_tokens": 100})
+        message = threads.submit(post, client, PATH, BODY | {"max_tokens": 100, "request_id": "first"})
         other = threads.submit(post, client, "/v1/responses", response)
         until(lambda: direct.status()["queue"]["waiting"] == 2, "the requests")
-        post(client, "/abort_requests", {})
+        assert post(client, "/abort_requests", {"request_ids": ["first", "second"]}) == {"aborted": 2}
         direct.resume()
         assert message.result()["stop_reason"] == "pause_turn" and message.result()["content"] == []
         assert other.result()["status"] == "incomplete" and other.result()["incomplete_details"]["reason"] == "abort"
