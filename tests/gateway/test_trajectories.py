@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from rollout.gateway.history.kept import Kept
+from rollout.gateway.history.trajectories import DrawnTokens, Trajectories
+from rollout.gateway.prompts.chat_messages import Rendering
 from tests.support.gateway.harness import events, gateway, post, refused
 from tests.support.worker.harness import EOS, token_ids
 from trainer_bridge.client.blocking import RolloutClient
@@ -147,6 +149,20 @@ def test_an_answer_that_is_cut_short_goes_on_in_its_own_tokens(client: httpx.Cli
     whole = {**said, "content": said["content"] + more["content"]}
     turn(client, "cut", [user("17:"), whole, user(" 30:")])
     assert [each["parent"] for each in kept(client, "cut")["turns"]] == [None, 0, 1]
+
+
+def test_a_thought_that_came_in_two_turns_is_unchanged() -> None:
+    kept_tokens, how = Trajectories(1 << 20, 60.0), Rendering(None, {}, None, False)
+    drawn = DrawnTokens(np.array([7], np.int32), np.zeros(1, np.float32), [(0, 1)])
+    messages, prompt = [user("17:")], [1]
+    for content, thought in (("", "half a "), ("Hello", "half a thought")):
+        known = kept_tokens.beginning("s", messages, how)
+        answer = {"role": "assistant", "content": content, "reasoning_content": thought}
+        kept_tokens.keep("s", known, prompt, answer, 1, drawn, {})
+        messages, prompt = [user("17:"), answer], [*prompt, 7]
+    assert kept_tokens.beginning("s", [*messages, user("18:")], how).parent == 1
+    messages[1]["reasoning_content"] = "another thought"
+    assert kept_tokens.beginning("s", [*messages, user("18:")], how).parent is None
 
 
 def test_a_session_is_deleted_and_unknown_ones_are_errors(client: httpx.Client) -> None:

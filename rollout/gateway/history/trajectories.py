@@ -100,8 +100,9 @@ class Trajectory:
         return Beginning(digests, self, common)
 
     def _reasoned_alike(self, number: int, messages: Sequence[Mapping[str, Any]]) -> bool:
-        sent = ((turn, reasoning_of(messages[turn.place])) for turn in self.path(number))
-        return all(not text or text == turn.reasoning for turn, text in sent)
+        last = {turn.place: turn for turn in self.path(number)}  # an answer goes on in further turns
+        sent = ((turn, reasoning_of(messages[place])) for place, turn in last.items())
+        return all(not text.strip() or text.strip() == turn.reasoning.strip() for turn, text in sent)
 
     def path(self, number: int) -> list[Turn]:
         """The turns from a root to this one."""
@@ -293,4 +294,4 @@ def _call(call: Any) -> Any:
 def reasoning_of(message: Mapping[str, Any]) -> str:
     """The reasoning of an answer; empty if it has none."""
     found = message.get("reasoning_content") or message.get("reasoning")
-    return found.strip() if isinstance(found, str) else ""
+    return found if isinstance(found, str) else ""
