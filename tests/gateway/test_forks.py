@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from rollout.gateway.http.http_errors import HttpError
+from rollout.gateway.workers.sources import Sources
 from tests.support.gateway.harness import bystand, events, post, refused
 from tests.support.worker.harness import text_of, token_ids
 
@@ -184,3 +186,20 @@ def test_a_request_without_a_fork_needs_its_prompt_and_a_conversation_takes_none
     assert refused(client, "/generate", {}) == "text"
     chat = {"messages": [{"role": "user", "content": "17:"}], "fork": {"request": "r"}}
     assert refused(client, "/v1/chat/completions", chat) == "fork"
+
+
+def test_requests_with_many_prompts_are_forgotten_sooner() -> None:
+    known = Sources()
+    for place in range(40):
+        with known.note(f"r{place}", [(f"{place}-{part}", 1) for part in range(1000)]):
+            pass
+    assert known.at_worker({"request": "r39", "index": 999})["request"] == "39-999"
+    for place in (0, 20):
+        with pytest.raises(HttpError):
+            known.at_worker({"request": f"r{place}", "index": 0})
+    for _ in range(40):  # a request takes the place of an earlier one with its id
+        with known.note("again", [(str(part), 1) for part in range(1000)]):
+            pass
+    assert known.at_worker({"request": "r39", "index": 5})["request"] == "39-5"
+    with known.note("large", [(str(part), 1) for part in range(20_000)]):
+        assert known.at_worker({"request": "large", "index": 19_999})["request"] == "19999"

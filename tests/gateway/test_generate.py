@@ -218,6 +218,13 @@ def test_wrong_named_tokens_of_vllm(client: httpx.Client, params: dict[str, Any]
     assert refused(client, "/inference/v1/generate", body | {"stream": True}) == "stream"
 
 
+def test_rows_of_named_tokens_are_not_filled_up_without_limit(client: httpx.Client) -> None:
+    named = [[1] * 1000, *[[1]] * 69_999]
+    body = {"token_ids": [1] * 70_001, "sampling_params": {"max_tokens": 0, "prompt_logprob_token_ids": named}}
+    field = "sampling_params.prompt_logprob_token_ids"
+    assert refused(client, "/inference/v1/generate", body) == field
+
+
 def test_named_tokens_of_sglang(client: httpx.Client, direct: RolloutClient) -> None:
     prompt, named = token_ids("17: 18 19"), [3, 5, 4]
     truth = direct.generate(prompt, max_tokens=0, prompt_logprob_token_ids=named, prompt_top_logprobs=12)

@@ -111,6 +111,11 @@ def test_blocks_are_rendered_as_the_same_chat(client: httpx.Client) -> None:
     assert post(client, "/finish_session?session_id=blocks")["finished"]
 
 
+def test_thoughts_may_be_asked_to_stay(client: httpx.Client) -> None:
+    keeps = {"edits": [{"keep": "all", "type": "clear_thinking_20251015"}]}  # as Claude Code sends it
+    assert post(client, PATH, BODY | {"context_management": keeps})["content"] == post(client, PATH, BODY)["content"]
+
+
 def test_the_beginning_of_an_answer_goes_on(client: httpx.Client) -> None:
     messages = [USER, {"role": "assistant", "content": " 18"}]
     assert post(client, PATH, BODY | {"messages": messages, "max_tokens": 3})["content"][0]["text"] == " 19"
@@ -125,12 +130,12 @@ def test_a_choice_that_demands_a_call(client: httpx.Client) -> None:
 
 def test_an_aborted_answer_may_go_on(client: httpx.Client, direct: RolloutClient) -> None:
     direct.pause()
-    response = {"input": "17:", "max_output_tokens": 100}
+    response = {"input": "17:", "max_output_tokens": 100, "request_id": "second"}
     with ThreadPoolExecutor() as threads:
-        message = threads.submit(post, client, PATH, BODY | {"max_tokens": 100})
+        message = threads.submit(post, client, PATH, BODY | {"max_tokens": 100, "request_id": "first"})
         other = threads.submit(post, client, "/v1/responses", response)
         until(lambda: direct.status()["queue"]["waiting"] == 2, "the requests")
-        post(client, "/abort_requests", {})
+        assert post(client, "/abort_requests", {"request_ids": ["first", "second"]}) == {"aborted": 2}
         direct.resume()
         assert message.result()["stop_reason"] == "pause_turn" and message.result()["content"] == []
         assert other.result()["status"] == "incomplete" and other.result()["incomplete_details"]["reason"] == "abort"
@@ -199,6 +204,8 @@ def test_an_aborted_answer_may_go_on(client: httpx.Client, direct: RolloutClient
         ({"container": "x"}, "container"),
         ({"thread": {"type": "create"}}, "thread"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
         ({"n": 2}, "n"),
     ],
 )

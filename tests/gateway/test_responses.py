@@ -83,6 +83,16 @@ def test_a_chain_of_responses_is_one_trajectory(client: httpx.Client) -> None:
     assert client.get(f"/v1/trajectories/{other['id']}").json()["turns"][-1]["parent"] is None
 
 
+def test_a_stored_response_is_not_replaced_by_one_of_the_same_request_id(client: httpx.Client) -> None:
+    same = {"headers": {"X-Request-Id": "task"}}
+    first = post(client, PATH, BODY, **same)
+    second = post(client, PATH, BODY | {"input": " 30:", "previous_response_id": first["id"]}, **same)
+    assert first["id"] == "resp_task" and second["id"].startswith("resp_task-")
+    for each in (first, second):
+        assert client.get(f"{PATH}/{each['id']}").json() == each
+    assert len(client.get(f"/v1/trajectories/{second['id']}").json()["turns"]) == 2
+
+
 def test_a_stored_response_is_read_and_deleted(client: httpx.Client) -> None:
     answer = post(client, PATH, BODY)
     streamed = stream(client, BODY)[-1]["response"]
@@ -105,6 +115,20 @@ def test_stored_responses_are_bounded(worker: WorkerProcess) -> None:
         ids = [post(small, PATH, BODY)["id"] for _ in range(8)]
         found = [small.get(f"{PATH}/{each}").status_code for each in ids]
         assert found[0] == 404 and found[-1] == 200
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_all_texts_of_stored_responses_count(worker: WorkerProcess, chained: bool) -> None:
+    """What a chain shares counts each time: the responses before may be forgotten, and their messages stay."""
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 30_000}]}
+    with gateway([worker.endpoint], max_kept_bytes=200_000) as small:
+        ids: list[str | None] = [None]
+        for place in range(4):
+            body = BODY | {"previous_response_id": ids[-1] if chained else None}
+            long = {"input": [thought, {"role": "user", "content": "17:"}]} if chained and not place else {}
+            ids.append(post(small, PATH, body | long | ({} if chained else {"metadata": {"a": "x" * 30_000}}))["id"])
+        found = [small.get(f"{PATH}/{each}").status_code for each in ids[1:]]
+        assert found == [404, 404, 200, 200]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from rollout.gateway.history.kept import Kept
+from rollout.gateway.history.trajectories import DrawnTokens, Trajectories
+from rollout.gateway.prompts.chat_messages import Rendering
 from tests.support.gateway.harness import events, gateway, post, refused
 from tests.support.worker.harness import EOS, token_ids
 from trainer_bridge.client.blocking import RolloutClient
@@ -149,6 +151,20 @@ def test_an_answer_that_is_cut_short_goes_on_in_its_own_tokens(client: httpx.Cli
     assert [each["parent"] for each in kept(client, "cut")["turns"]] == [None, 0, 1]
 
 
+def test_a_thought_that_came_in_two_turns_is_unchanged() -> None:
+    kept_tokens, how = Trajectories(1 << 20, 60.0), Rendering(None, {}, None, False)
+    drawn = DrawnTokens(np.array([7], np.int32), np.zeros(1, np.float32), [(0, 1)])
+    messages, prompt = [user("17:")], [1]
+    for content, thought in (("", "half a "), ("Hello", "half a thought")):
+        known = kept_tokens.beginning("s", messages, how)
+        answer = {"role": "assistant", "content": content, "reasoning_content": thought}
+        kept_tokens.keep("s", known, prompt, answer, 1, drawn, {})
+        messages, prompt = [user("17:"), answer], [*prompt, 7]
+    assert kept_tokens.beginning("s", [*messages, user("18:")], how).parent == 1
+    messages[1]["reasoning_content"] = "another thought"
+    assert kept_tokens.beginning("s", [*messages, user("18:")], how).parent is None
+
+
 def test_a_session_is_deleted_and_unknown_ones_are_errors(client: httpx.Client) -> None:
     turn(client, "gone", [user("17:")])
     turn(client, "job/1 a", [user("17:")])
@@ -169,6 +185,11 @@ def test_memory_is_bounded(worker: WorkerProcess) -> None:
             finish(small, f"session{place}")
         found = [small.get(f"/v1/trajectories/session{place}").status_code for place in range(8)]
         assert found[0] == 404 and found[-1] == 200
+    with gateway([worker.endpoint], max_kept_bytes=4000) as small:
+        body = {"messages": [user("17:")], "max_tokens": 200, "ignore_eos": True}
+        events(small, CHAT, body, headers={"X-Session-ID": "streamed"})
+        finish(small, "streamed")
+        assert small.get("/v1/trajectories/streamed").status_code == 200  # events take no memory
     with gateway([worker.endpoint], max_kept_bytes=0) as none:
         turn(none, "none", [user("17:")])
         finish(none, "none")
@@ -190,8 +211,11 @@ def test_values_are_kept_up_to_a_size_and_an_age() -> None:
     now[0] = 11.0
     assert values.get("b") is None and values.get("c") == 1
     assert values.drop("c") and not values.drop("c")
+    values.put("small", 1, 10)
     values.put("large", 1, 101)
-    assert values.get("large") is None and len(values) == 0
+    assert values.get("large") is None and values.get("small") == 1
+    values.put("small", 1, 101)
+    assert values.get("small") is None and len(values) == 0
 
 
 @pytest.mark.parametrize("value", [None, 5, [], [{"type": "text"}], [5], {"a": 1}, "\x00", "x" * 100_000])

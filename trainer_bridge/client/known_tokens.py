@@ -82,15 +82,19 @@ class KnownTokens:
         prompt, ids = call.prompt, call.result.prompt_token_ids
         if prompt is None and ids is not None:
             prompt = MediaPrompt(ids)
-        if prompt is not None:
-            completions = tuple(completion.token_ids for completion in call.result.completions)
-            ended = _Ended(prompt, completions, call.salt, call.plan.session)
-            self._ended[call.id] = ended
-            self._size += ended.size
-        if call.plan.session is not None:
-            self._turns.pop(call.plan.session, None)
-            if not call.plan.fields.get("end_of_session"):
-                self._turns[call.plan.session] = call.id
+        session = call.plan.session
+        if session is not None:
+            self._turns.pop(session, None)
+        if prompt is None:
+            return
+        completions = tuple(completion.token_ids for completion in call.result.completions)
+        ended = _Ended(prompt, completions, call.salt, session)
+        if ended.size > _MOST_BYTES:  # no other one has to go for it
+            return
+        self._ended[call.id] = ended
+        self._size += ended.size
+        if session is not None and not call.plan.fields.get("end_of_session"):
+            self._turns[session] = call.id
         while self._size > _MOST_BYTES or len(self._ended) > _MOST_REQUESTS:
             self._forget(next(iter(self._ended)))
 

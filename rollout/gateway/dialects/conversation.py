@@ -6,6 +6,7 @@ ChatBody --> prompt, which goes on with kept tokens --> call --> views of each c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rollout.gateway.dialects.chat_body import ChatBody
 from rollout.gateway.dialects.handling import Gateway, HttpRequest
 from rollout.gateway.formats.choice import Cut
 from rollout.gateway.formats.segments import Piece, Segments
-from rollout.gateway.history.trajectories import Beginning, DrawnTokens, text_of
+from rollout.gateway.history.trajectories import Beginning, DrawnTokens, reasoning_of, text_of
 from rollout.gateway.http.http_errors import bad_request
 from rollout.gateway.prompts.chat_messages import RenderedChat, render_chat
 from rollout.gateway.prompts.tool_choice import call_constraint
@@ -72,20 +73,20 @@ class _Keeper:
     def _keep(self, last: Completion) -> None:
         body, gateway, prompt = self._asked.body, self._asked.call.gateway, self._asked.prompt
         assert prompt.kept_as is not None and prompt.known is not None
-        place, begun = len(body.messages), ""
+        place, begun, thought = len(body.messages), "", ""
         if body.continue_final_message:  # the last message is the beginning of the answer
             place -= 1
-            begun = text_of(body.messages[place])
+            begun, thought = text_of(body.messages[place]), reasoning_of(body.messages[place])
         answer = {
             "role": "assistant",
             "content": begun + self._answer.content,
             "tool_calls": [call.shown() for call in self._answer.calls],
-            "reasoning_content": self._answer.reasoning,
+            "reasoning_content": thought + self._answer.reasoning,
         }
         drawn = DrawnTokens(
             np.concatenate([part.token_ids for part in self._parts]),
             np.concatenate([sampled(part, gateway.settings.logprobs) for part in self._parts]),
-            [run for part in self._parts for run in part.versions],
+            _runs(self._parts),
             [place for part in self._parts for place in part.forced],
         )
         facts = {
@@ -95,6 +96,12 @@ class _Keeper:
             "finish_reason": finish_reason(last),
         }
         gateway.trajectories.keep(prompt.kept_as, prompt.known, prompt.chat.token_ids, answer, place, drawn, facts)
+
+
+def _runs(parts: list[Completion]) -> list[tuple[int, int]]:
+    """The tokens of each weights version in turn; a stream has a run for each event."""
+    runs = groupby((run for part in parts for run in part.versions), lambda run: run[0])
+    return [(version, sum(count for _, count in same)) for version, same in runs]
 
 
 async def prompt_of(request: HttpRequest[Any], body: ChatBody, kept_as: str | None = None) -> Prompt:

@@ -16,6 +16,9 @@ _ROLES = ("user", "assistant", "system")
 #: Fields of tools that say how Anthropic's server treats them.
 _TOOL_FIELDS = {"name", "description", "input_schema", "type", "strict", "cache_control", "eager_input_streaming"}
 
+#: Claude Code sends this: all thoughts stay, as they do here.
+_KEEPS_THOUGHTS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
 
 class CountBody(ExtraFields):
     """The body of `/v1/messages/count_tokens`."""
@@ -26,7 +29,7 @@ class CountBody(ExtraFields):
     ) | {"cache_control": "the prefix cache needs no marks"}
     switched_off: ClassVar = {
         "container": (None,),
-        "context_management": (None, {}),
+        "context_management": (None, {}, {"edits": []}, _KEEPS_THOUGHTS),
         "mcp_servers": (None, []),
         "prefill": (None,),
         "speed": (None, "standard"),

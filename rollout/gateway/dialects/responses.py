@@ -22,7 +22,7 @@ from rollout.gateway.http.json_text import json_text
 from trainer_bridge.client.results import Completion, GenerateResult
 
 Event = dict[str, Any]
-_STORED_BYTES = 4096  # memory of a stored response without its items
+_STORED_BYTES, _MESSAGE_BYTES = 4096, 512  # memory of a stored response and of a message, without their texts
 
 
 async def respond(request: HttpRequest[ResponsesBody]) -> Any:
@@ -40,11 +40,13 @@ async def respond(request: HttpRequest[ResponsesBody]) -> Any:
     chat, names, messages = body.chat([] if earlier is None else earlier.messages)
     with client_names(names):
         known_id = request.id("resp_", body.request_id)
+        if gateway.responses.get(known_id) is not None:  # clients may send one X-Request-Id for all requests of a task
+            known_id = f"{known_id}-{uuid.uuid4().hex}"
         kept_as = request.placement()[0] or (earlier.trajectory if earlier is not None else known_id)
         stores = body.store and gateway.trajectories.keeps
         named = request.placement()[0] is not None or earlier is not None or stores
         asked = await begin(request, chat, known_id, kept_as if named else None, at_most=True)
-        found = _Answer(asked, body, names, messages, kept_as if stores else None)
+        found = _Answer(asked, body, names, messages, kept_as if stores else None, earlier)
         if body.stream:
             return NamedEvents(found.events(), found.failed)
         return await found.whole()
@@ -71,7 +73,10 @@ def _stored(request: HttpRequest[Any]) -> StoredResponse:
 
 
 class _Answer:
-    """The answer to a conversation. `messages`: without instructions. `kept_as`: its trajectory, if it is stored."""
+    """The answer to a conversation. `messages`: without instructions. `kept_as`: its trajectory, if it is stored.
+
+    `earlier`: the response that it goes on from.
+    """
 
     def __init__(
         self,
@@ -80,12 +85,14 @@ class _Answer:
         names: Names,
         messages: list[dict[str, Any]],
         kept_as: str | None,
+        earlier: StoredResponse | None,
     ) -> None:
         self._asked = asked
         self._body = body
         self._names = names
         self._messages = messages
         self._kept_as = kept_as
+        self._before, self._before_bytes = (0, 0) if earlier is None else (len(earlier.messages), earlier.size)
         self._gateway: Gateway = asked.call.gateway
         self._created = now()
         self._items = _Items()
@@ -146,11 +153,10 @@ class _Answer:
         response["usage"] = await self._usage(result)
         response |= views.facts(last)
         if self._kept_as is not None:
-            answer = self._items.message()
-            size = _STORED_BYTES + 2 * len(json_text(self._items.done))
-            if not isinstance(self._body.input, str) or len(self._body.input) > _STORED_BYTES:
-                size += len(json_text(self._body.input))
-            stored = StoredResponse(response, [*self._messages, answer], self._kept_as)
+            messages = [*self._messages, self._items.message()]
+            new = messages[self._before :]
+            size = self._before_bytes + _STORED_BYTES + _MESSAGE_BYTES * len(new) + 2 * len(json_text([response, new]))
+            stored = StoredResponse(response, messages, self._kept_as, size)
             self._gateway.responses.put(response["id"], stored, size)
         return response
 

@@ -35,8 +35,13 @@ class Kept(Generic[T]):
         return value
 
     def put(self, name: str, value: T, size: int) -> None:
-        """Keep a value of `size` bytes, instead of an earlier one of this name."""
+        """Keep a value of `size` bytes, instead of an earlier one of this name.
+
+        One that is larger than all may be together is not kept: no other value has to go for it.
+        """
         self.drop(name)
+        if size > self._most_bytes:
+            return
         self._values[name] = value, size, self._clock()
         self._bytes += size
         self._forget()

@@ -19,7 +19,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -101,8 +100,9 @@ class Trajectory:
         return Beginning(digests, self, common)
 
     def _reasoned_alike(self, number: int, messages: Sequence[Mapping[str, Any]]) -> bool:
-        sent = ((turn, reasoning_of(messages[turn.place])) for turn in self.path(number))
-        return all(not text or text == turn.reasoning for turn, text in sent)
+        last = {turn.place: turn for turn in self.path(number)}  # an answer goes on in further turns
+        sent = ((turn, reasoning_of(messages[place])) for place, turn in last.items())
+        return all(not text.strip() or text.strip() == turn.reasoning.strip() for turn, text in sent)
 
     def path(self, number: int) -> list[Turn]:
         """The turns from a root to this one."""
@@ -133,7 +133,7 @@ class Trajectory:
         self._seen |= new
         self._answers[end] = number
         tokens = ids.nbytes + drawn.token_ids.nbytes + drawn.logprobs.nbytes + 2 * len(turn.reasoning)
-        self.size += _TURN_BYTES + tokens + _MESSAGE_BYTES * len(new) + 16 * len(drawn.versions)
+        self.size += _TURN_BYTES + tokens + _MESSAGE_BYTES * (len(new) + len(drawn.versions)) + 40 * len(drawn.forced)
 
     def shown(self) -> dict[str, Any]:
         """All branches with their tokens, and all turns with their places in a branch."""
@@ -182,10 +182,9 @@ def _branch(path: list[Turn], number: int, places: dict[int, dict[str, int]]) ->
 
 
 def _runs(versions: Sequence[tuple[int, int]], start: int) -> Iterator[dict[str, int]]:
-    for version, runs in groupby(versions, lambda run: run[0]):  # a stream has one for each event
-        end = start + sum(count for _, count in runs)
-        yield {"version": version, "start": start, "end": end}
-        start = end
+    for version, count in versions:
+        yield {"version": version, "start": start, "end": start + count}
+        start += count
 
 
 class Trajectories:
@@ -295,4 +294,4 @@ def _call(call: Any) -> Any:
 def reasoning_of(message: Mapping[str, Any]) -> str:
     """The reasoning of an answer; empty if it has none."""
     found = message.get("reasoning_content") or message.get("reasoning")
-    return found.strip() if isinstance(found, str) else ""
+    return found if isinstance(found, str) else ""

@@ -101,7 +101,10 @@ def prompt_of(
     if drawn is None or after is None:
         encode = codec.encode if how.add_special_tokens else codec.encode_rendered
         return RenderedChat(encode(text).tolist(), begun)
-    return RenderedChat(drawn.prompt + drawn.answer + codec.encode_rendered(after).tolist(), begun)
+    tokens = drawn.prompt + drawn.answer + codec.encode_rendered(after).tolist()
+    if not after:  # the answer itself goes on: a template closes thoughts that the model has not
+        begun = turns.begun(shown_text(codec, tokens))
+    return RenderedChat(tokens, begun)
 
 
 def _text_after(

@@ -13,6 +13,7 @@ from rollout.gateway.http.http_errors import bad_request
 from trainer_bridge.client.results import GenerateResult
 
 _NONE = -1  # fills rows up
+_MOST_IDS = 1 << 26  # of all rows, filled up: a short body may ask for any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,10 @@ class ChosenTokens:
         if len(rows) != count or not most:
             raise bad_request(
                 f"send a row of tokens for each of the {count} tokens after token {start}, or one list for all", field
+            )
+        if count * most > _MOST_IDS:
+            raise bad_request(
+                f"{count} rows of up to {most} tokens are more than {_MOST_IDS} tokens; send shorter rows", field
             )
         filled = np.full((count, most), _NONE, np.int32)
         for row, given in zip(filled, rows, strict=True):

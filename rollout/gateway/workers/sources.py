@@ -9,7 +9,9 @@ from typing import Any
 
 from rollout.gateway.http.http_errors import HttpError, bad_request
 
-_MOST = 16_384  # requests whose workers are asked; a worker knows as many
+_MOST = 16_384  # ids at workers that are known; a worker knows as many
+#: What the gateway puts in front of a client's id of a request.
+PREFIXES = ("cmpl-", "chatcmpl-", "msg_", "resp_")
 
 #: Ids at the workers, and the number of completions of each, in the order of the prompts.
 Parts = tuple[tuple[str, int], ...]
@@ -20,6 +22,7 @@ class Sources:
 
     def __init__(self) -> None:
         self._parts: OrderedDict[str, Parts] = OrderedDict()
+        self._count = 0  # ids at workers
 
     @contextmanager
     def note(self, known_id: str, parts: Sequence[tuple[str, int]]) -> Iterator[None]:
@@ -47,14 +50,14 @@ class Sources:
         raise bad_request(f"the request has {count} choices; use an index below that", "fork.index")
 
     def _keep(self, known_id: str, parts: Parts) -> None:
+        self._count += len(parts) - len(self._parts.pop(known_id, ()))
         self._parts[known_id] = parts
-        self._parts.move_to_end(known_id)
-        while len(self._parts) > _MOST:
-            self._parts.popitem(last=False)
+        while self._count > _MOST and len(self._parts) > 1:
+            self._count -= len(self._parts.popitem(last=False)[1])
 
     def _find(self, known_id: str) -> Parts:
         """The parts of a request; its id may lack the prefix that the gateway put in front."""
-        for name in (known_id, f"cmpl-{known_id}", f"chatcmpl-{known_id}"):
+        for name in (known_id, *(f"{prefix}{known_id}" for prefix in PREFIXES)):
             if name in self._parts:
                 return self._parts[name]
         raise HttpError(

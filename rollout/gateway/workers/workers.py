@@ -22,7 +22,7 @@ import numpy as np
 
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.http.http_errors import HttpError, Names, from_worker
-from rollout.gateway.workers.sources import Sources
+from rollout.gateway.workers.sources import PREFIXES, Sources
 from rollout.gateway.workers.watch import Watch, WorkerState
 from trainer_bridge.client.asynchronous import AsyncRolloutClient, AsyncStream
 from trainer_bridge.client.media import MediaItem, MediaPrompt
@@ -141,7 +141,7 @@ class Workers:
             target
             for name, ids in self._running.items()
             for target in ids
-            if known_id in (None, name, name.partition("-")[2])
+            if known_id is None or name in (known_id, *(f"{prefix}{known_id}" for prefix in PREFIXES))
         ]
         outcomes = await asyncio.gather(*map(self.pool.cancel, targets), return_exceptions=True)
         for outcome in outcomes:

@@ -10,6 +10,7 @@ import pytest
 from tests.support.bridge.client_script import Connect, Serve
 from tests.support.bridge.model_script import Model, vanish
 from tests.support.bridge.scripted_worker import ScriptedWorker, completion, result
+from trainer_bridge.client import known_tokens
 from trainer_bridge.client.generate_request import plan_request
 from trainer_bridge.client.placement import Fleet
 from trainer_bridge.wire.errors import BadRequest, NotFound, TooLong
@@ -163,6 +164,17 @@ def test_a_fork_whose_source_was_lost_before_goes_elsewhere_at_once(connect: Con
     assert pair.prompts() == [[1]] and len(pair.home.requests) >= 2
     pair.client.generate([7], fork={"request": "r"}, max_tokens=6)
     assert pair.prompts()[1:] == [[5, 6, *pair.drawn[0], 7]]
+
+
+def test_a_request_that_is_too_large_to_be_known_pushes_no_other_one_out(
+    connect: Connect, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_tokens, "_MOST_BYTES", 4096)
+    pair = Sourced(connect, serve, n=1)
+    pair.client.generate(np.zeros(1000, np.int32), max_tokens=6, endpoint=pair.home.endpoint)
+    pair.loses(0)
+    pair.client.generate([7], fork={"request": "r"}, max_tokens=6)
+    assert pair.prompts() == [[5, 6, *pair.drawn[0], 7]]
 
 
 def test_a_worker_that_does_not_know_the_source_any_more_gets_its_tokens(connect: Connect, serve: Serve) -> None:

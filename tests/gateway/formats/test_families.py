@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout.gateway.formats.chat_turns import CallForm, ChatTurns
 from rollout.gateway.formats.choice import Formats
-from rollout.gateway.prompts.chat_messages import Rendering, prompt_of
+from rollout.gateway.prompts.chat_messages import DrawnTurn, Rendering, prompt_of
 from rollout.gateway.prompts.text import Text, shown_text
 from rollout.service.text.codec import TextCodec
 from tests.support.gateway.chat_templates import FAMILIES, families_with, tokenizer_of, tokenizer_with
@@ -244,3 +244,17 @@ def test_a_template_that_takes_lists_alone_gets_lists() -> None:
 
     turns = ChatTurns(render)
     assert turns.takes("user") == (False, True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "glm-4.5", "kimi-k2"])
+def test_a_thought_that_goes_on_in_its_own_tokens_is_open(texts: dict[str, Text], family: str) -> None:
+    """The template closes the thought of the message, which was cut short."""
+    text, asking = texts[family], Rendering(None, {}, None, False)
+    first = prompt_of(text, [QUESTION], asking)
+    said = "half a" if "<think>" in first.begun else "<think>\nhalf a"
+    kept = DrawnTurn(1, first.token_ids, text.codec("").encode_rendered(said).tolist())
+    begun = [QUESTION, {"role": "assistant", "reasoning_content": "half a"}]
+    going_on = Rendering(None, {"continue_final_message": True}, None, False)
+    found = prompt_of(text, begun, going_on, kept)
+    assert found.token_ids == kept.prompt + kept.answer
+    assert found.begun == first.begun + said and "</think>" in prompt_of(text, begun, going_on).begun
