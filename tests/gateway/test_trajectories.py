@@ -80,6 +80,15 @@ def test_a_turn_goes_on_with_the_drawn_tokens_and_they_are_read_back(
     }
 
 
+def test_a_request_may_do_without_kept_tokens(client: httpx.Client) -> None:
+    said, _ = turn(client, "with", [user("17:")], **HOT | {"max_tokens": 100})  # special tokens have no text
+    talk = [user("17:"), said, user("5:")]
+    _, (anew, _) = turn(client, "with", talk, keep_tokens=False)
+    assert anew == turn(client, "another", talk)[1][0] != turn(client, "with", talk)[1][0]
+    assert len(kept(client, "with")["turns"]) == 2
+    assert refused(client, CHAT, {"messages": talk, "keep_tokens": "no"}) == "keep_tokens"
+
+
 def test_a_stream_is_kept_as_a_whole_answer_is(client: httpx.Client) -> None:
     turn(client, "whole", [user("17:")])
     USED.append((client, "stream"))

@@ -51,6 +51,7 @@ class ChatBody(OpenAiBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    keep_tokens: bool = True
 
     @property
     def calls_wanted(self) -> bool:
@@ -104,6 +105,7 @@ class ExtraFields(Body):
     chat_template_kwargs: dict[str, Any] = {}
     priority: Int32 = 0
     cache_salt: CacheSalt | None = None
+    keep_tokens: bool = True
     request_id: str | None = Field(None, min_length=1, max_length=128)
 
     def extras(self) -> dict[str, Any]:

@@ -107,11 +107,14 @@ def _runs(parts: list[Completion]) -> list[tuple[int, int]]:
 async def prompt_of(request: HttpRequest[Any], body: ChatBody, kept_as: str | None = None) -> Prompt:
     """The prompt of a conversation. It goes on with the tokens of the trajectory `kept_as`, else of the session's.
 
+    With `keep_tokens` false it is tokenized anew, and its answer is not kept.
+
     Raises `HttpError`.
     """
     gateway, name = request.gateway, kept_as or request.placement()[0]
     known = None
-    if name is not None and gateway.trajectories.keeps and all(isinstance(each, dict) for each in body.messages):
+    kept = body.keep_tokens and gateway.trajectories.keeps and all(isinstance(each, dict) for each in body.messages)
+    if kept and name is not None:
         known = gateway.trajectories.beginning(name, body.messages, body.rendering)
     drawn = None if known is None else known.drawn
     return Prompt(await render_chat(gateway.model, body.messages, body.rendering, drawn), name, known)
