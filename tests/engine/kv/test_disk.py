@@ -339,12 +339,15 @@ def test_a_read_that_hangs_at_the_end_writes_to_no_memory(tmp_path, monkeypatch)
     monkeypatch.setattr(disk_module, "_PATIENCE_S", 0.05)
     gate, read = threading.Event(), DiskPages._read
     monkeypatch.setattr(DiskPages, "_read", lambda self, job: (gate.wait(), read(self, job)))
+    earlier = threading.enumerate()
     pages = Pages(tmp_path)
+    threads = [thread for thread in threading.enumerate() if thread not in earlier]
     pages.disk.read(pages.write(1), 7, None)
     monkeypatch.setattr(disk_module, "_delete_files", lambda own: None)  # the file is there when the disk goes on
     pages.disk.close()
     gate.set()
-    for thread in pages.disk._threads:
+    assert len(threads) == 2
+    for thread in threads:
         thread.join()
     assert pages.memory[7] == bytes([7]) * 64
 
