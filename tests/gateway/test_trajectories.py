@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollout.gateway.history.kept import Kept
-from rollout.gateway.history.trajectories import DrawnTokens, Trajectories
+from rollout.gateway.history.trajectories import AnswerTokens, Trajectories
 from rollout.gateway.prompts.chat_messages import Rendering
 from tests.support.gateway.harness import events, gateway, post, refused
 from tests.support.worker.harness import EOS, token_ids
@@ -162,7 +162,7 @@ def test_an_answer_that_is_cut_short_goes_on_in_its_own_tokens(client: httpx.Cli
 
 def test_a_thought_that_came_in_two_turns_is_unchanged() -> None:
     kept_tokens, how = Trajectories(1 << 20, 60.0), Rendering(None, {}, None, False)
-    drawn = DrawnTokens(np.array([7], np.int32), np.zeros(1, np.float32), [(0, 1)])
+    drawn = AnswerTokens(np.array([7], np.int32), np.zeros(1, np.float32), [(0, 1)])
     messages, prompt = [user("17:")], [1]
     for content, thought in (("", "half a "), ("Hello", "half a thought")):
         known = kept_tokens.beginning("s", messages, how)

@@ -181,8 +181,8 @@ class RolloutClient(ClientFace):
     ) -> int:
         """Bring KV from host memory to the device before a turn: of these tokens, or of a session's last turn.
 
-        A hint, at the worker that has the KV as far as this client knows. Returns how many tokens have their KV on the
-        device or on the way; it may be evicted again. Raises `NotFound` for an unknown session.
+        It is a hint to the worker that, as far as this client knows, has the KV. Returns the number of tokens whose KV
+        is on the device or on the way; it may be evicted again. Raises `NotFound` for an unknown session.
         """
         fields = {"session": session, "adapter": adapter, "cache_salt": cache_salt}
         return self._run(calls.prefetch, prompt, endpoint, timeout_s, fields)

@@ -20,7 +20,7 @@ from rollout.gateway.dialects.chat_body import ChatBody
 from rollout.gateway.dialects.handling import Gateway, HttpRequest
 from rollout.gateway.formats.choice import Cut
 from rollout.gateway.formats.segments import Piece, Segments
-from rollout.gateway.history.trajectories import Beginning, DrawnTokens, reasoning_of, text_of
+from rollout.gateway.history.trajectories import AnswerTokens, Beginning, reasoning_of, text_of
 from rollout.gateway.http.http_errors import bad_request
 from rollout.gateway.prompts.chat_messages import RenderedChat, render_chat
 from rollout.gateway.prompts.tool_choice import call_constraint
@@ -83,7 +83,7 @@ class _Keeper:
             "tool_calls": [call.shown() for call in self._answer.calls],
             "reasoning_content": thought + self._answer.reasoning,
         }
-        drawn = DrawnTokens(
+        drawn = AnswerTokens(
             np.concatenate([part.token_ids for part in self._parts]),
             np.concatenate([sampled(part, gateway.settings.logprobs) for part in self._parts]),
             _runs(self._parts),

@@ -32,7 +32,7 @@ _MESSAGE_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnTokens:
+class AnswerTokens:
     """The tokens of one answer. Arrays are [tokens]; log-probs are of the gateway's `--logprobs`.
 
     `forced`: positions of tokens that a budget of thoughts has forced, so that the policy did not choose them.
@@ -56,7 +56,7 @@ class Turn:
     place: int
     common: int
     added: np.ndarray  # int32
-    drawn: DrawnTokens
+    drawn: AnswerTokens
     reasoning: str
     facts: Mapping[str, Any]
 
@@ -119,7 +119,7 @@ class Trajectory:
         added: Sequence[int],
         answer: Mapping[str, Any],
         place: int,
-        drawn: DrawnTokens,
+        drawn: AnswerTokens,
         facts: Mapping[str, Any],
     ) -> None:
         """Add a turn: `answer` is its message at `place`, after which the client's next request goes on."""
@@ -207,7 +207,7 @@ class Trajectories:
         prompt: list[int],
         answer: Mapping[str, Any],
         place: int,
-        drawn: DrawnTokens,
+        drawn: AnswerTokens,
         facts: Mapping[str, Any],
     ) -> None:
         """Keep a turn: its prompt, and its answer at `place` among the messages."""
