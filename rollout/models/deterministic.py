@@ -111,7 +111,7 @@ def attend(
     """Attention of a step's queries, decode or prefill, over a layer's cache that holds their keys; [T, Q, D]."""
     kv_heads = cache.k_PSGD.shape[2]
     out = []
-    for tokens, table_TP, lens_T, most in _rows(batch):
+    for tokens, table_TP, lens_T, most in batch.shared("deterministic rows", lambda: list(_rows(batch))):
         group = q_TQD.shape[1] // kv_heads
         plan = partial(_plan, lens_T, kv_heads, group, window, most, batch.segments_SW)
         work = batch.shared((window, kv_heads, tokens.start), plan)
@@ -132,17 +132,20 @@ def attend(
 
 
 def _rows(batch: AttentionBatch) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, int]]:
-    """Tokens that attend at once: their slice, page tables and contexts, and a bound on the contexts."""
+    """Tokens that attend at once: their slice, page tables and contexts, and a bound on the contexts.
+
+    Tables and contexts of prompts are copies: Triton compiles a kernel anew for an address that is no multiple of 16.
+    """
     if batch.chunks is None:
         yield slice(0, len(batch.context_lens_B)), batch.page_table_BP, batch.context_lens_B, batch.max_context
         return
-    lens_T = batch.shared("deterministic contexts", lambda: batch.positions_T + 1)
     for index, chunk in enumerate(batch.chunks):
+        table_P = batch.page_table_BP[index].clone()
         end = chunk.query_start + chunk.query_len
         for start in range(chunk.query_start, end, PROMPT_TOKENS):
             tokens = slice(start, min(start + PROMPT_TOKENS, end))
-            table_TP = batch.page_table_BP[index].expand(tokens.stop - start, -1)
-            yield tokens, table_TP, lens_T[tokens], chunk.context_len
+            table_TP = table_P.expand(tokens.stop - start, -1)
+            yield tokens, table_TP, batch.positions_T[tokens] + 1, chunk.context_len
 
 
 def _plan(

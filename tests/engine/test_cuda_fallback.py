@@ -61,7 +61,7 @@ def test_tokens_in_float32_are_transformers(architecture: str, tmp_path: Path) -
     reference = made(architecture, tmp_path)
     bench = bench_of(load(tmp_path, "float32"), max_rows=4, kv_pages=20, prefill_chunk_tokens=23)
     # In float32 transformers' own experts run, which ask the device for the tokens of each.
-    assert (bench.engine.executor.graphs is not None) == (architecture in ("CohereForCausalLM", "Gemma2ForCausalLM"))
+    assert bench.engine.executor.captures == (architecture in ("CohereForCausalLM", "Gemma2ForCausalLM"))
     prompts = {f"r{i}": prompt_of(length, i) for i, length in enumerate((50, 3, 31, 17, 8))}
     for name, prompt in prompts.items():
         bench.submit(name, prompt, 50, n=2 if name == "r0" else 1)
@@ -87,7 +87,7 @@ def test_logprobs_in_bf16_are_no_further_from_float32_than_transformers(architec
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
     theirs = theirs.to("cuda").eval()
     bench = bench_of(load(tmp_path, "bfloat16"), max_rows=8, prefill_chunk_tokens=100)
-    assert bench.engine.executor.graphs is not None
+    assert bench.engine.executor.captures
     prompts = {f"r{i}": prompt_of(20 + 31 * i, i) for i in range(8)}
     for i, (name, prompt) in enumerate(prompts.items()):
         bench.submit(name, prompt, 60 + 5 * i, sampling={"temperature": 1.0, "seed": i})

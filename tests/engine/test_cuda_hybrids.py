@@ -144,7 +144,7 @@ def test_rows_go_on_after_a_sleep_in_which_others_wrote_to_the_memory(made, on_h
         assert bench.sleep().facts["parked"] == (4 if on_host else 0)
         torch.empty(64 * MIB, dtype=torch.uint8, device="cuda").fill_(255)  # another tensor takes the memory
         bench.wake()
-        assert bench.engine.executor.graphs is graphs is not None
+        assert bench.engine.executor.graphs is graphs and bench.engine.executor.captures
         assert [tensor.data_ptr() for tensor in states] == places
     bench.run()
     for name, index, prompt in (("g", 0, prompt_of(30)), ("g", 2, prompt_of(30)), ("r", 0, prompt_of(13, 1))):

@@ -204,7 +204,7 @@ def test_logprobs_are_as_close_to_float32_as_those_of_the_generic_path(checkpoin
     for fused in (True, False):
         if not fused:
             for choice in ("supports", "experts_alone"):
-                monkeypatch.setattr(f"rollout.engine.step.device_step.{choice}", lambda model, experts: False)
+                monkeypatch.setattr(f"rollout.engine.step.device_step.{choice}", lambda model: False)
         model = load_bf16(folder)
         bench = bench_of(model, max_rows=12, prefill_chunk_tokens=300, cuda_graphs=fused)
         assert isinstance(bench.engine.executor.step.forward, FusedDecoder | DecoderWithFusedExperts) == fused

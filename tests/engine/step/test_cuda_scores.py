@@ -172,7 +172,8 @@ def test_a_launch_that_scores_a_prompt_returns_before_the_step_has_run(folder):
     bench.submit("b", prompt(200, 1), 5, prompt_logprobs=True, prompt_tops=5)
     bench.engine.tick()
     newest = bench.engine.pipeline.steps()[-1]
-    assert newest.header.ranked and newest.header.prompt_tops and not newest.slot.d2h_done.query()
+    asked = asked_of(newest.header)
+    assert asked.narrow.ranked and asked.narrow.tops and not newest.slot.d2h_done.query()
     bench.run()
     bench.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class Completion:
         self.drawn_logprobs: list[float] = []
         self.versions: list[int] = []  # one a token
         self.routing: list[np.ndarray] = []  # one a delta
-        self.finish = None
+        self.finish: Any = None
         self.seed = 0
         self.deltas = 0
         self.recomputed: tuple[tuple[int, int], ...] = ()
