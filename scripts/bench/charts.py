@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from scripts.bench.bars import Panel, draw
-from scripts.bench.summaries import Row, rows, value
+from scripts.bench.summaries import Row, rows, summary, value
 from scripts.bench.tables import LEARNING, pages
 from scripts.learn.curves import draw_runs
 
@@ -74,8 +74,8 @@ def _groups() -> str:
 
 
 def _agents() -> str:
-    found = rows("agents_8b_h200")
-    labels = [_agent_label(row) for row in found]
+    found = rows("agents_short_h200")
+    labels = ["here" if row["engine"] == "ours" else "vLLM" for row in found]
     here = [row["engine"] == "ours" for row in found]
 
     def panel(title: str, numbers: Sequence[float], floor: Sequence[float | None]) -> Panel:
@@ -86,7 +86,7 @@ def _agents() -> str:
         }
         return Panel(title, labels, series, floor)
 
-    distinct = 0.618421
+    distinct = summary("agents_short_h200")["distinct"] / 1e6
     panels = [
         panel("96 agents x 8 turns, s", [row["total_s"] for row in found], [row["floor_s"] for row in found]),
         panel(
@@ -97,12 +97,6 @@ def _agents() -> str:
         panel("99th percentile of a turn, s", [row["turn_s"]["p99"] for row in found], []),
     ]
     return draw("Agents that come back: Qwen3-8B", [panels])
-
-
-def _agent_label(row: Row) -> str:
-    if row["engine"] == "vllm":
-        return "plain"
-    return f"{'sessions' if row['sessions'] else 'plain'}" + ("\nfp8 KV" if row["kv"] == "fp8" else "")
 
 
 def _several_gpus() -> str:
