@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.dialects.handling import Gateway
 from rollout.gateway.dialects.process_group_bodies import TransferState
+from rollout.gateway.dialects.tinker.sessions import Sessions
 from rollout.gateway.endpoints import routes
 from rollout.gateway.history.kept import Kept
 from rollout.gateway.history.responses import StoredResponse
@@ -54,7 +55,8 @@ def make_app(
         client = pool()
         workers = Workers(client, settings)
         folder_updates = FolderUpdates(settings.weights_root, settings.update_s, curve)
-        tasks = [asyncio.ensure_future(workers.watch.run())]
+        tinker: Sessions[Any] = Sessions()
+        tasks = [asyncio.ensure_future(each.run()) for each in (workers.watch, tinker)]
         model: ServedModel | None = None
         try:
             model = ServedModel.load(await _first_status(workers, settings.start_s), settings)
@@ -64,7 +66,7 @@ def make_app(
             trajectories = Trajectories(settings.max_kept_bytes, settings.session_s)
             responses: Kept[StoredResponse] = Kept(settings.max_kept_bytes, settings.session_s)
             gateway = Gateway(
-                settings, workers, model, control, group_updates, TransferState(), trajectories, responses
+                settings, workers, model, control, group_updates, TransferState(), trajectories, responses, tinker
             )
             app.router.routes.extend(routes(gateway))
             yield
@@ -72,6 +74,7 @@ def make_app(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await tinker.close()
             await folder_updates.close()
             if model is not None:
                 model.close()
