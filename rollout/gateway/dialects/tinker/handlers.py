@@ -222,7 +222,9 @@ def _failed(error: HttpError) -> Response:
     """The answer for a request that has failed."""
     if error.status in _AGAIN:
         raise HttpError(410, f"sample again: {error}", error.param)
-    return _json({"error": str(error), "category": "user" if error.status < 500 else "server"})
+    named = error.param is None or repr(error.param) in str(error)  # clients show this text alone
+    text = str(error) if named else f"{error.param}: {error}"
+    return _json({"error": text, "category": "user" if error.status < 500 else "server"})
 
 
 def _waiting(gateway: Gateway, name: str) -> dict[str, Any]:
