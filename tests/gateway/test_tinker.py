@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.gateway.dialects.tinker.sessions import RESULT_S, SILENT_S, Sampler, Sessions
 from rollout.gateway.http.http_errors import HttpError
+from scripts.check.fuzz_gateway import VALID, Traffic, check_answer, mutations
 from tests.support.gateway.harness import gateway, post, refused
 from tests.support.peft_adapters import make_adapter
 from tests.support.worker.harness import EOS, ONES, token_ids, until
@@ -62,6 +63,11 @@ def start_sampler(client: httpx.Client, session: str, number: int = 0, **model: 
     ]
 
 
+def near(found: Any, expected: np.ndarray) -> None:
+    """Log-probs are equal, up to the rounding of other batches."""
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
+
+
 def message(data: bytes) -> dict[int, list[Any]]:
     """The values of a message of protobuf by field number, read by its definition: numbers and bytes."""
     found: dict[int, list[Any]] = {}
@@ -99,19 +105,13 @@ def test_samples_are_the_workers_own(client: httpx.Client, direct: RolloutClient
     assert len(answer["sequences"]) == 3
     for found, completion in zip(answer["sequences"], truth.completions, strict=True):
         assert found["tokens"] == completion.token_ids.tolist() and found["stop_reason"] == "length"
-        assert np.array_equal(np.float32(found["logprobs"]), completion.logprobs)
-        assert found["topk_logprobs"] == [
-            [list(pair) for pair in zip(*row, strict=True)]
-            for row in zip(completion.top_ids.tolist(), completion.top_logprobs.tolist(), strict=True)
-        ]
+        near(found["logprobs"], completion.logprobs)
+        near(found["topk_logprobs"], np.stack((completion.top_ids, completion.top_logprobs), -1))
         assert found["weight_versions"] == [{"version": 0, "start": 0, "end": 12}]
     assert answer["prompt_logprobs"][0] is None and answer["topk_prompt_logprobs"][0] is None
-    assert np.array_equal(np.float32(answer["prompt_logprobs"][1:]), truth.prompt_logprobs[1:])
-    assert truth.prompt_tops is not None
-    for row, ids, logprobs in zip(
-        answer["topk_prompt_logprobs"][1:], truth.prompt_tops.ids[1:], truth.prompt_tops.logprobs[1:], strict=True
-    ):
-        assert row == [list(pair) for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)]
+    assert truth.prompt_logprobs is not None and truth.prompt_tops is not None
+    near(answer["prompt_logprobs"][1:], truth.prompt_logprobs[1:])
+    near(answer["topk_prompt_logprobs"][1:], np.stack((truth.prompt_tops.ids, truth.prompt_tops.logprobs), -1)[1:])
     assert answer["prompt_weight_version"] == truth.prompt_version
 
 
@@ -153,13 +153,13 @@ def test_scores_of_a_prompt_are_those_of_transformers(client: httpx.Client) -> N
     own = expected[np.arange(len(prompt) - 1), prompt[1:]]
     one = {"max_tokens": 1}
     found = sample(client, body(prompt, one, prompt_logprobs=True))["prompt_logprobs"]
-    np.testing.assert_allclose(found[1:], own, rtol=1e-5, atol=1e-3)
+    near(found[1:], own)
+    assert sample(client, body(prompt[:1], one, prompt_logprobs=True))["prompt_logprobs"] == [None]
     last = sample(client, body(prompt, one, prompt_logprobs=True, prompt_logprobs_last_n=4, topk_prompt_logprobs=2))
     assert last["prompt_logprobs"][:-4] == [None] * (len(prompt) - 4) == last["topk_prompt_logprobs"][:-4]
-    np.testing.assert_allclose(last["prompt_logprobs"][-4:], own[-4:], rtol=1e-5, atol=1e-3)
+    near(last["prompt_logprobs"][-4:], own[-4:])
     best = np.sort(expected[-4:], axis=1)[:, :-3:-1]
-    found_best = [[value for _, value in row] for row in last["topk_prompt_logprobs"][-4:]]
-    np.testing.assert_allclose(found_best, best, rtol=1e-5, atol=1e-3)
+    near([[value for _, value in row] for row in last["topk_prompt_logprobs"][-4:]], best)
 
 
 @pytest.mark.parametrize("own", [{}, {"prompt_logprobs": True, "prompt_logprobs_last_n": 1}])
@@ -310,7 +310,8 @@ def test_adapters_are_sampled_by_their_paths(client: httpx.Client, adapters: Pat
             assert client.get(f"{API}/samplers/{sampler}").json()["model_path"] == name
             sent = body() | {"sampling_session_id": sampler, "seq_id": 0}
             assert sample(client, sent)["sequences"][0]["tokens"] == truth
-        assert sample(client, body(model_path="tinker://step-1"))["sequences"][0]["tokens"] == truth
+        (found,) = sample(client, body(model_path="tinker://step-1"))["sequences"]
+        assert found["tokens"] == truth and [mark["position"] for mark in found["adapter_versions"]] == [0]
         assert refused(client, path, new_sampler(session, base_model="ones"))  # number 1 is taken
     finally:
         post(client, "/v1/unload_lora_adapter", {"lora_name": "step-1"})
@@ -397,6 +398,25 @@ def test_what_only_a_worker_knows_to_be_wrong_is_an_error_of_the_request(client:
     ):
         found = fetch(client, ask(client, body() | change))
         assert found["category"] == "user" and field in found["error"], found
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_the_results_of_mutated_requests_are_no_faults(client: httpx.Client, count: int) -> None:
+    traffic = Traffic([next(each for each in VALID if each[0] == f"{API}/asample")])
+    results = 0
+    for path, data in mutations(5, count, traffic):
+        answer = client.post(path, content=data)
+        check_answer(data, answer)
+        if answer.status_code == 200:
+            for accepted in (PROTOBUF, "*/*"):
+                asked = {"request_id": answer.json()["request_id"]}
+                found = client.post(f"{API}/retrieve_future", json=asked, headers={"Accept": accepted})
+                assert found.status_code == 200, (data, found.text)
+                if found.headers["content-type"] == PROTOBUF:
+                    results += len(message(found.content)[1]) > 0
+                else:
+                    assert found.json().get("category", "user") == "user", (data, found.text)
+    assert results
 
 
 def test_training_is_refused(client: httpx.Client) -> None:

@@ -27,12 +27,14 @@ _TOPS: _Fields = {"token_ids": (1, None), "logprobs": (2, None), "k": (3, None),
 _SPARSE: _Fields = {"values": (1, None), "crow_indices": (2, None), "col_indices": (3, None)}
 _TENSOR: _Fields = {"dense": (1, None), "sparse_csr": (2, _SPARSE), "dtype": (3, None), "shape": (4, None)}
 _VERSIONS: _Fields = {"version": (1, None), "start": (2, None), "end": (3, None)}
+_MARK: _Fields = {"position": (1, None), "version": (2, None)}
 _SEQUENCE: _Fields = {
     "stop_reason": (1, None),
     "tokens": (2, None),
     "logprobs": (3, None),
     "topk_sampled_logprobs": (4, _TOPS),
     "weight_versions": (1001, _VERSIONS),
+    "adapter_versions": (1002, _MARK),
 }
 _SAMPLE: _Fields = {
     "sequences": (1, _SEQUENCE),
@@ -79,13 +81,17 @@ class Tops:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One completion: `tokens` int32 [tokens], `logprobs` float32 [tokens]."""
+    """One completion: `tokens` int32 [tokens], `logprobs` float32 [tokens].
+
+    `versions`: runs of tokens by weights version. `adapter_versions`: from which position on the adapter had which one.
+    """
 
     stop_reason: str
     tokens: np.ndarray
     logprobs: np.ndarray
     tops: Tops | None
     versions: list[dict[str, int]]
+    adapter_versions: list[dict[str, int]]
 
     @classmethod
     def of(cls, completion: Completion, mode: LogprobMode, top: int) -> Sequence:
@@ -100,7 +106,8 @@ class Sequence:
         if top and completion.top_ids is not None and completion.top_logprobs is not None:
             tops = Tops.of(completion.top_ids[:, :top], completion.top_logprobs[:, :top], len(completion))
         logprobs = sampled(completion, mode)
-        return cls(reason, completion.token_ids, logprobs, tops, version_runs(completion))
+        marks = [{"position": position, "version": version} for position, version in completion.adapter_versions]
+        return cls(reason, completion.token_ids, logprobs, tops, version_runs(completion), marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,7 @@ class SampleAnswer:
                         "logprobs": each.logprobs,
                         "topk_sampled_logprobs": None if each.tops is None else each.tops.message(),
                         "weight_versions": each.versions,
+                        "adapter_versions": each.adapter_versions,
                     }
                     for each in self.sequences
                 ],
@@ -182,6 +190,7 @@ class SampleAnswer:
                     "tokens": each.tokens.tolist(),
                     "logprobs": _numbers(each.logprobs),
                     "weight_versions": each.versions,
+                    "adapter_versions": each.adapter_versions,
                 }
                 | ({} if each.tops is None else {"topk_logprobs": each.tops.rows()})
                 for each in self.sequences

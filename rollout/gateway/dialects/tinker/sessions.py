@@ -90,7 +90,8 @@ class Sessions(Generic[R]):
 
     def create(self) -> str:
         """The id of a new session. Raises `HttpError` (429)."""
-        self.forget_old()
+        if len(self._sessions) >= _MOST_SESSIONS:
+            self.forget_old()
         if len(self._sessions) >= _MOST_SESSIONS:
             raise HttpError(429, f"there are {_MOST_SESSIONS} sessions; finish some, or try again later", retry_s=10.0)
         name = uuid.uuid4().hex
