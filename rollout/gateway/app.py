@@ -35,9 +35,10 @@ from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.wire.errors import RolloutError, Unavailable
 from trainer_bridge.wire.keys import ClientCurve
 
-#: Endpoints of OpenAI that are not served, and what to do instead.
+#: Beginnings of other servers' paths that are not served, and what is to be known of them.
 _NOT_SERVED = {
     "/v1/embeddings": "this gateway only generates; ",
+    "/api/v1/": "this gateway samples by Tinker's API; it does not train, and keeps no checkpoints, runs or accounts; ",
 }
 _ASK_AGAIN_S = 0.05
 
@@ -102,7 +103,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, allowed, hint = request.url.path, (error.headers or {}).get("Allow"), ""
     if error.status_code == 404:
-        near = _NOT_SERVED.get(path) or _closest(path, request.app.routes)
+        known = (told for start, told in _NOT_SERVED.items() if path.startswith(start))
+        near = next(known, None) or _closest(path, request.app.routes)
         hint = f"; {near}docs/reference/endpoints.md lists all endpoints"
     elif allowed is not None:  # Starlette names only the methods of the first matching route
         same = [route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(path)]

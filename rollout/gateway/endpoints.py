@@ -177,7 +177,6 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("POST /api/v1/asample", "Tinker", tinker.sample, tinker_bodies.SampleBody),
     Endpoint("POST /api/v1/retrieve_future", "Tinker", tinker.retrieve, tinker_bodies.ResultBody, for_client=True),
     Endpoint("POST /api/v1/cancel_future", "Tinker", tinker.cancel, tinker_bodies.ResultBody),
-    Endpoint("GET|POST|DELETE /api/v1/{call:path}", "Tinker", tinker.refuse),
 )
 
 

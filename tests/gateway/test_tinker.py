@@ -420,10 +420,13 @@ def test_the_results_of_mutated_requests_are_no_faults(client: httpx.Client, cou
 
 
 def test_training_is_refused(client: httpx.Client) -> None:
-    for path in ("create_model", "forward_backward", "optim_step", "save_weights_for_sampler", "auth/token"):
-        assert refused(client, f"{API}/{path}", {}, 404) is None
-    assert client.get(f"{API}/training_runs?limit=1").status_code == 404
-    assert client.delete(f"{API}/training_runs/a/checkpoints/b").status_code == 404
+    calls = ("create_model", "forward_backward", "optim_step", "save_weights_for_sampler", "auth/token")
+    refusals = [client.post(f"{API}/{each}", json={}) for each in calls]
+    refusals += [client.get(f"{API}/training_runs?limit=1"), client.delete(f"{API}/training_runs/a/checkpoints/b")]
+    refusals.append(client.put(f"{API}/training_runs/a/checkpoints/b/ttl", json={}))
+    for answer in refusals:
+        assert answer.status_code == 404 and "does not train" in answer.json()["error"]["message"]
+    assert client.get(f"{API}/asample").status_code == 405
 
 
 def test_tokens_are_needed_as_elsewhere(worker: WorkerProcess) -> None:

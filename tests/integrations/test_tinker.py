@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,8 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rollout.gateway.dialects.tinker import sessions
 from tests.support.gateway.harness import gateway, post
 from tests.support.peft_adapters import make_adapter
+from tests.support.ports import free_port
 from tests.support.worker.harness import ONES, launch, token_ids, until
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
@@ -214,6 +218,55 @@ def test_clients_wait_for_room(worker: WorkerProcess, direct: RolloutClient) -> 
         futures = [sampler.sample(text(PROMPT), 2, params(**GREEDY)) for _ in range(6)]
         for future in futures:
             assert [each.tokens for each in future.result().sequences] == [token_ids(" 18 19 20 21")] * 2
+
+
+@pytest.mark.nightly
+def test_a_client_that_dies_loses_its_requests(
+    http: httpx.Client, direct: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "SILENT_S", 15.0)  # clients send a heartbeat every 10 s
+    source = (
+        "import tinker, time\n"
+        f"service = tinker.ServiceClient(base_url={str(http.base_url)!r}, api_key={KEY!r})\n"
+        "sampler = service.create_sampling_client(base_model='ones').result()\n"
+        f"prompt = tinker.ModelInput.from_ints({PROMPT})\n"
+        "sampler.sample(prompt, 4, tinker.SamplingParams(max_tokens=400, stop=[]))\n"
+        "time.sleep(600)\n"
+    )
+    direct.pause()
+    try:
+        with subprocess.Popen([sys.executable, "-c", source]) as client:
+            until(lambda: direct.status()["queue"]["waiting"] == 4, "the rows")
+            time.sleep(20)
+            assert direct.status()["queue"]["waiting"] == 4
+            client.kill()
+        until(lambda: direct.status()["queue"]["waiting"] == 0, "their end")
+    finally:
+        direct.resume()
+
+
+@pytest.mark.nightly
+def test_samples_outlive_a_worker_that_comes_back(folder: Path) -> None:
+    place = {"bind": f"tcp://127.0.0.1:{free_port()}", "max_rows": 8, "max_context_tokens": 512}
+    worker = launch(log=folder / "first", **place)
+    try:
+        with (
+            gateway([worker.endpoint], keys=(KEY.encode(),), served_model_name=("ones",), heartbeat_s=0.5) as http,
+            tinker.ServiceClient(base_url=str(http.base_url), api_key=KEY) as service,
+            RolloutClient(worker.endpoint) as direct,
+        ):
+            sampler = service.create_sampling_client(base_model="ones").result()
+            direct.pause()
+            futures = [sampler.sample(text(PROMPT), 2, params(**GREEDY)) for _ in range(3)]
+            until(lambda: direct.status()["queue"]["waiting"] == 6, "the rows")
+            worker.kill()
+            until(lambda: http.get("/health").status_code == 503, "the loss")
+            worker = launch(log=folder / "second", **place)
+            for future in futures:
+                found = future.result(timeout=120).sequences
+                assert [each.tokens for each in found] == [token_ids(" 18 19 20 21")] * 2
+    finally:
+        worker.kill()
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------

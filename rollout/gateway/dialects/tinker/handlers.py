@@ -69,15 +69,6 @@ async def telemetry(request: HttpRequest[Any]) -> dict[str, Any]:
     return {"status": "accepted"}
 
 
-async def refuse(request: HttpRequest[Any]) -> None:
-    """Refuse the other calls of Tinker's API: training, checkpoints, lists of runs, accounts."""
-    raise HttpError(
-        404,
-        f"{request.path:.200}: this service serves the sampling part of Tinker's API. It does not train and keeps no "
-        "checkpoints: a trainer publishes weights to it or loads adapters; docs/integrations/tinker.md",
-    )
-
-
 # --- sessions and samplers --------------------------------------------------------------------------------------------
 
 
