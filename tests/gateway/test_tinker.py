@@ -202,7 +202,7 @@ def test_how_a_sample_ends(client: httpx.Client) -> None:
 
 def test_an_empty_list_of_stops_switches_the_end_token_off(client: httpx.Client) -> None:
     """At a high temperature the model draws its end token now and then."""
-    hot = {"max_tokens": 400, "temperature": 100.0, "seed": 3}
+    hot = {"max_tokens": 150, "temperature": 100.0, "seed": 3}
     usual = sample(client, body(params=hot, num_samples=8))["sequences"]
     endless = sample(client, body(params=hot | {"stop": []}, num_samples=8))["sequences"]
     assert "stop" in [each["stop_reason"] for each in usual]
