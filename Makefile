@@ -157,4 +157,5 @@ $(LIGHTNING_READY): pyproject.toml $(LIGHTNING)/.ready-venv
 $(CHATS_READY): pyproject.toml $(CHATS)/.ready-venv
 	@echo "installing the clients of chats into $(CHATS): minutes, the first time"
 	@$(CHATS)/bin/python $(INSTALL) -e '.[chat-client-tests]'
+	@$(CHATS)/bin/python $(INSTALL) --no-deps 'tinker-cookbook==0.6.1'
 	@touch $@
