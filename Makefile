@@ -28,7 +28,7 @@ LIGHTNING_READY := $(LIGHTNING)/.ready
 LIGHTNING_TESTS := tests/integrations/test_agent_lightning.py
 CHATS := .venv-chat-clients
 CHATS_READY := $(CHATS)/.ready
-CHATS_TESTS := tests/integrations/test_chat_clients.py
+CHATS_TESTS := tests/integrations/test_chat_clients.py tests/integrations/test_tinker.py
 # On a terminal pip shows how far its downloads are; in a log it would only be long.
 INSTALL := -m pip install $$(test -t 2 || echo --quiet) $(PIP_FLAGS)
 PIP := $(BIN)/python $(INSTALL)
@@ -157,4 +157,5 @@ $(LIGHTNING_READY): pyproject.toml $(LIGHTNING)/.ready-venv
 $(CHATS_READY): pyproject.toml $(CHATS)/.ready-venv
 	@echo "installing the clients of chats into $(CHATS): minutes, the first time"
 	@$(CHATS)/bin/python $(INSTALL) -e '.[chat-client-tests]'
+	@$(CHATS)/bin/python $(INSTALL) --no-deps 'tinker-cookbook==0.6.1'
 	@touch $@

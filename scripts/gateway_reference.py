@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 from rollout.gateway.dialects import process_group_bodies as group_bodies
 from rollout.gateway.dialects import vllm_admin, vllm_generate
 from rollout.gateway.dialects.sglang_generate import SglangParams
+from rollout.gateway.dialects.tinker import bodies as tinker_bodies
+from rollout.gateway.dialects.tinker.target_tokens import TensorBody
 from rollout.gateway.endpoints import ENDPOINTS, Endpoint
 from rollout.gateway.http.bodies import Body, EmptyBody
 from rollout.gateway.prompts import sampling
@@ -42,6 +44,10 @@ _INNER: Mapping[type[Body], str] = {
     vllm_generate.GenerateParams: "`sampling_params` of `/inference/v1/generate` and `/skyrl/v1/generate`",
     vllm_generate.MediaBody: "An item of `media`",
     SglangParams: "`sampling_params` of `/generate`",
+    tinker_bodies.Prompt: "`prompt` of `/api/v1/asample`",
+    tinker_bodies.Chunk: "An item of `chunks`",
+    tinker_bodies.Params: "`sampling_params` of `/api/v1/asample`",
+    TensorBody: "`target_prompt_logprobs`",
     group_bodies.InitInfo: "`init_info`",
     group_bodies.UpdateInfo: "`update_info`",
     vllm_admin.UpdateInfoBody: "`kwargs` of `/collective_rpc` with `update_weights_nccl`",

@@ -117,6 +117,7 @@ _ERRORS_OF_HTTP = """
 - 401, 403: token missing or wrong; a web page without a token; a folder outside of `--weights-root`
 - 404: unknown path or model; the error names the most similar path
 - 408, 413: body slower than `--body-s`, larger than `--max-body-bytes`
+- 408, 410: a result of Tinker's API that is not there yet, or not any more
 - 429: `--max-in-flight` is reached; `Retry-After` says when to try again
 - 501: a call that is [refused](../gateway.md#refused)
 - 503: no worker can take the request, or `--max-connections` is reached"""

@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.dialects.handling import Gateway
 from rollout.gateway.dialects.process_group_bodies import TransferState
+from rollout.gateway.dialects.tinker.sessions import Sessions
 from rollout.gateway.endpoints import routes
 from rollout.gateway.history.kept import Kept
 from rollout.gateway.history.responses import StoredResponse
@@ -34,9 +35,10 @@ from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.wire.errors import RolloutError, Unavailable
 from trainer_bridge.wire.keys import ClientCurve
 
-#: Endpoints of OpenAI that are not served, and what to do instead.
+#: Beginnings of other servers' paths that are not served, and what is to be known of them.
 _NOT_SERVED = {
     "/v1/embeddings": "this gateway only generates; ",
+    "/api/v1/": "this gateway samples by Tinker's API; it does not train, and keeps no checkpoints, runs or accounts; ",
 }
 _ASK_AGAIN_S = 0.05
 
@@ -54,7 +56,8 @@ def make_app(
         client = pool()
         workers = Workers(client, settings)
         folder_updates = FolderUpdates(settings.weights_root, settings.update_s, curve)
-        tasks = [asyncio.ensure_future(workers.watch.run())]
+        tinker: Sessions[Any] = Sessions()
+        tasks = [asyncio.ensure_future(each.run()) for each in (workers.watch, tinker)]
         model: ServedModel | None = None
         try:
             model = ServedModel.load(await _first_status(workers, settings.start_s), settings)
@@ -64,7 +67,7 @@ def make_app(
             trajectories = Trajectories(settings.max_kept_bytes, settings.session_s)
             responses: Kept[StoredResponse] = Kept(settings.max_kept_bytes, settings.session_s)
             gateway = Gateway(
-                settings, workers, model, control, group_updates, TransferState(), trajectories, responses
+                settings, workers, model, control, group_updates, TransferState(), trajectories, responses, tinker
             )
             app.router.routes.extend(routes(gateway))
             yield
@@ -72,6 +75,7 @@ def make_app(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await tinker.close()
             await folder_updates.close()
             if model is not None:
                 model.close()
@@ -99,7 +103,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, allowed, hint = request.url.path, (error.headers or {}).get("Allow"), ""
     if error.status_code == 404:
-        near = _NOT_SERVED.get(path) or _closest(path, request.app.routes)
+        known = (told for start, told in _NOT_SERVED.items() if path.startswith(start))
+        near = next(known, None) or _closest(path, request.app.routes)
         hint = f"; {near}docs/reference/endpoints.md lists all endpoints"
     elif allowed is not None:  # Starlette names only the methods of the first matching route
         same = [route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(path)]

@@ -41,10 +41,12 @@ from rollout.gateway.dialects import (
 )
 from rollout.gateway.dialects import process_group_bodies as group_bodies
 from rollout.gateway.dialects.handling import Gateway, HttpRequest
+from rollout.gateway.dialects.tinker import bodies as tinker_bodies
+from rollout.gateway.dialects.tinker import handlers as tinker
 from rollout.gateway.http.bodies import Body, EmptyBody, Query, decode, read_bytes
 from rollout.gateway.http.event_stream import ClientGone, EventStream, NamedEvents, json_answer, unless_gone
 
-Dialect = Literal["OpenAI", "Anthropic", "rollout", "vLLM", "SGLang", "SkyRL", "prime-rl", "AReaL"]
+Dialect = Literal["OpenAI", "Anthropic", "rollout", "vLLM", "SGLang", "SkyRL", "prime-rl", "AReaL", "Tinker"]
 Handler = Callable[[HttpRequest[Any]], Coroutine[Any, Any, Any]]
 
 
@@ -160,6 +162,21 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("POST /collective_rpc", "SkyRL", vllm_admin.collective_rpc, vllm_admin.RpcBody),
     Endpoint("POST /init_broadcaster", "prime-rl", process_groups.refuse),
     Endpoint("POST /update_weights_from_tensor", "SGLang", process_groups.refuse),
+    # --- Tinker
+    Endpoint("GET /api/v1/healthz", "Tinker", tinker.healthz),
+    Endpoint("GET /api/v1/get_server_capabilities", "Tinker", tinker.capabilities),
+    Endpoint("POST /api/v1/client/config", "Tinker", tinker.client_config),
+    Endpoint("POST /api/v1/client/dynamic_config", "Tinker", tinker.client_dynamic_config),
+    Endpoint("POST /api/v1/telemetry", "Tinker", tinker.telemetry),
+    Endpoint("POST /api/v1/create_session", "Tinker", tinker.create_session),
+    Endpoint("POST /api/v1/session_heartbeat", "Tinker", tinker.heartbeat, tinker_bodies.SessionBody),
+    Endpoint("POST /api/v1/sessions/{session}/finish", "Tinker", tinker.finish_session),
+    Endpoint("POST /api/v1/create_sampling_session", "Tinker", tinker.create_sampler, tinker_bodies.SamplerBody),
+    Endpoint("POST /api/v1/join_sampling_session", "Tinker", tinker.join_sampler, tinker_bodies.JoinBody),
+    Endpoint("GET /api/v1/samplers/{sampler}", "Tinker", tinker.sampler),
+    Endpoint("POST /api/v1/asample", "Tinker", tinker.sample, tinker_bodies.SampleBody),
+    Endpoint("POST /api/v1/retrieve_future", "Tinker", tinker.retrieve, tinker_bodies.ResultBody, for_client=True),
+    Endpoint("POST /api/v1/cancel_future", "Tinker", tinker.cancel, tinker_bodies.ResultBody),
 )
 
 

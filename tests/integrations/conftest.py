@@ -17,7 +17,8 @@ import pytest
 _PACKAGES = (
     "areal",
     *("torch", "transformers", "trl", "verl", "ray", "openai", "verifiers", "renderers", "skyrl"),
-    *("vllm-router", "sglang-router", "agentlightning", "litellm", "anthropic", "openai-agents"),
+    *("vllm-router", "sglang-router", "agentlightning", "litellm", "anthropic", "openai-agents", "tinker"),
+    "tinker-cookbook",
 )
 
 

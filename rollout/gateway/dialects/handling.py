@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.answers.logprobs import LogprobFormat
 from rollout.gateway.dialects.process_group_bodies import TransferState
+from rollout.gateway.dialects.tinker.sessions import Sessions
 from rollout.gateway.history.kept import Kept
 from rollout.gateway.history.responses import StoredResponse
 from rollout.gateway.history.trajectories import Trajectories
@@ -39,6 +40,7 @@ class Gateway:
     transfers: TransferState
     trajectories: Trajectories
     responses: Kept[StoredResponse]
+    tinker: Sessions[Any]
 
     async def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request names as its model, None for the model itself. Raises `HttpError` (404)."""

@@ -39,6 +39,7 @@ _KINDS = {
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     409: "ConflictError",
+    410: "GoneError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
     501: "NotImplementedError",

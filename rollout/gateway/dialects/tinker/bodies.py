@@ -1,0 +1,164 @@
+"""The bodies of Tinker's endpoints, and the prompts and arguments of `generate` that are made of them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from rollout.gateway.dialects.tinker.target_tokens import TargetTokens
+from rollout.gateway.http.bodies import Body
+from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.prompts.sampling import MAX_PROMPT_TOP, MAX_TOKEN_ID, MAX_TOP, Int32, Number, TokenId
+
+_MOST_SEQ = 2**63 - 1
+_MOST_CHARS = 512
+_TYPE = "the path says it"
+
+
+class SessionBody(Body):
+    """A body that names a session."""
+
+    ignored: ClassVar = {"type": _TYPE}
+
+    session_id: str = Field(min_length=1, max_length=_MOST_CHARS)
+
+
+class SamplerBody(Body):
+    """The body of `/api/v1/create_sampling_session`."""
+
+    ignored: ClassVar = {"type": _TYPE}
+
+    session_id: str = Field(min_length=1, max_length=_MOST_CHARS)
+    sampling_session_seq_id: int = Field(ge=0, le=_MOST_SEQ)
+    base_model: str | None = Field(None, min_length=1, max_length=_MOST_CHARS)
+    model_path: str | None = Field(None, min_length=1, max_length=_MOST_CHARS)
+
+
+class JoinBody(Body):
+    """The body of `/api/v1/join_sampling_session`."""
+
+    ignored: ClassVar = {"type": _TYPE}
+
+    sampling_session_id: str = Field(min_length=1, max_length=_MOST_CHARS)
+
+
+class ResultBody(Body):
+    """A body that names a request."""
+
+    ignored: ClassVar = {"allow_metadata_only": "an answer is always whole"}
+
+    request_id: str = Field(min_length=1, max_length=_MOST_CHARS)
+
+
+class Chunk(Body):
+    """A part of a prompt."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[TokenId]
+
+
+class Prompt(Body):
+    """Tinker's `ModelInput`."""
+
+    chunks: list[dict[str, Any]]
+
+    def token_ids(self) -> list[int]:
+        """The token ids of all parts. Raises `HttpError`."""
+        found: list[int] = []
+        for place, chunk in enumerate(self.chunks):
+            where = f"prompt.chunks.{place}."
+            if (chunk.get("type") or "encoded_text") != "encoded_text":
+                message = "this API takes token ids here; send images to /v1/chat/completions"
+                raise bad_request(message, f"{where}type")
+            found += Chunk.take(chunk, where).tokens
+        if not found:
+            raise bad_request("send at least one token", "prompt.chunks")
+        return found
+
+
+class Params(Body):
+    """Tinker's `SamplingParams`."""
+
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | list[TokenId] | None = None
+    temperature: Number = 1.0
+    top_k: Int32 = -1
+    top_p: Number = 1.0
+
+    def worker_fields(self) -> dict[str, Any]:
+        """The arguments of `generate`. An empty list of stops switches the model's own end tokens off, too."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return {
+            "max_tokens": self.max_tokens,
+            "seed": None if self.seed is None else self.seed % 2**63,
+            "temperature": self.temperature,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "top_p": self.top_p,
+            "stop": {
+                "strings": [each for each in stops if isinstance(each, str)],
+                "token_ids": [each for each in stops if not isinstance(each, str)],
+                "ignore_eos": self.stop == [],
+            },
+        }
+
+
+class SampleBody(Body):
+    """The body of `/api/v1/asample`."""
+
+    ignored: ClassVar = {"type": _TYPE}
+    switched_off: ClassVar = {"prompt_alt_tokens_k": (None, 0), "record_stability_info": (None, False)}
+
+    prompt: dict[str, Any]
+    sampling_params: dict[str, Any]
+    num_samples: int = Field(1, ge=1, le=1024)
+    sampling_session_id: str | None = Field(None, min_length=1, max_length=_MOST_CHARS)
+    seq_id: int | None = Field(None, ge=0, le=_MOST_SEQ)
+    base_model: str | None = Field(None, min_length=1, max_length=_MOST_CHARS)
+    model_path: str | None = Field(None, min_length=1, max_length=_MOST_CHARS)
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    topk_prompt_logprobs: int = Field(0, ge=0, le=MAX_PROMPT_TOP)
+    topk_sample_logprobs: int = Field(0, ge=0, le=MAX_TOP)
+    target_prompt_logprobs: dict[str, Any] | None = None
+
+    @property
+    def scores(self) -> bool:
+        """True if log-probs of the prompt's own tokens, or of the likeliest ones, are asked for."""
+        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
+
+    def last_scored(self, prompt_tokens: int) -> int:
+        """The number of tokens at the end of the prompt that are scored. Raises `HttpError`."""
+        last = self.prompt_logprobs_last_n
+        if last is None:
+            return prompt_tokens if self.scores else 0
+        if not self.prompt_logprobs:
+            raise bad_request("it needs 'prompt_logprobs': true", "prompt_logprobs_last_n")
+        if last >= prompt_tokens:
+            message = f"the prompt has {prompt_tokens} tokens, and the first one has no log-prob; send at most "
+            raise bad_request(f"{message}{prompt_tokens - 1}", "prompt_logprobs_last_n")
+        return last
+
+    def targets(self, prompt_tokens: int) -> TargetTokens | None:
+        """The tokens whose log-probs are asked for at positions of the prompt. Raises `HttpError`."""
+        if self.target_prompt_logprobs is None:
+            return None
+        return TargetTokens.of(self.target_prompt_logprobs, prompt_tokens, "target_prompt_logprobs.")
+
+
+#: The fields of a sample by the workers' names for them, for errors.
+NAMES = {
+    "prompt": "prompt",
+    "n": "num_samples",
+    "sampling": "sampling_params",
+    "stop": "sampling_params.stop",
+    "stop.strings": "sampling_params.stop",
+    "stop.token_ids": "sampling_params.stop",
+    "max_tokens": "sampling_params.max_tokens",
+    "seed": "sampling_params.seed",
+    "logprobs": "topk_sample_logprobs",
+    "prompt_top_logprobs": "topk_prompt_logprobs",
+    "prompt_logprobs_last": "prompt_logprobs_last_n",
+    "prompt_logprob_token_ids": "target_prompt_logprobs.data",
+}
