@@ -30,6 +30,7 @@ class WorkerReport:
     pause_s: float  # how long generation stood still
     seconds: float  # time from publish() until the worker used the new weights
     phases: dict[str, float]  # seconds on the worker: receive, verify, wait, apply
+    sent_nbytes: int = 0  # bytes that were sent: fewer than `nbytes` if only changes were
 
     def __repr__(self) -> str:
         return f"WorkerReport({short_fields(self)})"
@@ -102,6 +103,7 @@ class PublishHandle(ProcessBound):
                 pause_s=float(reply["pause_s"]),
                 seconds=time.monotonic() - self._published_s,
                 phases={str(name): float(seconds) for name, seconds in reply["phases"].items()},
+                sent_nbytes=recipient.sent_bytes,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             self.errors[endpoint] = ProtocolError(f"commit: {endpoint} sent a report that cannot be read: {error!r}")

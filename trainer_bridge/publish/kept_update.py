@@ -25,6 +25,12 @@ _MOST_REFUSALS = 3  # one refusal may come from a worker that was lost again
 _log = logging.getLogger(__name__)
 
 
+def worth_keeping(handle: PublishHandle) -> bool:
+    """Whether a worker took a finished update, or may take it later: not if all of them refused it."""
+    lost = any(isinstance(error, UNANSWERED) for error in handle.errors.values())
+    return not handle.refused and (handle.begun or lost)
+
+
 class KeptUpdate:
     """One buffer and the update in it. Used by the publisher's thread and, while an update is sent, by its senders."""
 
@@ -53,8 +59,7 @@ class KeptUpdate:
 
     def keep_finished(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:
         """Keep all of a finished update, even if no worker got it, unless the workers refused it."""
-        lost = any(isinstance(error, UNANSWERED) for error in handle.errors.values())
-        if handle.refused or not (handle.begun or lost):
+        if not worth_keeping(handle):
             return
         try:
             if not handle.reports:
