@@ -374,7 +374,7 @@ class Staging:
         if not self._shard or (self._stream is not None and self.base_device.type == "cpu"):
             return []
         with self.on_stream():
-            prints = [fingerprint(self._base(kept)) for kept in self._kept.values()]
+            prints = [fingerprint(_aligned(self._base(kept))) for kept in self._kept.values()]
             return torch.stack(prints).tolist() if prints else []
 
     # --- layout -------------------------------------------------------------------------------------------------------
@@ -667,6 +667,11 @@ def pin_at_start(staging: Staging, nbytes: int) -> None:
             f"the host does not give {nbytes / (1 << 30):.1f} GiB of pinned memory for updates of the weights: set "
             f"weights.staging to device, or weights.apply to in_place ({error!s:.200})"
         ) from error
+
+
+def _aligned(memory: torch.Tensor) -> torch.Tensor:
+    """The same bytes at a place where words of 32 bits may begin."""
+    return memory if memory.storage_offset() % 4 == 0 else memory.clone()
 
 
 def entries_within(entries: Sequence[TensorEntry], starts: Sequence[int], start: int, end: int) -> Iterator[int]:

@@ -445,6 +445,8 @@ class UpdateIntake:
         if not begin.receiver.finish(current.incoming, commit.options) or not self._may_write(current):
             return
         if not destination.copied():
+            if begin.content.delta is not None:
+                current.incoming.last_data_s = time.monotonic()  # all codes have come; changing much memory takes time
             return
         destination.check()
         if begin.adapter is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ from trainer_bridge.publish.kept_update import KeptUpdate, worth_keeping
 from trainer_bridge.transports.changed_words import changed_words
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.delta import Delta
 from trainer_bridge.wire.errors import RolloutError
 
@@ -42,6 +44,7 @@ class KeptDeltas(KeptUpdate):
         self._place = memory
         self._content = ""  # of the kept bytes
         self._changes: Payload | None = None
+        self._tied: dict[str, str] = {}  # names that the kept update leaves out, and its name of the same tensor
         self._base_holders: set[str] = set()  # endpoints that have the content that the changes are made from
         self._holders: set[str] = set()  # endpoints that have the kept content
 
@@ -83,7 +86,7 @@ class KeptDeltas(KeptUpdate):
                 kept[start:end].copy_(new, non_blocking=True)
         payload.wait_packed()
         payload.release()
-        self._manifest = manifest
+        self._manifest, self._tied = manifest, dict(payload.tied)
         if comparable:
             self._changes = self._packed(payload, base, codes, [int(each) for each in prints])
 
@@ -97,7 +100,7 @@ class KeptDeltas(KeptUpdate):
         if total >= manifest.total_bytes:
             return None
         changes = Payload(codes, manifest.version, manifest.bucket_bytes)
-        changes.update, changes.content = manifest, self._content
+        changes.update, changes.content, changes.tied = manifest, self._content, self._tied
         changes.delta = Delta(base, changes.manifest, tuple(prints))
         return changes
 
@@ -133,5 +136,13 @@ class KeptDeltas(KeptUpdate):
         """The update, whole, to be sent again."""
         assert self._manifest is not None
         payload = super().payload(self._manifest.bucket_bytes)
-        payload.content = self._content
+        payload.content, payload.tied = self._content, self._tied
         return payload
+
+    def every_name(self, tied: Mapping[str, str]) -> Payload | None:
+        """As `KeptUpdate.every_name`: the trainer's tensors are free, and their memory is about to be compared."""
+        assert self._manifest is not None
+        tensors = {entry.name: typed_view(self._buffer, entry).clone() for entry in self._manifest.tensors}
+        tensors |= {name: tensors[other] for name, other in tied.items()}
+        version, bucket_bytes = self._manifest.version, self._manifest.bucket_bytes
+        return Payload(tensors, version, bucket_bytes)

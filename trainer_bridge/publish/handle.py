@@ -84,11 +84,17 @@ class PublishHandle(ProcessBound):
             raise self.error
         return list(self.reports.values())
 
-    def use_every_name(self) -> None:
-        """Begin again with each tensor under all of its names, because a worker has several parameters for it."""
-        self._payload.use_every_name()
-        self.nbytes = self._payload.manifest.tensor_bytes
+    def use_every_name(self, kept: Payload | None) -> Payload:
+        """Begin again with each tensor under all of its names, because a worker has several parameters for it.
+
+        `kept` has them if the trainer's tensors are free already. Returns what to publish.
+        """
+        payload = self._payload if kept is None else kept
+        if kept is None:
+            payload.use_every_name()
+        self.nbytes = payload.manifest.tensor_bytes
         self.errors.clear()
+        return payload
 
     def report(self, recipient: Recipient, reply: dict[str, Any]) -> None:
         """Note that a worker uses the new weights; `reply` is its answer to `commit`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -93,6 +94,10 @@ class KeptUpdate:
                 endpoint,
                 self.version,
             )
+
+    def every_name(self, tied: Mapping[str, str]) -> Payload | None:
+        """The update with each tensor under all names; None while the trainer's tensors are not free: they have them."""
+        return None
 
     def payload(self, bucket_bytes: int | None) -> Payload:
         """The update, to be sent again."""

@@ -147,9 +147,8 @@ class WeightPublisher(ProcessBound):
         self._client = f"publisher-{secrets.token_hex(4)}"
         self._links = {link.endpoint: link for link in self._connect()}
         self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | _Change | None] = queue.SimpleQueue()
-        # A tensor with several names goes under one. `disk` writes for other readers, and before a worker can refuse;
-        # with deltas the tensors are not read any more when one refuses.
-        self._once = transport != "disk" and deltas is None
+        # A tensor with several names goes under one. `disk` writes for other readers, and before a worker can refuse.
+        self._once = transport != "disk"
         self._newest: dict[str | None, int] = {}  # the last version that was published, by adapter; None: the model's
         self._jobs_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
@@ -280,7 +279,7 @@ class WeightPublisher(ProcessBound):
                 if payload.tied and any(error.field == "tied" for error in handle.errors.values()):
                     self._once = False  # a worker takes them as several parameters
                     if not handle.begun:
-                        handle.use_every_name()
+                        payload = handle.use_every_name(None if kept is None else kept.every_name(payload.tied))
                         self._publish(payload, handle, list(self._links))
                 if kept is not None:
                     kept.keep_finished(payload, handle, self._closing)

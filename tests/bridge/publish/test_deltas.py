@@ -319,6 +319,33 @@ def test_a_worker_that_is_killed_while_it_takes_changes_gets_the_whole_when_it_i
             assert serves(again.model, trainer.tensors) and trainer.sent(again) == [False]
 
 
+@pytest.mark.parametrize("layout", ["staged", "in place"])
+def test_a_tensor_with_two_names_is_compared_and_sent_once(layout: str) -> None:
+    with LAYOUTS[layout]() as worker, WeightPublisher(worker.endpoint, transport="zmq", deltas="host") as publisher:
+        trainer = Trainer(publisher)
+        for version in (1, 2, 3):
+            tensors = changed(trainer.tensors, version, SHARE)
+            handle = publisher.publish({**tensors, "lm_head.weight": tensors["embed.weight"]}, version)
+            (report,) = handle.applied(20)
+            assert serves(worker.model, tensors) and (report.sent_nbytes < report.nbytes) == (version > 1)
+            assert report.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+            trainer.tensors = tensors
+
+
+def test_a_worker_that_has_two_parameters_for_a_tensor_gets_both_names() -> None:
+    model = TinyModel()
+    model.parameters["head"] = torch.zeros_like(model.parameters["embed"])
+    model.views["lm_head.weight"] = model.parameters["head"]
+    with Worker(model=model) as worker:
+        with WeightPublisher(worker.endpoint, transport="zmq", deltas="host") as publisher:
+            tensors = new_tensors(TinyModel(), 1)
+            for version in (1, 2, 3):
+                tensors = changed(tensors, version, SHARE)
+                both = {**tensors, "lm_head.weight": tensors["embed.weight"]}
+                (report,) = publisher.publish(both, version).applied(20)
+                assert serves(model, both) and (report.sent_nbytes < report.nbytes) == (version > 1)
+
+
 def test_a_wrong_place_for_the_kept_update_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="deltas must be"):
         WeightPublisher("tcp://127.0.0.1:1", deltas="gpu")  # type: ignore[arg-type]
