@@ -96,7 +96,7 @@ class KeptUpdate:
             )
 
     def every_name(self, tied: Mapping[str, str]) -> Payload | None:
-        """The update with each tensor under all names; None while the trainer's tensors are not free: they have them."""
+        """The update with each tensor under all names; None: the trainer's tensors have them, and are not free yet."""
         return None
 
     def payload(self, bucket_bytes: int | None) -> Payload:

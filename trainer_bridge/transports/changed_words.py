@@ -36,7 +36,7 @@ def changed_words(old: torch.Tensor, new: torch.Tensor) -> dict[Part, torch.Tens
     """The form of `new` (uint8, one dimension, an even number of bytes) for a reader that has `old`; bfloat16 [n]."""
     after = new.view(torch.int16)
     changed = old.view(torch.int16) != after
-    count, words = int(changed.sum()), len(after)
+    count, words = int(torch.count_nonzero(changed)), len(after)
     if count == 0:
         return {}
     bits_bytes = -(-words // 16) * 2
