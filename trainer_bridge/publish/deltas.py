@@ -60,8 +60,11 @@ class KeptDeltas(KeptUpdate):
         comparable = before is not None and before.layout_digest == manifest.layout_digest
         base, self._content, self._changes = self._content, secrets.token_hex(16), None
         self._base_holders, self._holders = self._holders, set()
+        comparable &= self._buffer.device == self._kept_on(payload.device)
         try:
-            kept = self._memory(manifest.total_bytes, payload.device)
+            with payload.on_side_stream():  # memory that only this stream uses: the trainer's stream goes on meanwhile
+                kept = self._memory(manifest.total_bytes, payload.device)
+                scratch = kept.new_empty(min(manifest.bucket_bytes, manifest.total_bytes), device=payload.device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise RolloutError(
                 f"prepare: there is no {self._place} memory for the update that deltas are made from "
@@ -69,9 +72,6 @@ class KeptDeltas(KeptUpdate):
             ) from error
         codes: dict[str, torch.Tensor] = {}
         prints: list[torch.Tensor] = []
-        scratch = torch.empty(
-            min(manifest.bucket_bytes, manifest.total_bytes), dtype=torch.uint8, device=payload.device
-        )
         for index in range(manifest.bucket_count):
             if stop.is_set():
                 raise RolloutError("prepare: the publisher was closed", code="closed")
@@ -81,8 +81,12 @@ class KeptDeltas(KeptUpdate):
             with payload.on_side_stream():
                 prints.append(fingerprint(new))
                 if comparable:
-                    old = kept[start:end].to(new.device, non_blocking=True)
-                    codes |= {f"{index}.{part}": found for part, found in changed_words(old, new).items()}
+                    try:
+                        old = kept[start:end].to(new.device, non_blocking=True)
+                        codes |= {f"{index}.{part}": found for part, found in changed_words(old, new).items()}
+                    except torch.OutOfMemoryError as error:
+                        comparable, codes = False, {}
+                        _log.warning("version %d is sent whole: no memory to compare it: %s", manifest.version, error)
                 kept[start:end].copy_(new, non_blocking=True)
         payload.wait_packed()
         payload.release()
@@ -105,13 +109,16 @@ class KeptDeltas(KeptUpdate):
         return changes
 
     def _memory(self, nbytes: int, device: torch.device = torch.device("cpu")) -> torch.Tensor:  # noqa: B008
-        place = device if self._place == "device" else torch.device("cpu")
-        self._manifest = None
+        place, self._manifest = self._kept_on(device), None
         if self._buffer.numel() < nbytes or self._buffer.device != place:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
             pinned = place.type == "cpu" and device.type == "cuda"
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
         return self._buffer[:nbytes]
+
+    def _kept_on(self, device: torch.device) -> torch.device:
+        """Where an update is kept whose tensors are on `device`."""
+        return device if self._place == "device" else torch.device("cpu")
 
     def changes(self) -> Payload | None:
         """The newest update as what has changed; None if there is no base, or if the whole is shorter."""
