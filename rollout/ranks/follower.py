@@ -124,8 +124,8 @@ class Follower:
         elif lane != "updates":
             self._copies.carry_out(lane, number, *fields)
         else:
-            if self._updates.in_place and fields[0] == "open":
-                self._executor.finish()  # rank 0 holds generation, and has committed all steps
+            if self._updates.in_place and fields[0] in ("open", "prepare"):
+                self._executor.finish()  # rank 0 holds generation when it writes, and has committed all steps
             self._updates.carry_out(number, *fields)
 
     def _enqueued(self, reports: Reports) -> None:

@@ -18,6 +18,7 @@ from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.relay import PinnedView
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory
+from rollout.weights.delta import WHOLE, DeltaStaging, open_staging, read_update_content
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.staged_weights import Copy
 from rollout.weights.staging import Staging
@@ -49,6 +50,8 @@ class FollowerUpdates:
         self.work = OrderedWork("updates", self._device, reports, number)  # all that writes to the staging memory
         self._lock = threading.Lock()
         self._ready: tuple[int, int, list[Copy]] = (0, 0, [])  # number, version, copies
+        self._taking: Staging | DeltaStaging = staging  # takes the bytes of the update that is received
+        self._content = WHOLE
         self._open = (0, 0)  # number and version of the update that is received; 0: none, or one that does not fit
 
     # --- the main thread ----------------------------------------------------------------------------------------------
@@ -82,11 +85,13 @@ class FollowerUpdates:
     def _begin(self, number: int, manifest_bytes: int) -> None:
         """Begin an update, if it fits this rank."""
         self._open = (0, 0)
-        manifest = from_wire(msgpack.unpackb(self._manifest.map()[:manifest_bytes]))
+        told = msgpack.unpackb(self._manifest.map()[:manifest_bytes])
+        manifest = from_wire(told["manifest"])
+        self._content = read_update_content(told, manifest)
         self.work.advance()
         fit = self._map.check(manifest)
         self.work.advance()
-        self.staging.open(manifest, fit)
+        self._taking = open_staging(self.staging, manifest, fit, False, self._content)
         self._open = (number, manifest.version)
 
     def _map_relay(self, order: int, handle: bytes, nbytes: int) -> None:
@@ -115,7 +120,7 @@ class FollowerUpdates:
     def _stage(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
         """Keep this rank's part of a piece; return when the piece is read."""
         if not on_device:
-            event = self.staging.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
+            event = self._taking.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
         else:
             assert self._reader is not None, "rank 0 waits until its memory is mapped"
             with self.staging.on_stream():
@@ -123,7 +128,7 @@ class FollowerUpdates:
                 for lo in range(0, nbytes, READ_BYTES):
                     part = read[: min(READ_BYTES, nbytes - lo)]
                     self._reader.read(at + lo, part)
-                    event = self.staging.take(start + lo, part)
+                    event = self._taking.take(start + lo, part)
         if event is not None:
             event.synchronize()
 
@@ -132,8 +137,11 @@ class FollowerUpdates:
         opened, version = self._open
         if opened != number:
             return
-        self.staging.check()
-        copies = self.staging.copies()
+        while not self._taking.copied():
+            self.work.advance()
+        self._taking.check()
+        self._taking.verified(self._content.name)
+        copies = self._taking.copies()
         with self._lock:
             self._ready = (number, version, copies)
         self._reports.set(self._number, "prepared", number)

@@ -27,6 +27,7 @@ from rollout.ranks.orders import Orders, check_alive
 from rollout.ranks.relay import RELAY_SIZES, HostPlace, Place, RelayMemory, RelaySizes
 from rollout.ranks.reports import Reports
 from rollout.ranks.ring import SharedMemory, SharedMemoryError
+from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_staging
 from rollout.weights.destination import Destination, Destinations
 from rollout.weights.parameter_map import Fit
 from rollout.weights.staging import Staging
@@ -78,14 +79,15 @@ class RankUpdates(Destinations):
         self._last = 0  # number of the last update that followers were told of
         self._opened = self._prepared = 0  # numbers of its orders
 
-    def open(self, manifest: Manifest, fit: Fit, on_device: bool) -> Destination:
+    def open(self, manifest: Manifest, fit: Fit, on_device: bool, content: UpdateContent = WHOLE) -> Destination:
         """Begin an update on all ranks. Raises `Unavailable` while the worker starts."""
         self._orders()
-        self.staging.open(manifest, fit)
+        staging = open_staging(self.staging, manifest, fit, False, content)
+        arrives = manifest if content.delta is None else content.delta.codes
         relays = [self._device, self._host] if on_device and self._device is not None else [self._host]
         for relay in relays:
-            relay.open(manifest.bucket_bytes, manifest.total_bytes)
-        return GroupDestination(self.staging, manifest, self, relays)
+            relay.open(arrives.bucket_bytes, arrives.total_bytes)
+        return GroupDestination(staging, manifest, self, relays, content)
 
     def unmap(self) -> None:
         """A sleep begins: have the followers unmap the memory on rank 0's GPU, after all pieces that were given."""
@@ -102,11 +104,11 @@ class RankUpdates(Destinations):
         orders = self._find_orders()
         return super().busy or (orders is not None and not orders.done("swap", orders.swapped))
 
-    def tell(self, manifest: Manifest) -> bool:
+    def tell(self, manifest: Manifest, content: UpdateContent) -> bool:
         """Tell the followers of an update; false while they may still read about the one before."""
         if not self._reports.done("updates", self._opened):
             return False
-        packed = msgpack.packb(manifest.to_wire())
+        packed = msgpack.packb({"manifest": manifest.to_wire(), **content.to_wire()})
         self._manifest.grow(len(packed))
         self._manifest.map()[: len(packed)] = packed
         self._last += 1
@@ -118,6 +120,12 @@ class RankUpdates(Destinations):
         orders = self._orders()
         orders.prepared = self._last
         self._prepared = orders.give("updates", "prepare", self._last)
+
+    def are_open(self) -> bool:
+        """Whether the update fits all followers. Raises `WeightsRejected` if one refuses it."""
+        opened = self._reports.done("updates", self._opened)
+        self.check()
+        return opened
 
     def are_prepared(self) -> bool:
         """Whether all followers are ready to swap the update. Raises `WeightsRejected` if one refuses it."""
@@ -158,15 +166,22 @@ class GroupDestination(Destination):
     Of several relays it uses the first one that the followers can read.
     """
 
-    def __init__(self, staging: Staging, manifest: Manifest, updates: RankUpdates, relays: list[RelayMemory]) -> None:
-        super().__init__(staging, manifest)
-        self._updates, self._relays = updates, relays
+    def __init__(
+        self,
+        staging: Staging | DeltaStaging,
+        manifest: Manifest,
+        updates: RankUpdates,
+        relays: list[RelayMemory],
+        content: UpdateContent = WHOLE,
+    ) -> None:
+        super().__init__(staging, manifest, content.name)
+        self._updates, self._relays, self._how = updates, relays, content
         self._told = self._asked = self._landed = False
 
     @property
     def dirty(self) -> bool:
         """Whether some of the parameters are written, on some of the ranks."""
-        return self._landed and self._staging.in_place
+        return self._staging.in_place and (self._landed if self._how.delta is None else self._asked)
 
     @property
     def has_room(self) -> bool:
@@ -178,7 +193,7 @@ class GroupDestination(Destination):
         try:
             if self._told:
                 self._updates.check()
-            self._told = self._told or self._updates.tell(self._manifest)
+            self._told = self._told or self._updates.tell(self._manifest, self._how)
             while len(self._relays) > 1:
                 usable = self._relays[0].usable()
                 if usable is None:
@@ -225,15 +240,19 @@ class GroupDestination(Destination):
 
         Raises `WeightsRejected` if a follower refuses the update.
         """
-        if not self._staging.copied():
+        if self._how.delta is None and not self._staging.copied():
             return False
         self._updates.check_alive()
-        self._told = self._told or self._updates.tell(self._manifest)
+        self._told = self._told or self._updates.tell(self._manifest, self._how)
         if not self._told or not self._relays[0].all_given():
             return False
         if not self._asked:
+            if self._how.delta is not None and not self._updates.are_open():
+                return False  # in place, no rank writes before all have found the base
             self._asked = True
             self._updates.prepare()
+        if self._how.delta is not None and not self._staging.copied():
+            return False
         return self._updates.are_prepared()
 
     def abandon(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_staging
 from rollout.weights.parameter_map import Fit
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.staging import Staging
@@ -19,14 +20,19 @@ from trainer_bridge.wire.manifest import Manifest
 class Destination:
     """The memory of one update on a worker of one rank."""
 
-    def __init__(self, staging: Staging, manifest: Manifest) -> None:
-        self._staging, self._manifest = staging, manifest
+    def __init__(self, staging: Staging | DeltaStaging, manifest: Manifest, content: str = "") -> None:
+        self._staging, self._manifest, self._content = staging, manifest, content
         self._arriving = torch.empty(0, dtype=torch.uint8)
 
     @property
     def dirty(self) -> bool:
         """Whether parameters were written."""
         return self._staging.written
+
+    @property
+    def writes_arriving(self) -> bool:
+        """Whether bytes change parameters as they arrive: then no step may run. In place, codes change them later."""
+        return self._staging.in_place and not isinstance(self._staging, DeltaStaging)
 
     @property
     def has_room(self) -> bool:
@@ -45,7 +51,7 @@ class Destination:
     def landed(self, start: int, end: int) -> None:
         """Take the bytes from their memory."""
         read = self._staging.take(start, self._arriving)
-        if self._staging.in_place and read is not None:
+        if self.writes_arriving and read is not None:
             read.synchronize()  # the next bytes arrive in the same memory
 
     def put(self, start: int, data: torch.Tensor) -> None:
@@ -53,7 +59,10 @@ class Destination:
         self._staging.take(start, data)
 
     def copied(self) -> bool:
-        """Whether all bytes are where the swap reads them. All bytes are verified when this is first called."""
+        """Whether all bytes are where the swap reads them. All bytes are verified when this is first called.
+
+        In place, no step may run by then.
+        """
         return self._staging.copied()
 
     def check(self) -> None:
@@ -71,6 +80,7 @@ class Destination:
 
     def update(self) -> StagedWeights:
         """The verified update; no other bytes land until it is released."""
+        self._staging.verified(self._content)
         update = StagedWeights(self._manifest, self._staging.copies(), self._staging.swap_copies)
         self._staging.lend(update)
         return update
@@ -87,7 +97,6 @@ class Destinations:
         """Whether the memory for the next update still holds one that may be read."""
         return self.staging.busy
 
-    def open(self, manifest: Manifest, fit: Fit, on_device: bool) -> Destination:
+    def open(self, manifest: Manifest, fit: Fit, on_device: bool, content: UpdateContent = WHOLE) -> Destination:
         """Begin an update; with `on_device` all bytes arrive on the device, by `put`."""
-        self.staging.open(manifest, fit, on_device)
-        return Destination(self.staging, manifest)
+        return Destination(open_staging(self.staging, manifest, fit, on_device, content), manifest, content.name)

@@ -24,6 +24,7 @@ Invariants:
 - A piece is cut when it lands, so a swap copies contiguous memory of this rank only.
 - Copies to or from a device are enqueued; the event of the last one says when all are done.
 - From `lend` until the update is released the memory is not written; `busy` is true.
+- While the memory has a content, by `verified`, it holds those bytes and no others: changes to them can be made there.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from rollout.process.progress import stage
 from rollout.weights.parameter_map import Fit
 from rollout.weights.pinned_memory import BLOCK_BYTES, HostBlocks
 from rollout.weights.staged_weights import Copy, StagedWeights, SwapCopies
+from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, rows_within
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry
@@ -134,6 +136,14 @@ class _Kept(NamedTuple):
         return DTYPE_BYTES[self.entry.dtype] * math.prod(self.shape)
 
 
+class KeptPart(NamedTuple):
+    """The part of a tensor that this rank keeps: its memory, uint8 [bytes], and the cut that made it."""
+
+    entry: TensorEntry
+    memory: torch.Tensor
+    cut: Cut | None
+
+
 class _Layout(NamedTuple):
     """The layout of an update, which later ones may share."""
 
@@ -185,6 +195,9 @@ class Staging:
         self._event: torch.cuda.Event | None = None  # of the last copy that is enqueued
         self._lent: StagedWeights | None = None
         self.written = False  # in place: some parameters have bytes of this update
+        self._content = ""  # names the bytes that the memory holds; empty: not known
+        self._prints: list[int] = []  # of these bytes, where the result of changes can't be compared
+        self._code_memory = torch.empty(0, dtype=torch.uint8)
 
     @property
     def place(self) -> Literal["device", "host"] | None:
@@ -220,6 +233,7 @@ class Staging:
     def open(self, manifest: Manifest, fit: Fit, on_device: bool = False) -> None:
         """Begin an update; the one before is not used any more. With `on_device` all bytes arrive there, by `take`."""
         assert not self.busy, "the staging memory still holds an update"
+        self.forget()
         if not self._shard:
             self._open_stream(manifest, fit, on_device)
         elif self._layout.digest != manifest.layout_digest:
@@ -297,6 +311,71 @@ class Staging:
             copied = set(self._layout.fit.copied)
             self._copies = list(self._join([kept for kept in self._layout.order if kept.entry.name in copied]))
         return self._copies
+
+    # --- the base of changes (`rollout.weights.delta`) ----------------------------------------------------------------
+
+    def verified(self, content: str) -> None:
+        """Note that all bytes of this update are verified, and named by `content`; empty: they have no name."""
+        self._content = content
+        self._prints = self._fingerprints() if content else []
+
+    def forget(self) -> None:
+        """The memory may be written: it holds no bytes that are known."""
+        self._content = ""
+
+    def lacks_base(self, manifest: Manifest, content: str) -> str:
+        """Why the memory does not hold the bytes that `content` names; empty: it does."""
+        if self._content != content:
+            return "this worker does not hold the update that they change"
+        if self._layout.digest != manifest.layout_digest:
+            return "they are of other tensors, or in other buckets, than the update that they change"
+        if self._prints != self._fingerprints():
+            self.forget()
+            return "the bytes that they change are no longer those that were verified"
+        return ""
+
+    def code_memory(self, nbytes: int) -> torch.Tensor:
+        """Host memory for codes, uint8 [nbytes]; one memory for all updates."""
+        if self._code_memory.numel() < nbytes:
+            self._code_memory = torch.empty(0, dtype=torch.uint8)
+            self._code_memory = torch.empty(
+                nbytes + nbytes // 4, dtype=torch.uint8, pin_memory=self._stream is not None
+            )
+        return self._code_memory[:nbytes]
+
+    @property
+    def whole_stream(self) -> torch.Tensor | None:
+        """The memory, if it holds the whole stream in its order; None: it holds kept parts of tensors."""
+        return None if self._shard else self.stream
+
+    @property
+    def base_device(self) -> torch.device:
+        """The device of the memory that changes are made in."""
+        return self._blocks[0].device
+
+    def kept_parts(self, start: int, end: int) -> Iterator[KeptPart]:
+        """The kept tensors that have bytes from `start` to `end` of the stream, in its order."""
+        for i in entries_within(self._layout.entries, self._layout.starts, start, end):
+            kept = self._kept.get(self._layout.entries[i].name)
+            if kept is not None:
+                yield KeptPart(kept.entry, self._base(kept), kept.cut)
+
+    def note_changes(self) -> None:
+        """Changes of the memory were enqueued on `on_stream`; `copied` says when they are made."""
+        if self._stream is not None:
+            self._event = torch.cuda.Event()
+            self._event.record(self._stream)
+
+    def _base(self, kept: _Kept) -> torch.Tensor:
+        return self._blocks[kept.block][kept.at : kept.at + kept.nbytes]
+
+    def _fingerprints(self) -> list[int]:
+        """Of the kept parts. None where the result of changes is compared, or where the host would read all of it."""
+        if not self._shard or (self._stream is not None and self.base_device.type == "cpu"):
+            return []
+        with self.on_stream():
+            prints = [fingerprint(_aligned(self._base(kept))) for kept in self._kept.values()]
+            return torch.stack(prints).tolist() if prints else []
 
     # --- layout -------------------------------------------------------------------------------------------------------
 
@@ -381,7 +460,7 @@ class Staging:
 
     def _take_tensors(self, start: int, data: torch.Tensor) -> None:
         end = start + data.numel()
-        for i in _entries_within(self._layout.entries, self._layout.starts, start, end):
+        for i in entries_within(self._layout.entries, self._layout.starts, start, end):
             entry = self._layout.entries[i]
             kept = self._kept.get(entry.name)
             if kept is None:
@@ -446,6 +525,7 @@ class InPlace(Staging):
         super().__init__(views, "host", shard=True)  # tensors are written one by one, also by one rank
         self._whole: dict[str, torch.Tensor] = {}  # the kept bytes of tensors that are copied as a whole
         self._others: set[str] = set()  # second names of parameters
+        self._other_form = ""  # a tensor of the last update that changes in place can't be made to
 
     @property
     def place(self) -> None:
@@ -456,6 +536,7 @@ class InPlace(Staging):
         """Begin an update; the one before is not continued."""
         self._whole.clear()
         self.written = False
+        self.forget()
         if self._layout.digest != manifest.layout_digest:
             order, _ = self._lay_out(manifest, fit, block_bytes=None)
             self._set_layout(manifest, fit, [kept._replace(at=0) for kept in order])
@@ -481,6 +562,29 @@ class InPlace(Staging):
         """None: all is copied."""
         return []
 
+    def verified(self, content: str) -> None:
+        """As `Staging.verified`; changes are made to parameters that are kept as they are sent."""
+        self._other_form = next((name for name, kept in self._kept.items() if not self._as_sent(kept)), "")
+        super().verified("" if self._other_form else content)
+
+    def lacks_base(self, manifest: Manifest, content: str) -> str:
+        """As `Staging.lacks_base`."""
+        if self._other_form:
+            return f"{self._other_form} is not kept as it is sent, so changes to it cannot be made in place"
+        return super().lacks_base(manifest, content)
+
+    @property
+    def base_device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(iter(self.views.values())).device
+
+    def _as_sent(self, kept: _Kept) -> bool:
+        same = kept.target.dtype == TORCH_DTYPES[kept.entry.dtype] and kept.entry.name not in self._others
+        return same and _is_plain(kept.target)
+
+    def _base(self, kept: _Kept) -> torch.Tensor:
+        return kept.target.detach().view(-1).view(torch.uint8)
+
     def _free(self) -> None:
         self._whole.clear()
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -502,9 +606,9 @@ class InPlace(Staging):
 
     def _block(self, kept: _Kept) -> torch.Tensor:
         name, target = kept.entry.name, kept.target
-        if _is_plain(target) and target.dtype == TORCH_DTYPES[kept.entry.dtype] and name not in self._others:
+        if self._as_sent(kept):
             self.written = True
-            return target.detach().view(-1).view(torch.uint8)
+            return self._base(kept)
         if name not in self._whole:
             self._whole[name] = torch.empty(kept.nbytes, dtype=torch.uint8, device=target.device)
         return self._whole[name]
@@ -565,7 +669,12 @@ def pin_at_start(staging: Staging, nbytes: int) -> None:
         ) from error
 
 
-def _entries_within(entries: Sequence[TensorEntry], starts: Sequence[int], start: int, end: int) -> Iterator[int]:
+def _aligned(memory: torch.Tensor) -> torch.Tensor:
+    """The same bytes at a place where words of 32 bits may begin."""
+    return memory if memory.storage_offset() % 4 == 0 else memory.clone()
+
+
+def entries_within(entries: Sequence[TensorEntry], starts: Sequence[int], start: int, end: int) -> Iterator[int]:
     """The numbers of the tensors that have bytes from `start` to `end` of the stream; `starts` are their offsets."""
     for i in range(max(0, bisect.bisect_right(starts, start) - 1), len(entries)):
         if entries[i].offset >= end:

@@ -28,11 +28,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate, UpdateWait
 from rollout.weights.adapter_updates import AdapterTarget, IncomingAdapter, read_adapter
+from rollout.weights.delta import WHOLE, UpdateContent, read_update_content
 from rollout.weights.destination import Destination, Destinations
 from rollout.weights.parameter_map import Fit, ParameterMap
 from rollout.weights.process_groups import ProcessGroups, Reply
@@ -116,6 +117,7 @@ class UpdatePlan:
     receiver: TransportReceiver
     options: Mapping[str, Any]  # of the transport
     adapter: IncomingAdapter | None  # None: an update of the model
+    content: UpdateContent = WHOLE
 
 
 @dataclass(slots=True)
@@ -127,6 +129,7 @@ class ReceivedUpdate:
     destination: Destination
     begun_s: float
     commit: Commit | None = None  # came; not all bytes are verified yet
+    hold: Literal["early", "late", "asked", "granted"] = "early"  # late: asked for once all bytes are verified
 
     @property
     def adapter(self) -> str | None:
@@ -219,6 +222,7 @@ class UpdateIntake:
         """Tell the gate when no update is active; if a sleep is ordered, free the memory kept for the next one."""
         if self.current is None and self.committed is None:
             if self._gate.sleep.ordered:
+                self._destinations.staging.forget()  # its memory may be given back
                 for receiver in self.receivers.values():
                     receiver.rest()
             self._gate.updates_done()
@@ -293,7 +297,11 @@ class UpdateIntake:
         if self.current is not None:
             self.reject(WeightsRejected(f"version {begin.manifest.version} was begun before this update was complete"))
         incoming, grant = self._open(begin, begun_s)
-        if self._destinations.staging.in_place and adapter is None:
+        if adapter is None and self._destinations.staging.in_place and begin.content.delta is not None:
+            assert self.current is not None
+            self.current.hold = "late"
+            _let_land(incoming)
+        elif self._destinations.staging.in_place and adapter is None:
             self._gate.request_hold(lambda: self._post(lambda: _let_land(incoming)))
         else:
             _let_land(incoming)
@@ -312,8 +320,10 @@ class UpdateIntake:
             destination = begin.adapter.open(manifest)
         else:
             self._say_differences(begin.fit)
-            destination = self._destinations.open(manifest, begin.fit, receiver.on_device)
-        incoming = IncomingUpdate(manifest, receiver.name, secrets.token_bytes(16), destination)
+            destination = self._destinations.open(manifest, begin.fit, receiver.on_device, begin.content)
+        delta = begin.content.delta
+        arrives = manifest if delta is None else delta.codes
+        incoming = IncomingUpdate(arrives, receiver.name, secrets.token_bytes(16), destination)
         try:
             grant = receiver.begin(incoming, begin.options)
         except RolloutError:
@@ -432,7 +442,11 @@ class UpdateIntake:
         if current is None or current.commit is None:
             return
         begin, destination, commit = current.begin, current.destination, current.commit
-        if not begin.receiver.finish(current.incoming, commit.options) or not destination.copied():
+        if not begin.receiver.finish(current.incoming, commit.options) or not self._may_write(current):
+            return
+        if not destination.copied():
+            if begin.content.delta is not None:
+                current.incoming.last_data_s = time.monotonic()  # all codes have come; changing much memory takes time
             return
         destination.check()
         if begin.adapter is not None:
@@ -448,6 +462,13 @@ class UpdateIntake:
         self.committed = (update, commit)
         self.ready.append(update)
         self._gate.notify()
+
+    def _may_write(self, current: ReceivedUpdate) -> bool:
+        """Whether verified codes may change parameters in place: no step runs. The first call asks for that."""
+        if current.hold == "late":
+            current.hold = "asked"
+            self._gate.request_hold(lambda: self._post(lambda: _note_hold(current)))
+        return current.hold in ("early", "granted")
 
     def applied(self, update: StagedWeights | AdapterUpdate, pause_s: float) -> None:
         """The loop has applied it, after a pause of `pause_s` seconds."""
@@ -485,6 +506,11 @@ def _let_land(incoming: IncomingUpdate) -> None:
     incoming.open.set()
 
 
+def _note_hold(current: ReceivedUpdate) -> None:
+    current.incoming.last_data_s = time.monotonic()
+    current.hold = "granted"
+
+
 def _first(names: Sequence[str]) -> str:
     more = len(names) - 4
     return ", ".join(f"{name:.200}" for name in names[:4]) + (f" and {more} more" if more > 0 else "")
@@ -520,9 +546,14 @@ def read_begin(
     if type(transport) is not str or transport not in receivers:
         raise BadRequest(f"transport must be one of {', '.join(receivers)}", field="transport")
     fit, tied = Fit((), ()), read_tied(header.get("tied", {}))
+    content = read_update_content(header, manifest)
+    if content != WHOLE and adapter is not None:
+        raise BadRequest("an adapter has no content and no delta: send it whole", field="delta")
+    if content.delta is not None and again:
+        raise WeightsRejected("this worker's weights are lost: send the update whole", field="delta")
     if adapter is None:
         parameters.check_tied(tied, manifest)
         fit = parameters.check(manifest, whole=again)
     else:
         adapter.check(manifest)
-    return UpdatePlan(manifest, fit, receivers[transport], header["options"], adapter)
+    return UpdatePlan(manifest, fit, receivers[transport], header["options"], adapter, content)

@@ -45,6 +45,28 @@ def test_completions_change_step_where_their_versions_say(in_place: WorkerProces
                 check("17:", completion, steps)
 
 
+def test_tokens_name_their_version_over_updates_that_send_changes(
+    in_place: WorkerProcess, steps: dict[int, int]
+) -> None:
+    old = max(steps)
+    steps |= {old + 1: 2, old + 2: 1, old + 3: 2}
+    with (
+        WeightPublisher(in_place.endpoint, transport="zmq", deltas="host") as publisher,
+        RolloutClient(in_place.endpoint, timeout_s=60) as client,
+        client.generate("17:", n=3, max_tokens=30_000, stream="tokens", stream_every=8) as stream,
+    ):
+        next(stream)
+        for version in range(old + 1, old + 4):
+            (report,) = publisher.publish(tensors(steps[version]), version).applied(60)
+            assert (report.sent_nbytes < report.nbytes) == (version > old + 1)
+            while next(stream).part.versions[-1][0] != version:
+                pass
+        stream.cancel()
+        for completion in stream.wait().completions:
+            assert [version for version, _ in completion.versions] == [old, old + 1, old + 2, old + 3]
+            check("17:", completion, steps)
+
+
 def test_an_update_wakes_a_loop_that_has_no_work(in_place: WorkerProcess, steps: dict[int, int]) -> None:
     """By itself the loop here would look ten minutes later."""
     old = max(steps)

@@ -13,15 +13,18 @@ from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import RolloutError
 
 
+@pytest.mark.parametrize("deltas", [None, "host"])
 @pytest.mark.parametrize("apply", [pytest.param(way, marks=pytest.mark.nightly) for way in ("in_place", "staged")])
-def test_updates_come_amid_a_completion_and_a_refused_one_changes_nothing(tmp_path: Path, apply: str) -> None:
+def test_updates_come_amid_a_completion_and_a_refused_one_changes_nothing(
+    tmp_path: Path, apply: str, deltas: Any
+) -> None:
     flags: dict[str, Any] = {"tensor_parallel": 2, "device": "cpu", "max_rows": 4, "max_context_tokens": 4096}
     steps = {version: 1 + version % 2 for version in range(7)} | {0: 1}
     flags["kv_on_swap"] = "keep"
     with (
         launch(log=tmp_path / "worker.log", apply=apply, check_ranks=True, **flags) as worker,
         RolloutClient(worker.endpoint, timeout_s=120) as client,
-        WeightPublisher(worker.endpoint, bucket_bytes=4096) as publisher,
+        WeightPublisher(worker.endpoint, bucket_bytes=4096, deltas=deltas) as publisher,
     ):
         assert client.status()["weights"]["apply"] == apply
         stream = client.generate("17:", max_tokens=3000, stream="tokens", stream_every=4)
@@ -29,6 +32,7 @@ def test_updates_come_amid_a_completion_and_a_refused_one_changes_nothing(tmp_pa
             next(stream)
             (report,) = publisher.publish(tensors(steps[version]), version).applied(60)
             assert report.version == version
+            assert (report.sent_nbytes < report.nbytes) == (deltas is not None and version > 1)
         lacking = dict(list(tensors(1).items())[1:])
         with pytest.raises(RolloutError, match="missing tensors"):
             publisher.publish(lacking, 7).applied(60)

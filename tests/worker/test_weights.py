@@ -91,6 +91,27 @@ def test_ten_swaps_in_one_completion(served: Served) -> None:
         assert [version for version, _ in completion.versions] == list(range(first, first + 11))
 
 
+def test_tokens_name_their_version_over_updates_that_send_changes(served: Served) -> None:
+    with (
+        WeightPublisher(served.endpoint, transport="zmq", deltas="host") as publisher,
+        served.client.generate("17:", n=2, **ENDLESS) as stream,
+    ):
+        begun: set[int] = set()
+        while len(begun) < 2:
+            begun.add(next(stream).index)
+        sent = []
+        for i in range(6):
+            report = served.publish(2 - i % 2, publisher)
+            sent.append(report.sent_nbytes / report.nbytes)
+            while next(stream).part.versions[-1][0] != report.version:
+                pass
+        stream.cancel()
+        completions = stream.wait().completions
+    served.check("17:", completions)
+    assert sent[0] == 1 and max(sent[1:]) < 1
+    assert all(len(completion.versions) == 7 for completion in completions)
+
+
 def test_a_completion_ends_rather_than_span_more_versions_than_asked_for(served: Served) -> None:
     first = served.version
     with (

@@ -30,6 +30,7 @@ class WorkerReport:
     pause_s: float  # how long generation stood still
     seconds: float  # time from publish() until the worker used the new weights
     phases: dict[str, float]  # seconds on the worker: receive, verify, wait, apply
+    sent_nbytes: int = 0  # bytes that were sent: fewer than `nbytes` if only changes were
 
     def __repr__(self) -> str:
         return f"WorkerReport({short_fields(self)})"
@@ -83,11 +84,17 @@ class PublishHandle(ProcessBound):
             raise self.error
         return list(self.reports.values())
 
-    def use_every_name(self) -> None:
-        """Begin again with each tensor under all of its names, because a worker has several parameters for it."""
-        self._payload.use_every_name()
-        self.nbytes = self._payload.manifest.tensor_bytes
+    def use_every_name(self, kept: Payload | None) -> Payload:
+        """Begin again with each tensor under all of its names, because a worker has several parameters for it.
+
+        `kept` has them if the trainer's tensors are free already. Returns what to publish.
+        """
+        payload = self._payload if kept is None else kept
+        if kept is None:
+            payload.use_every_name()
+        self.nbytes = payload.manifest.tensor_bytes
         self.errors.clear()
+        return payload
 
     def report(self, recipient: Recipient, reply: dict[str, Any]) -> None:
         """Note that a worker uses the new weights; `reply` is its answer to `commit`."""
@@ -102,6 +109,7 @@ class PublishHandle(ProcessBound):
                 pause_s=float(reply["pause_s"]),
                 seconds=time.monotonic() - self._published_s,
                 phases={str(name): float(seconds) for name, seconds in reply["phases"].items()},
+                sent_nbytes=recipient.sent_bytes,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             self.errors[endpoint] = ProtocolError(f"commit: {endpoint} sent a report that cannot be read: {error!r}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ from trainer_bridge.wire.manifest import Manifest
 _MOST_REFUSALS = 3  # one refusal may come from a worker that was lost again
 
 _log = logging.getLogger(__name__)
+
+
+def worth_keeping(handle: PublishHandle) -> bool:
+    """Whether a worker took a finished update, or may take it later: not if all of them refused it."""
+    lost = any(isinstance(error, UNANSWERED) for error in handle.errors.values())
+    return not handle.refused and (handle.begun or lost)
 
 
 class KeptUpdate:
@@ -53,8 +60,7 @@ class KeptUpdate:
 
     def keep_finished(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:
         """Keep all of a finished update, even if no worker got it, unless the workers refused it."""
-        lost = any(isinstance(error, UNANSWERED) for error in handle.errors.values())
-        if handle.refused or not (handle.begun or lost):
+        if not worth_keeping(handle):
             return
         try:
             if not handle.reports:
@@ -88,6 +94,10 @@ class KeptUpdate:
                 endpoint,
                 self.version,
             )
+
+    def every_name(self, tied: Mapping[str, str]) -> Payload | None:
+        """The update with each tensor under all names; None: the trainer's tensors have them, and are not free yet."""
+        return None
 
     def payload(self, bucket_bytes: int | None) -> Payload:
         """The update, to be sent again."""

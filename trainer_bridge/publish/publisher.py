@@ -15,6 +15,7 @@ Invariants:
 - Tensors are read until `held` and not later. Nothing is copied up front.
 - A failed worker does not stop the others; `applied` raises its error.
 - Every phase has a deadline, and its error names the phase and the worker.
+- With `deltas` a worker that refuses changes, at any phase, gets the whole update by the same `publish`.
 - If an update waits for recomputation at a worker (`waits_for` of its status) and a newer one is queued, the worker
   drops the one that waits, and `applied` raises `WeightsReplaced`.
 """
@@ -35,6 +36,7 @@ from typing import Any, ClassVar
 
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.publish.control_link import ControlLink, ask_all
+from trainer_bridge.publish.deltas import DeltaMemory, KeptDeltas
 from trainer_bridge.publish.handle import PublishHandle, WorkerReport
 from trainer_bridge.publish.kept_update import KeptUpdate
 from trainer_bridge.publish.trainer_ranks import TrainerRanks
@@ -42,7 +44,14 @@ from trainer_bridge.publish.transport_choice import TransportChoice, transfer_al
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules
 from trainer_bridge.transports.payload import NamedTensors, Payload
 from trainer_bridge.wire.address import endpoint_list
-from trainer_bridge.wire.errors import UNANSWERED, ProtocolError, RolloutError, WeightsRejected, WeightsReplaced
+from trainer_bridge.wire.errors import (
+    UNANSWERED,
+    BadRequest,
+    ProtocolError,
+    RolloutError,
+    WeightsRejected,
+    WeightsReplaced,
+)
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import check_bucket_bytes, usual_bucket_bytes
 from trainer_bridge.wire.weight_messages import read_token
@@ -82,6 +91,9 @@ class WeightPublisher(ProcessBound):
         curve: Keys for workers that use CURVE.
         keep: Keep the last update in host memory for workers that restart or are stale, also if it failed because
             workers were lost; its version cannot be used again.
+        deltas: `host` or `device`: keep the last update as `keep` does, in that memory, and send workers that have it
+            what has changed; all others get it whole. `held` then returns before anything is sent. `device` is the
+            tensors' own and takes as much of it as the update. For bfloat16 over a link slower than the memory.
         collective: Every rank of torch.distributed's default group makes a publisher, and calls `publish` with its part
             (DTensors, as in FSDP2's `state_dict`) and `close`, which waits up to `begin_s` for the other ranks.
     """
@@ -108,6 +120,7 @@ class WeightPublisher(ProcessBound):
         apply_s: float = 120.0,
         curve: ClientCurve | None = None,
         keep: bool = False,
+        deltas: DeltaMemory | None = None,
         collective: bool = False,
     ) -> None:
         self.endpoints = endpoint_list(endpoints)
@@ -118,6 +131,8 @@ class WeightPublisher(ProcessBound):
         for name, seconds in {"begin_s": begin_s, "stall_s": stall_s, "apply_s": apply_s}.items():
             if not seconds > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, not {seconds!r}")
+        if deltas not in (None, "host", "device"):
+            raise ValueError(f"deltas must be 'host', 'device' or None, not {deltas!r}")
         self.transport = transport
         self._curve = curve
         self._choice = TransportChoice(transport, folder, curve, self.endpoints)
@@ -127,7 +142,8 @@ class WeightPublisher(ProcessBound):
         self._closing = threading.Event()
         self._rules = TransferRules(stall_s, self._closing)
         self._ranks = TrainerRanks(begin_s) if collective else None
-        self._kept = KeptUpdate() if keep else None
+        self._deltas = None if deltas is None else KeptDeltas(deltas)
+        self._kept = self._deltas if self._deltas is not None else KeptUpdate() if keep else None
         self._client = f"publisher-{secrets.token_hex(4)}"
         self._links = {link.endpoint: link for link in self._connect()}
         self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | _Change | None] = queue.SimpleQueue()
@@ -263,7 +279,7 @@ class WeightPublisher(ProcessBound):
                 if payload.tied and any(error.field == "tied" for error in handle.errors.values()):
                     self._once = False  # a worker takes them as several parameters
                     if not handle.begun:
-                        handle.use_every_name()
+                        payload = handle.use_every_name(None if kept is None else kept.every_name(payload.tied))
                         self._publish(payload, handle, list(self._links))
                 if kept is not None:
                     kept.keep_finished(payload, handle, self._closing)
@@ -327,6 +343,8 @@ class WeightPublisher(ProcessBound):
             handle.end(None)
         for endpoint in handle.reports:
             self._kept.forgive(endpoint)
+            if self._deltas is not None:
+                self._deltas.holds(endpoint)
             _log.info("%s had older weights and now has version %d", endpoint, version)
         for endpoint, problem in handle.errors.items():
             _log.warning("%s has older weights and did not take version %d: %s", endpoint, version, problem)
@@ -350,17 +368,37 @@ class WeightPublisher(ProcessBound):
         handle.phase = "prepare"
         self._check_open(handle)
         self._gather(payload, handle)
+        deltas = self._deltas if payload.adapter is None and not payload.again else None
+        if deltas is None:
+            self._send_and_commit(payload, handle, recipients)
+            return
+        deltas.take(payload, self._closing)
+        changes = deltas.changes()
+        having = [] if changes is None else [each for each in recipients if deltas.has_base(each.endpoint)]
+        lacking = [recipient for recipient in recipients if recipient not in having]
+        if changes is not None and having:
+            self._send_and_commit(changes, handle, having)
+            for each in having:
+                if _refused_changes(each.error):
+                    _log.info("%s gets the whole update: %s", each.endpoint, handle.errors.pop(each.endpoint))
+                    lacking.append(Recipient(each.endpoint))
+        if lacking:
+            self._send_and_commit(deltas.payload(None), handle, lacking)
+        handle.refused &= not handle.reports
+        for endpoint in endpoints:
+            if endpoint in handle.reports or isinstance(handle.errors.get(endpoint), WeightsReplaced):
+                deltas.holds(endpoint)
+
+    def _send_and_commit(self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]) -> None:
         try:
-            finished = self._deliver(payload, handle, recipients)
+            self._deliver(payload, handle, recipients)
             again = [recipient for recipient in recipients if isinstance(recipient.error, GroupBroken)]
             another_way = self._choice.avoid(again)
             kept = any(isinstance(recipient.error, GroupBroken) and recipient.error.kept for recipient in again)
             again = self._still_there(again) if another_way or kept or len(again) > 1 else []
             if again:
                 _log.warning("a group broke; retrying %d of its workers", len(again))
-                second = self._deliver(payload, handle, again)
-                # No options: every retry failed. Recipients of the first round commit with that round's options.
-                finished |= {name: options for name, options in second.items() if options}
+                self._deliver(payload, handle, again)
             self._check_open(handle)
             handle.phase = "commit"
             whole = [recipient for recipient in recipients if not recipient.error]
@@ -369,7 +407,7 @@ class WeightPublisher(ProcessBound):
                 lambda recipient: {
                     "action": "commit",
                     "token": recipient.token.hex(),
-                    "options": finished[recipient.route],
+                    "options": recipient.options,
                 },
                 "commit",
                 self._apply_s,
@@ -383,15 +421,15 @@ class WeightPublisher(ProcessBound):
             handle.errors |= {recipient.endpoint: recipient.error for recipient in recipients if recipient.error}
             self._choice.release(payload, applied=bool(handle.reports))
 
-    def _deliver(
-        self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]
-    ) -> dict[str, dict[str, Any]]:
-        """Begin the update and transfer it to all recipients that accept it; the options of `commit` by route."""
+    def _deliver(self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]) -> None:
+        """Begin the update and transfer it to all recipients that accept it; note their options of `commit`."""
         self._begin(payload, handle, recipients)
         handle.phase = "transfer"
         self._check_open(handle)
         senders = self._choice.by_transport(recipient for recipient in recipients if not recipient.error)
-        return transfer_all(payload, senders, self._rules)
+        finished = transfer_all(payload, senders, self._rules)
+        for recipient in recipients:
+            recipient.options, recipient.sent_bytes = finished.get(recipient.route, {}), payload.manifest.tensor_bytes
 
     def _still_there(self, recipients: list[Recipient]) -> list[Recipient]:
         """The recipients of a broken group that still answer; they drop the update and can begin again."""
@@ -409,8 +447,12 @@ class WeightPublisher(ProcessBound):
 
     def _begin(self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]) -> None:
         """Agree with each worker on a transport."""
-        version = payload.manifest.version
-        begin = {"action": "begin", "version": version, "manifest": payload.manifest.to_wire()}
+        version, manifest = payload.manifest.version, payload.update or payload.manifest
+        begin: dict[str, Any] = {"action": "begin", "version": version, "manifest": manifest.to_wire()}
+        if payload.content:
+            begin["content"] = payload.content
+        if payload.delta is not None:
+            begin["delta"] = payload.delta.to_wire()
         if payload.adapter is not None:
             begin["adapter"] = payload.adapter
         if payload.tied:
@@ -508,6 +550,11 @@ class WeightPublisher(ProcessBound):
 def _refused(error: RolloutError | None) -> bool:
     """Whether a worker refused the update, and would refuse it again."""
     return isinstance(error, WeightsRejected) and not isinstance(error, WeightsReplaced)
+
+
+def _refused_changes(error: RolloutError | None) -> bool:
+    """Whether a worker that refused changes may take the whole update."""
+    return _refused(error) or isinstance(error, BadRequest)
 
 
 def _note_grant(recipient: Recipient, reply: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ from trainer_bridge.wire.manifest import Checksum, TensorEntry, checksum
 
 DEFAULT_FILE_BYTES = 256 << 20
 _MARK = ".publisher-"
+_WHOLE, _CODES = "version", "delta"  # how the names of folders begin: codes of changes are no checkpoint
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
@@ -283,7 +284,8 @@ class DiskSender(TransportSender):
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
         """Write the folder; afterwards the tensors are not read. Raises `RolloutError` if writing fails."""
-        name = f"version-{payload.manifest.version}-{self._word}{secrets.token_hex(4)}"
+        kind = _WHOLE if payload.delta is None else _CODES
+        name = f"{kind}-{payload.manifest.version}-{self._word}{secrets.token_hex(4)}"
         final, draft = self._root / name, self._root / f".{name}.part"
         try:
             self._claim()
@@ -331,9 +333,10 @@ class DiskSender(TransportSender):
         # Locks of other hosts need not be visible here.
         if host != socket.gethostname() or not re.fullmatch("[0-9a-f]{8}", word):
             return False
-        for draft in self._root.glob(f".version-*-{word}*.part"):
-            shutil.rmtree(draft, ignore_errors=True)
-        self._taken += self._root.glob(f"version-*-{word}*")
+        for kind in (_WHOLE, _CODES):
+            for draft in self._root.glob(f".{kind}-*-{word}*.part"):
+                shutil.rmtree(draft, ignore_errors=True)
+            self._taken += self._root.glob(f"{kind}-*-{word}*")
         return True
 
     def _write_files(self, payload: Payload, draft: Path) -> list[list[Any]]:

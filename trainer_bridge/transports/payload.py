@@ -19,6 +19,7 @@ import torch
 
 from trainer_bridge.transports.shards import LentParts, Shards, is_spread
 from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, typed_view
+from trainer_bridge.wire.delta import Delta
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry, pack, usual_bucket_bytes
 
@@ -78,6 +79,9 @@ class Payload:
         self.adapter: dict[str, Any] | None = None  # name and configuration; None for the model
         self.on_release: Callable[[], object] = lambda: None
         self.again = False  # a kept update that is sent again
+        self.content = ""  # names the update's bytes, for workers that may take changes to them later
+        self.delta: Delta | None = None  # its tensors are the codes of changes; `update` is what results from them
+        self.update: Manifest | None = None
         self._keep_in: Callable[[], torch.Tensor] | None = None
         self._kept: torch.Tensor | None = None
         self._flat: tuple[int, torch.Tensor] | None = None

@@ -1,6 +1,6 @@
 """The control messages of the weight bridge: which fields each action has.
 
-    {op: weights, action: begin,  version, manifest, transport, options [, adapter] [, tied]}
+    {op: weights, action: begin,  version, manifest, transport, options [, adapter] [, tied] [, content] [, delta]}
                                                                           -> {op: ok, version, token, grant}
     {op: weights, action: commit, token, options}                         -> {op: ok, version, pause_s, bytes, phases}
     {op: weights, action: abort,  token [, newer]}                        -> {op: ok}
@@ -34,7 +34,7 @@ _FIELDS: dict[str, set[str]] = {
     "gather": {"group", "part", "tensors", "packed_bytes"},
     "leave": {"group"},
 }
-_OPTIONAL: dict[str, set[str]] = {"begin": {"adapter", "tied"}, "abort": {"newer"}}
+_OPTIONAL: dict[str, set[str]] = {"begin": {"adapter", "tied", "content", "delta"}, "abort": {"newer"}}
 
 
 def check_fields(header: Mapping[str, Any]) -> str:

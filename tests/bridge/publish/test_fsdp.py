@@ -33,9 +33,11 @@ def train(
     fault: str = "",
     candidates: Any = None,
     devices: tuple[str, str] = ("cpu", "cpu"),
+    deltas: str | None = None,
 ) -> list[dict]:
     """Run both ranks; what each one that lived saw."""
     order = {"endpoints": [worker.endpoint for worker in workers], "transport": transport, "candidates": candidates}
+    order |= {"deltas": deltas}
     files = [folder / f"rank-{rank}.json" for rank in range(1 if fault else RANKS)]
     with ExitStack() as stack:
         for rank in range(RANKS):
@@ -74,6 +76,18 @@ def test_the_parts_of_all_ranks_arrive_as_one(faults: FaultServer, tmp_path: Pat
         assert fetched == [nbytes] * 3
     if transport != "disk":
         assert all(size <= BUCKET for _, size in seen[0]["fetched"])  # one bucket, never a tensor or a model
+
+
+@pytest.mark.parametrize("transport", ["zmq", *nightly("nccl")])
+def test_the_parts_of_all_ranks_are_compared_with_the_last_update(
+    faults: FaultServer, tmp_path: Path, transport: str
+) -> None:
+    with Worker() as worker:
+        seen = train(faults, [worker], transport, tmp_path, deltas="host")
+        assert [update.version for update in worker.updates] == [1, 2, 3]
+        assert serves(worker.model, load_file(tmp_path / "3.safetensors"))
+    for rank in range(RANKS):
+        assert seen[rank]["versions"] == [[1], [2], [3]] and seen[rank]["errors"] == []
 
 
 def test_columns_go_through_rank_0_if_a_worker_is_of_an_earlier_release(

@@ -82,3 +82,20 @@ def test_an_update_is_quantised_as_the_checkpoint_would_be(checkpoints, format, 
 @pytest.mark.parametrize("format", CODED)
 def test_an_update_is_quantised_on_a_gpu(checkpoints, format, stacked):
     check_update(checkpoints, format, stacked, "cuda")
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("format", CODED)
+def test_changes_are_quantised_as_a_whole_update_and_in_place_come_whole(checkpoints, format, apply):
+    """Staged, the last update is kept as it was sent; in place the parameters have codes, which cannot be changed."""
+    old, new, tensors = checkpoints
+    served, fresh = Served(old, format), Served(new, format)
+    first = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in first.values():
+        tensor.view(-1)[::50] += 1
+    how = {"transport": "zmq", "bucket_bytes": 1 << 14, "deltas": "host"}
+    with Worker(model=served, apply=apply) as worker, WeightPublisher(worker.endpoint, **how) as publisher:
+        publisher.publish(first, 1).applied(60)
+        assert not served.equals(fresh)
+        (report,) = publisher.publish(tensors, 2).applied(60)
+        assert served.equals(fresh) and (report.sent_nbytes < report.nbytes) == (apply == "staged")

@@ -66,11 +66,18 @@ def time_passes(seconds: float) -> Iterator[None]:
 
 
 def run_fault(
-    faults: FaultServer, worker: Worker, transport: str, folder: Path, phase: str, fault: str, device: str = "cpu"
+    faults: FaultServer,
+    worker: Worker,
+    transport: str,
+    folder: Path,
+    phase: str,
+    fault: str,
+    device: str = "cpu",
+    **more: Any,
 ) -> None:
     """A publisher that comes to grief; return when the worker has nothing more to do with it."""
     order = {"endpoint": worker.endpoint, "transport": transport, "folder": str(folder), "version": 2, "seed": 2}
-    order["device"] = device
+    order |= {"device": device, **more}
     with faults.child(role="publisher", phase=phase, fault=fault, **order) as pid:
         wait_for(lambda: ended_or_stopped(pid), "the fault, or the refusal of what is corrupt")
         with time_passes(0.0 if transport == "nccl" else idle_s(transport)):

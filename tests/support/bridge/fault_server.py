@@ -1,6 +1,7 @@
 """A process that has imported everything and forks a publisher, a worker or a rank for each line on its standard input.
 
     {"role": "publisher", "endpoint", "transport", "folder", "phase", "fault", "version", "seed", "device"}
+        and "deltas": it publishes the version whole; the fault is in the next one, which is sent as changes
     {"role": "worker", "port", "settings"}, and "folder" where `cuda_ipc` may come
     {"role": "rank", "endpoint", "rank", "publishes", "timeout_s", "folder"}
     {"role": "fsdp", ...}, {"role": "tensor parallel", ...}                  see `fsdp_trainer`
@@ -62,12 +63,12 @@ def middle(transport: str) -> int:
     return _MIDDLE.get(transport, _SOONER)
 
 
-def arm(transport: str, phase: str, fault: str) -> None:
+def arm(transport: str, phase: str, fault: str, packed_before: int = 0) -> None:
     seen = []
 
     def in_the_middle(*_: Any) -> None:
         seen.append(1)
-        if len(seen) == middle(transport):
+        if len(seen) == packed_before + middle(transport):
             stop_here(fault)
 
     if fault == "corrupt":
@@ -106,7 +107,27 @@ def corrupt() -> None:
     after(disk.DiskSender, "prepare", flip_file)
 
 
+def publish_deltas(order: dict[str, Any]) -> None:
+    how = {"transport": order["transport"], "folder": order["folder"], "bucket_bytes": SMALL, "deltas": "host"}
+    tensors = new_tensors(TinyModel(), order["seed"])
+    with WeightPublisher(order["endpoint"], **how) as publisher:
+        publisher.publish(tensors, order["version"]).applied(20)
+        buckets = Payload(tensors, 0, SMALL).manifest.bucket_count  # are packed before the codes of the next version
+        arm(order["transport"], order["phase"], order["fault"], buckets)
+        publisher.publish(changed(tensors, order["seed"]), order["version"] + 1).applied(20)
+
+
+def changed(tensors: dict[str, torch.Tensor], seed: int, share: float = 0.4) -> dict[str, torch.Tensor]:
+    """The same tensors with other values in a share of the places."""
+    draw = torch.Generator().manual_seed(seed)
+    places = {name: torch.rand(tensor.shape, generator=draw) < share for name, tensor in tensors.items()}
+    return {name: torch.where(places[name], tensor + 1, tensor) for name, tensor in tensors.items()}
+
+
 def publish(order: dict[str, Any]) -> None:
+    if "deltas" in order:
+        publish_deltas(order)
+        return
     arm(order["transport"], order["phase"], order["fault"])
     tensors = {name: tensor.to(order["device"]) for name, tensor in new_tensors(TinyModel(), order["seed"]).items()}
     with WeightPublisher(

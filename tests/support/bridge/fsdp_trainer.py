@@ -1,6 +1,7 @@
 """One rank of a trainer whose model FSDP2 shards: publishes, trains on at once, publishes again.
 
-    {"role": "fsdp", "rank", "endpoints", "transport", "candidates", "device", "folder", "fault"}
+    {"role": "fsdp", "rank", "endpoints", "transport", "candidates", "device", "folder", "fault",
+        "deltas"}
     {"role": "tensor parallel", "rank", "endpoints", "updates", "counting", "folder"}    see `train_tensor_parallel`
 
 a line for `fault_server`. On CPUs "cuda_ipc" goes by files. `candidates` are the transports that `auto` tries, null:
@@ -124,6 +125,7 @@ def train_fsdp(order: dict[str, Any]) -> None:
         collective=True,
         begin_s=30,
         stall_s=30,
+        deltas=order["deltas"],
     ) as publisher:
         if device.type == "cpu" and order["transport"] == "cuda_ipc":
             share_from(publisher, folder)

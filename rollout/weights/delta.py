@@ -1,0 +1,251 @@
+"""An update that arrives as changes to the last one, on one rank.
+
+    codes arrive --> host memory of their own, or the device's --all verified--> bucket by bucket:
+                     places and values --put--> staging memory, which holds the last update --swap--> parameters
+                                       --put--> the parameters, in place
+
+The memory that the changes are made in is the *base*. It is known by the name of its content, which an update leaves
+when all of its bytes were verified, and which is forgotten as soon as anything writes there. So codes that are torn,
+repeated or of another base never reach it. What a fault could still do is found:
+
+- Staged on one rank, the result has the fingerprint that the publisher computed, bucket by bucket.
+- In place, or of several ranks, the base has the fingerprint that it had when it was verified: the publisher's is of
+  whole tensors. It is compared before the first change.
+
+Changes in place are made under a hold, which begins when all codes are verified. All codes are checked once more then,
+before the first of them is written.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from rollout.models.cut import Cut
+from rollout.weights.parameter_map import Fit
+from rollout.weights.staged_weights import Copy, StagedWeights
+from rollout.weights.staging import KeptPart, Staging, entries_within
+from trainer_bridge.transports.changed_words import WORD_BYTES, Part, find_words
+from trainer_bridge.transports.fingerprint import fingerprint
+from trainer_bridge.wire.delta import Delta, read_content, read_delta
+from trainer_bridge.wire.errors import WeightsRejected
+from trainer_bridge.wire.manifest import Manifest, TensorEntry
+
+_ROUND_S = 0.02  # of work before the receiver's thread looks at its messages again
+
+
+class UpdateContent(NamedTuple):
+    """The name of an update's bytes (empty: it has none), and how they come; None: whole."""
+
+    name: str = ""
+    delta: Delta | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        """The fields of `begin`."""
+        fields = {"content": self.name} if self.name else {}
+        return fields if self.delta is None else {**fields, "delta": self.delta.to_wire()}
+
+
+#: A whole update that is no base of others.
+WHOLE = UpdateContent()
+
+
+def read_update_content(fields: Mapping[str, Any], manifest: Manifest) -> UpdateContent:
+    """What `to_wire` wrote. Raises `BadRequest` and `WeightsRejected`, naming the field."""
+    name, delta = read_content(fields.get("content")), fields.get("delta")
+    return UpdateContent(name, None if delta is None else read_delta(delta, manifest))
+
+
+def open_staging(
+    staging: Staging, manifest: Manifest, fit: Fit, on_device: bool, content: UpdateContent
+) -> Staging | DeltaStaging:
+    """Begin an update in `staging`; returns what takes its bytes. Raises `WeightsRejected` if it lacks the base."""
+    if content.delta is not None:
+        return DeltaStaging(staging, manifest, content.delta)
+    staging.open(manifest, fit, on_device)
+    return staging
+
+
+class DeltaStaging:
+    """Takes the codes of a delta and makes the changes in `staging`, in whose place a destination uses it.
+
+    Raises `WeightsRejected`, with the field `delta`, if the memory does not hold the base.
+    """
+
+    def __init__(self, staging: Staging, manifest: Manifest, delta: Delta) -> None:
+        if why := staging.lacks_base(manifest, delta.base):
+            raise WeightsRejected(
+                f"version {manifest.version} came as changes, but {why}: send it whole", field="delta"
+            )
+        self._staging, self._manifest, self._delta = staging, manifest, delta
+        self.swap_copies, self.in_place = staging.swap_copies, staging.in_place
+        self._codes = staging.code_memory(delta.codes.total_bytes)
+        self._starts = [entry.offset for entry in delta.codes.tensors]
+        self._missing = [entry.nbytes for entry in delta.codes.tensors]
+        self._left = deque(delta.buckets())
+        self._checked = False
+        self.written = False
+
+    # --- as `Staging` -------------------------------------------------------------------------------------------------
+
+    def memory(self, start: int, end: int) -> torch.Tensor:
+        """Host memory where codes arrive. Then `take` them from there."""
+        return self._codes[start:end]
+
+    def take(self, start: int, data: torch.Tensor) -> torch.cuda.Event | None:
+        """Keep codes (uint8, on any device); the event after which `data` is read, None if it is."""
+        end, entries = start + data.numel(), self._delta.codes.tensors
+        for i in entries_within(entries, self._starts, start, end):
+            self._missing[i] -= min(entries[i].end, end) - max(entries[i].offset, start)
+        target = self._codes[start:end]
+        if target.data_ptr() != data.data_ptr():
+            target.copy_(data)  # waits, if the data is on a device
+        return None
+
+    def copied(self) -> bool:
+        """Make the changes of some buckets; true once all are made. Raises `WeightsRejected` for damaged codes.
+
+        All codes are verified when this is first called.
+        """
+        until_s = time.monotonic() + _ROUND_S
+        try:
+            with torch.inference_mode(), self._staging.on_stream():
+                if not self._checked:
+                    self._begin()
+                while self._left and time.monotonic() < until_s:
+                    self._change(*self._left.popleft())
+        except torch.OutOfMemoryError as error:
+            raise WeightsRejected("the GPU has no memory to make the changes of a delta", field="delta") from error
+        return not self._left and self._staging.copied()
+
+    def check(self) -> None:
+        """Raise `WeightsRejected` if the result is not the publisher's, or if tensors that are one parameter differ."""
+        if (stream := self._staging.whole_stream) is not None:
+            with torch.inference_mode(), self._staging.on_stream():
+                self._check_result(stream)
+        self._staging.check()
+
+    def copies(self) -> list[Copy]:
+        """The copies of a swap."""
+        return self._staging.copies()
+
+    def lend(self, update: StagedWeights) -> None:
+        """As `Staging.lend`."""
+        self._staging.lend(update)
+
+    def verified(self, content: str) -> None:
+        """As `Staging.verified`."""
+        self._staging.verified(content)
+
+    def abandon(self) -> None:
+        """Return when this update is neither written nor read."""
+        self._staging.abandon()
+
+    @property
+    def stream(self) -> torch.Tensor:
+        """All bytes of the result, uint8, once `copied`."""
+        return self._staging.stream
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        for entry, missing in zip(self._delta.codes.tensors, self._missing, strict=True):
+            if missing:
+                raise WeightsRejected(f"the code {entry.name} of a delta did not arrive whole", field="delta")
+        if self.in_place:
+            for bucket, parts in self._left:
+                self._find(bucket, parts)
+        self._checked = True
+        self._staging.forget()
+
+    def _find(self, bucket: int, parts: Mapping[str, TensorEntry]) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The places of a bucket's changed words in it (None: all of them), and their values, on the base's device."""
+        start, end = self._manifest.bucket_span(bucket)
+        device = self._staging.base_device
+        codes: dict[Part, torch.Tensor] = {
+            part: self._codes[entry.offset : entry.end].view(torch.bfloat16).to(device, non_blocking=True)  # type: ignore[misc]
+            for part, entry in parts.items()
+        }
+        if "all" in codes:
+            return None, codes["all"].view(torch.int16)
+        found = find_words(codes, (end - start) // WORD_BYTES)
+        if found is None:
+            raise self._bad(bucket, "has codes that lie outside of it, or more or fewer values than places")
+        return found
+
+    def _change(self, bucket: int, parts: Mapping[str, TensorEntry]) -> None:
+        index, values = self._find(bucket, parts)
+        self.written = self.in_place
+        if (stream := self._staging.whole_stream) is not None:
+            start, end = self._manifest.bucket_span(bucket)
+            put_words(stream[start:end], index, values)
+        else:
+            self._change_kept(bucket, index, values)
+        self._staging.note_changes()
+
+    def _change_kept(self, bucket: int, index: torch.Tensor | None, values: torch.Tensor) -> None:
+        """Make the changes of a bucket in the parts of its tensors that this rank keeps."""
+        start, end = self._manifest.bucket_span(bucket)
+        first, targets = start // WORD_BYTES, list(self._staging.kept_parts(start, end))
+        begins = [max(target.entry.offset, start) // WORD_BYTES - first for target in targets]
+        ends = [min(target.entry.end, end) // WORD_BYTES - first for target in targets]
+        bounds = begins + ends
+        if index is not None:
+            bounds = torch.searchsorted(index, torch.tensor(bounds, device=index.device)).tolist()
+        for i, target in enumerate(targets):
+            lo, hi = bounds[i], bounds[len(targets) + i]
+            if lo < hi:
+                places = torch.arange(lo, hi, device=values.device) if index is None else index[lo:hi]
+                put_kept(target, places + (first - target.entry.offset // WORD_BYTES), values[lo:hi])
+
+    def _check_result(self, stream: torch.Tensor) -> None:
+        for entry, after in zip(self._manifest.tensors, self._manifest.tensors[1:], strict=False):
+            if entry.end < after.offset:  # transports need not send padding, which the publisher packs as zeros
+                stream[entry.end : after.offset].zero_()
+        spans = [self._manifest.bucket_span(bucket) for bucket in range(self._manifest.bucket_count)]
+        found = torch.stack([fingerprint(stream[start:end]) for start, end in spans]).tolist()
+        for bucket, (mine, theirs) in enumerate(zip(found, self._delta.fingerprints, strict=True)):
+            if mine != theirs:
+                raise self._bad(bucket, f"has the fingerprint {mine} after the changes, at the publisher {theirs}")
+
+    def _bad(self, bucket: int, what: str) -> WeightsRejected:
+        start, end = self._manifest.bucket_span(bucket)
+        names = [entry.name for entry in self._manifest.tensors if entry.offset < end and entry.end > start]
+        more = f" to {names[-1]}" if len(names) > 1 else ""
+        return WeightsRejected(f"bucket {bucket} of the delta ({names[0]}{more}) {what}", field="delta")
+
+
+def put_words(memory: torch.Tensor, index: torch.Tensor | None, values: torch.Tensor) -> None:
+    """Write words (int16) to `memory` (uint8), at places in words; None: to all of it."""
+    words = memory.view(torch.int16)
+    if index is None:
+        words.copy_(values)
+    else:
+        words[index] = values
+
+
+def put_kept(target: KeptPart, index: torch.Tensor, values: torch.Tensor) -> None:
+    """Write words of a whole tensor, at `index` in it, to the part of it that a rank keeps."""
+    for kept, chosen in kept_words(target.entry, target.cut, index):
+        put_words(target.memory, kept, values if chosen is None else values[chosen])
+
+
+def kept_words(
+    entry: TensorEntry, cut: Cut | None, index: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Words of a whole tensor in the kept part of it: (places in the part, which of `index` these are; None: all)."""
+    if cut is None:
+        yield index, None
+        return
+    inner = math.prod(entry.shape[cut.dim + 1 :]) * (entry.nbytes // WORD_BYTES // math.prod(entry.shape))
+    row, kept_row, offset = cut.whole * inner, cut.kept * inner, 0
+    rows, columns = index // row, index % row
+    for begin, end in ((begin * inner, end * inner) for begin, end in cut.ranges):
+        chosen = ((columns >= begin) & (columns < end)).nonzero()[:, 0]
+        yield rows[chosen] * kept_row + columns[chosen] + (offset - begin), chosen
+        offset += end - begin

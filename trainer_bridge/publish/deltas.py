@@ -1,0 +1,155 @@
+"""The last update, kept so that the next one can send what has changed.
+
+    publish N+1    bucket of the tensors --compare--> kept bucket of N     the codes of what differs
+                                         --copy-----> kept bucket          now of N+1; then the next bucket
+
+All buckets are compared before anything is sent, so the trainer may change its tensors as soon as that is done. Workers
+that have the content of update N get the codes; all others get update N+1 whole, from the kept bytes. Each update has a
+random name, its *content*: a worker says by it which bytes it holds, so those of another publisher, of an earlier run
+or of an update that it missed are never taken for the base.
+
+Comparing runs where the tensors are: on a GPU by torch, at the speed of its memory. The kept bytes are on that GPU, or
+in host memory, from where each bucket crosses to the GPU and back.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from trainer_bridge.publish.handle import PublishHandle
+from trainer_bridge.publish.kept_update import KeptUpdate, worth_keeping
+from trainer_bridge.transports.changed_words import changed_words
+from trainer_bridge.transports.fingerprint import fingerprint
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.tensors import typed_view
+from trainer_bridge.wire.delta import Delta
+from trainer_bridge.wire.errors import RolloutError
+
+DeltaMemory = Literal["host", "device"]
+
+_log = logging.getLogger(__name__)
+
+
+class KeptDeltas(KeptUpdate):
+    """The kept update, which workers have it, and the changes of the newest one. Belongs to the publisher's thread."""
+
+    def __init__(self, memory: DeltaMemory) -> None:
+        super().__init__()
+        self._place = memory
+        self._content = ""  # of the kept bytes
+        self._changes: Payload | None = None
+        self._tied: dict[str, str] = {}  # names that the kept update leaves out, and its name of the same tensor
+        self._base_holders: set[str] = set()  # endpoints that have the content that the changes are made from
+        self._holders: set[str] = set()  # endpoints that have the kept content
+
+    def fill(self, payload: Payload) -> None:
+        """No-op: `take` keeps the update."""
+
+    def take(self, payload: Payload, stop: threading.Event) -> None:
+        """Keep an update, and find what has changed since the last one. Afterwards its tensors are not read.
+
+        Raises `RolloutError` if the memory cannot be had, and once `stop` is set.
+        """
+        manifest, before = payload.manifest, self._manifest
+        comparable = before is not None and before.layout_digest == manifest.layout_digest
+        base, self._content, self._changes = self._content, secrets.token_hex(16), None
+        self._base_holders, self._holders = self._holders, set()
+        comparable &= self._buffer.device == self._kept_on(payload.device)
+        try:
+            with payload.on_side_stream():  # memory that only this stream uses: the trainer's stream goes on meanwhile
+                kept = self._memory(manifest.total_bytes, payload.device)
+                scratch = kept.new_empty(min(manifest.bucket_bytes, manifest.total_bytes), device=payload.device)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            raise RolloutError(
+                f"prepare: there is no {self._place} memory for the update that deltas are made from "
+                f"({str(error).partition(chr(10))[0]:.200}): free some, or make a publisher with other deltas, or none"
+            ) from error
+        codes: dict[str, torch.Tensor] = {}
+        prints: list[torch.Tensor] = []
+        for index in range(manifest.bucket_count):
+            if stop.is_set():
+                raise RolloutError("prepare: the publisher was closed", code="closed")
+            start, end = manifest.bucket_span(index)
+            new = scratch[: end - start]
+            payload.start_bucket(index, new)
+            with payload.on_side_stream():
+                prints.append(fingerprint(new))
+                if comparable:
+                    try:
+                        old = kept[start:end].to(new.device, non_blocking=True)
+                        codes |= {f"{index}.{part}": found for part, found in changed_words(old, new).items()}
+                    except torch.OutOfMemoryError as error:
+                        comparable, codes = False, {}
+                        _log.warning("version %d is sent whole: no memory to compare it: %s", manifest.version, error)
+                kept[start:end].copy_(new, non_blocking=True)
+        payload.wait_packed()
+        payload.release()
+        self._manifest, self._tied = manifest, dict(payload.tied)
+        if comparable:
+            self._changes = self._packed(payload, base, codes, [int(each) for each in prints])
+
+    def _packed(self, payload: Payload, base: str, codes: dict[str, torch.Tensor], prints: list[int]) -> Payload | None:
+        manifest = payload.manifest
+        if not codes and manifest.total_bytes:  # no transport sends nothing: say the first word again
+            word = self._buffer[:2].to(payload.device)
+            codes = {f"0.{part}": found for part, found in changed_words(word ^ 1, word).items()}
+        total = sum(code.nbytes for code in codes.values())
+        _log.info("version %d changes %.2f%% of its bytes", manifest.version, 100 * total / manifest.total_bytes)
+        if total >= manifest.total_bytes:
+            return None
+        changes = Payload(codes, manifest.version, manifest.bucket_bytes)
+        changes.update, changes.content, changes.tied = manifest, self._content, self._tied
+        changes.delta = Delta(base, changes.manifest, tuple(prints))
+        return changes
+
+    def _memory(self, nbytes: int, device: torch.device = torch.device("cpu")) -> torch.Tensor:  # noqa: B008
+        place, self._manifest = self._kept_on(device), None
+        if self._buffer.numel() < nbytes or self._buffer.device != place:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            pinned = place.type == "cpu" and device.type == "cuda"
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
+        return self._buffer[:nbytes]
+
+    def _kept_on(self, device: torch.device) -> torch.device:
+        """Where an update is kept whose tensors are on `device`."""
+        return device if self._place == "device" else torch.device("cpu")
+
+    def changes(self) -> Payload | None:
+        """The newest update as what has changed; None if there is no base, or if the whole is shorter."""
+        return self._changes
+
+    def has_base(self, endpoint: str) -> bool:
+        """Whether a worker has taken the update that the changes are made from."""
+        return endpoint in self._base_holders
+
+    def holds(self, endpoint: str) -> None:
+        """Note that a worker has all bytes of the kept update."""
+        self._holders.add(endpoint)
+
+    def keep_finished(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:
+        """Give up an update that all workers refused: none is to get it again, and no delta is made from it."""
+        self._changes = None
+        if not worth_keeping(handle):
+            self._manifest = None
+        self._refusals.clear()
+
+    def payload(self, bucket_bytes: int | None) -> Payload:
+        """The update, whole, to be sent again."""
+        assert self._manifest is not None
+        payload = super().payload(self._manifest.bucket_bytes)
+        payload.content, payload.tied = self._content, self._tied
+        return payload
+
+    def every_name(self, tied: Mapping[str, str]) -> Payload | None:
+        """As `KeptUpdate.every_name`: the trainer's tensors are free, and their memory is about to be compared."""
+        assert self._manifest is not None
+        tensors = {entry.name: typed_view(self._buffer, entry).clone() for entry in self._manifest.tensors}
+        tensors |= {name: tensors[other] for name, other in tied.items()}
+        version, bucket_bytes = self._manifest.version, self._manifest.bucket_bytes
+        return Payload(tensors, version, bucket_bytes)
