@@ -17,9 +17,7 @@ from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.device.cuda_pages import CudaPages
 from rollout.engine.device.releasable import HostPages, PermanentMemory, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice, Device
-from rollout.engine.features.all import FEATURES, MakeFeature
-from rollout.engine.features.drafts.drafter import device_drafter
-from rollout.engine.features.drafts.verifier import DraftVerifier, draft_rows
+from rollout.engine.features.all import FEATURES, MakeFeature, keeps_token_ids
 from rollout.engine.features.site import Lead, Site, alone
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
@@ -39,7 +37,7 @@ from rollout.engine.loop import Engine
 from rollout.engine.messages.to_service import Event
 from rollout.engine.parts import EngineParts, Links, NoOffload, NoReceiver, Receiver
 from rollout.engine.schedule.completion import Counters
-from rollout.engine.schedule.feature import StepFeature, find
+from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.refusal import SchedulerLimits
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
@@ -353,8 +351,8 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memo
             memory = _with_host_memory(site, memory, step.kv)
         graphs = make_graphs(step, streams.compute, context, graph_rows)
         graphs.capture(slots, progress)
-        if (verifier := find(step.features, DraftVerifier)) is not None:
-            verifier.measure(Executor(device, streams, step, graphs), slots[0])
+        for feature in step.features:
+            feature.measure(Executor(device, streams, step, graphs), slots[0])
         words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
         # From here on the other ranks follow orders.
         orders = site.lead(words, engine.step_rows, width, chunk_tokens(engine, model))
@@ -419,8 +417,6 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
     if isinstance(model, Decoder):
         _check_experts(engine, model)
         _check_deterministic(engine, model)
-        needed = engine.speculation == "heads" or engine.speculation_model is not None
-        assert model.draft is not None or not needed, "the model was loaded for other settings"
     else:
         _check_fallback(engine, model.spec.architecture)
 
@@ -507,7 +503,7 @@ def _allocate_kv(
     zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
 ) -> KVCache:
     dtype = kv_dtype(engine, model)
-    tokens = device_drafter(engine, model) == "ngram"
+    tokens = keeps_token_ids(engine, model)
     return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states, tokens)
 
 
@@ -523,4 +519,4 @@ def _states(site: Site) -> StatePool:
     facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": needed}
     log.info("states of linear attention", extra=facts)
     of_model = native(model).spec, places, model.embed.dtype, model.embed.device, site.memory.zeros
-    return StatePool.allocate(*of_model, draft_rows(engine))
+    return StatePool.allocate(*of_model, range(engine.max_rows + 1, engine.step_rows + 1))

@@ -137,8 +137,8 @@ class StepFeature(PageMirror):
 
     # --- books --------------------------------------------------------------------------------------------------------
 
-    def gauges(self) -> Mapping[str, float]:
-        """Called before each report: return the values of the feature's metrics by name."""
+    def gauges(self) -> Mapping[str, float | None]:
+        """Called before each report: return the values of the feature's metrics by name; None is left out."""
         return {}
 
     def check(self) -> None:

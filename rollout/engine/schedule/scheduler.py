@@ -228,7 +228,7 @@ class Scheduler:
             kept = end
             if draws > 1:
                 kept = at + 1 + output.accepted[at]
-                seq.settle_drafts(draws - 1, output.accepted[at])
+                seq.settle_ahead(draws - 1, output.accepted[at])
             if seq.finalized:
                 counters.zombie_rows += draws > 0
                 roster.settle(seq)

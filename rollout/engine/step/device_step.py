@@ -180,8 +180,8 @@ class DeviceStep:
         return begun.token_ids_B, batch
 
     @property
-    def drafts_states(self) -> bool:
-        """True if steps with drafts are other steps for the model: it has states, which go through the drafts."""
+    def states_go_ahead(self) -> bool:
+        """True if steps with tokens ahead are other steps for the model: it has states, which go through these."""
         return self.kv.states.drafts is not None
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, outputs: Outputs) -> None:

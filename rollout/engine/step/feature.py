@@ -48,7 +48,7 @@ class Drawn(NamedTuple):
     """The results of a step's draw, in the memory of its slot."""
 
     output_4R: torch.Tensor  # the same layout as `Slot.output`
-    accepted_R: torch.Tensor  # int32: accepted drafts, at the place of the row's first draw
+    accepted_R: torch.Tensor  # int32: accepted tokens ahead, at the place of the row's first draw
     masks: StepMasks  # masks of the rows with constraints
 
 
@@ -65,7 +65,7 @@ class DeviceFeature:
     token_words: ClassVar[int] = 0
 
     changes_forward: ClassVar[RowNeeds] = RowNeeds.NONE  # rows with this take decode forwards that are captured apart
-    #: At most one feature of a worker may: the kernel that sets draft rows up copies one.
+    #: At most one feature of a worker may: the kernel that sets rows of tokens ahead up copies one.
     row_column: ClassVar[bool] = False  # it has a column of the row state, set up from the section `init_NAME`
     own_stream: ClassVar[bool] = False  # it has a stream for work beside the steps
     spare_words: int = 0  # most int32 words that it adds to an upload, apart from the words of tokens
@@ -181,6 +181,12 @@ class DeviceFeature:
     def largest(self) -> Seq[Extra]:
         """Called at the start: return the largest extras that a step can have, to learn what memory they take."""
         return ()
+
+    def measure(self, executor: Any, slot: Any) -> None:
+        """Called when decode steps are captured, before `host_part`: measure steps on this `Executor` and `Slot`.
+
+        No row and no KV is in use.
+        """
 
     def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
         """Called for each step that is rehearsed: put the most that a step of `rows` rows with these needs can have.

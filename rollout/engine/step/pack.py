@@ -1,7 +1,7 @@
 """Packs plans: from the host's state of sequences to the upload of a step (`upload.py` lists its sections).
 
-    Plan of decode rows, and of spans of one     --> a decode: rows and the pages that they open; with drafts a row each
-      token that all draw
+    Plan of decode rows, and of spans of one     --> a decode: rows and the pages that they open; a row for each
+      token that all draw                            token ahead, too
     any other                                    --> a prefill: tokens, positions, and what each span does
 
 Both also set up the rows whose sequence runs its first step.
@@ -48,8 +48,8 @@ class Packer:
     """Packs the plans of one engine.
 
     `captured` are the sizes of its captured decode steps. `shared` says what rows share, where attention reads shared
-    pages once. `states`: the model has linear attention, whose states go through the drafts of a row. `features` put
-    their sections last.
+    pages once. `states`: the model has linear attention, whose states go through the tokens ahead of a row. `features`
+    put their sections last.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class Packer:
                 _put_known(plan.spans, staging)
             self._put_new_rows(plan.spans, staging)
         return staging.upload(
-            plan.draws if plan.drafts else plan.rows,
+            plan.draws if plan.ahead else plan.rows,
             plan.tokens,
             plan.draws,
             plan.needs.value,
             plan.max_context,
             size=size,
             layout=layout,
-            drafts=max((draft.length for draft in plan.drafts), default=0),
+            ahead=max((tokens.length for tokens in plan.ahead), default=0),
         )
 
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
         rows = plan.token_rows or [span.seq.row for span in plan.spans]
         put_decode(staging, rows, plan.opens, size)
         self.shared.put(plan, size, staging)
-        if plan.drafts and self._states:
+        if plan.ahead and self._states:
             put_behind(staging, [draws - 1 for _, _, _, draws, _ in plan.spans], size)
 
     def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:

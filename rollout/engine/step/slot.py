@@ -3,7 +3,7 @@
                  host                     device
     input   [words] int32, pinned  -H2D->  [words] int32      one packed upload
     output  [4, rows] int32        <-D2H-  [4, rows] int32    token ids, and three log-probs as float bits
-    accepted [rows] int32   <-D2H-  the same                  of steps with drafts, after the output
+    accepted [rows] int32   <-D2H-  the same                  of steps with tokens ahead, after the output
     of features, int32      <-D2H-  the same                  after these; see `DeviceFeature.output_words`
 
     h2d_done   the upload has arrived          start  compute begins (recorded after the wait on the upload)
@@ -79,7 +79,7 @@ class Slot:
         features: Seq[DeviceFeature] = (),
         group: TensorGroup = ONE_RANK,
     ) -> None:
-        """Buffers for steps of up to `max_rows` rows, drafts included. `group` are the ranks that run the steps."""
+        """Buffers for steps of up to `max_rows` rows, also those of tokens ahead. `group` are the ranks of a step."""
         self.staging = Staging(device.host_buffer((upload_words,), torch.int32))
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
         output_words = OUTPUT_FIELDS * max_rows
@@ -131,7 +131,7 @@ class Slot:
             logprobs[0].tolist(),
             logprobs[1].tolist(),
             logprobs[2].tolist(),
-            self._accepted_host[: header.draws].tolist() if header.drafts else [],
+            self._accepted_host[: header.draws].tolist() if header.ahead else [],
             self._of_features(header),
         )
 

@@ -16,7 +16,7 @@ from tests.support.engine.harness import Bench
 
 PAGE = 4
 #: Sharing is worth it from a page on.
-ANY = {"shared_positions": PAGE, "shared_saved_bytes": 1, "draft_saved_bytes": 1}
+ANY = {"shared_positions": PAGE, "shared_saved_bytes": 1, "ahead_saved_bytes": 1}
 
 
 class Seen:

@@ -75,8 +75,13 @@ class DraftVerifier(DeviceFeature):
     @classmethod
     def make(cls, site: Site, measure: MeasureCosts = measure_decode_costs) -> DraftVerifier | None:
         """See `DeviceFeature`."""
-        engine = site.settings.engine
-        return None if engine.speculation == "off" else cls(engine, site.model, measure)
+        engine, model = site.settings.engine, site.model
+        if engine.speculation == "off":
+            return None
+        needed = engine.speculation == "heads" or engine.speculation_model is not None
+        has_draft = isinstance(model, Decoder) and model.draft is not None
+        assert has_draft or not needed, "the model was loaded for other settings"
+        return cls(engine, model, measure)
 
     def begin_rows(self, rows: RowState) -> None:
         """Allocate the drafts next to the rows, and make the drafter on the device."""
@@ -94,7 +99,7 @@ class DraftVerifier(DeviceFeature):
                 return DeviceDrafter(rows, next_RG)
 
     def measure(self, executor: Executor, slot: Slot) -> None:
-        """Measure the costs of steps, before `host_part`; decode steps are captured."""
+        """Measure the costs of steps."""
         self._costs = self._measure(executor, slot, self._engine.step_rows, self._made > 0)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Drafting:
@@ -160,7 +165,7 @@ class DraftVerifier(DeviceFeature):
     def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
         """Compare the drafts with the tokens drawn; rows and states go on after the last accepted one."""
         header = step.header
-        if not header.drafts:
+        if not header.ahead:
             return
         if header.needs & _CONSTRAIN and len(drawn.masks.refused):
             verify.refuse(self.state, step, drawn.masks.refused)

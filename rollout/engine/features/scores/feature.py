@@ -210,15 +210,15 @@ def _note_tops(plan: Plan, scores: Scores, accepted: list[int]) -> None:
         seq = sampled[place]
         if not (seq.finalized or seq.void) and place not in refused:
             tops = seq.drawn.tops
-            assert plan.drafts or len(tops) == len(seq.tokens), "a position has one entry"
+            assert plan.ahead or len(tops) == len(seq.tokens), "a position has one entry"
             tops.add(ids_K, logprobs_K)
 
 
 def _refused_places(plan: Plan, accepted: list[int]) -> set[int]:
-    """Places of the output with tokens that were drawn after a refused draft."""
+    """Places of the output with tokens that were drawn after a refused one."""
     refused: set[int] = set()
-    for draft in plan.drafts:
-        refused.update(range(draft.place + accepted[draft.place] + 1, draft.place + draft.length + 1))
+    for ahead in plan.ahead:
+        refused.update(range(ahead.place + accepted[ahead.place] + 1, ahead.place + ahead.length + 1))
     return refused
 
 
