@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -286,7 +287,7 @@ def _build_parts(
         offload = Offload(roster, allocator.offload_books, allocator.tier, movers.kv, movers.states)
     shared = make_shared_pages(model, step.kv, engine, step.shares_pages)
     packer = Packer(executor.graphs.sizes, shared, allocator.prefixes.has_states, features)
-    scheduler = Scheduler(limits, roster, upload_words)
+    scheduler = Scheduler(limits, roster, functools.partial(upload_words, features=step.features))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 

@@ -20,10 +20,8 @@ A step of hundreds of rows loops over its spans four times at every token, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -32,7 +30,6 @@ from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 
 _ADAPTER = RowNeeds.ADAPTER.value
-NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +100,7 @@ class Plan:
     #: The row of each token, where rows may have tokens ahead: these follow their row, each in a row of the row state.
     #: Such a step has no `opens`, as its feature sends all pages. Empty: a token for each row.
     token_rows: list[int] = field(default_factory=list)
-    notes: Mapping[str, Any] = field(default_factory=dict)  # plans of features, by feature name
+    note: Any = None  # of the feature that made the plan
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:
@@ -140,9 +137,8 @@ def make_plan(
     version: int,
     page_size: int,
     saves: tuple[tuple[int, int], ...] = (),
-    notes: Mapping[str, Any] = NO_NOTES,
 ) -> Plan:
-    """The step of these spans under the weights of `version`; `saves` and `notes` as in `Plan`."""
+    """The step of these spans under the weights of `version`; `saves` as in `Plan`."""
     opens: list[tuple[int, int]] = []
     needs = tokens = draws = longest = 0
     for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
@@ -155,7 +151,7 @@ def make_plan(
         if not start % page_size:
             opens.append((place, seq.kv.pages[start // page_size]))
     of_step = RowNeeds(needs), longest, tokens, draws, opens, saves
-    return Plan(spans, version, *of_step, notes=notes)
+    return Plan(spans, version, *of_step)
 
 
 _new_tuple = tuple.__new__  # takes half the time of Span(...)

@@ -24,35 +24,33 @@ def prompt_spans(
     feature has no room for more.
     """
     spans: list[Span] = []
-    for feature in features:
-        feature.plan_begins()
     for seq in seqs:
         kv = seq.kv
         if kv.restoring:
             continue
         length = min(kv.chunk_end - kv.length, tokens)
-        needed = upload_words(seq, length) + sum(feature.words(seq, length) for feature in features)
+        needed = upload_words(seq, length)
         if length == 0 or (spans and needed > words):
             break
         wanted = length
         for feature in features:
-            length = feature.fit(seq, kv.length, length)
+            length = feature.fit(seq, kv.length, length, first=not spans)
         if length:
             tokens, words = tokens - length, words - needed
-            spans.append(prompt_span(seq, length, page_size, features))
+            spans.append(prompt_span(seq, length, page_size))
         if length < wanted:
             break
     return spans
 
 
-def prompt_span(seq: Sequence, length: int, page_size: int, features: Seq[StepFeature] = ()) -> Span:
+def prompt_span(seq: Sequence, length: int, page_size: int) -> Span:
     """The next `length` tokens of a sequence that is being prefilled."""
     kv = seq.kv
     start, end = kv.length, kv.length + length
     unscored = max(0, seq.scores_after - start)  # tokens before the first that is scored
     scored = max(0, min(end, seq.prompt_len - 1) - start - unscored) if seq.scores_prompt else 0
     begins_with = kv.copies_to(kv.pages[start // page_size]), kv.saves_of(seq.row), kv.loads_of(seq.row)
-    decodes = all(feature.decodes(seq, start, length) for feature in features)
+    decodes = seq.group.request.prompt.follows_row(start, end)
     draws = int(end == len(kv.prefill_tokens) and seq.launched < seq.max_tokens)
     part = PromptPart(kv.prefill_tokens[start:end], scored, *begins_with, decodes, unscored)
     return Span(seq, start, length, draws, part)

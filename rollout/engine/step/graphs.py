@@ -277,7 +277,7 @@ class DecodeGraphs:
     def _output(self, feature: DeviceFeature, size: int) -> Any:
         words = feature.output_words(size)
         device = self._step.rows.ints.device
-        return feature.output(torch.zeros(words, dtype=torch.int32, device=device)) if words else None
+        return feature.output(torch.zeros(words, dtype=torch.int32, device=device), size, size) if words else None
 
     def run_whole(self, step: StepInput, slot: Slot) -> None:
         """The work in the graph of a whole step: forward and sampling."""

@@ -209,9 +209,11 @@ def spare_words(max_rows: int, of_features: int = 0) -> int:
     return ALIGNMENT_WORDS + _SAVE_WORDS * max_rows + of_features
 
 
-def upload_words(seq: Sequence, length: int) -> int:
-    """Upper bound on the int32 words that the next `length` tokens of a prompt add to an upload, without features."""
-    words = _TOKEN_WORDS * length + _SPAN_WORDS
+def upload_words(seq: Sequence, length: int, features: Seq[DeviceFeature] = ()) -> int:
+    """Upper bound on the int32 words that the next `length` tokens of a prompt add to an upload."""
+    scored = seq.scores_prompt
+    of_features = sum(feature.token_words + feature.scored_words * scored for feature in features)
+    words = (_TOKEN_WORDS + of_features) * length + _SPAN_WORDS
     if not seq.row_ready:
         kv = seq.kv
         words += _setup_words(len(kv.pages), len(kv.prefill_tokens), seq.needs) + 2
@@ -220,7 +222,7 @@ def upload_words(seq: Sequence, length: int) -> int:
 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, features: Seq[DeviceFeature]) -> int:
     """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
-    token_words = sum(feature.token_words for feature in features)
+    token_words = sum(feature.token_words + feature.scored_words for feature in features)
     setup = _setup_words(max_pages, max_context, _SETUP_FEATURES)
     largest = (_TOKEN_WORDS + token_words) * chunk_tokens + _SPAN_WORDS + setup
     spare = spare_words(max_rows, sum(feature.spare_words for feature in features))

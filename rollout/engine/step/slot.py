@@ -36,6 +36,7 @@ from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, Staging, StepInput, Upload
 
 OUTPUT_FIELDS = 4
+_NO_WORDS = np.zeros(0, np.int32)
 
 
 class FaultFlag:
@@ -97,7 +98,7 @@ class Slot:
         spans = {feature.name: (start, end) for feature, start, end in self._regions}
         for feature in features:
             begin, end = spans.get(feature.name, (0, 0))
-            self.outputs[feature.name] = feature.slot_output(max_rows, chunk_tokens, self._result[begin:end])
+            self.outputs[feature.name] = feature.output(self._result[begin:end], max_rows, chunk_tokens)
         self.fault = _fault_flag(device, group)
         self.h2d_start, self.h2d_done = device.event(), device.event()
         self.start, self.end = device.event(), device.event()
@@ -141,10 +142,14 @@ class Slot:
         return [copy for feature in self._features for copy in feature.downloads(header, outputs[feature.name])]
 
     def _of_features(self, header: Header) -> dict[str, Any]:
-        given = {feature.name: feature.downloaded(header, self.outputs[feature.name]) for feature in self._features}
-        for feature, start, _ in self._regions:
-            words = self._result_host[start : start + feature.output_words(header.tokens)]
-            given[feature.name] = feature.read(words.numpy(), header)
+        words = {
+            feature.name: self._result_host[start : start + feature.output_words(header.tokens)].numpy()
+            for feature, start, _ in self._regions
+        }
+        given = {
+            feature.name: feature.read(words.get(feature.name, _NO_WORDS), header, self.outputs[feature.name])
+            for feature in self._features
+        }
         return {name: value for name, value in given.items() if value is not None}
 
 

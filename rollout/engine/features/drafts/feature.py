@@ -77,10 +77,6 @@ class Drafting(StepFeature):
 
     # --- plan ---------------------------------------------------------------------------------------------------------
 
-    def note(self, spans: Seq[Span]) -> DraftNote:
-        """The work of the drafter on the device after a step of prompts."""
-        return DraftNote(self.planner.after_prompts)
-
     def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> Plan | None:
         """A verify step, if rows have drafts or a position that is not known, or if the device drafts after it."""
 
@@ -127,14 +123,14 @@ class Drafting(StepFeature):
             allocator.prefixes.take_saves(),
             drafts,
             rows,
-            {NAME: DraftNote(after, pages, drafts)},
+            DraftNote(after, pages, drafts),
         )
 
     # --- upload -------------------------------------------------------------------------------------------------------
 
     def pack(self, plan: Plan, staging: Staging) -> None:
         """Put pages and drafts of a verify step, and what the drafter on the device needs."""
-        after, pages, drafts = _note(plan)
+        after, pages, drafts = self._note(plan)
         if after is not After.NOTHING:
             staging.facts[NAME] = [str(after)]
             if not plan.decodes:
@@ -152,7 +148,7 @@ class Drafting(StepFeature):
 
     def launched(self, plan: Plan) -> None:
         """Drafts in flight count as accepted until their step is committed."""
-        note = _note(plan)
+        note = self._note(plan)
         for draft in note.drafts:
             draft.seq.ahead += draft.length
             self.counts.drafted += draft.length
@@ -160,17 +156,20 @@ class Drafting(StepFeature):
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Count which drafts were accepted."""
-        self.counts.committed(plan, _note(plan).drafts, output.accepted)
+        self.counts.committed(plan, self._note(plan).drafts, output.accepted)
 
-    def committed(self, plan: Plan, output: StepOutput) -> None:
-        """Take the drafts that the device made after the step."""
+    def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
+        """Take the drafts that the device made after the step, and correct the costs of steps."""
         if NAME in output.of_features:
             self.planner.arrived(plan, output.of_features[NAME])
-
-    def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
-        """Correct the costs of steps."""
         if plan.kind == "decode":
-            self.planner.ran(plan, _note(plan).after, tokens, seconds, self.counts)
+            self.planner.ran(plan, self._note(plan).after, tokens, seconds, self.counts)
+
+    def _note(self, plan: Plan) -> DraftNote:
+        """The note of a plan that is made here; another step of prompts is followed by what the planner says now."""
+        if isinstance(plan.note, DraftNote):
+            return plan.note
+        return DraftNote(self.planner.after_prompts) if plan.kind == "prefill" else _NO_NOTE
 
     def gauges(self) -> Mapping[str, float | None]:
         """See `StepFeature`."""
@@ -183,10 +182,6 @@ class Drafting(StepFeature):
 
 
 _NO_NOTE = DraftNote(After.NOTHING)
-
-
-def _note(plan: Plan) -> DraftNote:
-    return plan.notes.get(NAME, _NO_NOTE)
 
 
 def _next_tokens(plan: Plan) -> Iterator[int]:

@@ -194,11 +194,11 @@ class DraftVerifier(DeviceFeature):
         """See `DeviceFeature`."""
         return self._engine.step_rows * self._made
 
-    def output(self, words: torch.Tensor) -> torch.Tensor:
+    def output(self, words: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
         """The next drafts of the rows that draw."""
         return words.view(self._engine.step_rows, self._made)
 
-    def read(self, words: np.ndarray, header: Header) -> list[list[int]] | None:
+    def read(self, words: np.ndarray, header: Header, output: torch.Tensor) -> list[list[int]] | None:
         """The next drafts of each row that draws, in their order; drafts of earlier steps may follow."""
         if _after(header) is not After.DRAFT:
             return None

@@ -120,24 +120,18 @@ class StepScores(StepFeature):
         self._exact = exact
         self._wide, self._widest = 0, 0  # the step being planned: scored positions, most tokens at one
 
-    def words(self, seq: Sequence, length: int) -> int:
-        """See `StepFeature`; the named tokens are in the spare words."""
-        return SCORED_WORDS * length if seq.scores_prompt else 0
-
-    def plan_begins(self) -> None:
-        """See `StepFeature`."""
-        self._wide = self._widest = 0
-
-    def fit(self, seq: Sequence, start: int, length: int) -> int:
+    def fit(self, seq: Sequence, start: int, length: int, first: bool) -> int:
         """Tokens up to the last position for which the wide list has room."""
+        if first:
+            self._wide = self._widest = 0
         wide = wide_words(seq.group.request) if seq.scores_prompt else 0
-        first = max(0, seq.scores_after - start)  # position that is scored
-        if not wide or first >= length:
+        unscored = max(0, seq.scores_after - start)  # tokens before the first that is scored
+        if not wide or unscored >= length:
             return length
         widest = max(self._widest, MAX_PROMPT_TOKENS_SCORED if self._exact else wide)
-        length = min(length, first + max(0, WIDE_WORDS // widest - self._wide))
-        if length > first:
-            self._wide, self._widest = self._wide + length - first, widest
+        length = min(length, unscored + max(0, WIDE_WORDS // widest - self._wide))
+        if length > unscored:
+            self._wide, self._widest = self._wide + length - unscored, widest
         return length
 
     def pack(self, plan: Plan, staging: Staging) -> None:

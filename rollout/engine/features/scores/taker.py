@@ -37,7 +37,7 @@ class ScoreTaker(DeviceFeature):
     """
 
     name = NAME
-    token_words = SCORED_WORDS
+    scored_words = SCORED_WORDS
     #: Words for named tokens, for padding, and for the wide list of a rehearsal, where the narrow one has all tokens.
     spare_words = (
         WIDE_WORDS
@@ -58,7 +58,7 @@ class ScoreTaker(DeviceFeature):
         """See `DeviceFeature`."""
         return StepScores(scored_multiple(self._device.torch_device), self._vocab, self._exact)
 
-    def slot_output(self, rows: int, tokens: int, words: torch.Tensor) -> ScoreBuffers:
+    def output(self, words: torch.Tensor, rows: int, tokens: int) -> ScoreBuffers:
         """See `DeviceFeature`."""
         return ScoreBuffers(self._device, rows, tokens, self._vocab)
 
@@ -96,7 +96,7 @@ class ScoreTaker(DeviceFeature):
         asked = asked_of(header)
         return (functools.partial(output.copy, len(asked.tops), asked.narrow, asked.wide),)
 
-    def downloaded(self, header: Header, output: ScoreBuffers) -> Scores | None:
+    def read(self, words: np.ndarray, header: Header, output: ScoreBuffers) -> Scores | None:
         """See `DeviceFeature`."""
         if NAME not in header.facts:
             return None
