@@ -117,8 +117,8 @@ class Engine:
         parts.executor.execute(upload, slot)
         parts.scheduler.launched(plan)
         done_s = time.perf_counter()
-        times_s = planned_s, launching_s - planned_s, done_s - launching_s
-        parts.pipeline.push(StepInFlight(plan, upload.header, slot, *times_s))
+        plan_s, launch_s = launching_s - planned_s, done_s - launching_s
+        parts.pipeline.push(StepInFlight(plan, upload.header, slot, planned_s, plan_s, launch_s))
         self.launching = None
 
     def _commit_and_draw(self) -> bool:

@@ -150,8 +150,7 @@ def make_plan(
             longest = start + tokens_in
         if not start % page_size:
             opens.append((place, seq.kv.pages[start // page_size]))
-    of_step = RowNeeds(needs), longest, tokens, draws, opens, saves
-    return Plan(spans, version, *of_step)
+    return Plan(spans, version, RowNeeds(needs), longest, tokens, draws, opens, saves)
 
 
 _new_tuple = tuple.__new__  # takes half the time of Span(...)

@@ -146,8 +146,7 @@ class Scheduler:
         roster, limits = self.roster, self.limits
         if not roster.prefilling:
             return None
-        most = limits.chunk_tokens, limits.upload_words
-        spans = prompt_spans(roster.prefilling, *most, self._upload_words, self._page_size, roster.features)
+        spans = prompt_spans(roster, limits, self._upload_words)
         if not spans:
             return None
         saves = roster.allocator.prefixes.take_saves()

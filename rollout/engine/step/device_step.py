@@ -92,8 +92,7 @@ class DeviceStep:
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same step over another KV cache."""
-        more = self.exact_sums, self.shares_pages, self.features
-        return DeviceStep(self.model, self.forward, kv, self.rows, *more)
+        return DeviceStep(self.model, self.forward, kv, self.rows, self.exact_sums, self.shares_pages, self.features)
 
     def put_rows(self, staging: Staging, rows: Seq[int], size: int) -> None:
         """Put a decode of rows that share nothing and open no page, padded to `size`."""

@@ -24,7 +24,7 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = self.shared = self.most_levels = 0
-        monkeypatch.setattr("rollout.engine.build._shares_pages", lambda site: True)
+        monkeypatch.setattr("rollout.engine.build_steps._shares_pages", lambda site: True)
 
     def watch(self, bench: Bench) -> Bench:
         step = bench.engine.executor.step

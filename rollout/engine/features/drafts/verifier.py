@@ -109,9 +109,15 @@ class DraftVerifier(DeviceFeature):
         make = HOST_DRAFTERS.get("suffix" if adapts else settings.speculation, lambda kept_tokens: NO_HOST_DRAFTER)
         drafter = make(settings.constants.speculation_kept_tokens)
         assert self._costs is not None, "the costs are measured before"
-        most = settings.speculation_tokens, settings.speculation_rows
-        unpaid_share = settings.constants.unpaid_share
-        planner = DraftPlanner(drafter, *most, self._costs, adapts, self.on_device, unpaid_share)
+        planner = DraftPlanner(
+            drafter,
+            settings.speculation_tokens,
+            settings.speculation_rows,
+            self._costs,
+            adapts,
+            self.on_device,
+            settings.constants.unpaid_share,
+        )
         names = self._model.draft_names() if isinstance(self._model, Decoder) else frozenset()
         version, counts = engine.version, DraftCounts()
         if isinstance(before, Drafting):

@@ -62,8 +62,19 @@ def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
         from rollout_kernels.step.triton_verify import set_up_drafts
 
         column = next(iter(rows.columns.values()), None)
-        copied = rows.ints, rows.floats, rows.pages, drafts.drafts_R, column, drafts.next_RG
-        set_up_drafts(step["drafts"], step["verified"], step["paths"], *copied, last=LAST, length=LENGTH)
+        set_up_drafts(
+            step["drafts"],
+            step["verified"],
+            step["paths"],
+            rows.ints,
+            rows.floats,
+            rows.pages,
+            drafts.drafts_R,
+            column,
+            drafts.next_RG,
+            last=LAST,
+            length=LENGTH,
+        )
     else:
         copy_rows(rows, drafts, step)
     for state, needs in (
@@ -114,8 +125,10 @@ def accept(
     if rows.ints.is_cuda:
         from rollout_kernels.step.triton_verify import accept_drafts
 
-        drawn = output_4R[0], drafts.drafts_R, rows.ints, accepted_R
-        accept_drafts(step["verified"], step["rows"], *drawn, last=LAST, length=LENGTH)
+        verified, step_rows = step["verified"], step["rows"]
+        accept_drafts(
+            verified, step_rows, output_4R[0], drafts.drafts_R, rows.ints, accepted_R, last=LAST, length=LENGTH
+        )
     else:
         go_on(rows, drafts, step, output_4R, accepted_R)
     if step.header.needs & RowNeeds.PENALIZE:  # the draw has counted the first token

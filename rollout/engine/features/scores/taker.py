@@ -81,8 +81,8 @@ class ScoreTaker(DeviceFeature):
             ("wide", asked.wide, output.wide),
         ):
             if scoring.scored:
-                of_list = step[f"{name}_at"], step[f"{name}_targets"], step.get(f"{name}_chosen")
-                buffers.score(hidden_TD, *of_list, compute_logits, scoring, self._exact, self._part)
+                at_N, targets_N, chosen_NM = step[f"{name}_at"], step[f"{name}_targets"], step.get(f"{name}_chosen")
+                buffers.score(hidden_TD, at_N, targets_N, chosen_NM, compute_logits, scoring, self._exact, self._part)
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: ScoreBuffers) -> None:
         """Find the likeliest tokens of rows that ask for them."""
