@@ -154,8 +154,9 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
             memory = _with_host_memory(site, memory, step.kv)
         graphs = make_graphs(step, streams.compute, context, graph_rows)
         graphs.capture(slots, progress)
+        measured = Executor(device, streams, step, graphs)
         for feature in step.features:
-            feature.measure(Executor(device, streams, step, graphs), slots[0])
+            feature.measure(measured, slots[0])
         words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
         # From here on the other ranks follow orders.
         orders = site.lead(OrderSizes(words, engine.step_rows, width, chunk_tokens(engine, model)))

@@ -176,8 +176,8 @@ class DeviceFeature:
         No row and no KV is in use.
         """
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """Called for each step that is rehearsed: put the most that a step of `rows` rows with these needs can have.
 
-        `token_ids` are those of a prefill; None for a decode.
+        `token_ids` are those of a prefill, int64; a decode has none.
         """

@@ -27,6 +27,7 @@ from rollout.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
+_NO_TOKENS = np.zeros(0, np.int64)
 #: All sampling needs at once.
 ALL_FEATURES = functools.reduce(lambda a, b: a | b, RowNeeds)
 #: Lengths of the longest span of a prefill step at which its attention changes kernels.
@@ -194,7 +195,7 @@ def _pack_decode(executor: Executor, slot: Slot, step: Rehearsed, max_context: i
     staging.begin()
     executor.step.put_rows(staging, [], rows)
     for feature in executor.step.features:
-        feature.put_largest(staging, rows, None, step.needs)
+        feature.put_largest(staging, rows, _NO_TOKENS, step.needs)
     return staging.upload(rows, rows, rows, step.needs.value, max_context)
 
 

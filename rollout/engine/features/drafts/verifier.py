@@ -212,11 +212,11 @@ class DraftVerifier(DeviceFeature):
 
     # --- start --------------------------------------------------------------------------------------------------------
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """Have the drafter on the device run."""
         if self._made:
             staging.facts[NAME] = [str(After.DRAFT)]
-        if self.on_device == "heads" and token_ids is not None:
+        if self.on_device == "heads" and len(token_ids):
             staging.put("next_tokens", np.zeros(rows, dtype=np.int64))
 
 

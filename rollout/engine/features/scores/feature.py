@@ -58,10 +58,10 @@ def asked_of(header: Header) -> Asked:
 
 def wide_words(request: Request) -> int:
     """The most tokens that a request scores at a position, if its prompt is in the wide list; else 0."""
-    tops, chosen = request.prompt_tops or 0, request.prompt_chosen
-    if chosen is None and not request.prompt_entropy and tops <= MAX_TOP_LOGPROBS:
+    tops, chosen = request.prompt_tops or 0, request.prompt_chosen.shape[-1]
+    if not chosen and not request.prompt_entropy and tops <= MAX_TOP_LOGPROBS:
         return 0
-    return max(1, tops, 0 if chosen is None else chosen.shape[-1])
+    return max(1, tops, chosen)
 
 
 @dataclass(slots=True)
@@ -99,8 +99,6 @@ class _List:
 def _chosen(request: Request, token: int, scored: int) -> np.ndarray:
     """The tokens that a request names for `scored` tokens of its prompt from `token` on, int32 [scored, M]."""
     ids = request.prompt_chosen
-    if ids is None:
-        return np.zeros((scored, 0), np.int32)
     first = token - request.scored_from
     return ids[first : first + scored] if ids.ndim == 2 else np.broadcast_to(ids, (scored, len(ids)))
 
@@ -223,7 +221,7 @@ def _note_prompt(known: PromptScores, here: slice, scores: ScoredPrompts, found:
         if k := known.tops.ids.shape[1]:
             known.tops.ids[here] = scores.ids_NK[found, :k]
             known.tops.logprobs[here] = scores.top_logprobs_NK[found, :k]
-    if known.chosen is not None:
+    if known.chosen.shape[1]:
         known.chosen[here] = scores.chosen_NM[found, : known.chosen.shape[1]]
     if known.entropy is not None:
         known.entropy[here] = scores.entropy_N[found]

@@ -102,12 +102,12 @@ class ScoreTaker(DeviceFeature):
             return None
         return output.read(*asked_of(header))
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """All rows, and all tokens of a prefill."""
         if not needs & RowNeeds.TOP:
             return
         asked = Asked(put_tops(staging, range(rows)))
-        if token_ids is not None:
+        if len(token_ids):
             multiple = scored_multiple(self._device.torch_device)
             k, wide = min(MAX_TOP_LOGPROBS, self._vocab), min(MAX_PROMPT_TOKENS_SCORED, self._vocab)
             scored = put_scored(staging, "narrow", np.arange(len(token_ids)), token_ids, multiple)
