@@ -10,8 +10,12 @@ A launcher sees one JSON line on stdout and the ready file once the worker can s
 end. SIGTERM and SIGINT drain the worker; a second signal ends it at once.
 
 After a fault every request ends as `error` with the tokens that it has. Then the engine is built anew around the same
-weights; if that is impossible, the worker ends with status FAULT. If the loop hangs, the watchdog's thread hands the
-requests back and ends the worker with status HUNG.
+weights. Whatever ends a worker otherwise takes `Worker.end` first, which says why and with which status:
+
+    FAILED   the service thread has ended                                         by the loop
+    FAULT    the engine cannot be made whole; a rank is lost or has failed        by the loop; of a rank, if the loop
+                                                                                  waits for it: by the watching thread
+    HUNG     the loop hangs                                                       by the watchdog's thread
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,18 +32,18 @@ from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.build import (
     adapter_registry,
     build_engine,
-    check_model,
     longest_sequence,
     rebuild_engine,
     sleeping_memory,
 )
 from rollout.engine.device.streams import Device, make_device
 from rollout.engine.features.routing.record import kept_routing
-from rollout.engine.features.site import alone
+from rollout.engine.features.site import OrderSizes, alone
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.statuses import RankStatus
 from rollout.engine.messages.to_engine import Command, Look, PutAdapter, Shutdown
+from rollout.engine.model_check import check_model
 from rollout.engine.parts import Links
 from rollout.engine.step.execute import Orders
 from rollout.metrics.health import Health
@@ -57,6 +60,7 @@ from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
 from rollout.network.access import Access
 from rollout.network.ports import check_free
 from rollout.process.announce import say, write_whole
+from rollout.process.end import End
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
 from rollout.process.progress import both, stage
@@ -189,7 +193,6 @@ class Worker:
             metrics_url=_metrics_url(sinks),
             security=settings.security,
         )
-        self._ends = threading.Lock()  # taken by the thread that ends a worker whose ranks are lost
         self._next_report_s = time.perf_counter() + settings.metrics.interval_s
         self.watchdog = Watchdog(
             last_tick_s=lambda: self.vitals.last_tick_s,
@@ -197,6 +200,7 @@ class Worker:
             on_signal=self._on_signal,
             on_stall=self._on_stall,
         )
+        self.end = End(self.watchdog.end_within)
 
     def start(self) -> None:
         """Take requests."""
@@ -214,15 +218,14 @@ class Worker:
 
     # --- serve --------------------------------------------------------------------------------------------------------
 
-    def _lead(self, *sizes: int) -> Orders:
-        return self.ranks.lead(ring_bytes(*sizes), self.settings.weights.initial_version)
+    def _lead(self, sizes: OrderSizes) -> Orders:
+        return self.ranks.lead(ring_bytes(sizes), self.settings.weights.initial_version)
 
     def loop(self) -> int:
         """Serve until shut down; returns the exit status."""
         while not self.engine.gate.stopped:
             if not self.server.alive:
-                log.critical("the service thread has ended; no client can be answered")
-                return FAILED
+                return self._end_loop("the service thread has ended; no client can be answered", FAILED)
             try:
                 self._tick()
                 continue
@@ -230,12 +233,20 @@ class Worker:
             except Exception as error:
                 log.critical("the engine failed", exc_info=True, extra=self._circumstances())
                 message = f"the engine failed: {type(error).__name__}: {error}"[:_MESSAGE_CHARS]
-            if self.ranks.size > 1:
-                self._end_with_ranks(message)
-                return FAULT
+            if self.ranks.size > 1:  # ranks cannot go on together after a fault
+                status = self._end_loop(message, FAULT)
+                cause = self.ranks.wait_for_cause(_CAUSE_S)  # a rank that ended is known as the cause a little later
+                self._hand_back(f"the tensor group is lost: {cause}" if cause else message)
+                return status
             if not self._recover(message):
-                return FAULT
+                return self._end_loop(message, FAULT)
         return 0
+
+    def _end_loop(self, reason: str, status: int) -> int:
+        """Begin the end on the loop's thread; returns the status."""
+        if not self.end.begin(reason, status, _RANKS_CLOSE_S if self.ranks.size > 1 else _CLOSE_S):
+            self.end.wait()
+        return status
 
     def _tick(self) -> None:
         engine = self.engine
@@ -286,18 +297,6 @@ class Worker:
         log.warning("the engine is whole again", extra={"version": self.engine.roster.version, "faults": len(faults)})
         return True
 
-    def _end_with_ranks(self, message: str) -> None:
-        """After a fault of a tensor group, whose ranks cannot go on together: hand every request back."""
-        if not self._ends.acquire(blocking=False):
-            time.sleep(_CLOSE_S)  # the watching thread ends the process
-        self.watchdog.end_within(_RANKS_CLOSE_S, FAULT)
-        cause = self.ranks.wait_for_cause(_CAUSE_S)  # a rank that ended is known as the cause before its connection is
-        try:
-            self.engine.fail(f"the tensor group is lost: {cause}" if cause else message)
-        # Requests without an answer get `unavailable` when the service ends.
-        except Exception:
-            log.critical("generated tokens cannot be handed back", exc_info=True)
-
     def _progress(self) -> OwnProgress:
         """On the watching thread: how far this rank is."""
         steps = self.engine.pipeline.steps()
@@ -315,26 +314,31 @@ class Worker:
     def _on_rank_lost(self, failure: str) -> None:
         """On the watching thread: the loop takes note of it, unless it waits for the rank that is lost."""
         time.sleep(_NOTICE_S)
-        if self._ends.acquire(blocking=False):
-            self._hand_back_and_exit(f"the tensor group is lost: {failure}", FAULT)
+        self._end_process(f"the tensor group is lost: {failure}", FAULT)
 
     def _on_stall(self, seconds: float) -> None:
-        """The loop hangs: hand the requests back from the watchdog's thread, and end the process."""
-        facts = {"silent_s": round(seconds, 1), **self._circumstances()}
-        log.critical("the loop hangs; the worker ends", extra=facts)
-        self._hand_back_and_exit(f"the worker hung for {seconds:.0f} s", HUNG)
+        """On the watchdog's thread: the loop hangs."""
+        log.critical("the loop hangs", extra={"silent_s": round(seconds, 1), **self._circumstances()})
+        self._end_process(f"the worker hung for {seconds:.0f} s", HUNG)
 
-    def _hand_back_and_exit(self, message: str, status: int) -> None:
-        try:
-            self.engine.fail(message)
-        # The loop may wake up and change the books while they are read; the service answers the rest when it ends.
-        except Exception:
-            log.critical("generated tokens cannot be handed back", exc_info=True)
+    def _end_process(self, reason: str, status: int) -> None:
+        """Hand the requests back and exit, unless another thread does."""
+        if not self.end.begin(reason, status, _CLOSE_S):
+            return
+        self._hand_back(reason)
         try:
             self.server.stop()
         finally:
             self.ranks.close()
             os._exit(status)
+
+    def _hand_back(self, message: str) -> None:
+        try:
+            self.engine.fail(message)
+        # The loop may wake up and change the books while they are read. Requests without an answer get `unavailable`
+        # when the service ends.
+        except Exception:
+            log.critical("generated tokens cannot be handed back", exc_info=True)
 
     def _circumstances(self) -> dict[str, object]:
         """For the log line of a fault: the requests that ran, and the last steps."""

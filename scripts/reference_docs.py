@@ -33,6 +33,7 @@ from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
 from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
 from scripts.gateway_reference import endpoints_page
+from scripts.hooks_reference import hooks_page
 from trainer_bridge.wire.errors import SENT_BY_WORKERS, RolloutError
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
@@ -484,6 +485,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "protocol.md": protocol_page,
     "settings.md": settings_page,
     "endpoints.md": endpoints_page,
+    "hooks.md": hooks_page,
 }
 
 

@@ -71,7 +71,7 @@ class AdapterUse:
 
     adapter: Adapter | None
     slot: AdapterSlot | None = None  # set while the sequence has a row
-    #: (token, version): the first token drawn with that version. Drafts in flight count as accepted.
+    #: (token, version): the first token drawn with that version. Tokens ahead in flight count as accepted.
     version_changes: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -89,8 +89,8 @@ class AdapterUse:
         if not changes or changes[-1][1] != version:
             changes.append((token, version))
 
-    def drafts_refused(self, count: int, after: int) -> None:
-        """A step whose tokens begin at `after` had this many drafts refused: changes noted since come earlier."""
+    def refused(self, count: int, after: int) -> None:
+        """A step whose tokens begin at `after` refused this many tokens ahead: changes noted since come earlier."""
         changes = self.version_changes
         for i in range(len(changes) - 1, -1, -1):
             token, version = changes[i]

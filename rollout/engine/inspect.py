@@ -14,8 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.engine.features.adapters.feature import Adapters
-from rollout.engine.features.drafts.counts import DraftCounts
-from rollout.engine.features.drafts.feature import Drafting
 from rollout.engine.loop import Engine
 from rollout.engine.messages.statuses import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
 from rollout.engine.schedule.feature import find
@@ -82,7 +80,6 @@ class Inspector:
         roster, offload = self._engine.roster, self._offload()
         pool, counters, prefixes = roster.allocator.pool, roster.counters, roster.allocator.prefixes
         kept = roster.allocator.tier.status()
-        drafting = find(roster.features, Drafting)
         self._engine.meter.set(
             {
                 "rollout/rows": roster.running,
@@ -96,7 +93,6 @@ class Inspector:
                 "kv/older_reused_tokens": counters.older_tokens,
                 "prefill/tokens_computed": counters.prefilled_tokens,
                 "prefill/tokens_shared": counters.cached_tokens,
-                **(DraftCounts() if drafting is None else drafting.counts).gauges(counters.decode_rows),
                 "kv/preemptions": counters.preemptions,
                 "kv/host_used_pct": percent(offload.pages, offload.pages_total),
                 "kv/restores": offload.restored,

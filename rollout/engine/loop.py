@@ -69,7 +69,7 @@ class Engine:
         scheduler.end_overdue()
         parts.offload.advance()
         for feature in roster.features:
-            feature.tick()
+            feature.tick(wait=False)
         launched = not gate.blocked and self._launch_next()
         committed = launched and pipeline.newest().plan.draws_later and self._commit_and_draw()
         committed |= (pipeline.full or not launched) and self.commit_oldest()
@@ -117,8 +117,8 @@ class Engine:
         parts.executor.execute(upload, slot)
         parts.scheduler.launched(plan)
         done_s = time.perf_counter()
-        times_s = planned_s, launching_s - planned_s, done_s - launching_s
-        parts.pipeline.push(StepInFlight(plan, upload.header, slot, *times_s))
+        plan_s, launch_s = launching_s - planned_s, done_s - launching_s
+        parts.pipeline.push(StepInFlight(plan, upload.header, slot, planned_s, plan_s, launch_s))
         self.launching = None
 
     def _commit_and_draw(self) -> bool:
@@ -145,7 +145,7 @@ class Engine:
         commit_s = time.perf_counter() - committing_s
         record = _record(step, counters.tokens - tokens, counters.zombie_rows - zombies, committing_s, commit_s)
         self.meter.step(record)
-        parts.scheduler.ran(step.plan, record.tokens, record.end_s - record.start_s)  # the wait for masks, too
+        parts.scheduler.committed(step.plan, output, record.tokens, record.end_s - record.start_s)
         if spent_s := self.recomputation.committed(step.plan, record.ran_s):
             self.meter.add("weights/recompute_s", spent_s)
         parts.pipeline.retire(step)
@@ -157,7 +157,7 @@ class Engine:
             self.meter.no_work(time.perf_counter())
         if nothing_planned:
             for feature in self.parts.roster.features:
-                feature.wait()
+                feature.tick(wait=True)
         self.gate.grant_hold()
 
     def _wait_for_copies(self, nothing_else: bool, idle: bool) -> None:

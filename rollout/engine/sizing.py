@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from rollout.config import EngineSettings
-from rollout.engine.features.drafts.drafter import device_drafter
+from rollout.engine.features.all import keeps_token_ids
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.engine.step.row_state import RowState
@@ -138,12 +138,12 @@ def chunk_tokens(settings: EngineSettings, model: LanguageModel, target: Target 
 
 
 def state_pool_bytes(settings: EngineSettings, model: LanguageModel) -> int:
-    """Device memory for the states of rows, snapshots and drafts of linear attention; 0 for other models."""
+    """Device memory for the states of rows, snapshots and tokens ahead of linear attention; 0 for other models."""
     each = model.spec.state_bytes(model.embed.dtype)
     if each == 0:
         return 0
-    drafts = settings.draft_rows * native(model).spec.draft_bytes(model.embed.dtype)
-    return (1 + settings.max_rows + settings.snapshot_places) * each + drafts
+    ahead = (settings.step_rows - settings.max_rows) * native(model).spec.draft_bytes(model.embed.dtype)
+    return (1 + settings.max_rows + settings.snapshot_places) * each + ahead
 
 
 def check_states(settings: EngineSettings, model: LanguageModel, free_bytes: int) -> None:
@@ -152,14 +152,14 @@ def check_states(settings: EngineSettings, model: LanguageModel, free_bytes: int
     if needed > free_bytes:
         each = model.spec.state_bytes(model.embed.dtype)
         rows, snapshots = settings.max_rows + 1, settings.snapshot_places
-        drafts = needed - (rows + snapshots) * each
-        of_drafts, lower = "", "max_rows or state_snapshots"
-        if drafts:
-            of_drafts = f", {_gib(drafts)} for speculation_rows = {settings.draft_rows}"
+        ahead = needed - (rows + snapshots) * each
+        of_ahead, lower = "", "max_rows or state_snapshots"
+        if ahead:
+            of_ahead = f", {_gib(ahead)} for speculation_rows = {settings.speculation_rows}"
             lower = "max_rows, state_snapshots or speculation_rows"
         raise ValueError(
             f"the states of linear attention take {_gib(each)} each, {_gib(rows * each)} for max_rows = "
-            f"{settings.max_rows} and {_gib(snapshots * each)} for {snapshots} snapshots{of_drafts}, and beside "
+            f"{settings.max_rows} and {_gib(snapshots * each)} for {snapshots} snapshots{of_ahead}, and beside "
             f"{_gib(weight_bytes(model))} of weights {_gib(free_bytes)} are free: lower {lower}"
         )
 
@@ -265,7 +265,7 @@ def staging_bytes(settings: EngineSettings, state_bytes: int) -> int:
 def page_bytes_of(settings: EngineSettings, model: LanguageModel, dtype: torch.dtype) -> int:
     """Bytes of a KV page of all layers."""
     token_bytes = model.spec.kv_bytes_per_token(dtype)
-    if device_drafter(settings, model) == "ngram":
+    if keeps_token_ids(settings, model):
         token_bytes += torch.int32.itemsize  # the token's id
     return token_bytes * settings.page_size
 

@@ -20,19 +20,10 @@
     init_*, page_updates, banned*, bias*, counts*   rows that the step sets up (`row_state.py`)
     copies                 int32 [n, 2]: pages to copy, source and target
     state_saves, _loads    int64 [n, 2]: states to copy, source and target place; first all saves, then all loads
-    behind                 int32 [size]: drafts behind each row, -1 for a draft row; of a step with drafts of a model
-                           with states. It lies next to the sections of a decode
+    behind                 int32 [size]: tokens ahead of each row, which stand behind it, -1 for each of these; only of
+                           steps with any, of a model with states. It lies next to the sections of a decode
     known                  int64 [n, 3]: row, token that goes in, its position; of rows of a decode forward whose token
                            comes from the host
-    verified               int64 [M, 4] of rows with drafts: row, place of its own draw, number of drafts (their places
-                           follow), first position of its path; or `IN_ROW_STATE`: the device has made the drafts
-    paths                  int64 [M, W]: the tokens that are expected from there on; padded
-    drafts                 int64 [N, 4] of drafts: draft row, row, how far ahead (from 1), which of the `verified`
-    pages                  int32 [n, 3]: row, column of its page table, page; of all rows of a verify step
-    bases                  int64 [rows, 2]: row, and place of its own draw, of a step with drafts after which the device
-                           makes the next ones
-    next_tokens            int64 [rows]: of the spans of a prefill, its next token; 0 after the last. For the drafter on
-                           the device
     of features            see their folders
 
 The sections of a decode lie first and at the same place in every upload of its size: captured steps read them there.
@@ -52,8 +43,6 @@ import torch
 #: Sections start at a multiple of this many int32 words: 16 bytes. Kernels are compiled anew for pointers that are less
 #: well aligned, and nothing is compiled while serving.
 _ALIGN = 4
-#: Replaces the first position of a path: the device has made the drafts, and they are in the row state.
-IN_ROW_STATE = -1
 #: int32 words that alignment adds to an upload at most: fewer than `_ALIGN` for each of fewer than 32 sections.
 ALIGNMENT_WORDS = 32 * (_ALIGN - 1)
 _TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
@@ -80,7 +69,7 @@ class Header(NamedTuple):
     size: int = 0  # rows of the captured decode step that runs it; 0 if it is launched kernel by kernel
     #: A prefill: (first token of the step, tokens, context, draws) of each span. Empty: the decode forward.
     layout: tuple[tuple[int, int, int, int], ...] = ()
-    drafts: int = 0  # most drafts of a row; 0 in a step without drafts
+    ahead: int = 0  # most tokens ahead of a row; 0 in a step without any
     facts: dict[str, list[Any]] = {}  # plain data of features, by feature name
 
     def to_fields(self) -> dict[str, Any]:
@@ -189,16 +178,14 @@ def put_decode(staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], si
     staging.put("new_pages", pages_B)
 
 
-def put_behind(staging: Staging, drafts: Seq[int], size: int) -> None:
-    """Put the number of drafts behind each row of a step, right after its other sections of a decode.
+def put_behind(staging: Staging, counts: Seq[int], size: int) -> None:
+    """Put the number of tokens ahead of each row of a step, right after its other sections of a decode.
 
-    Padded to `size`.
-
-    `drafts` has a number for each row, in their order.
+    Padded to `size`. `counts` has a number for each row, in their order.
     """
     behind_B = np.zeros(size, dtype=np.int32)
     at = 0
-    for count in drafts:
+    for count in counts:
         behind_B[at : at + 1 + count] = [count] + [-1] * count
         at += 1 + count
     staging.put("behind", behind_B)

@@ -95,6 +95,7 @@ class Metric(Generic[_Source]):
     read: Callable[[_Source], float | None] | None = None  # None as a result: left out of this report
     top: str | None = None  # its label in `rollout top`; None: not shown there
     buckets: Buckets | None = None  # of a histogram
+    first: float | None = 0  # its value before anything sets it; None: left out of reports
 
     def __post_init__(self) -> None:
         assert (self.kind == "histogram") == (self.buckets is not None), f"{self.name}: a histogram has buckets"
@@ -132,7 +133,7 @@ def _idle_pct(cause: str) -> Callable[[Stretch], float]:
 def _accepted_by_drafter(name: str) -> Metric[Stretch]:
     return Metric(
         f"speculation/accepted_pct/by_{name}", "gauge", "%", f"the same by drafter: {DRAFTER_NAMES[name]}", _ACCEPTED,
-        top=name,
+        top=name, first=None,
     )  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def _accepted_by_age(name: str) -> Metric[Stretch]:
     return Metric(
         f"speculation/accepted_pct/age_{name}", "gauge", "%",
         f"the same by the age of a draft, in weights versions (prompts have no age): {name}",
-        _ACCEPTED, top=f"age {name.replace('_', ' ')}",
+        _ACCEPTED, top=f"age {name.replace('_', ' ')}", first=None,
     )  # fmt: skip
 
 
@@ -293,18 +294,18 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "speculation/accepted_pct", "gauge", "%", "share of the drafts that were accepted, since start",
-        _ACCEPTED, top="accepted",
+        _ACCEPTED, top="accepted", first=None,
     ),
     *(_accepted_by_drafter(name) for name in DRAFTER_NAMES),
     *(_accepted_by_age(name) for name in DRAFT_AGES),
     Metric(
         "speculation/accepted_older_pct", "gauge", "%",
-        "the same of all drafts with an age above 0", _ACCEPTED,
+        "the same of all drafts with an age above 0", _ACCEPTED, first=None,
     ),
     Metric(
         "speculation/saved_s", "gauge", "s",
         "device time that drafts saved since start: the expected time of plain steps for the same tokens, minus the "
-        "time of the steps and guesses", _SAVED, top="saved",
+        "time of the steps and drafts", _SAVED, top="saved",
     ),
     Metric(
         "speculation/expected_saved_s", "gauge", "s",
@@ -314,7 +315,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     Metric(
         "speculation/tokens_a_step", "gauge", "tokens",
         "tokens that a decode step draws for a row, mean since start",
-        Panel("Speculation", "Tokens a step"), top="a step",
+        Panel("Speculation", "Tokens a step"), top="a step", first=1,
     ),
     Metric(
         "completion/length_mean", "gauge", "tokens", "length of finished completions, mean",

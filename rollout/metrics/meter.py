@@ -53,7 +53,7 @@ class Meter:
         self._fresh = Samples()  # not yet merged into the two others
         self._interval, self._run = Samples(), Samples()
         self._swaps = 0
-        self._values: dict[str, float | None] = {metric.name: 0 for metric in metrics if metric.read is None}
+        self._values: dict[str, float | None] = {metric.name: metric.first for metric in metrics if metric.read is None}
         self._values["weights/version"] = version
         self._counts = {metric.name: Counts(metric.buckets) for metric in HISTOGRAMS if metric.buckets is not None}
         self._by_version = ByVersion(version, Served(self._started_s))

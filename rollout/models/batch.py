@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -95,6 +95,21 @@ class AttentionBatch:
     def turned_by(self) -> torch.Tensor:
         """The positions of the rotary embedding."""
         return self.positions_T if self.rope_positions is None else self.rope_positions
+
+    def wanted_at(self, at_S: torch.Tensor, chunk_S: torch.Tensor, ends: Iterable[int]) -> WantedTokens:
+        """The tokens at these places of a prefill, each the last of its chunk, whose context is in `ends`."""
+        chunks = tuple(Chunk(i, 1, end) for i, end in enumerate(ends))
+        batch = AttentionBatch(
+            positions_T=self.positions_T[at_S],
+            kv_slots_T=self.kv_slots_T[at_S],
+            page_table_BP=self.page_table_BP[chunk_S],
+            context_lens_B=self.context_lens_B[chunk_S],
+            max_context=self.max_context,
+            chunks=chunks,
+            query_starts_C1=torch.arange(len(chunks) + 1, dtype=torch.int32, device=at_S.device),
+            adapters=None if self.adapters is None else self.adapters.at(at_S),
+        )
+        return WantedTokens(at_S, batch)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """A value that the layers of the step have in common; the first layer that asks for `key` makes it."""

@@ -1,12 +1,12 @@
-"""A draft model of one layer: it guesses the next tokens of another model, the target, from its hidden states.
+"""A draft model of one layer: it drafts the next tokens of another model, the target, from its hidden states.
 
-At position p it gets the target's hidden state of p and the embedding of the token at p + 1; from these it guesses the
+At position p it gets the target's hidden state of p and the embedding of the token at p + 1; from these it drafts the
 token at p + 2:
 
     hidden_p, embedding of the token at p + 1  -->  one layer, with KV of its own  -->  hidden, logits for p + 2
-    this hidden, embedding of that guess       -->  the same layer                 -->  hidden, logits for p + 3
+    this hidden, embedding of that draft       -->  the same layer                 -->  hidden, logits for p + 3
 
-So after the first guess it goes on from its own hidden states. There are two layouts (see `DraftSpec`):
+So after the first draft it goes on from its own hidden states. There are two layouts (see `DraftSpec`):
 
     EAGLE-3   hidden = fc(states of several layers);   x = hidden;   x += mixer([norm(embedding), norm(hidden)])
     MTP       hidden = the target's last norm;         x = fc([norm(embedding), norm(hidden)]);   x += mixer(norm(x))

@@ -174,6 +174,10 @@ class StepAdapters:
         """The slots of a product."""
         return self.slots.buffers[layer, product]
 
+    def at(self, at_S: torch.Tensor) -> StepAdapters:
+        """The adapters of these tokens, each a chunk of its own."""
+        return StepAdapters(self.slots, self.slots_T.index_select(0, at_S), segmented=False)
+
     def add(self, layer: int, product: Product, y_TN: torch.Tensor, x_TK: torch.Tensor) -> None:
         """Add the corrections of a product's input `x_TK` to its result `y_TN`, in place."""
         lora_add(y_TN, x_TK, self.of(layer, product), self.slots_T, self.segmented)

@@ -36,6 +36,7 @@ import torch
 
 from rollout.engine.device.group_memory import GroupMemory
 from rollout.engine.device.releasable import ReleasableMemory, SleepMemory
+from rollout.engine.features.site import OrderSizes
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Extra, Header, Upload
@@ -175,9 +176,10 @@ class Orders:
         self._ring.write(kind, now, msgpack.packb(layout), *parts)
 
 
-def ring_bytes(upload_words: int, max_rows: int, mask_words: int, tokens: int) -> int:
+def ring_bytes(sizes: OrderSizes) -> int:
     """The size of a ring that holds four of the largest steps; each span of a prefill is described by four numbers."""
-    largest = 4 * upload_words + max_rows * (4 * mask_words + 8) + 40 * min(tokens, upload_words // 30) + (1 << 14)
+    words, rows, mask_words, tokens = sizes
+    largest = 4 * words + rows * (4 * mask_words + 8) + 40 * min(tokens, words // 30) + (1 << 14)
     return max(8 << 20, -(-4 * largest // 64) * 64)
 
 

@@ -78,7 +78,7 @@ _BY_DEVICE = ("heads", "unpaid")
 _WARM_TOKENS, _SKIPPED_STEPS, _LEAST_STEPS = 8, 4, 8
 #: Pages that a row needs beside those of its context and its new tokens, in tokens.
 _SPARE_TOKENS = 64
-_LEAST_SAVED_BYTES = EngineConstants().draft_saved_bytes
+_LEAST_SAVED_BYTES = EngineConstants().ahead_saved_bytes
 #: Makes the figures of a run from its work and its times; `tokens_per_s` is among them.
 Figures = Callable[[Work, Finished], Row]
 _SHOWN = (
@@ -137,7 +137,7 @@ class Bench:
         """Have a row and its drafts read their pages once, from `saved_bytes` bytes of KV on that a layer saves."""
         shared = self.engine.engine.parts.packer.shared
         if isinstance(shared, SharedPages):
-            shared.least_draft_bytes = saved_bytes
+            shared.least_ahead_bytes = saved_bytes
 
     def warm(self, prompts: list[list[int]]) -> None:
         """Leave the prompts in the prefix cache."""

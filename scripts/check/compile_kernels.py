@@ -181,17 +181,17 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     for adapters in (None, ints(257)):
         also = "" if adapters is None else ", adapters"
         own = (*state, ints(257, 1024), ints(257, dtype=long), adapters)
-        for guesses in (None, ints(257, 3, dtype=long)):
-            guessed = "" if guesses is None else ", guesses"
+        for made in (None, ints(257, 3, dtype=long)):
+            more = "" if made is None else ", drafts of the device"
             yield (
-                f"set drafts up{also}{guessed}",
-                lambda a=(drafts, verified, paths, *own, guesses): triton_verify.set_up_drafts(*a, last=0, length=1),
+                f"set drafts up{also}{more}",
+                lambda a=(drafts, verified, paths, *own, made): triton_verify.set_up_drafts(*a, last=0, length=1),
             )
     accepting = (verified, row_ids, ints(rows), ints(257, dtype=long), state[0], ints(rows))
     yield "accept drafts", lambda: triton_verify.accept_drafts(*accepting, last=0, length=1)
     searched = row_ids, state[0], ints(257, 1024), ints(4096, PAGE), ints(257, 3, dtype=long)
     limits = {"last": 0, "length": 1, "most_equal": MOST_EQUAL, "reach": REACH}
-    yield "guess by n-grams", lambda: triton_ngrams.guess_by_ngrams(*searched, **limits)
+    yield "draft by n-grams", lambda: triton_ngrams.draft_by_ngrams(*searched, **limits)
     yield (
         "embed and rope",
         lambda: triton_elementwise.embed_rope(

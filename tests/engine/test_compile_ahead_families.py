@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rollout.config import ModelSettings
-from rollout.engine.build import make_forward
 from rollout.engine.step.compile_ahead import zeroed_tensors
+from rollout.engine.step.device_step import make_forward
 from rollout.engine.step.graphs import DecodeGraphs
-from rollout.engine.step.rehearsal import rehearse
+from rollout.engine.step.rehearsal import StepSizes, rehearse
 from rollout.models import load_model
 from tests.support.engine.harness import Bench
 from tests.support.engine.pretended_gpu import pretended_gpu
@@ -38,7 +38,7 @@ def compile_only(folder: Path, monkeypatch: pytest.MonkeyPatch, mtp: Any = "unus
     fill_with_dirt()
     with pretended_gpu(monkeypatch) as launched, zeroed_tensors():
         executor.step.forward = make_forward(model, False)  # the one of a GPU
-        rehearse(executor, slot, ROWS, CHUNK, context, ROWS)
+        rehearse(executor, slot, StepSizes(ROWS, CHUNK, context, ROWS))
         DecodeGraphs(executor.step, executor.compute, context, ROWS).warm_up(slot)
     executor.close()
     return {kernel.__name__ for kernel in launched}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rollout_kernels.linear.table import MOST_ROWS
 
-from rollout.engine import build
+from rollout.engine import build_steps
 from rollout.engine.device.streams import make_device
 from rollout.engine.sizing import kv_pages
 from rollout.engine.step.graphs import DecodeGraphs, capturable
@@ -62,7 +62,7 @@ def largest_steps(folder) -> tuple[int, Any]:
 
     fields = {"max_rows": rows, "prefill_chunk_tokens": chunk, "kv_memory_fraction": 0.1, "page_size": 16}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "kv_pages", watched)
+        patch.setattr(build_steps, "kv_pages", watched)
         bench = Bench(load_bf16(folder), make_device("cuda"), kv_pages=None, **fields)
     (memory,) = seen
     kv = bench.engine.executor.step.kv

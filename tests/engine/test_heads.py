@@ -12,7 +12,7 @@ from rollout_kernels.sampling import gumbel_noise
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.drafts import verify
-from rollout.engine.features.drafts.drafter import NAME, After
+from rollout.engine.features.drafts.drafter import After
 from rollout.engine.features.drafts.model_drafter import DRAFT, READ
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.to_engine import Cancel, StopAt
@@ -616,8 +616,8 @@ def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch
         bench.run()
         bench.close()
         assert_same(bench, six)
-        of_all = [plan.notes for plan in plans if (plan.kind, plan.rows) == ("decode", 6)]
-        assert [notes[NAME].after if notes else After.NOTHING for notes in of_all].count(read) > 40
+        of_all = [plan.note for plan in plans if (plan.kind, plan.rows) == ("decode", 6)]
+        assert [note.after if note else After.NOTHING for note in of_all].count(read) > 40
 
 
 # --- everything at once ----------------------------------------------------------------------------------------------

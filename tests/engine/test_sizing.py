@@ -32,6 +32,7 @@ from rollout.engine.step.rehearsal import (
     ALL_FEATURES,
     Memory,
     StepNeeds,
+    StepSizes,
     largest_prompts,
     longest_contexts,
     rehearse,
@@ -183,7 +184,7 @@ def test_a_rehearsal_runs_the_most_tokens_and_draws_for_every_row(model):
         draws.append((len(logits), features)),
         sample(logits, rows, features, *rest),
     )
-    rehearse(executor, bench.engine.pipeline.acquire(), 6, 50, 40, graph_rows=0)
+    rehearse(executor, bench.engine.pipeline.acquire(), StepSizes(6, 50, 40, graph_rows=0))
     most = ALL_FEATURES & ~RowNeeds.ADAPTER
     assert max(tokens) == 50 and draws.count((6, most)) == 2 and {1, 2, 4} <= {count for count, _ in draws}
     assert most.reshapes and all(feature in ALL_FEATURES for feature in RowNeeds)
@@ -195,7 +196,7 @@ def rehearsed(model, max_rows: int, graph_rows: int) -> tuple[list[int], list[tu
     bench = Bench(model, max_rows=max_rows)
     step = DeviceStep(model, FusedDecoder(model), bench.engine.executor.step.kv, bench.engine.executor.step.rows)
     executor = Executor(bench.device, bench.engine.executor.streams, step)
-    steps = steps_to_rehearse(executor, max_rows, 700, 300, graph_rows)
+    steps = steps_to_rehearse(executor, StepSizes(max_rows, 700, 300, graph_rows))
     bench.close()
     return step.forward.kernel_sizes(), [one.prompts for one in steps if one.prompts], {one.rows for one in steps}
 
@@ -228,7 +229,9 @@ def test_a_rehearsal_runs_the_most_tokens_with_adapters_and_without(tmp_path, co
     slots = AdapterSlots(model.spec, 2, 8, torch.bfloat16, torch.device("cpu"))
     kv, rows = bench.engine.executor.step.kv, RowState(6, 99, model.spec.vocab, torch.device("cpu"), ["adapters"])
     step = DeviceStep(model, FusedDecoder(model), kv, rows, features=[AdapterMemory(slots, bench.device)])
-    steps = steps_to_rehearse(Executor(bench.device, bench.engine.executor.streams, step), 6, 700, context, 0)
+    steps = steps_to_rehearse(
+        Executor(bench.device, bench.engine.executor.streams, step), StepSizes(6, 700, context, 0)
+    )
     bench.close()
     largest = [one.needs for one in steps if sum(one.prompts) == 700 and not one.earlier]
     assert {bool(features & RowNeeds.ADAPTER) for features in largest} == {False, True}
@@ -244,7 +247,7 @@ def test_a_rehearsal_gathers_as_much_as_prefill_attention_may(model):
     """Four spans, each over a quarter of what is set aside for gathered keys and values; five are too many."""
     bench = Bench(model, max_rows=6)
     longest = MOST_GATHERED // 4
-    steps = steps_to_rehearse(bench.engine.executor, 6, 16384, longest, 0)
+    steps = steps_to_rehearse(bench.engine.executor, StepSizes(6, 16384, longest, 0))
     bench.close()
     late = [one for one in steps if one.earlier]
     assert all(one.earlier + one.prompts[0] == longest for one in late)
@@ -265,7 +268,7 @@ def test_a_rehearsal_leaves_no_trace(model, prompt_of):
         bench = Bench(model)
         if rehearsed:
             slot = bench.engine.pipeline.free_slots[0]
-            rehearse(bench.engine.executor, slot, 8, 64, 1024, graph_rows=0)
+            rehearse(bench.engine.executor, slot, StepSizes(8, 64, 1024, graph_rows=0))
             state = bench.engine.executor.step.rows
             assert not any(part.any() for part in (state.ints, state.counts, state.pages))
             assert all(

@@ -142,7 +142,7 @@ def test_a_step_has_no_more_drafts_than_it_may(model, monkeypatch, six, most):
     bench.run()
     bench.close()
     assert_same(bench, six)
-    assert max(sum(draft.length for draft in plan.drafts) for plan in plans) == most
+    assert max(sum(draft.length for draft in plan.ahead) for plan in plans) == most
 
 
 def test_drafts_leave_a_free_page_for_each_running_row(model, monkeypatch, six):

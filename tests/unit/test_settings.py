@@ -227,7 +227,7 @@ def test_what_holds_now_is_what_the_code_has():
     words |= {"metrics.wandb_dir", "metrics.wandb_group", "metrics.wandb_name"}
     elsewhere = {"metrics.timeline_steps", "service.heartbeat_s", "engine.stall_s"}
     never_settings = {"service.max_reports", "service.max_report_bytes"}
-    never_settings |= {"engine.shared_saved_bytes", "engine.draft_saved_bytes", "engine.shared_positions"}
+    never_settings |= {"engine.shared_saved_bytes", "engine.ahead_saved_bytes", "engine.shared_positions"}
     never_settings |= {"engine.unpaid_share", "service.send_hwm", "service.max_histories", "service.max_history_bytes"}
     constants = {name: value for name, value in constants.items() if name not in never_settings}
     assert constants.keys() | words | elsewhere == RETIRED.keys()

@@ -1,11 +1,11 @@
-"""Guesses the next tokens of a row by n-grams: it finds an earlier place in the row's text that looks like its end.
+"""Drafts the next tokens of a row by n-grams: it finds an earlier place in the row's text that looks like its end.
 
     text      the token ids in the row's KV pages, then its last token, whose KV is not written yet
     match     of a place: the number of equal tokens before the place and at the end of the text, at most `MOST_EQUAL`
-    guesses   the tokens from the place with the longest match on; of several such places, the newest one. When the
-              guesses reach the end of the text, they start at that place again: the text is expected to be periodic
+    drafts    the tokens from the place with the longest match on; of several such places, the newest one. When the
+              drafts reach the end of the text, they start at that place again: the text is expected to be periodic
 
-Without any match, each guess is the last token.
+Without any match, each draft is the last token.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 MOST_EQUAL, REACH = 8, 32_768
 
 
-def guess_by_ngrams(
+def draft_by_ngrams(
     rows_R: torch.Tensor,
     ints_NI: torch.Tensor,
     pages_NP: torch.Tensor,
     tokens_PS: torch.Tensor,
-    guesses_NG: torch.Tensor,
+    drafts_NG: torch.Tensor,
     *,
     last: int,
     length: int,
     reach: int = REACH,
 ) -> None:
-    """Guess the next tokens of rows. On a GPU it does not wait for the device.
+    """Draft the next tokens of rows. On a GPU it does not wait for the device.
 
     Args:
-        rows_R: int64 rows that guess.
+        rows_R: int64 rows to draft for.
         ints_NI: int64 row state.
         pages_NP: int32 page tables.
         tokens_PS: int32 token ids of all pages; those of a row are written up to its length.
-        guesses_NG: int64; receives the guesses of these rows.
+        drafts_NG: int64; receives the drafts of these rows.
         last: column of `ints_NI` with the last token.
         length: column of `ints_NI` with the number of tokens in the pages.
         reach: tokens at the end of a text that are searched.
@@ -43,8 +43,8 @@ def guess_by_ngrams(
         from rollout_kernels.step import triton_ngrams
 
         limits = {"most_equal": MOST_EQUAL, "reach": reach}
-        triton_ngrams.guess_by_ngrams(
-            rows_R, ints_NI, pages_NP, tokens_PS, guesses_NG, last=last, length=length, **limits
+        triton_ngrams.draft_by_ngrams(
+            rows_R, ints_NI, pages_NP, tokens_PS, drafts_NG, last=last, length=length, **limits
         )
         return
     page_size = tokens_PS.shape[1]
@@ -52,11 +52,11 @@ def guess_by_ngrams(
         written = int(ints_NI[row, length])
         pages = pages_NP[row, : -(-written // page_size)].long()
         text_T = torch.cat([tokens_PS[pages].flatten()[:written].long(), ints_NI[row, last : last + 1]])
-        guesses_NG[row] = _follow(text_T, guesses_NG.shape[1], reach)
+        drafts_NG[row] = _follow(text_T, drafts_NG.shape[1], reach)
 
 
 def _follow(text_T: torch.Tensor, count: int, reach: int) -> torch.Tensor:
-    """The `count` guesses after a text, int64."""
+    """The `count` drafts after a text, int64."""
     total = len(text_T)
     places_N = torch.arange(max(1, total - reach), total)
     alive_N, equal_N = torch.ones_like(places_N, dtype=torch.bool), torch.zeros_like(places_N)

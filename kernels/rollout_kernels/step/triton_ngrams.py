@@ -13,20 +13,20 @@ _BLOCK = 1024  # places that a program compares at once
 
 
 @triton.jit(do_not_specialize=["stride_rows", "stride_pages"])
-def _guess_kernel(
+def _draft_kernel(
     rows_ptr,
     ints_ptr,
     pages_ptr,
     tokens_ptr,
-    guesses_ptr,
+    drafts_ptr,
     stride_rows,
     stride_pages,
     INTS: tl.constexpr,
     LAST: tl.constexpr,
     LENGTH: tl.constexpr,
     PAGE: tl.constexpr,
-    GUESSES: tl.constexpr,
-    GUESSES_2: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    DRAFTS_2: tl.constexpr,
     EQUAL: tl.constexpr,
     REACH_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -54,44 +54,44 @@ def _guess_kernel(
         best = tl.maximum(best, tl.where(equal > 0, equal * 4294967296 + place, 0))
     found = tl.max(best, 0)
     place = tl.where(found > 0, found % 4294967296, length).to(tl.int32)  # no match: the last token again and again
-    g = tl.arange(0, GUESSES_2)
+    g = tl.arange(0, DRAFTS_2)
     at = place + g % (length + 1 - place)
-    there = (at < length) & (g < GUESSES)
+    there = (at < length) & (g < DRAFTS)
     page = tl.load(table_ptr + at // PAGE, mask=there, other=0).to(tl.int64)
     token = tl.load(tokens_ptr + page * PAGE + at % PAGE, mask=there, other=0)
-    guess = tl.where(there, token, last).to(tl.int64)  # the text ends with the last token, after the pages
-    tl.store(guesses_ptr + row * GUESSES + g, guess, mask=g < GUESSES)
+    draft = tl.where(there, token, last).to(tl.int64)  # the text ends with the last token, after the pages
+    tl.store(drafts_ptr + row * DRAFTS + g, draft, mask=g < DRAFTS)
 
 
-def guess_by_ngrams(
+def draft_by_ngrams(
     rows_R: torch.Tensor,
     ints_NI: torch.Tensor,
     pages_NP: torch.Tensor,
     tokens_PS: torch.Tensor,
-    guesses_NG: torch.Tensor,
+    drafts_NG: torch.Tensor,
     *,
     last: int,
     length: int,
     most_equal: int,
     reach: int,
 ) -> None:
-    """`ngrams.guess_by_ngrams` on a GPU, with its `MOST_EQUAL` and `REACH`."""
-    assert ints_NI.is_contiguous() and tokens_PS.is_contiguous() and guesses_NG.is_contiguous()
-    guesses = guesses_NG.shape[1]
-    _guess_kernel[(len(rows_R),)](
+    """`ngrams.draft_by_ngrams` on a GPU, with its `MOST_EQUAL` and `REACH`."""
+    assert ints_NI.is_contiguous() and tokens_PS.is_contiguous() and drafts_NG.is_contiguous()
+    drafts = drafts_NG.shape[1]
+    _draft_kernel[(len(rows_R),)](
         rows_R,
         ints_NI,
         pages_NP,
         tokens_PS,
-        guesses_NG,
+        drafts_NG,
         rows_R.stride(0),
         pages_NP.stride(0),
         INTS=ints_NI.shape[1],
         LAST=last,
         LENGTH=length,
         PAGE=tokens_PS.shape[1],
-        GUESSES=guesses,
-        GUESSES_2=triton.next_power_of_2(guesses),
+        DRAFTS=drafts,
+        DRAFTS_2=triton.next_power_of_2(drafts),
         EQUAL=most_equal,
         REACH_TOKENS=reach,
         BLOCK=_BLOCK,

@@ -28,7 +28,7 @@ def _set_up_kernel(
     pages_ptr,
     tokens_ptr,
     adapters_ptr,
-    guesses_ptr,
+    next_ptr,
     width,
     columns,
     stride_pages,
@@ -37,7 +37,7 @@ def _set_up_kernel(
     LAST: tl.constexpr,
     LENGTH: tl.constexpr,
     HAS_ADAPTERS: tl.constexpr,
-    GUESSES: tl.constexpr,
+    DRAFTS: tl.constexpr,
     MOST_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -52,9 +52,9 @@ def _set_up_kernel(
         begin = tl.load(verified_ptr + 4 * which + 3)
         at = tl.minimum(tl.maximum(position - begin, 0), width - 1)
         token = tl.load(paths_ptr + which * width + at)
-        if GUESSES > 0:
-            guess = tl.load(guesses_ptr + owner * GUESSES + ahead - 1, mask=begin < 0, other=0)
-            token = tl.where(begin < 0, guess, token)
+        if DRAFTS > 0:
+            made = tl.load(next_ptr + owner * DRAFTS + ahead - 1, mask=begin < 0, other=0)
+            token = tl.where(begin < 0, made, token)
         i = tl.arange(0, MOST_COLUMNS)
         ints = tl.load(ints_ptr + owner * INTS + i, mask=i < INTS, other=0)
         ints = tl.where(i == LENGTH, position, tl.where(i == LAST, token, ints))
@@ -106,7 +106,7 @@ def set_up_drafts(
     pages_RP: torch.Tensor,
     drafts_R: torch.Tensor,
     adapters_R: torch.Tensor | None,
-    guesses_RG: torch.Tensor,
+    next_RG: torch.Tensor,
     *,
     last: int,
     length: int,
@@ -116,14 +116,14 @@ def set_up_drafts(
     Args:
         drafts_N4: int64: draft row, row, how far ahead (from 1), which of the `verified`.
         verified_M4: int64: row, place of its own draw, number of drafts, first position of its path; less than 0 for
-            a row whose drafts are its guesses.
+            a row whose drafts the device has made.
         paths_MW: int64 tokens expected from there on; a position beyond takes the last one.
         ints_RI: int64 row state, changed in place as all that follow.
         floats_RF: float32.
         pages_RP: int32 page tables.
         drafts_R: int64, gets the draft of each draft row.
         adapters_R: int32, or None where no adapters are served.
-        guesses_RG: int64 guesses of the device; G is 0 where it makes none.
+        next_RG: int64 drafts of the device; G is 0 where it makes none.
         last: column of `ints_RI` with the last token.
         length: column of `ints_RI` with the number of tokens whose KV is written.
     """
@@ -139,7 +139,7 @@ def set_up_drafts(
         pages_RP,
         drafts_R,
         drafts_R if adapters_R is None else adapters_R,
-        guesses_RG if guesses_RG.shape[1] else drafts_R,
+        next_RG if next_RG.shape[1] else drafts_R,
         paths_MW.shape[1],
         columns,
         pages_RP.stride(0),
@@ -148,7 +148,7 @@ def set_up_drafts(
         LAST=last,
         LENGTH=length,
         HAS_ADAPTERS=adapters_R is not None,
-        GUESSES=guesses_RG.shape[1],
+        DRAFTS=next_RG.shape[1],
         MOST_COLUMNS=_MOST_COLUMNS,
         BLOCK=_PAGES,
         num_warps=4,

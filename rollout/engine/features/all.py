@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rollout.config import EngineSettings
 from rollout.engine.features.adapters.memory import AdapterMemory
+from rollout.engine.features.drafts.drafter import device_drafter
 from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.features.images.encoder import ImageEncoder
 from rollout.engine.features.routing.record import RoutingRecord
 from rollout.engine.features.scores.taker import ScoreTaker
 from rollout.engine.features.site import Site
 from rollout.engine.step.feature import DeviceFeature
+from rollout.models.language_model import LanguageModel
 
 #: Makes a feature's part on the device; None where this worker does not have the feature.
 MakeFeature = Callable[[Site], DeviceFeature | None]
@@ -21,3 +24,8 @@ FEATURES: tuple[MakeFeature, ...] = (
     ImageEncoder.make,
     DraftVerifier.make,
 )
+
+
+def keeps_token_ids(settings: EngineSettings, model: LanguageModel) -> bool:
+    """Whether a feature reads the token ids of rows on the device: then the KV pool holds them."""
+    return device_drafter(settings, model) == "ngram"

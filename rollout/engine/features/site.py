@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollout.config import Settings
 from rollout.engine.adapters import AdapterRegistry
@@ -12,12 +13,21 @@ from rollout.engine.device.streams import Device
 from rollout.engine.step.streams import NO_ORDERS, Orders
 from rollout.models.language_model import LanguageModel
 
-#: Waits for the other ranks of a tensor group; gets the bytes of the largest orders: upload words, rows, words of a
-#: mask, tokens of a step.
-Lead = Callable[[int, int, int, int], Orders]
+
+class OrderSizes(NamedTuple):
+    """The sizes of the largest step that is ordered of other ranks."""
+
+    words: int  # int32 words of its upload
+    rows: int
+    mask_words: int  # int32 words of a mask
+    tokens: int
 
 
-def alone(*_sizes: int) -> Orders:
+#: Waits for the other ranks of a tensor group.
+Lead = Callable[[OrderSizes], Orders]
+
+
+def alone(sizes: OrderSizes) -> Orders:
     """The `Lead` of a worker of one rank."""
     return NO_ORDERS
 

@@ -20,7 +20,7 @@ class PageMirror:
         """Called when a sequence continues with KV restored to these pages; its first step is in flight."""
 
     def bytes_beside(self, host_page: int) -> bytes:
-        """Return the data of a host page, for disk; its length is always the same."""
+        """Called before KV is written to disk: return the data of a host page; its length is always the same."""
         return b""
 
     def take_bytes_beside(self, host_page: int, packed: bytes) -> None:

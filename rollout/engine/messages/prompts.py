@@ -124,6 +124,17 @@ class Prompt:
         later = np.broadcast_to(after, (3, len(after)))
         return later if self.rope_3T is None else np.concatenate([self.rope_3T[:, start:end], later], axis=1)
 
+    def media_between(self, start: int, end: int) -> list[tuple[int, Media]]:
+        """The images that have tokens in these places, with their first place."""
+        return [(place, item) for place, item in self.media if place < end and place + len(item.token_ids) > start]
+
+    def follows_row(self, start: int, end: int) -> bool:
+        """True if the tokens of these places are no images, and `rope_delta` gives their positions."""
+        if not self.media:
+            return True
+        follows = self.rope_positions(start, end) == np.arange(start, end) + self.rope_delta
+        return bool(follows.all()) and not self.media_between(start, end)
+
     def identity(self, tokens: np.ndarray) -> np.ndarray:
         """Numbers that are equal where the KV of the prompt and what follows may be equal.
 

@@ -85,6 +85,8 @@ class Prior:
 
 #: The `prior` of a completion that begins here, and gets its own seed.
 NOTHING_BEFORE = Prior(np.zeros(0, np.int32))
+#: The `prompt_chosen` of a request that names no tokens.
+NO_CHOSEN = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,8 @@ class Request:
     prompt_logprobs: bool = False  # return log-probs of the prompt; the next four fields select tokens and scores
     prompt_last: int | None = None  # score only this number of tokens at the end of the prompt; None: all
     prompt_tops: int | None = None  # ranks and this number of top tokens, up to MAX_PROMPT_TOKENS_SCORED; None: neither
-    prompt_chosen: np.ndarray | None = None  # int32 [K] or [scored tokens, K]: return log-probs of these tokens
+    #: int32 [K] or [scored tokens, K]: return log-probs of these tokens.
+    prompt_chosen: np.ndarray = field(default_factory=lambda: NO_CHOSEN)
     prompt_entropy: bool = False  # return the entropy at each scored position
     adapter: str | None = None  # name of the low-rank adapter that its rows use
     routing_from: int | None = None  # return routing from this position in prompt and completion on; None: no routing

@@ -59,7 +59,7 @@ def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         **(_prompt_scores(seq.group) if seq.index == 0 and start == drawn.known else {}),
-        # A change after tokens in flight may come earlier than noted: with drafts their number is not known.
+        # A change after tokens in flight may come earlier than noted: some may be refused.
         adapter_versions=tuple(change for change in seq.adapter_use.version_changes if change[0] <= end),
         # Features note what they have sent, so nothing that may fail comes after this.
         **{name: value for feature in features for name, value in feature.delta_fields(seq).items()},

@@ -3,27 +3,25 @@
 The stages of a step call these hooks of every feature that their worker has. The feature's part on the device is a
 `step.feature.DeviceFeature`.
 
-    request   refusal, enter
+    request   enter
     row       ready and admitted when a sequence gets one, left when it gives it back
-    prompts   plan_begins; words, fit and decodes for each prompt; note
+    prompts   fit for each prompt
     decode    plan_decode
-    step      pack, launched, commit, committed, ran; delta_fields for each delta
+    step      pack, launched, commit, committed; delta_fields for each delta
     KV        stow, fetched, restored (`PageMirror`)
-    loop      tick, wait
+    loop      tick
     between   weights_changed, memory_leaves
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from collections.abc import Sequence as Seq
 from typing import Any, ClassVar, TypeVar
 
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.page_mirror import PageMirror
-from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Rejected
-from rollout.engine.schedule.plan import Plan, Span
+from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.step_output import StepOutput
@@ -40,12 +38,12 @@ class StepFeature(PageMirror):
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def refusal(self, request: Request) -> Rejected | None:
-        """Called for each new request: return why the feature cannot serve it, or None if it can."""
-        return None
+    def enter(self, group: Group) -> Rejected | None:
+        """Called for each new request, before its sequences are made: set the feature's fields of the group.
 
-    def enter(self, group: Group) -> None:
-        """Called when a request is taken, before its sequences are made: set the feature's fields of the group."""
+        Return why the feature cannot serve it, or None if it can.
+        """
+        return None
 
     def ready(self, seq: Sequence) -> bool:
         """Called for the next sequence of the queue: return False if it cannot have a row yet."""
@@ -62,23 +60,12 @@ class StepFeature(PageMirror):
 
     # --- plan ---------------------------------------------------------------------------------------------------------
 
-    def plan_begins(self) -> None:
-        """Called before a step of prompts is planned: begin to count what this step has room for."""
-
-    def fit(self, seq: Sequence, start: int, length: int) -> int:
+    def fit(self, seq: Sequence, start: int, length: int, first: bool) -> int:
         """Called for each prompt: return how many of `length` tokens from position `start` on the step has room for.
 
-        With fewer than `length` the step takes no further prompt.
+        `first`: it is the first prompt of a step. With fewer than `length` the step takes no further prompt.
         """
         return length
-
-    def decodes(self, seq: Sequence, start: int, length: int) -> bool:
-        """Called for each span of a prompt: return False if the decode forward cannot compute these tokens."""
-        return True
-
-    def note(self, spans: Seq[Span]) -> Any:
-        """Called when a step of prompts is planned: return what later hooks read in `Plan.notes`, or None."""
-        return None
 
     def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> Plan | None:
         """Called for each step of decode rows: return a plan if a row takes more than one token, or None.
@@ -89,10 +76,6 @@ class StepFeature(PageMirror):
         return None
 
     # --- upload -------------------------------------------------------------------------------------------------------
-
-    def words(self, seq: Sequence, length: int) -> int:
-        """Called for each prompt: return the most int32 words that `pack` can put for `length` tokens of it."""
-        return 0
 
     def pack(self, plan: Plan, staging: Staging) -> None:
         """Called when a step is packed, after its other sections: put the feature's sections, facts and extras."""
@@ -105,13 +88,10 @@ class StepFeature(PageMirror):
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Called when the outputs of a step have arrived, before its tokens are taken: take the feature's outputs."""
 
-    def committed(self, plan: Plan, output: StepOutput) -> None:
-        """Called when the tokens of a step are taken: do what depends on them."""
+    def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
+        """Called when the tokens of a step are taken and `tokens` of them were kept: do what depends on them.
 
-    def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
-        """Called after a commit: note that the step took `seconds` on the device and that `tokens` tokens were kept.
-
-        The seconds include the wait for masks.
+        The step took `seconds` on the device, the wait for masks included.
         """
 
     def delta_fields(self, seq: Sequence) -> dict[str, Any]:
@@ -123,11 +103,11 @@ class StepFeature(PageMirror):
 
     # --- between the steps --------------------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        """Called at every tick, before a step is planned: look at the feature's own work."""
+    def tick(self, wait: bool) -> None:
+        """Called at every tick, before a step is planned: look at the feature's own work.
 
-    def wait(self) -> None:
-        """Called when no step is in flight and none can be planned: wait for own work that delays admission."""
+        Called again with `wait` when no step is in flight and none can be planned: wait for work that delays admission.
+        """
 
     def weights_changed(self, version: int, names: Collection[str]) -> None:
         """Called between two steps, when an update has written the tensors `names`: note the new version."""
@@ -137,8 +117,8 @@ class StepFeature(PageMirror):
 
     # --- books --------------------------------------------------------------------------------------------------------
 
-    def gauges(self) -> Mapping[str, float]:
-        """Called before each report: return the values of the feature's metrics by name."""
+    def gauges(self) -> Mapping[str, float | None]:
+        """Called before each report: return the values of the feature's metrics by name; None is left out."""
         return {}
 
     def check(self) -> None:

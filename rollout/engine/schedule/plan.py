@@ -4,7 +4,7 @@ A plan is a list of spans, one for each row of the step:
 
     row's positions    0 ................. start .......... start + tokens_in
     decode row         [ KV is there      ][ last token ]                        1 in, 1 drawn
-    with k drafts      [ KV is there      ][ last token ][ k drafts ]            1 + k in and drawn, 1 or more kept
+    with k ahead       [ KV is there      ][ last token ][ k ahead ]             1 + k in and drawn, 1 or more kept
     prompt chunk       [ KV is there      ][ the next L tokens of the prompt ]   L in; 1 drawn after the last, if any is
 
 Both differ in two facts only. The token that goes into a decode row is on the device, which drew it; the tokens of a
@@ -12,27 +12,24 @@ prompt come from the host (`Span.prompt`). And a step whose spans are all of one
 whatever its tokens are. A prompt of which only the last token has no KV is planned as a decode row; the upload sets it
 up.
 
-A plan is a verify step if a row has drafts, or if a step in flight has drafts of a row: then the position of that row
-is not known, and `start` is the highest that it can be.
+A feature may put tokens into a row ahead of its draw (`TokensAhead`). While such a step is in flight, the position of
+the row is not known, and `start` is the highest that it can be.
 
 A step of hundreds of rows loops over its spans four times at every token, so these loops are kept short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.upload import IN_ROW_STATE
 
 _ADAPTER = RowNeeds.ADAPTER.value
-NO_NOTES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,29 +59,29 @@ class Span(NamedTuple):
     prompt: PromptPart = NO_PROMPT
 
 
-class Drafts(NamedTuple):
-    """The drafts of one decode row: `length` tokens of `path`, from the position that the row then has.
+class TokensAhead(Protocol):
+    """Tokens that go into a decode row after its last one, before they are drawn; a feature expects them.
 
-    Drafts of the device have no path: the host does not know them when it plans.
+    The step draws a token after each. Those before the first one that differs from the token drawn are kept.
     """
 
-    seq: Sequence
-    place: int  # place of the row's own draw in the step; its drafts follow
-    length: int
-    path: list[int]  # tokens expected from position `begin` on
-    begin: int  # `IN_ROW_STATE` for drafts of the device
-    age: int | None = None  # versions between the weights that the path comes from and the step's; None: from none
-    drafter: str = "suffix"  # a name in `DRAFTER_NAMES`
+    @property
+    def seq(self) -> Sequence:
+        """The sequence of the row."""
 
     @property
-    def on_device(self) -> bool:
-        """True if the device has made them."""
-        return self.begin == IN_ROW_STATE
+    def place(self) -> int:
+        """Place of the row's own draw in the step; the draws after these tokens follow."""
 
-    def tokens(self, position: int, width: int) -> list[int]:
-        """The drafts if the first is at `position`; `verify.set_up` takes them from a path padded to `width`."""
-        places = [min(position - self.begin + i, width - 1) for i in range(self.length)]
-        return [self.path[i] if i < len(self.path) else 0 for i in places]
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+
+    def tokens(self) -> list[int]:
+        """The tokens, once all earlier steps are committed; fewer if no more of them are known."""
+
+    def stop(self) -> None:
+        """The constraint of the row cannot be followed along such tokens: later steps have none for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +96,11 @@ class Plan:
     draws: int  # tokens to draw
     opens: list[tuple[int, int]]  # (place of the span, page) where a span begins at the first position of a page
     saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) of rows that ended before this step
-    drafts: tuple[Drafts, ...] = ()
-    #: The row of each token of a verify step: after each row those of its drafts. Such a step has no `opens`, as its
-    #: feature sends all pages. Empty: a token for each row.
+    ahead: Seq[TokensAhead] = ()  # in the order of `spans`
+    #: The row of each token, where rows may have tokens ahead: these follow their row, each in a row of the row state.
+    #: Such a step has no `opens`, as its feature sends all pages. Empty: a token for each row.
     token_rows: list[int] = field(default_factory=list)
-    notes: Mapping[str, Any] = field(default_factory=dict)  # plans of features, by feature name
+    note: Any = None  # of the feature that made the plan
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:
@@ -118,19 +115,14 @@ class Plan:
     @property
     def sampled(self) -> list[Sequence]:
         """The sequence of each token drawn, in the order of the output."""
-        if self.drafts:
+        if self.ahead:
             return [span.seq for span in self.spans for _ in range(span.draws)]
         return [span.seq for span in self.spans if span.draws]
 
     @property
-    def path_tokens(self) -> int:
-        """Tokens of its longest path; the others are padded to this. 0 without drafts."""
-        return max((len(draft.path) for draft in self.drafts), default=0)
-
-    @property
     def decodes(self) -> bool:
         """True if a token is drawn after every token that goes in, and the decode forward can compute all of them."""
-        if self.tokens != self.draws or not (self.draws == len(self.spans) or self.drafts):
+        if self.tokens != self.draws or not (self.draws == len(self.spans) or self.ahead):
             return False
         return self.kind == "decode" or all(span.prompt.decodes for span in self.spans)
 
@@ -145,9 +137,8 @@ def make_plan(
     version: int,
     page_size: int,
     saves: tuple[tuple[int, int], ...] = (),
-    notes: Mapping[str, Any] = NO_NOTES,
 ) -> Plan:
-    """The step of these spans under the weights of `version`; `saves` and `notes` as in `Plan`."""
+    """The step of these spans under the weights of `version`; `saves` as in `Plan`."""
     opens: list[tuple[int, int]] = []
     needs = tokens = draws = longest = 0
     for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
@@ -159,8 +150,7 @@ def make_plan(
             longest = start + tokens_in
         if not start % page_size:
             opens.append((place, seq.kv.pages[start // page_size]))
-    of_step = RowNeeds(needs), longest, tokens, draws, opens, saves
-    return Plan(spans, version, *of_step, notes=notes)
+    return Plan(spans, version, RowNeeds(needs), longest, tokens, draws, opens, saves)
 
 
 _new_tuple = tuple.__new__  # takes half the time of Span(...)

@@ -67,18 +67,16 @@ class Scheduler:
         assert request.key not in roster.groups, "the service keeps keys unique"
         pool_tokens = allocator.pool.total * self._page_size
         busy = allocator.sessions.turn_of(request) in roster.groups
+        now = roster.clock()
+        group = Group(request, arrived_s=now, client=request.key[0], unfinished=request.n)
         rejected = refusal(request, self.limits, pool_tokens, roster.waiting, busy, self._served)
         for feature in roster.features:
-            rejected = rejected or feature.refusal(request)
+            rejected = rejected or feature.enter(group)
         if rejected is not None:
             roster.events.append(rejected)
             return
-        now = roster.clock()
-        session = allocator.sessions.begin(request)
-        group = Group(request, arrived_s=now, client=request.key[0], unfinished=request.n, session=session)
+        group.session = allocator.sessions.begin(request)
         group.prompt_due = request.prompt_logprobs
-        for feature in roster.features:
-            feature.enter(group)
         for index in range(request.n):
             self._arrivals += 1
             seq = Sequence(group, index, self._arrivals)
@@ -148,13 +146,11 @@ class Scheduler:
         roster, limits = self.roster, self.limits
         if not roster.prefilling:
             return None
-        most = limits.chunk_tokens, limits.upload_words
-        spans = prompt_spans(roster.prefilling, *most, self._upload_words, self._page_size, roster.features)
+        spans = prompt_spans(roster, limits, self._upload_words)
         if not spans:
             return None
         saves = roster.allocator.prefixes.take_saves()
-        notes = {feature.name: note for feature in roster.features if (note := feature.note(spans)) is not None}
-        return make_plan(spans, roster.version, self._page_size, saves, notes)
+        return make_plan(spans, roster.version, self._page_size, saves)
 
     def _plan_decode(self) -> Plan | None:
         roster = self.roster
@@ -228,7 +224,7 @@ class Scheduler:
             kept = end
             if draws > 1:
                 kept = at + 1 + output.accepted[at]
-                seq.settle_drafts(draws - 1, output.accepted[at])
+                seq.settle_ahead(draws - 1, output.accepted[at])
             if seq.finalized:
                 counters.zombie_rows += draws > 0
                 roster.settle(seq)
@@ -263,19 +259,17 @@ class Scheduler:
                 self._chunk_committed(seq, start + tokens_in)
             if seq.state is leaving and not seq.finalized:
                 roster.settle(seq)
-        for feature in roster.features:
-            feature.committed(plan, output)
         if plan.kind == "decode":
             counters.decode_rows += plan.rows
         else:
             self._note_first_tokens(plan)
 
-    def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
+    def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
         """Note a committed step: `seconds` on the device, waits for masks included, and `tokens` kept tokens."""
         if plan.kind == "prefill":
             self.roster.allocator.tier.costs.computed(plan.tokens, seconds)
         for feature in self.roster.features:
-            feature.ran(plan, tokens, seconds)
+            feature.committed(plan, output, tokens, seconds)
 
     def _examine(self, seq: Sequence, token: int) -> bool:
         """Handle a token that may end its sequence or needs a check; True if later tokens do not count."""

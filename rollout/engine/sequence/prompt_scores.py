@@ -17,18 +17,18 @@ class PromptScores:
 
     logprobs: np.ndarray  # float32 [N]
     tops: PromptTops | None  # top tokens of the same tokens
-    chosen: np.ndarray | None  # float32 [N, K]: log-probs of the tokens that the request names
+    chosen: np.ndarray  # float32 [N, K]: log-probs of the tokens that the request names
     entropy: np.ndarray | None  # float32 [N], nats
     version: int | None = None  # weights version of these scores; None if no version is known
 
     @classmethod
     def unknown(cls, request: Request, version: int | None = None) -> PromptScores:
         """Rows for the scores that a request asks for, all unknown."""
-        rows, chosen = len(request.prompt) - request.scored_from, request.prompt_chosen
+        rows = len(request.prompt) - request.scored_from
         return cls(
             np.full(rows, np.nan, np.float32),
             None if request.prompt_tops is None else PromptTops.unknown(rows, request.prompt_tops),
-            None if chosen is None else np.full((rows, chosen.shape[-1]), np.nan, np.float32),
+            np.full((rows, request.prompt_chosen.shape[-1]), np.nan, np.float32),
             np.full(rows, np.nan, np.float32) if request.prompt_entropy else None,
             version,
         )
@@ -38,7 +38,7 @@ class PromptScores:
         return {
             "prompt_logprobs": self.logprobs.copy(),
             "prompt_tops": None if self.tops is None else self.tops.copy(),
-            "prompt_chosen": None if self.chosen is None else self.chosen.copy(),
+            "prompt_chosen": self.chosen.copy() if self.chosen.shape[1] else None,
             "prompt_entropy": None if self.entropy is None else self.entropy.copy(),
             "prompt_version": self.version,
         }

@@ -16,8 +16,8 @@ Three counters, all in tokens:
     launched      committed plus in flight
     kv.length     positions whose KV is written once everything launched has run = prompt + launched - 1 while decoding
 
-The last two include `drafted` drafts in flight: they count as accepted until their step is committed, which takes the
-refused ones back.
+The last two include tokens ahead in flight (`ahead`): they count as accepted until their step is committed, which takes
+the refused ones back.
 
 A constraint may hold from some token on (`free`). Before it a row is one without a constraint. The commit that sees its
 beginning drops what was drawn after that without a mask (`drop_launched`), and the row draws it again.
@@ -119,11 +119,10 @@ class Sequence:
 
     __slots__ = (
         "adapter_use",
+        "ahead",
         "arrival",
         "check_at",
         "computed",
-        "drafted",
-        "may_draft",
         "drawn",
         "need_bits",
         "needs",
@@ -131,10 +130,8 @@ class Sequence:
         "finish",
         "free",
         "group",
-        "next_drafts",
         "index",
         "inflight_refs",
-        "known_drafts",
         "kv",
         "launched",
         "matched",
@@ -185,10 +182,7 @@ class Sequence:
         self.inflight_refs = 0
         self.void = 0  # the first of them that are not committed: their tokens are dropped
         self.launched = self.drawn.known
-        self.drafted = 0
-        self.next_drafts = 0  # drafts of the device in its row state, once everything launched has run
-        self.known_drafts: list[int] = []  # those that the device made after its last committed step with any
-        self.may_draft = True  # False once its constraint could not be followed along drafts
+        self.ahead = 0  # tokens in flight that a step may refuse (`plan.TokensAhead`)
         self.check_at = 0  # tokens at which something is due again, if none of them stops it
         self.row = 0
         self.row_ready = False  # a launched step has set up the row's device state
@@ -236,18 +230,18 @@ class Sequence:
         ended = self.finish is not None and self.finish.reason == "length"
         return self.prompt_len + len(self.tokens) - 1 if self.drawn.versions or ended else 0
 
-    def settle_drafts(self, count: int, accepted: int) -> None:
-        """Take back the refused drafts of a step with `count` drafts, before its tokens are taken."""
-        self.drafted -= count
+    def settle_ahead(self, count: int, accepted: int) -> None:
+        """Take back the refused ones of a step's `count` tokens ahead, before its tokens are taken."""
+        self.ahead -= count
         self.launched -= count - accepted
         self.kv.take_back(count - accepted)
-        self.adapter_use.drafts_refused(count - accepted, len(self.tokens))
+        self.adapter_use.refused(count - accepted, len(self.tokens))
 
     def drop_launched(self) -> None:
-        """Drop all tokens after the committed ones: tokens of steps in flight and accepted drafts."""
+        """Drop all tokens after the committed ones: tokens of steps in flight, and accepted ones of the last."""
         count = len(self.tokens)
         self.kv.take_back(self.launched - count)
-        self.void, self.drafted, self.launched = self.inflight_refs, 0, count
+        self.void, self.ahead, self.launched = self.inflight_refs, 0, count
         self.unmasked_end = count
         self.adapter_use.dropped(count)
         self.drawn.tops.cut(count)

@@ -28,7 +28,7 @@ from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.upload import Extra, Staging, StepInput, put_decode
-from rollout.models.batch import AttentionBatch, Chunk, KVCache, WantedTokens
+from rollout.models.batch import AttentionBatch, Chunk, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, experts_alone, obstacle, supports
 from rollout.models.fused_experts import DecoderWithFusedExperts
@@ -92,8 +92,7 @@ class DeviceStep:
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same step over another KV cache."""
-        more = self.exact_sums, self.shares_pages, self.features
-        return DeviceStep(self.model, self.forward, kv, self.rows, *more)
+        return DeviceStep(self.model, self.forward, kv, self.rows, self.exact_sums, self.shares_pages, self.features)
 
     def put_rows(self, staging: Staging, rows: Seq[int], size: int) -> None:
         """Put a decode of rows that share nothing and open no page, padded to `size`."""
@@ -180,8 +179,8 @@ class DeviceStep:
         return begun.token_ids_B, batch
 
     @property
-    def drafts_states(self) -> bool:
-        """True if steps with drafts are other steps for the model: it has states, which go through the drafts."""
+    def states_go_ahead(self) -> bool:
+        """True if steps with tokens ahead are other steps for the model: it has states, which go through these."""
         return self.kv.states.drafts is not None
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, outputs: Outputs) -> None:
@@ -216,7 +215,8 @@ class DeviceStep:
         )
         self.kv.note_tokens(batch.kv_slots_T, step["tokens"])
         if self.skips_unwanted and not any(feature.reads_hidden(header) for feature in self.features):
-            wanted = self._wanted(step, batch)
+            at_S, ends = step["sampled_at"], [end for _, _, end, draws in header.layout if draws]
+            wanted = batch.wanted_at(at_S, step["token_span"][at_S], ends)
             hidden_SD = self.forward(step["tokens"], replace(batch, wanted=wanted), self.kv)
             self._forward_ends(batch, outputs)
             self.rows.ints[rows_C, LENGTH] = step["lengths"]
@@ -229,24 +229,6 @@ class DeviceStep:
         if header.draws == 0:
             return None
         return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]
-
-    def _wanted(self, step: StepInput, batch: AttentionBatch) -> WantedTokens:
-        """The last tokens of the spans that draw."""
-        at_S, ends = step["sampled_at"], [end for _, _, end, draws in step.header.layout if draws]
-        spans_S = step["token_span"][at_S]
-        return WantedTokens(
-            at_S,
-            AttentionBatch(
-                positions_T=batch.positions_T[at_S],
-                kv_slots_T=batch.kv_slots_T[at_S],
-                page_table_BP=batch.page_table_BP[spans_S],
-                context_lens_B=batch.context_lens_B[spans_S],
-                max_context=batch.max_context,
-                chunks=tuple(Chunk(i, 1, end) for i, end in enumerate(ends)),
-                query_starts_C1=torch.arange(len(ends) + 1, dtype=torch.int32, device=at_S.device),
-                **self._fields(lambda feature: feature.wanted_fields(self.rows, step)),
-            ),
-        )
 
     def _page_table(self, rows_B: torch.Tensor, max_context: int) -> torch.Tensor:
         columns = -(-max_context // self.kv.page_size)

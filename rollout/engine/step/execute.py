@@ -105,7 +105,7 @@ class Executor:
     def draw(self, header: Header, slot: Slot, at: Seq[int], refused: Seq[int] = ()) -> None:
         """Enqueue the draw of a step that waits for masks; mask i belongs to the drawing row `at[i]`.
 
-        `refused` are the places of drafts that have no mask.
+        `refused` are the places of tokens ahead that have no mask.
         """
         slot.masks.set_rows(at, refused)
         self.orders.draw(slot.masks)

@@ -4,7 +4,7 @@
 runs in the order of the calls:
 
     prepare, begin
-    decode_fields, or prefill_fields and wanted_fields    before the forward
+    decode_fields or prefill_fields                       before the forward
     forward_ends, prefilled, computed                     between forward and draw
     drawn, step_ends                                      after the draw
 
@@ -48,7 +48,7 @@ class Drawn(NamedTuple):
     """The results of a step's draw, in the memory of its slot."""
 
     output_4R: torch.Tensor  # the same layout as `Slot.output`
-    accepted_R: torch.Tensor  # int32: accepted drafts, at the place of the row's first draw
+    accepted_R: torch.Tensor  # int32: accepted tokens ahead, at the place of the row's first draw
     masks: StepMasks  # masks of the rows with constraints
 
 
@@ -61,11 +61,12 @@ class DeviceFeature:
     """One feature of a worker. A hook that is not overridden does nothing."""
 
     name: ClassVar[str]
-    #: int32 words that its sections add to a token of a prompt at most.
+    #: The most int32 words that its sections have for a token of any prompt, and for one of a prompt that is scored.
     token_words: ClassVar[int] = 0
+    scored_words: ClassVar[int] = 0
 
     changes_forward: ClassVar[RowNeeds] = RowNeeds.NONE  # rows with this take decode forwards that are captured apart
-    #: At most one feature of a worker may: the kernel that sets draft rows up copies one.
+    #: At most one feature of a worker may: the kernel that sets rows of tokens ahead up copies one.
     row_column: ClassVar[bool] = False  # it has a column of the row state, set up from the section `init_NAME`
     own_stream: ClassVar[bool] = False  # it has a stream for work beside the steps
     spare_words: int = 0  # most int32 words that it adds to an upload, apart from the words of tokens
@@ -106,13 +107,6 @@ class DeviceFeature:
     def forward_ends(self, batch: AttentionBatch, output: Any) -> None:
         """Called when the forward of `batch` is enqueued: enqueue what follows it."""
 
-    def wanted_fields(self, rows: RowState, step: StepInput) -> dict[str, Any]:
-        """Called if the last layer computes only tokens that draw: return the feature's fields of their batch.
-
-        It has one token a row.
-        """
-        return {}
-
     def prefilled(
         self,
         step: StepInput,
@@ -147,34 +141,28 @@ class DeviceFeature:
     # --- output -------------------------------------------------------------------------------------------------------
 
     def output_words(self, tokens: int) -> int:
-        """Return how many int32 words a step of `tokens` tokens gives to the host; they come with its tokens."""
+        """Called for each slot and step: return how many int32 words a step of `tokens` tokens gives to the host."""
         return 0
 
-    def output(self, words: torch.Tensor) -> Any:
-        """Called for each slot and each captured forward: return the object that writes to these words on the device.
+    def output(self, words: torch.Tensor, rows: int, tokens: int) -> Any:
+        """Called for each slot, and for each captured forward if it has words: return the object that writes to these.
 
-        The other hooks get it as `output`.
+        It may have more memory of its own. Its steps have up to `rows` rows and `tokens` tokens. The other hooks get it
+        as `output`.
         """
-
-    def slot_output(self, rows: int, tokens: int, words: torch.Tensor) -> Any:
-        """Called for each slot instead of `output`: the object may have more memory than these words.
-
-        The slot runs steps of up to `rows` rows and `tokens` tokens.
-        """
-        return self.output(words)
 
     def downloads(self, header: Header, output: Any) -> Seq[Callable[[], None]]:
         """Called when a step is enqueued: return the copies of more outputs to the host, for the D2H stream."""
         return ()
 
-    def downloaded(self, header: Header, output: Any) -> Any:
-        """Called when a step is read: return what the host's part gets of these copies, in `StepOutput.of_features`."""
-
     def copy_output(self, target: Any, source: Any, tokens: int) -> None:
         """Called after a captured forward of `tokens` tokens: copy its output, `source`, to that of the slot."""
 
-    def read(self, words: np.ndarray, header: Header) -> Any:
-        """Called when a step is read: return what the host's part gets of the words of its output."""
+    def read(self, words: np.ndarray, header: Header, output: Any) -> Any:
+        """Called when a step is read: return the entry of `StepOutput.of_features`, or None for none.
+
+        `words` are those of the output, on the host; the copies of `downloads` have arrived, too.
+        """
 
     # --- start --------------------------------------------------------------------------------------------------------
 
@@ -182,8 +170,14 @@ class DeviceFeature:
         """Called at the start: return the largest extras that a step can have, to learn what memory they take."""
         return ()
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
+    def measure(self, executor: Any, slot: Any) -> None:
+        """Called when decode steps are captured, before `host_part`: measure steps on this `Executor` and `Slot`.
+
+        No row and no KV is in use.
+        """
+
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """Called for each step that is rehearsed: put the most that a step of `rows` rows with these needs can have.
 
-        `token_ids` are those of a prefill; None for a decode.
+        `token_ids` are those of a prefill, int64; a decode has none.
         """

@@ -10,10 +10,10 @@ A matcher runs over a constraint that a client sent, and some never return. So m
 abandoned, and the completion whose matcher hangs ends as an error. A completion also ends when its masks take too long
 in sum: each token earns it a tenth of `mask_s`, and it may overdraw by one `mask_s`.
 
-The mask of a draft is that of the tokens before it: the matcher goes on along the drafts and back again. These masks
-are made after all others, and a completion does not end because of them. Drafts that cannot be followed, such as those
-after a stop token, have no mask and are refused. If the matcher fails or is slow there, it starts anew with the next
-mask, and its completion drafts no more.
+The mask of a draw after a token ahead (`plan.TokensAhead`) is that after this token: the matcher goes on along the
+tokens ahead and back again. These masks are made after all others, and a completion does not end because of them.
+Tokens that cannot be followed, such as those after a stop token, have no mask and are refused. If the matcher fails or
+is slow there, it starts anew with the next mask, and its row has no more tokens ahead.
 
 Before `min_tokens` a mask has no stop token, unless it has nothing else. If it has nothing at all where the completion
 obeys its constraint, which happens only without stop tokens, the completion ends as `stop`.
@@ -39,7 +39,7 @@ import torch
 from rollout.constraints.matcher import WORD_BITS, Matcher, mask_of, mask_words
 from rollout.engine.device.streams import Device
 from rollout.engine.messages.to_service import Finish
-from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.plan import Plan, TokensAhead
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
@@ -50,7 +50,7 @@ MOST_LEFT_BEHIND = 4
 
 _FAIR_PARTS = 8  # parts of `mask_s`: a completion that used less than one part does not fail when the time runs out
 _TOKEN_PARTS = 10  # parts of `mask_s`: each token earns its completion one part
-_FAILED = -1  # a failure, not a number of drafts: the matcher could not move forward or back
+_FAILED = -1  # a failure, not a number of tokens: the matcher could not move forward or back
 _SLOW = "the constraint takes too long to follow from here; make it simpler"
 GIVEN_UP = "too many constraints have hung this worker; send it to another one"
 _BROKEN = "a token was drawn that the constraint does not allow"
@@ -85,7 +85,7 @@ class StepMasks:
 
     @property
     def refused(self) -> torch.Tensor:
-        """Places of the drafts that are refused, int64, on the device."""
+        """Places of the tokens ahead that are refused, int64, on the device."""
         return self._refused_R[: self._refused_count]
 
     @property
@@ -100,7 +100,7 @@ class StepMasks:
         self._host_RW = fresh
 
     def set_rows(self, at: Seq[int], refused: Seq[int] = ()) -> None:
-        """Mask i belongs to the drawing row `at[i]`; the drafts at the places `refused` are refused."""
+        """Mask i belongs to the drawing row `at[i]`; the tokens ahead at the places `refused` are refused."""
         self._count, self._refused_count = len(at), len(refused)
         self._at_host_R[: len(at)] = torch.tensor(list(at), dtype=torch.int64)
         self._refused_host_R[: len(refused)] = torch.tensor(list(refused), dtype=torch.int64)
@@ -123,17 +123,17 @@ class Made(NamedTuple):
     """The masks of a step: mask i belongs to the drawing row `at[i]`."""
 
     at: list[int]
-    refused: list[int]  # places of drafts without a mask
+    refused: list[int]  # places of tokens ahead without a mask
     ended: list[tuple[Sequence, Finish]]  # completions that end, and the reasons
 
 
 class Ahead(NamedTuple):
-    """The masks of a row's drafts: the mask of draft i goes to row `first + i`."""
+    """The masks after a row's tokens ahead: the one after token i goes to row `first + i`."""
 
-    seq: Sequence
+    of: TokensAhead
     own: int  # place of the mask of the row itself
     first: int
-    drafts: list[int]
+    tokens: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class _Portion:
     began_s: float = math.inf  # start of the mask under way, if there is one
     thread_s: float = 0.0  # CPU time of the thread at its start
     finish: Finish | None = None  # the completion's end that the mask under way found
-    ahead: list[int] = field(default_factory=list)  # drafts with a mask, of each row that is done
+    ahead: list[int] = field(default_factory=list)  # tokens ahead with a mask, of each row that is done
     stopped: bool = False  # no other mask is begun
     left_behind: bool = False  # abandoned: its results do not count
     lock: threading.Lock = field(default_factory=threading.Lock)  # protects all fields above
@@ -240,23 +240,18 @@ class MaskBuilder:
                 seqs.append(seq)
             place += draws
         ended = self.build(seqs, masks)
-        if not plan.drafts:
+        if not plan.ahead:
             return Made(at, [], ended)
         own, hopeless = {seq: i for i, seq in enumerate(seqs)}, {seq for seq, _ in ended}
-        drafts = [draft for draft in plan.drafts if draft.seq in own and draft.seq not in hopeless]
-        ahead: list[Ahead] = []
-        for draft in drafts:
-            seq, first = draft.seq, draft.place + 1
-            if draft.on_device:
-                tokens = seq.known_drafts[: draft.length]
-            else:
-                tokens = draft.tokens(seq.prompt_len + len(seq.tokens), plan.path_tokens)
-            ahead.append(Ahead(seq, own[seq], len(at), tokens))
-            at += range(first, first + draft.length)
+        rows: list[Ahead] = []
+        for ahead in plan.ahead:
+            if ahead.seq in own and ahead.seq not in hopeless:
+                rows.append(Ahead(ahead, own[ahead.seq], len(at), ahead.tokens()))
+                at += range(ahead.place + 1, ahead.place + 1 + ahead.length)
         refused: list[int] = []
-        for draft, row, followed in zip(drafts, ahead, self.build_ahead(ahead, masks), strict=True):
-            masks.host[row.first + followed : row.first + draft.length] = -1
-            refused += range(draft.place + 1 + followed, draft.place + 1 + draft.length)
+        for row, followed in zip(rows, self.build_ahead(rows, masks), strict=True):
+            masks.host[row.first + followed : row.first + row.of.length] = -1
+            refused += range(row.of.place + 1 + followed, row.of.place + 1 + row.of.length)
         return Made(at, refused, ended)
 
     def build(self, seqs: list[Sequence], masks: StepMasks) -> list[tuple[Sequence, Finish]]:
@@ -276,7 +271,7 @@ class MaskBuilder:
         return ended
 
     def build_ahead(self, rows: list[Ahead], masks: StepMasks) -> list[int]:
-        """Write the masks of drafts, after the masks of their rows. Returns the number of masked drafts of each row."""
+        """Write the masks after tokens ahead. Returns the number of these with a mask, of each row."""
         followed = [0] * len(rows)
         if self.left_behind >= MOST_LEFT_BEHIND:
             return followed
@@ -284,22 +279,20 @@ class MaskBuilder:
         running = []
         for i, thread in enumerate(self._threads[: len(rows)]):
             places = list(range(i, len(rows), len(self._threads)))
-            portion = _Portion(places, [rows[place].seq for place in places], self._clock)
+            portion = _Portion(places, [rows[place].of.seq for place in places], self._clock)
             work = functools.partial(_fill_ahead, portion, rows, masks.host, limit_s)
             running.append((thread, portion, thread.start(work)))
         until_s = self._clock.now_s() + limit_s
         for thread, portion, call in running:
             self._wait(thread, portion, call, until_s)
-            for place, seq, count, took_s in zip(
-                portion.places, portion.seqs, portion.ahead, portion.took_s, strict=False
-            ):
+            for place, count, took_s in zip(portion.places, portion.ahead, portion.took_s, strict=False):
                 followed[place] = max(count, 0)
                 if took_s > limit_s:
-                    seq.may_draft = False
+                    rows[place].of.stop()
                 if count == _FAILED:
-                    _start_anew(seq)
+                    _start_anew(rows[place].of)
             if portion.left_behind and portion.done < len(portion.seqs):
-                _start_anew(portion.seqs[portion.done])
+                _start_anew(rows[portion.places[portion.done]].of)
         if any(portion.left_behind for _, portion, _ in running):
             masks.renew_host()
         return followed
@@ -365,30 +358,31 @@ def _fill(portion: _Portion, new_tokens: list[list[int]], host_RW: torch.Tensor)
         portion.end()
 
 
-def _start_anew(seq: Sequence) -> None:
-    """Replace a matcher whose place is not known: a new one follows all tokens, without drafts."""
-    seq.matcher, seq.matched, seq.may_draft = None, seq.drawn.known, False
+def _start_anew(ahead: TokensAhead) -> None:
+    """Replace a matcher whose place is not known: a new one follows all tokens of the row, and none ahead."""
+    ahead.seq.matcher, ahead.seq.matched = None, ahead.seq.drawn.known
+    ahead.stop()
 
 
 def _fill_ahead(portion: _Portion, rows: Seq[Ahead], host_RW: torch.Tensor, limit_s: float) -> None:
-    """Write the masks of the drafts of a portion."""
+    """Write the masks after the tokens ahead of a portion."""
     for place in portion.places:
         if not portion.begin():
             return
         # A client's constraint must not end the engine, whatever the matcher does with it.
         try:
-            count = _follow_drafts(rows[place], host_RW, portion.clock.now_s() + limit_s, portion.clock)
+            count = _follow_ahead(rows[place], host_RW, portion.clock.now_s() + limit_s, portion.clock)
         except Exception:
             count = _FAILED
         portion.ahead.append(count)
         portion.end()
 
 
-def _follow_drafts(row: Ahead, host_RW: torch.Tensor, until_s: float, clock: MaskClock) -> int:
-    """Write the masks of a row's drafts, as far as they can be followed; returns the number of masks."""
-    seq, matcher, before, followed, went = row.seq, row.seq.matcher, row.own, 0, 0
+def _follow_ahead(row: Ahead, host_RW: torch.Tensor, until_s: float, clock: MaskClock) -> int:
+    """Write the masks after a row's tokens ahead, as far as they can be followed; returns the number of masks."""
+    seq, matcher, before, followed, went = row.of.seq, row.of.seq.matcher, row.own, 0, 0
     assert matcher is not None, "the mask of the row itself is made first"
-    for token in row.drafts if seq.may_draft else ():  # a step in flight may have drafts that it drafted before
+    for token in row.tokens:
         place = row.first + followed
         # A token that ends the completion, or cannot be drawn, has none after it.
         if token in seq.stop_ids or not _allows(host_RW, before, token) or clock.now_s() > until_s:

@@ -1,7 +1,7 @@
 """Packs plans: from the host's state of sequences to the upload of a step (`upload.py` lists its sections).
 
-    Plan of decode rows, and of spans of one     --> a decode: rows and the pages that they open; with drafts a row each
-      token that all draw
+    Plan of decode rows, and of spans of one     --> a decode: rows and the pages that they open; a row for each
+      token that all draw                            token ahead, too
     any other                                    --> a prefill: tokens, positions, and what each span does
 
 Both also set up the rows whose sequence runs its first step.
@@ -48,8 +48,8 @@ class Packer:
     """Packs the plans of one engine.
 
     `captured` are the sizes of its captured decode steps. `shared` says what rows share, where attention reads shared
-    pages once. `states`: the model has linear attention, whose states go through the drafts of a row. `features` put
-    their sections last.
+    pages once. `states`: the model has linear attention, whose states go through the tokens ahead of a row. `features`
+    put their sections last.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class Packer:
                 _put_known(plan.spans, staging)
             self._put_new_rows(plan.spans, staging)
         return staging.upload(
-            plan.draws if plan.drafts else plan.rows,
+            plan.draws if plan.ahead else plan.rows,
             plan.tokens,
             plan.draws,
             plan.needs.value,
             plan.max_context,
             size=size,
             layout=layout,
-            drafts=max((draft.length for draft in plan.drafts), default=0),
+            ahead=max((tokens.length for tokens in plan.ahead), default=0),
         )
 
     def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
         rows = plan.token_rows or [span.seq.row for span in plan.spans]
         put_decode(staging, rows, plan.opens, size)
         self.shared.put(plan, size, staging)
-        if plan.drafts and self._states:
+        if plan.ahead and self._states:
             put_behind(staging, [draws - 1 for _, _, _, draws, _ in plan.spans], size)
 
     def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:
@@ -209,9 +209,11 @@ def spare_words(max_rows: int, of_features: int = 0) -> int:
     return ALIGNMENT_WORDS + _SAVE_WORDS * max_rows + of_features
 
 
-def upload_words(seq: Sequence, length: int) -> int:
-    """Upper bound on the int32 words that the next `length` tokens of a prompt add to an upload, without features."""
-    words = _TOKEN_WORDS * length + _SPAN_WORDS
+def upload_words(seq: Sequence, length: int, features: Seq[DeviceFeature] = ()) -> int:
+    """Upper bound on the int32 words that the next `length` tokens of a prompt add to an upload."""
+    scored = seq.scores_prompt
+    of_features = sum(feature.token_words + feature.scored_words * scored for feature in features)
+    words = (_TOKEN_WORDS + of_features) * length + _SPAN_WORDS
     if not seq.row_ready:
         kv = seq.kv
         words += _setup_words(len(kv.pages), len(kv.prefill_tokens), seq.needs) + 2
@@ -220,7 +222,7 @@ def upload_words(seq: Sequence, length: int) -> int:
 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, features: Seq[DeviceFeature]) -> int:
     """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
-    token_words = sum(feature.token_words for feature in features)
+    token_words = sum(feature.token_words + feature.scored_words for feature in features)
     setup = _setup_words(max_pages, max_context, _SETUP_FEATURES)
     largest = (_TOKEN_WORDS + token_words) * chunk_tokens + _SPAN_WORDS + setup
     spare = spare_words(max_rows, sum(feature.spare_words for feature in features))

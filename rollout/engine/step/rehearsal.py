@@ -27,6 +27,7 @@ from rollout.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
+_NO_TOKENS = np.zeros(0, np.int64)
 #: All sampling needs at once.
 ALL_FEATURES = functools.reduce(lambda a, b: a | b, RowNeeds)
 #: Lengths of the longest span of a prefill step at which its attention changes kernels.
@@ -54,6 +55,15 @@ class StepNeeds:
     def total(self) -> int:
         """Both."""
         return self.activations + self.graphs
+
+
+class StepSizes(NamedTuple):
+    """The largest steps of an engine."""
+
+    rows: int  # rows of a decode
+    tokens: int  # tokens of a prefill
+    context: int  # tokens of a sequence
+    graph_rows: int  # rows up to which decode steps are captured; 0 if none are
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +101,9 @@ def _more_than_gathered(max_rows: int, chunk_tokens: int, max_context: int) -> l
     return spans if earlier > 0 and count <= max_rows and sum(spans) <= chunk_tokens else []
 
 
-def steps_to_rehearse(
-    executor: Executor, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int
-) -> list[Rehearsed]:
-    """The largest prefill and decode steps, with and without changed logits, and steps of every kernel.
-
-    `graph_rows` are the rows up to which decode steps will be captured, 0 if none will be.
-    """
+def steps_to_rehearse(executor: Executor, sizes: StepSizes) -> list[Rehearsed]:
+    """The largest prefill and decode steps, with and without changed logits, and steps of every kernel."""
+    max_rows, chunk_tokens, max_context, graph_rows = sizes
     forward = executor.step.forward
     largest = largest_prompts(max_rows, chunk_tokens, max_context)
     one = min(chunk_tokens, max_context)
@@ -127,42 +133,34 @@ def steps_to_rehearse(
     return [*steps, Rehearsed(_possible(executor, ALL_FEATURES), rows=max_rows)]
 
 
-def rehearse(
-    executor: Executor, slot: Slot, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int
-) -> None:
+def rehearse(executor: Executor, slot: Slot, sizes: StepSizes) -> None:
     """Run the largest extras of features and the steps of `steps_to_rehearse`, one after the other."""
     for feature in executor.step.features:
         for extra in feature.largest():
             executor.compute.run(functools.partial(feature.prepare, extra))
             executor.finish()
-    for step in steps_to_rehearse(executor, max_rows, chunk_tokens, max_context, graph_rows):
+    for step in steps_to_rehearse(executor, sizes):
         pack = _pack_prefill if step.prompts else _pack_decode
-        _run(executor, slot, pack(executor, slot, step, max_context))
+        _run(executor, slot, pack(executor, slot, step, sizes.context))
 
 
 def measure_steps(
-    executor: Executor,
-    slots: list[Slot],
-    max_rows: int,
-    chunk_tokens: int,
-    max_context: int,
-    graph_rows: int,
-    compile_threads: int = COMPILE_THREADS,
+    executor: Executor, slots: list[Slot], sizes: StepSizes, compile_threads: int = COMPILE_THREADS
 ) -> StepNeeds:
     """Rehearse on a GPU; returns what the steps took. Other processes may use the GPU meanwhile.
 
-    With `graph_rows` the largest decode steps are captured as well, and the share of the smaller ones is estimated.
-    None of the memory is kept. Before, `compile_threads` threads compile the kernels; 0: none do.
+    If steps are captured, the largest are captured here, too, and the share of the smaller ones is estimated. None of
+    the memory is kept. Before, `compile_threads` threads compile the kernels; 0: none do.
     """
     executor.device.synchronize()
     torch.cuda.empty_cache()
     before = _memory()
-    graphs = make_graphs(executor.step, executor.compute, max_context, graph_rows)
+    graphs = make_graphs(executor.step, executor.compute, sizes.context, sizes.graph_rows)
     model = executor.step.model
     if compile_threads and isinstance(model, Decoder):  # a fallback model's code may compute with what kernels return
 
         def run() -> None:
-            rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
+            rehearse(executor, slots[0], sizes)
             graphs.warm_up(slots[0])
 
         compile_kernels_of(run, compile_threads)
@@ -170,10 +168,10 @@ def measure_steps(
         # Wait for all ranks before the first sum, which has a short time limit.
         model.group.all_gather(torch.zeros(1, device=model.embed.device))
         executor.device.synchronize()
-    rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
+    rehearse(executor, slots[0], sizes)
     after = _memory()
     activations = taken_between(before, after) + (_FRAGMENTATION - 1) * max(after.held - before.held, 0)
-    of_graphs = _measure_graphs(graphs, slots) if graph_rows else 0
+    of_graphs = _measure_graphs(graphs, slots) if sizes.graph_rows else 0
     torch.cuda.empty_cache()
     return StepNeeds(activations, of_graphs)
 
@@ -197,7 +195,7 @@ def _pack_decode(executor: Executor, slot: Slot, step: Rehearsed, max_context: i
     staging.begin()
     executor.step.put_rows(staging, [], rows)
     for feature in executor.step.features:
-        feature.put_largest(staging, rows, None, step.needs)
+        feature.put_largest(staging, rows, _NO_TOKENS, step.needs)
     return staging.upload(rows, rows, rows, step.needs.value, max_context)
 
 

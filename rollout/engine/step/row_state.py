@@ -13,8 +13,8 @@
     banned  [rows, K]            stop ids, padded by repeating the first; banned until min_tokens
     columns [rows]     int32     of features, by name
 
-Row 0 is padding. The last rows are draft rows: for one step a draft row is a copy of a row that has drafts, some tokens
-ahead, with a draft as its last token (`features/drafts`). The first step of a sequence sets its row up, from the
+Row 0 is padding. The last rows are for tokens ahead: for one step such a row is a copy of another one, some tokens
+ahead, with one of these as its last token (`features/drafts`). The first step of a sequence sets its row up, from the
 `init_*` and list sections of that step's upload (`pack.py` writes them); after that the device keeps the row current by
 itself. Everything here runs on the compute stream.
 """
@@ -52,8 +52,8 @@ class RowState:
         device: torch.device,
         columns: Seq[str] = (),
     ) -> None:
-        """State of `max_rows` rows, draft rows included, and of the padding; `columns` are those of features."""
-        assert len(columns) <= 1, "the kernel that sets draft rows up copies one column"
+        """State of `max_rows` rows, also those of tokens ahead, and of the padding; `columns` are those of features."""
+        assert len(columns) <= 1, "the kernel that sets rows of tokens ahead up copies one column"
         rows = max_rows + 1
         self.vocab = vocab
         self.ints = torch.zeros(rows, INTS, dtype=torch.int64, device=device)

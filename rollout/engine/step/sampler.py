@@ -109,8 +109,8 @@ class Sampler:
             drawn_SV = change_logits(logits_SV, settings) / settings.temperature_S[:, None]
             if settings.top_k_S is not None:
                 truncate(drawn_SV, settings, self._shard)
-        state = (rows_S, self.rows.ints, self.rows.floats)
-        draw_and_advance(logits_SV, drawn_SV, *state, output_4R, _COLUMNS, self._shard)
+        rows = self.rows
+        draw_and_advance(logits_SV, drawn_SV, rows_S, rows.ints, rows.floats, output_4R, _COLUMNS, self._shard)
 
     def _settings(
         self, rows_S: torch.Tensor, ints_SI: torch.Tensor, needs: RowNeeds, masks: StepMasks | None, width: int

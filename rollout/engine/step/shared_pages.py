@@ -4,8 +4,8 @@ Rows of a group, of a session or behind one system prompt hold the same pages. T
 next to each other, so what a row shares is what it has in common with its neighbours. Pages that two rows share stay
 shared while both run, and the page that a row writes to is its own; so the segments change only with the rows.
 
-The draft rows of a verify step stand behind their row and have its page table. So they share all positions before the
-first one that the step may write. That is a run of rows of its own within what the rows of a group share.
+The tokens ahead of a row stand behind it, in rows with its page table. So they share all positions before the first one
+that the step may write. That is a run of rows of its own within what the rows of a group share.
 
 Reading shared pages once costs time, too: more parts to combine, and neighbours that read the same pages at the same
 time find them in the L2 cache anyway. Below `shared_saved_bytes` of `EngineConstants` the segments share nothing.
@@ -38,13 +38,13 @@ class SharedPages(EachRowAlone):
     """Makes the segments of decode steps: of `most_rows` rows at most, where a layer's KV has `position_bytes`."""
 
     def __init__(self, page_size: int, most_rows: int, position_bytes: int, worth: EngineConstants) -> None:
-        self.least_bytes, self.least_draft_bytes = worth.shared_saved_bytes, worth.draft_saved_bytes
+        self.least_bytes, self.least_ahead_bytes = worth.shared_saved_bytes, worth.ahead_saved_bytes
         self._least_positions = max(worth.shared_positions, page_size)
         self._page_size = page_size
         self._most_rows = most_rows
         self._position_bytes = position_bytes
         self._pages: list[list[int]] = []
-        self._drafts: list[tuple[int, int]] = []
+        self._ahead: list[tuple[int, int]] = []
         self._size = _NOTHING
         self._segments_SW = no_segments(0)
         # Key: id of a row's pages. Value: the previous row's pages, the row's own, and the number of equal first pages.
@@ -57,24 +57,24 @@ class SharedPages(EachRowAlone):
     def segments(self, plan: Plan, size: int) -> np.ndarray:
         """The segments of a decode step that is padded to `size` rows, int32 [2 size, W]."""
         pages = [span.seq.kv.pages for span in plan.spans]
-        drafts = [self._draft_rows(span) for span in plan.spans] if plan.drafts else []
-        if size != self._size or pages != self._pages or drafts != self._drafts:
-            self._segments_SW = self._make(pages, drafts, size)
-            self._pages, self._drafts, self._size = pages, drafts, size
+        ahead = [self._rows_ahead(span) for span in plan.spans] if plan.ahead else []
+        if size != self._size or pages != self._pages or ahead != self._ahead:
+            self._segments_SW = self._make(pages, ahead, size)
+            self._pages, self._ahead, self._size = pages, ahead, size
         return self._segments_SW
 
-    def _draft_rows(self, span: Span) -> tuple[int, int]:
-        """Number of draft rows after a row, and of positions that they share with it, in full pages."""
+    def _rows_ahead(self, span: Span) -> tuple[int, int]:
+        """Number of rows for tokens ahead after a row, and of positions that they share with it, in full pages."""
         seq, start, _, draws, _ = span
-        known = start - seq.drafted  # rejected drafts in flight move the step's first write back to here
+        known = start - seq.ahead  # refused tokens in flight move the step's first write back to here
         return draws - 1, known // self._page_size * self._page_size
 
-    def _make(self, pages: list[list[int]], drafts: list[tuple[int, int]], size: int) -> np.ndarray:
+    def _make(self, pages: list[list[int]], ahead: list[tuple[int, int]], size: int) -> np.ndarray:
         common = self._among(pages)
-        if drafts:
+        if ahead:
             common = [
                 positions
-                for (rows, own), next_one in zip(drafts, [*common, 0], strict=True)
+                for (rows, own), next_one in zip(ahead, [*common, 0], strict=True)
                 for positions in (*(own,) * rows, next_one)
             ][:-1]
         segments_SW = make_segments(common, size, self._most_rows, self._least_positions)
@@ -82,7 +82,7 @@ class SharedPages(EachRowAlone):
             return no_segments(size)
         shared_SW = segments_SW[size:]
         saved = int(((shared_SW[:, 1] - 1).clip(0) * (shared_SW[:, 3] - shared_SW[:, 2])).sum())
-        least_bytes = self.least_draft_bytes if drafts else self.least_bytes
+        least_bytes = self.least_ahead_bytes if ahead else self.least_bytes
         return segments_SW if saved * self._position_bytes >= least_bytes else no_segments(size)
 
     def _among(self, pages: list[list[int]]) -> list[int]:

@@ -3,7 +3,7 @@
                  host                     device
     input   [words] int32, pinned  -H2D->  [words] int32      one packed upload
     output  [4, rows] int32        <-D2H-  [4, rows] int32    token ids, and three log-probs as float bits
-    accepted [rows] int32   <-D2H-  the same                  of steps with drafts, after the output
+    accepted [rows] int32   <-D2H-  the same                  of steps with tokens ahead, after the output
     of features, int32      <-D2H-  the same                  after these; see `DeviceFeature.output_words`
 
     h2d_done   the upload has arrived          start  compute begins (recorded after the wait on the upload)
@@ -36,6 +36,7 @@ from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, Staging, StepInput, Upload
 
 OUTPUT_FIELDS = 4
+_NO_WORDS = np.zeros(0, np.int32)
 
 
 class FaultFlag:
@@ -79,7 +80,7 @@ class Slot:
         features: Seq[DeviceFeature] = (),
         group: TensorGroup = ONE_RANK,
     ) -> None:
-        """Buffers for steps of up to `max_rows` rows, drafts included. `group` are the ranks that run the steps."""
+        """Buffers for steps of up to `max_rows` rows, also those of tokens ahead. `group` are the ranks of a step."""
         self.staging = Staging(device.host_buffer((upload_words,), torch.int32))
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
         output_words = OUTPUT_FIELDS * max_rows
@@ -97,7 +98,7 @@ class Slot:
         spans = {feature.name: (start, end) for feature, start, end in self._regions}
         for feature in features:
             begin, end = spans.get(feature.name, (0, 0))
-            self.outputs[feature.name] = feature.slot_output(max_rows, chunk_tokens, self._result[begin:end])
+            self.outputs[feature.name] = feature.output(self._result[begin:end], max_rows, chunk_tokens)
         self.fault = _fault_flag(device, group)
         self.h2d_start, self.h2d_done = device.event(), device.event()
         self.start, self.end = device.event(), device.event()
@@ -131,7 +132,7 @@ class Slot:
             logprobs[0].tolist(),
             logprobs[1].tolist(),
             logprobs[2].tolist(),
-            self._accepted_host[: header.draws].tolist() if header.drafts else [],
+            self._accepted_host[: header.draws].tolist() if header.ahead else [],
             self._of_features(header),
         )
 
@@ -141,10 +142,14 @@ class Slot:
         return [copy for feature in self._features for copy in feature.downloads(header, outputs[feature.name])]
 
     def _of_features(self, header: Header) -> dict[str, Any]:
-        given = {feature.name: feature.downloaded(header, self.outputs[feature.name]) for feature in self._features}
-        for feature, start, _ in self._regions:
-            words = self._result_host[start : start + feature.output_words(header.tokens)]
-            given[feature.name] = feature.read(words.numpy(), header)
+        words = {
+            feature.name: self._result_host[start : start + feature.output_words(header.tokens)].numpy()
+            for feature, start, _ in self._regions
+        }
+        given = {
+            feature.name: feature.read(words.get(feature.name, _NO_WORDS), header, self.outputs[feature.name])
+            for feature in self._features
+        }
         return {name: value for name, value in given.items() if value is not None}
 
 

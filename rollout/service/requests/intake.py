@@ -19,6 +19,7 @@ from rollout.constraints.thoughts import Budgeted, ThoughtRule
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import (
     MAX_STOP_IDS,
+    NO_CHOSEN,
     NOTHING_BEFORE,
     Prior,
     Request,
@@ -176,7 +177,7 @@ class Intake:
             prompt_logprobs=message.scores_prompt,
             prompt_last=message.prompt_logprobs_last,
             prompt_tops=message.prompt_top_logprobs,
-            prompt_chosen=message.prompt_logprob_token_ids,
+            prompt_chosen=NO_CHOSEN if (ids := message.prompt_logprob_token_ids) is None else ids,
             prompt_entropy=message.prompt_entropy,
             adapter=message.adapter,
             routing_from=first_position(message.return_routing, message.continue_from, len(prompt)),

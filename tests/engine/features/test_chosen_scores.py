@@ -242,7 +242,7 @@ def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models, monkeypatc
 
     def measured(plan, staging):
         spans = [(span.seq, span.tokens_in) for span in plan.spans if span.prompt is not None]
-        bound = sum(upload_words(*span) + scores.words(*span) for span in spans)
+        bound = sum(upload_words(*span, bench.engine.executor.step.features) for span in spans)
         upload = pack(plan, staging)
         if plan.kind == "prefill":
             used.append((len(upload.words), bound + spare))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from rollout.engine.build import rebuild_engine
 from rollout.engine.features.all import FEATURES
 from rollout.engine.features.site import Site
 from rollout.engine.schedule.feature import StepFeature, find
-from rollout.engine.schedule.plan import Plan, Span
+from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.step.feature import DeviceFeature, Drawn, HostParts, Replays
 from rollout.engine.step.row_state import LENGTH, RowState
@@ -46,26 +45,17 @@ class Margins(StepFeature):
     def left(self, seq: Sequence) -> None:
         self._open.discard(seq)
 
-    def words(self, seq: Sequence, length: int) -> int:
-        return 2 * length
-
     def pack(self, plan: Plan, staging: Staging) -> None:
         if wanted := [i for i, seq in enumerate(plan.sampled) if seq.prompt_len % 2 == 0]:
             staging.put("margins_at", np.array(wanted, dtype=np.int64))
             staging.facts[self.name] = [wanted]
 
-    def note(self, spans: Seq[Span]) -> int:
-        return len(spans)
-
     def launched(self, plan: Plan) -> None:
         self.stages["launched"] += 1
-        assert plan.notes.get(self.name) == (plan.rows if plan.kind == "prefill" else None)
 
-    def committed(self, plan: Plan, output: StepOutput) -> None:
+    def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
+        assert 0 <= tokens <= plan.draws and seconds >= 0
         self.stages["committed"] += 1
-
-    def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
-        self.stages["ran"] += 1
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         for place, margin in output.of_features.get(self.name, ()):
@@ -103,7 +93,7 @@ class MarginTaker(DeviceFeature):
     def output_words(self, tokens: int) -> int:
         return tokens
 
-    def output(self, words: torch.Tensor) -> torch.Tensor:
+    def output(self, words: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
         return words.view(torch.float32)
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: torch.Tensor) -> None:
@@ -111,7 +101,7 @@ class MarginTaker(DeviceFeature):
             best = logits_SV.index_select(0, step["margins_at"]).topk(2, dim=1).values
             output[: len(best)] = best[:, 0] - best[:, 1]
 
-    def read(self, words: np.ndarray, header: Header) -> list[tuple[int, float]]:
+    def read(self, words: np.ndarray, header: Header, output: torch.Tensor) -> list[tuple[int, float]]:
         (places,) = header.facts.get(self.name, [[]])
         return list(zip(places, words.view(np.float32)[: len(places)].tolist(), strict=True))
 
@@ -136,7 +126,7 @@ def test_a_feature_of_two_classes_takes_part_in_every_stage(
         np.testing.assert_allclose(found, (best[:, 0] - best[:, 1]).detach().numpy(), atol=1e-4)
     assert margins.total == 6 * 30
     taker = find(bench.engine.executor.step.features, MarginTaker)
-    assert set(margins.stages) == {"launched", "committed", "ran"}
+    assert set(margins.stages) == {"launched", "committed"}
     assert set(margins.stages.values()) == {taker.ended.total()} and taker.ended[0] > 0
     bench.close()
 

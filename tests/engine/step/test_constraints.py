@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from rollout.constraints.matcher import AllowList, Matcher, mask_words
+from rollout.engine.features.drafts.acceptance import Acceptance
+from rollout.engine.features.drafts.row_drafts import Drafts, RowDrafts
 from rollout.engine.messages.requests import Prior, StopParams
 from rollout.engine.step import masks as masks_module
 from rollout.engine.step.masks import MOST_LEFT_BEHIND, Ahead, MaskBuilder, MaskClock
@@ -234,10 +236,11 @@ def test_a_thread_that_waits_for_a_core_fails_no_completion(model, prompt_of, mo
     bench.close()
 
 
-def row_of(place: CyclePlace) -> SimpleNamespace:
-    """As much of a sequence as is looked at for the masks of its drafts."""
+def drafts_of(place: CyclePlace, path: list[int]) -> Drafts:
+    """The drafts of a row, with as much of its sequence as is looked at for their masks."""
     group = SimpleNamespace(request=SimpleNamespace(stop=StopParams()))
-    return SimpleNamespace(matcher=place, may_draft=True, tokens=[], stop_ids=frozenset(), group=group)
+    seq = SimpleNamespace(matcher=place, prompt_len=0, tokens=[], stop_ids=frozenset(), group=group)
+    return Drafts(RowDrafts(seq, Acceptance(), Acceptance()), 0, len(path), path, 0)
 
 
 def host_masks(rows: int) -> torch.Tensor:
@@ -255,11 +258,11 @@ def test_a_thread_that_has_no_core_behind_its_last_draft_costs_no_draft():
             filled.wait(60)
             return super().result(timeout_s)
 
-    seq, host = row_of(place := Cycle([X, Y]).start()), host_masks(2)
+    drafts, host = drafts_of(place := Cycle([X, Y]).start(), [X[0]]), host_masks(2)
     place.fill(host, 0)
     builder, renewed = MaskBuilder(0.1, threads=1, make_thread=threads_of(WithoutCore)), []
     masks = SimpleNamespace(host=host, renew_host=lambda: renewed.append(True))
-    followed = builder.build_ahead([Ahead(seq, 0, 1, [X[0]])], masks)
+    followed = builder.build_ahead([Ahead(drafts, 0, 1, drafts.tokens())], masks)
     assert followed == [1] and renewed and builder.left_behind == 1
     go_on.set()
     builder.close()
@@ -460,11 +463,10 @@ def test_a_mask_has_a_bit_for_each_token():
 
 def test_a_row_whose_constraint_could_not_be_followed_never_drafts_again():
     """A step in flight may have drafts that it drafted before; they are refused at once, which takes no time."""
-    seq, host = row_of(place := Cycle([X, Y, SIZE], STOP).start()), host_masks(3)
+    drafts, host = drafts_of(place := Cycle([X, Y, SIZE], STOP).start(), [X[0], Y[0]]), host_masks(3)
     masks, builder = SimpleNamespace(host=host, renew_host=lambda: None), MaskBuilder(10.0, 1)
     place.fill(host, 0)
-    drafted = Ahead(seq, 0, 1, [X[0], Y[0]])
-    assert builder.build_ahead([drafted], masks) == [2] and seq.may_draft
-    seq.may_draft = False
-    assert builder.build_ahead([drafted], masks) == [0] and not seq.may_draft
+    assert builder.build_ahead([Ahead(drafts, 0, 1, drafts.tokens())], masks) == [2] and drafts.tokens()
+    drafts.stop()
+    assert builder.build_ahead([Ahead(drafts, 0, 1, drafts.tokens())], masks) == [0] and not drafts.tokens()
     builder.close()

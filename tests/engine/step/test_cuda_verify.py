@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_kernels.step import guess_by_ngrams
+from rollout_kernels.step import draft_by_ngrams
 
 from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import make_device
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 VOCAB = 4001
 SIZES = {
     **{"kv_pages": 900, "page_size": 16, "max_rows": 8, "prefill_chunk_tokens": 256, "speculation_rows": 24},
-    **{"shared_saved_bytes": 1, "draft_saved_bytes": 1, "shared_positions": 1},
+    **{"shared_saved_bytes": 1, "ahead_saved_bytes": 1, "shared_positions": 1},
 }
 RULES = [
     {"temperature": 1.0, "seed": 1},
@@ -87,15 +87,15 @@ def test_deterministic_completions_are_equal_bit_for_bit(folder, monkeypatch, kv
 def test_drafts_by_ngrams_change_no_bit_and_are_those_of_torch(folder, monkeypatch, kv_dtype):
     fields = {**SIZES, "deterministic": True, "kv_dtype": kv_dtype}
     plain = run(Bench(load_bf16(folder), make_device("cuda"), **fields))
-    checked, search = [], ngram_drafter.guess_by_ngrams
+    checked, search = [], ngram_drafter.draft_by_ngrams
 
     def compare(rows_R, ints_NI, pages_NP, tokens_PS, guesses_NG, **columns):
         search(rows_R, ints_NI, pages_NP, tokens_PS, guesses_NG, **columns)
         expected_NG = guesses_NG.cpu()
-        guess_by_ngrams(rows_R.cpu(), ints_NI.cpu(), pages_NP.cpu(), tokens_PS.cpu(), expected_NG, **columns)
+        draft_by_ngrams(rows_R.cpu(), ints_NI.cpu(), pages_NP.cpu(), tokens_PS.cpu(), expected_NG, **columns)
         checked.append(torch.equal(expected_NG, guesses_NG.cpu()))
 
-    monkeypatch.setattr(ngram_drafter, "guess_by_ngrams", compare)
+    monkeypatch.setattr(ngram_drafter, "draft_by_ngrams", compare)
     bench = Bench(load_bf16(folder), make_device("cuda"), speculation="ngram", **fields)
     checked.clear()  # at the start kernels are compiled without running
     bias = tuple((token, 9.0) for token in range(20, 28))  # a text of few tokens, which repeats
@@ -164,4 +164,4 @@ def test_verify_steps_are_captured_and_wait_for_nothing(folder, monkeypatch, dra
     bench.run()
     bench.close()
     assert compiled == []
-    assert all(header.size == 32 for header in headers[:100]) and all(header.drafts == 3 for header in headers[:100])
+    assert all(header.size == 32 for header in headers[:100]) and all(header.ahead == 3 for header in headers[:100])

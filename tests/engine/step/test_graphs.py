@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine import build
+from rollout.engine import build_steps
 from rollout.engine.device.streams import Stream
 from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.sequence.row_needs import RowNeeds
@@ -103,8 +103,8 @@ def recorder(monkeypatch) -> Recorder:
     def make(step: DeviceStep, compute: Stream, max_context: int, most: int) -> DecodeGraphs:
         return RecordedGraphs(recorder, step, compute, max_context, most) if most else NO_GRAPHS
 
-    monkeypatch.setattr(build, "make_graphs", make)
-    monkeypatch.setattr(build, "capturable", lambda model: True)
+    monkeypatch.setattr(build_steps, "make_graphs", make)
+    monkeypatch.setattr(build_steps, "capturable", lambda model: True)
     return recorder
 
 

@@ -156,7 +156,7 @@ def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(mod
     def measured(plan, staging):
         assert limits.upload_words + spare <= len(staging.words)
         spans = [(span.seq, span.tokens_in) for span in plan.spans if span.prompt is not None]
-        bound = sum(upload_words(*span) + scores.words(*span) for span in spans)
+        bound = sum(upload_words(*span, bench.engine.executor.step.features) for span in spans)
         upload = pack(plan, staging)
         if bound:
             used.append((len(upload.words), bound + spare))

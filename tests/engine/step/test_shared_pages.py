@@ -16,7 +16,7 @@ from tests.support.engine.harness import Bench
 
 PAGE = 4
 #: Sharing is worth it from a page on.
-ANY = {"shared_positions": PAGE, "shared_saved_bytes": 1, "draft_saved_bytes": 1}
+ANY = {"shared_positions": PAGE, "shared_saved_bytes": 1, "ahead_saved_bytes": 1}
 
 
 class Seen:
@@ -24,7 +24,7 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = self.shared = self.most_levels = 0
-        monkeypatch.setattr("rollout.engine.build._shares_pages", lambda site: True)
+        monkeypatch.setattr("rollout.engine.build_steps._shares_pages", lambda site: True)
 
     def watch(self, bench: Bench) -> Bench:
         step = bench.engine.executor.step

@@ -10,9 +10,10 @@ import torch
 from rollout_kernels.step.triton_verify import accept_drafts, set_up_drafts
 
 from rollout.engine.features.drafts import verify
+from rollout.engine.features.drafts.row_drafts import IN_ROW_STATE
 from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
-from rollout.engine.upload import IN_ROW_STATE, Staging, StepInput, put_decode
+from rollout.engine.upload import Staging, StepInput, put_decode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, DRAFT_ROWS, PAGES, VOCAB, MADE = 12, 60, 1100, 50, 6
@@ -53,7 +54,7 @@ class Case:
         for name, array in (("verified", verified), ("paths", self.paths), ("drafts", drafts)):
             staging.put(name, np.array(array, dtype=np.int64))
         count = len(step_rows)
-        upload = staging.upload(count, count, count, PLAIN.value, 99, drafts=int(self.counts.max()))
+        upload = staging.upload(count, count, count, PLAIN.value, 99, ahead=int(self.counts.max()))
         self.step_rows, self.step = step_rows, StepInput(upload.header, upload.words.to(DEVICE))
 
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from rollout_kernels.step import guess_by_ngrams, ngrams
+from rollout_kernels.step import draft_by_ngrams, ngrams
 
 from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
 from scripts.check.shadow_acceptance import DRAFTERS, Acceptance, Group, NgramDrafter, main, play, read_groups
@@ -110,7 +110,7 @@ def test_ngrams_are_those_of_the_device(reach, different):
     for text, path in grown(few_tokens(180, 0, different), 30, 3, reach):
         tokens = torch.tensor(text + [0] * (200 - len(text)), dtype=torch.int32).view(50, 4)
         row = torch.tensor([[text[-1], len(text) - 1]])
-        guess_by_ngrams(torch.tensor([0]), row, pages, tokens, guesses, last=0, length=1, reach=reach)
+        draft_by_ngrams(torch.tensor([0]), row, pages, tokens, guesses, last=0, length=1, reach=reach)
         assert guesses[0].tolist() == path
 
 

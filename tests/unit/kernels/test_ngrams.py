@@ -42,14 +42,14 @@ class Rows:
 
 
 def by_kernel(*tensors: torch.Tensor, **columns: int) -> None:
-    triton_ngrams.guess_by_ngrams(*tensors, **columns, most_equal=MOST_EQUAL)
+    triton_ngrams.draft_by_ngrams(*tensors, **columns, most_equal=MOST_EQUAL)
 
 
 #: Tokens that are equal, in texts longer than two blocks of the kernel.
 PLACES = ((3, 2000), (1023, 1024), (1024, 1025), (2047, 2049), (100, 100 + 1024), (70, 70 + 2048))
 ON_GPU = torch.cuda.is_available()
 BOTH = [
-    pytest.param(ngrams.guess_by_ngrams, "cpu", id="torch"),
+    pytest.param(ngrams.draft_by_ngrams, "cpu", id="torch"),
     pytest.param(by_kernel, "cuda" if ON_GPU else "cpu", id="kernel"),
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.engine.adapters import AdapterError
+from rollout.engine.adapters import Adapter, AdapterError
 from rollout.engine.features.adapters.feature import Adapters
 from rollout.engine.schedule.feature import find
 from rollout.engine.schedule.preemption import begin_again
@@ -35,20 +35,20 @@ def put_adapter(
 
 def edition_of(roster: Roster, name: str | None) -> int:
     """The edition of an adapter that is loaded; 0 without a name. Raises AdapterError."""
-    adapters = find(roster.features, Adapters)
-    if name is None:
-        return 0
-    if adapters is None or name not in adapters.table.known:
-        raise AdapterError(f"adapter {name!r:.200} is not loaded", "adapter")
-    return adapters.table.known[name].edition
+    return 0 if name is None else _loaded(roster, name, "adapter")[1].edition
 
 
 def drop_adapter(roster: Roster, name: str) -> None:
     """Forget an adapter. Raises AdapterError if it is not loaded, or if a request names it."""
-    adapters = find(roster.features, Adapters)
-    if adapters is None or name not in adapters.table.known:
-        raise AdapterError(f"adapter {name!r:.200} is not loaded")
-    users = sum(group.adapter is adapters.table.known[name] for group in roster.groups.values())
+    adapters, adapter = _loaded(roster, name)
+    users = sum(group.adapter is adapter for group in roster.groups.values())
     if users:
         raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
     adapters.table.drop(name)
+
+
+def _loaded(roster: Roster, name: str, field: str = "name") -> tuple[Adapters, Adapter]:
+    adapters = find(roster.features, Adapters)
+    if adapters is None or name not in adapters.table.known:
+        raise AdapterError(f"adapter {name!r:.200} is not loaded", field)
+    return adapters, adapters.table.known[name]

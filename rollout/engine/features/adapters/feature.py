@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 
 from rollout.engine.features.adapters.table import AdapterTable
-from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan
@@ -26,17 +25,16 @@ class Adapters(StepFeature):
     def __init__(self, table: AdapterTable) -> None:
         self.table = table
 
-    def refusal(self, request: Request) -> Rejected | None:
-        """An adapter that is not loaded."""
-        if request.adapter is None or request.adapter in self.table.known:
+    def enter(self, group: Group) -> Rejected | None:
+        """Find the adapter; refuse one that is not loaded."""
+        name = group.request.adapter
+        if name is None:
             return None
-        message = f"adapter {request.adapter!r:.200} is not loaded; load it with 'load_adapter', or publish it"
-        return Rejected(request.key, "bad_request", message, "adapter")
-
-    def enter(self, group: Group) -> None:
-        """See `StepFeature`."""
-        if group.request.adapter is not None:
-            group.adapter = self.table.known[group.request.adapter]
+        if name not in self.table.known:
+            message = f"adapter {name!r:.200} is not loaded; load it with 'load_adapter', or publish it"
+            return Rejected(group.key, "bad_request", message, "adapter")
+        group.adapter = self.table.known[name]
+        return None
 
     def ready(self, seq: Sequence) -> bool:
         """True if the sequence has no adapter, or the adapter is in a slot. If not, the adapter is loaded or waits."""
@@ -53,13 +51,12 @@ class Adapters(StepFeature):
             self.table.give(seq.adapter_use.slot)
             seq.adapter_use.slot = None
 
-    def tick(self) -> None:
-        """Let go of weights that all ranks have read."""
-        self.table.let_go()
-
-    def wait(self) -> None:
-        """Wait for copies to slots."""
-        self.table.wait()
+    def tick(self, wait: bool) -> None:
+        """Let go of weights that all ranks have read, or wait for copies to slots."""
+        if wait:
+            self.table.wait()
+        else:
+            self.table.let_go()
 
     def pack(self, plan: Plan, staging: Staging) -> None:
         """Put the slots of the rows that the step sets up."""

@@ -69,7 +69,9 @@ class AdapterMemory(DeviceFeature):
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any
     ) -> dict[str, Any]:
         """The slots of the rows."""
-        return {"adapters": self._of(rows, rows_B)} if needs & _ADAPTER else {}
+        if not needs & _ADAPTER:
+            return {}
+        return {"adapters": StepAdapters(self.slots, rows.columns[self.name].index_select(0, rows_B), segmented=False)}
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
         """The slots of the tokens of spans."""
@@ -78,10 +80,3 @@ class AdapterMemory(DeviceFeature):
         slots_C = rows.columns[self.name].index_select(0, step["rows"])
         slots_T = slots_C.index_select(0, step["token_span"])
         return {"adapters": StepAdapters(self.slots, slots_T, segmented=True)}
-
-    def wanted_fields(self, rows: RowState, step: StepInput) -> dict[str, Any]:
-        """The slots of the rows that draw."""
-        return {"adapters": self._of(rows, step["sampled_rows"])} if step.header.needs & _ADAPTER else {}
-
-    def _of(self, rows: RowState, rows_B: torch.Tensor) -> StepAdapters:
-        return StepAdapters(self.slots, rows.columns[self.name].index_select(0, rows_B), segmented=False)

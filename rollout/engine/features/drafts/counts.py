@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from rollout.engine.schedule.plan import Drafts
+from rollout.engine.features.drafts.row_drafts import Drafts
+from rollout.engine.schedule.plan import Plan
 from rollout.metrics.definitions import DRAFT_AGES, DRAFTER_NAMES, percent
 
 
@@ -14,6 +15,7 @@ from rollout.metrics.definitions import DRAFT_AGES, DRAFTER_NAMES, percent
 class DraftCounts:
     """Running totals. The totals by drafter and by age cover committed steps."""
 
+    decode_rows: int = 0  # rows of decode steps
     drafted: int = 0  # tokens that verify steps tried
     accepted: int = 0  # drafts that equalled the token drawn
     saved_s: float = 0.0  # device time that verify steps saved against plain steps of as many tokens
@@ -23,8 +25,9 @@ class DraftCounts:
     #: (drafted, accepted) by drafter.
     by_drafter: dict[str, tuple[int, int]] = field(default_factory=lambda: dict.fromkeys(DRAFTER_NAMES, (0, 0)))
 
-    def committed(self, drafts: Seq[Drafts], accepted: Seq[int]) -> None:
-        """Count the drafts of a step whose tokens are not taken yet; `accepted` as in `StepOutput`."""
+    def committed(self, plan: Plan, drafts: Seq[Drafts], accepted: Seq[int]) -> None:
+        """Count a step with these drafts, whose tokens are not taken yet; `accepted` as in `StepOutput`."""
+        self.decode_rows += plan.rows if plan.kind == "decode" else 0
         for draft in drafts:
             right = accepted[draft.place]
             if not draft.seq.void:  # void drafts are not counted
@@ -40,8 +43,8 @@ class DraftCounts:
             before = self.by_age[which]
             self.by_age[which] = before[0] + drafted, before[1] + accepted
 
-    def gauges(self, decode_rows: int) -> dict[str, float | None]:
-        """Values of the metrics; `decode_rows` are the rows of all decode steps."""
+    def gauges(self) -> dict[str, float | None]:
+        """Values of the metrics."""
         return {
             "speculation/drafted": self.drafted,
             "speculation/accepted": self.accepted,
@@ -50,7 +53,7 @@ class DraftCounts:
             "speculation/accepted_pct": _share(self.accepted, self.drafted),
             **_accepted_by_drafter(self.by_drafter),
             **_accepted_by_age(self.by_age),
-            "speculation/tokens_a_step": 1 + self.accepted / max(decode_rows, 1),
+            "speculation/tokens_a_step": 1 + self.accepted / max(self.decode_rows, 1),
         }
 
 

@@ -55,13 +55,13 @@ def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
     padded, staging = size or 2, slot.staging
     staging.begin()
     executor.step.put_rows(staging, [1, draft_row], padded)
-    if executor.step.drafts_states:
+    if executor.step.states_go_ahead:
         put_behind(staging, [1], padded)
     staging.put("pages", np.array([(1, 0, 0)], dtype=np.int32))
     staging.put("verified", np.array([(1, 0, 1, 0)]))
     staging.put("paths", np.zeros((1, 2), dtype=np.int64))
     staging.put("drafts", np.array([(draft_row, 1, 1, 0)]))
-    upload = staging.upload(2, 2, 2, PLAIN.value, executor.step.kv.page_size, size=size, drafts=1)
+    upload = staging.upload(2, 2, 2, PLAIN.value, executor.step.kv.page_size, size=size, ahead=1)
     step = slot.input_for(upload)
     executor.compute.run(functools.partial(step.receive, upload.words))
     executor.compute.run(functools.partial(executor.run, step, slot))

@@ -5,12 +5,22 @@
     pack       the sections of drafts, and what the drafter on the device needs of the step
     commit     counts accepted drafts; takes the drafts of the device, which come with the tokens of their step
 
-The part on the device is `verifier.DraftVerifier`.
+The part on the device is `verifier.DraftVerifier`. Sections:
+
+    verified      int64 [M, 4] of rows with drafts: row, place of its own draw, number of drafts (their places follow),
+                  first position of its path; or `IN_ROW_STATE`: the device has made the drafts
+    paths         int64 [M, W]: the tokens that are expected from there on; padded
+    drafts        int64 [N, 4] of drafts: draft row, row, how far ahead (from 1), which of the `verified`
+    pages         int32 [n, 3]: row, column of its page table, page; of all rows of a verify step
+    bases         int64 [rows, 2]: row, and place of its own draw, of a step with drafts after which the device makes
+                  the next ones
+    next_tokens   int64 [rows]: of the spans of a prefill, its next token; 0 after the last; for the drafter on the
+                  device
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -19,9 +29,10 @@ import numpy as np
 from rollout.engine.features.drafts.counts import DraftCounts
 from rollout.engine.features.drafts.drafter import NAME, After
 from rollout.engine.features.drafts.planner import DraftPlanner, Versions
+from rollout.engine.features.drafts.row_drafts import Drafts
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.schedule.feature import StepFeature
-from rollout.engine.schedule.plan import Drafts, Plan, Span
+from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step_output import StepOutput
@@ -34,6 +45,7 @@ class DraftNote(NamedTuple):
     after: After
     #: (row, column of its page table, page) of a verify step.
     pages: Seq[tuple[int, int, int]] = ()
+    drafts: Seq[Drafts] = ()  # all paths have one length
 
 
 class Drafting(StepFeature):
@@ -65,10 +77,6 @@ class Drafting(StepFeature):
 
     # --- plan ---------------------------------------------------------------------------------------------------------
 
-    def note(self, spans: Seq[Span]) -> DraftNote:
-        """The work of the drafter on the device after a step of prompts."""
-        return DraftNote(self.planner.after_prompts)
-
     def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> Plan | None:
         """A verify step, if rows have drafts or a position that is not known, or if the device drafts after it."""
 
@@ -78,7 +86,7 @@ class Drafting(StepFeature):
                     break
 
         drafts, after = self.planner.choose(seqs, Versions(version, self.draft_version), grow)
-        if not drafts and after is After.NOTHING and not any(seq.drafted for seq in seqs):
+        if not drafts and after is After.NOTHING and not any(seq.ahead for seq in seqs):
             return None
         return self._verify_plan(seqs, drafts, after, version, allocator)
 
@@ -91,11 +99,13 @@ class Drafting(StepFeature):
         """
         page_size, ahead = allocator.page_size, self.planner.most if after is After.DRAFT else 0
         counts, draft_rows = {draft.seq: draft.length for draft in drafts}, iter(self._draft_rows)
+        width = max((len(draft.path) for draft in drafts), default=0)
+        drafts = [draft._replace(path=draft.path + [0] * (width - len(draft.path))) for draft in drafts]
         spans, rows, pages = [], [], []
         needs = longest = 0
         for seq in seqs:
             kv, count = seq.kv, 1 + counts.get(seq, 0)
-            first, end = kv.length - seq.drafted, kv.length + count
+            first, end = kv.length - seq.ahead, kv.length + count
             spans.append(Span(seq, kv.length, count, count))
             rows += [seq.row, *(next(draft_rows) for _ in range(count - 1))]
             told = min(end + ahead, kv.capacity)
@@ -111,24 +121,24 @@ class Drafting(StepFeature):
             len(rows),
             [],
             allocator.prefixes.take_saves(),
-            tuple(drafts),
+            drafts,
             rows,
-            {NAME: DraftNote(after, pages)},
+            DraftNote(after, pages, drafts),
         )
 
     # --- upload -------------------------------------------------------------------------------------------------------
 
     def pack(self, plan: Plan, staging: Staging) -> None:
         """Put pages and drafts of a verify step, and what the drafter on the device needs."""
-        after, pages = _note(plan)
+        after, pages, drafts = self._note(plan)
         if after is not After.NOTHING:
             staging.facts[NAME] = [str(after)]
             if not plan.decodes:
                 staging.put("next_tokens", np.fromiter(_next_tokens(plan), dtype=np.int64))
         if pages:
             staging.put("pages", np.array(pages, dtype=np.int32))
-        if plan.drafts:
-            _put_drafts(plan, staging)
+        if drafts:
+            _put_drafts(drafts, plan.token_rows, staging)
             if after is After.DRAFT:
                 places = np.cumsum([0, *(span.draws for span in plan.spans[:-1])])
                 bases = zip([span.seq.row for span in plan.spans], places, strict=True)
@@ -138,25 +148,32 @@ class Drafting(StepFeature):
 
     def launched(self, plan: Plan) -> None:
         """Drafts in flight count as accepted until their step is committed."""
-        for draft in plan.drafts:
-            draft.seq.drafted += draft.length
+        note = self._note(plan)
+        for draft in note.drafts:
+            draft.seq.ahead += draft.length
             self.counts.drafted += draft.length
-        self.planner.launched(plan, _note(plan).after)
+        self.planner.launched(plan, note.after)
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Count which drafts were accepted."""
-        if plan.drafts:
-            self.counts.committed(plan.drafts, output.accepted)
+        self.counts.committed(plan, self._note(plan).drafts, output.accepted)
 
-    def committed(self, plan: Plan, output: StepOutput) -> None:
-        """Take the drafts that the device made after the step."""
+    def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
+        """Take the drafts that the device made after the step, and correct the costs of steps."""
         if NAME in output.of_features:
             self.planner.arrived(plan, output.of_features[NAME])
-
-    def ran(self, plan: Plan, tokens: int, seconds: float) -> None:
-        """Correct the costs of steps."""
         if plan.kind == "decode":
-            self.planner.ran(plan, _note(plan).after, tokens, seconds, self.counts)
+            self.planner.ran(plan, self._note(plan).after, tokens, seconds, self.counts)
+
+    def _note(self, plan: Plan) -> DraftNote:
+        """The note of a plan that is made here; another step of prompts is followed by what the planner says now."""
+        if isinstance(plan.note, DraftNote):
+            return plan.note
+        return DraftNote(self.planner.after_prompts) if plan.kind == "prefill" else _NO_NOTE
+
+    def gauges(self) -> Mapping[str, float | None]:
+        """See `StepFeature`."""
+        return self.counts.gauges()
 
     def weights_changed(self, version: int, names: Collection[str]) -> None:
         """Note the version of the draft model."""
@@ -167,10 +184,6 @@ class Drafting(StepFeature):
 _NO_NOTE = DraftNote(After.NOTHING)
 
 
-def _note(plan: Plan) -> DraftNote:
-    return plan.notes.get(NAME, _NO_NOTE)
-
-
 def _next_tokens(plan: Plan) -> Iterator[int]:
     """The token of each prompt after those that go in; 0 after the last."""
     for seq, start, tokens_in, _, _ in plan.spans:
@@ -178,13 +191,13 @@ def _next_tokens(plan: Plan) -> Iterator[int]:
         yield int(known[end]) if end < len(known) else 0
 
 
-def _put_drafts(plan: Plan, staging: Staging) -> None:
-    paths_MW = np.zeros((len(plan.drafts), max(plan.path_tokens, 1)), dtype=np.int64)
-    verified, drafts = [], []
-    for which, (seq, place, count, path, begin, *_) in enumerate(plan.drafts):
-        verified.append((seq.row, place, count, begin))
-        drafts += [(plan.token_rows[place + ahead], seq.row, ahead, which) for ahead in range(1, count + 1)]
+def _put_drafts(drafts: Seq[Drafts], token_rows: list[int], staging: Staging) -> None:
+    paths_MW = np.zeros((len(drafts), max(len(drafts[0].path), 1)), dtype=np.int64)
+    verified, rows = [], []
+    for which, (row, place, count, path, begin, *_) in enumerate(drafts):
+        verified.append((row.seq.row, place, count, begin))
+        rows += [(token_rows[place + ahead], row.seq.row, ahead, which) for ahead in range(1, count + 1)]
         paths_MW[which, : len(path)] = path
     staging.put("verified", np.array(verified, dtype=np.int64))
     staging.put("paths", paths_MW)
-    staging.put("drafts", np.array(drafts, dtype=np.int64))
+    staging.put("drafts", np.array(rows, dtype=np.int64))

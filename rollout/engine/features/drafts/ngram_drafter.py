@@ -15,7 +15,7 @@ back from host memory. All ranks of a tensor group hold equal ids, so their draf
 from __future__ import annotations
 
 import torch
-from rollout_kernels.step import guess_by_ngrams
+from rollout_kernels.step import draft_by_ngrams
 
 from rollout.engine.features.drafts.drafter import After, DeviceDrafter
 from rollout.engine.step.feature import NO_REPLAYS, Replays
@@ -48,5 +48,5 @@ class NgramDrafter(DeviceDrafter):
         else:
             rows_R = step["rows"][: header.draws]
         rows = self.rows
-        guess_by_ngrams(rows_R, rows.ints, rows.pages, kv.tokens, self.next_RG, last=LAST, length=LENGTH)
+        draft_by_ngrams(rows_R, rows.ints, rows.pages, kv.tokens, self.next_RG, last=LAST, length=LENGTH)
         return rows_R

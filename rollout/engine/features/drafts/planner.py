@@ -27,10 +27,10 @@ from rollout.config import EngineConstants
 from rollout.engine.features.drafts.acceptance import Acceptance
 from rollout.engine.features.drafts.counts import DraftCounts
 from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, After, DeviceDrafterName, HostDrafter
+from rollout.engine.features.drafts.row_drafts import IN_ROW_STATE, Drafts, RowDrafts
 from rollout.engine.features.drafts.step_costs import StepCosts, worthwhile
-from rollout.engine.schedule.plan import Drafts, Plan
+from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.upload import IN_ROW_STATE
 
 #: While drafts do not pay, one plan in this number asks the drafter; the second while the costs of plain steps are
 #: not known.
@@ -57,9 +57,14 @@ class Versions(NamedTuple):
 class _Offer(NamedTuple):
     """The drafts that one row could have."""
 
+    row: RowDrafts
     most: int
-    acceptance: Acceptance
     path: list[int]  # empty for drafts of the device
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """How often their drafter was right."""
+        return self.row.of_host if self.path else self.row.of_device
 
     @property
     def on_device(self) -> bool:
@@ -94,8 +99,7 @@ class DraftPlanner:
         self._unpaid_share = unpaid_share
         self.most = most  # most drafts for a row in a step
         self._most_rows = most_rows
-        self._followed: dict[Sequence, Acceptance] = {}  # rows that the host's drafter knows
-        self._device_rows: dict[Sequence, Acceptance] = {}  # rows that the device has drafted for
+        self._rows: dict[Sequence, RowDrafts] = {}
         self._costs = costs
         self._adapts = adapts
         self._on_device = on_device
@@ -131,15 +135,16 @@ class DraftPlanner:
             return
         made = self.most if after is After.DRAFT else 0
         for seq, _, _, draws, _ in plan.spans:
-            seq.next_drafts = made if draws else 0
+            self._row(seq).next = made if draws else 0
 
     def arrived(self, plan: Plan, drafts: list[list[int]]) -> None:
         """The drafts of the device after a step, in the order of its rows that draw; its tokens are committed."""
         drawing = (span.seq for span in plan.spans if span.draws)
         for seq, tokens in zip(drawing, drafts, strict=False):
-            seq.known_drafts = tokens
-            if self._adapts and seq.may_draft and not seq.finalized:
-                self._acceptance(seq).follow(seq.tokens, len(seq.tokens), tokens)
+            if (row := self._rows.get(seq)) is not None:  # the row of a sequence that has ended is forgotten
+                row.known = tokens
+                if self._adapts and not (row.stopped or seq.finalized):
+                    row.of_device.follow(seq.tokens, len(seq.tokens), tokens)
 
     def ran(self, plan: Plan, after: After, tokens: int, seconds: float, counts: DraftCounts) -> None:
         """A decode step was committed: it took this long on the device, and `tokens` of its tokens were kept."""
@@ -165,24 +170,25 @@ class DraftPlanner:
         if self._resting:
             self._resting -= 1
             return offers
-        paths = {seq: path for seq in seqs if (path := self._path(seq))}
+        paths = {seq: path for seq in seqs if (path := self._path(self._row(seq)))}
         if not paths:
-            self._resting = _ASKED_EVERY - 1 if self._adapts and not any(seq.drafted for seq in seqs) else 0
+            self._resting = _ASKED_EVERY - 1 if self._adapts and not any(seq.ahead for seq in seqs) else 0
         for seq, path in paths.items():
-            offer = _Offer(len(path) - _certain(seq), self._followed[seq], path)
+            row = self._rows[seq]
+            offer = _Offer(row, len(path) - row.certain, path)
             if seq not in offers or offers[seq].acceptance.chance <= offer.acceptance.chance:
                 offers[seq] = offer
         return offers
 
     def _device_offers(self, seqs: list[Sequence]) -> dict[Sequence, _Offer]:
-        drafted = [seq for seq in seqs if seq.next_drafts and _may_draft(seq)]
-        return {seq: _Offer(seq.next_drafts, self._acceptance(seq), []) for seq in drafted}
+        rows = [row for seq in seqs if (row := self._row(seq)).next and row.may_draft]
+        return {row.seq: _Offer(row, row.next, []) for row in rows}
 
-    def _acceptance(self, seq: Sequence) -> Acceptance:
-        """The offer of the device's drafts for a row."""
-        if seq not in self._device_rows:
-            self._device_rows[seq] = Acceptance(self._all_device_rows)
-        return self._device_rows[seq]
+    def _row(self, seq: Sequence) -> RowDrafts:
+        """What is known of a row."""
+        if (row := self._rows.get(seq)) is None:
+            row = self._rows[seq] = RowDrafts(seq, Acceptance(self._all_rows), Acceptance(self._all_device_rows))
+        return row
 
     def _wanted(self, offers: dict[Sequence, _Offer], seqs: list[Sequence]) -> dict[Sequence, int]:
         """The drafts that each row with an offer should get, if its pages allow."""
@@ -216,41 +222,43 @@ class DraftPlanner:
         left, place, drafts = self._most_rows, 0, []
         for seq in seqs:
             if (offer := offers.get(seq)) is not None:
-                count = self._count(seq, offer.most, min(wanted.get(seq, 0), left), grow)
+                count = self._count(offer, min(wanted.get(seq, 0), left), grow)
                 if count > 0:
-                    drafts.append(self._draft(seq, place, count, offer, versions))
+                    drafts.append(self._draft(offer, place, count, versions))
                     left, place = left - count, place + count
             place += 1
         return drafts
 
-    def _draft(self, seq: Sequence, place: int, count: int, offer: _Offer, versions: Versions) -> Drafts:
+    def _draft(self, offer: _Offer, place: int, count: int, versions: Versions) -> Drafts:
+        row, seq = offer.row, offer.row.seq
         if offer.on_device:
             age = max(versions.weights - versions.draft_model, 0) if self._reads else None
-            return Drafts(seq, place, count, [], IN_ROW_STATE, age, self._on_device)
+            return Drafts(row, place, count, [], IN_ROW_STATE, age, self._on_device)
         source = self._drafter.source(seq)
         since = None if source is None else max(versions.weights - source, 0)
-        return Drafts(seq, place, count, offer.path, seq.prompt_len + len(seq.tokens), since)
+        return Drafts(row, place, count, offer.path, seq.prompt_len + len(seq.tokens), since)
 
-    def _count(self, seq: Sequence, offered: int, most: int, grow: Grow) -> int:
+    def _count(self, offer: _Offer, most: int, grow: Grow) -> int:
         """The number of drafts that a row gets, limited by its offer, `max_tokens` and its pages."""
-        count = min(most, offered, seq.max_tokens - seq.launched - 1)
+        seq, count = offer.row.seq, min(most, offer.most, offer.row.spare)
         grow(seq, count)
         return min(count, seq.kv.capacity - seq.kv.length - 1)
 
     def _after(self, seqs: list[Sequence]) -> After:
         """The drafter's work after a step of these rows."""
-        if not self._makes or not any(map(_may_draft, seqs)):
+        rows = [row for seq in seqs if (row := self._row(seq)).may_draft] if self._makes else []
+        if not rows:
             return After.READ if self._reads else After.NOTHING
         if not self._adapts:
             return After.DRAFT
         if self._unpaid and (self._unpaid + 1) % _ASKED_EVERY:
             self._unpaid += 1
             return self._idle
-        rows, draft_s = [seq for seq in seqs if _may_draft(seq)], self._costs.draft_s(len(seqs))
+        draft_s = self._costs.draft_s(len(seqs))
         if self._unpaid:
-            for seq, acceptance in self._device_rows.items():
-                acceptance.settle(seq.tokens)
-        chances = [(self._device_rows.get(seq, self._all_device_rows).chance, self.most) for seq in rows]
+            for row in self._rows.values():
+                row.of_device.settle(row.seq.tokens)
+        chances = [(row.of_device.chance, self.most) for row in rows]
         if any(self._paying(chances, seqs, draft_s)):
             self._unpaid = self._drafted_at = 0
             return After.DRAFT
@@ -258,7 +266,7 @@ class DraftPlanner:
         # If drafts would pay for a single row, they will pay once few rows are left: until then the draft model's KV is
         # kept complete.
         alone = max(range(len(rows)), key=lambda i: chances[i][0])
-        alone_pays = any(self._paying([chances[alone]], [rows[alone]], self._costs.draft_s(1)))
+        alone_pays = any(self._paying([chances[alone]], [rows[alone].seq], self._costs.draft_s(1)))
         self._idle = After.READ if self._reads and alone_pays else After.NOTHING
         plain_s = self._costs.plain_s(len(seqs), _contexts(seqs))
         if draft_s <= (self._unpaid - self._drafted_at) * self._unpaid_share * plain_s:
@@ -270,26 +278,22 @@ class DraftPlanner:
         """Give rows the pages of their next drafts, which the draft model writes to."""
         counts = {draft.seq: draft.length for draft in drafts}
         for seq in seqs:
-            spare = seq.max_tokens - seq.launched - 1
-            grow(seq, min(counts.get(seq, 0) + self.most, spare))
+            grow(seq, min(counts.get(seq, 0) + self.most, self._row(seq).spare))
 
     # --- the drafter on the host --------------------------------------------------------------------------------------
 
-    def _path(self, seq: Sequence) -> list[int]:
+    def _path(self, row: RowDrafts) -> list[int]:
         """The path of a row, if it reaches beyond the tokens in flight."""
-        spare = seq.max_tokens - seq.launched - 1
-        if spare < 1 or not seq.may_draft:
+        if not row.may_draft:
             return []
-        if seq not in self._followed:
-            self._followed[seq] = Acceptance(self._all_rows)
-        in_flight = seq.launched - len(seq.tokens)
-        want = in_flight + min(self.most, spare)
+        row.followed = True
+        seq, in_flight = row.seq, row.seq.launched - len(row.seq.tokens)
+        want = in_flight + min(self.most, row.spare)
         path = self._ask(seq, want)
         assert len(path) <= want, "a drafter gives no more than it is asked for"
         if self._adapts:
-            certain = _certain(seq)
-            self._followed[seq].follow(seq.tokens, len(seq.tokens) + certain, path[certain:])
-        return path if len(path) > in_flight - seq.drafted else []
+            row.of_host.follow(seq.tokens, len(seq.tokens) + row.certain, path[row.certain :])
+        return path if len(path) > row.certain else []
 
     def _ask(self, seq: Sequence, want: int) -> list[int]:
         runs = seq.drawn.versions
@@ -297,24 +301,15 @@ class DraftPlanner:
         return self._drafter.path(seq, seq.group.request.prompt.token_ids, seq.tokens, want, version)
 
     def _end_finalized(self) -> None:
-        for seq in [seq for seq in self._followed if seq.finalized]:
-            self._ask(seq, 0)  # reports its last tokens to the drafter
-            self._drafter.ended(seq)
-            self._followed.pop(seq).settle(seq.tokens, ended=True)
-        for seq in [seq for seq in self._device_rows if seq.finalized]:
-            self._device_rows.pop(seq).settle(seq.tokens, ended=True)
+        for seq in [seq for seq in self._rows if seq.finalized]:
+            row = self._rows.pop(seq)
+            row.of_device.settle(seq.tokens, ended=True)
+            if row.followed:
+                self._ask(seq, 0)  # reports its last tokens to the drafter
+                self._drafter.ended(seq)
+                row.of_host.settle(seq.tokens, ended=True)
 
 
 def _contexts(seqs: list[Sequence]) -> float:
     """Tokens that attention reads for a step of these rows."""
     return float(sum(seq.kv.length + 1 for seq in seqs))
-
-
-def _certain(seq: Sequence) -> int:
-    """Tokens in flight that come even if all drafts are refused."""
-    return seq.launched - seq.drafted - len(seq.tokens)
-
-
-def _may_draft(seq: Sequence) -> bool:
-    """Whether a row may have drafts of the device."""
-    return seq.may_draft and seq.max_tokens - seq.launched > 1

@@ -22,6 +22,9 @@ import numpy as np
 
 from rollout.engine.features.drafts.suffix_index import Match, SuffixIndex
 
+#: The number of a prompt among its texts.
+_PROMPT = 0
+
 
 @dataclass(eq=False, slots=True)
 class _Texts:
@@ -45,7 +48,7 @@ class _Running:
 
     texts: _Texts
     text: int
-    source: int | None = None  # text that the last path follows
+    source: int = _PROMPT  # text that the last path follows; the prompt also if there is no path
 
 
 class SuffixDrafter:
@@ -65,13 +68,13 @@ class SuffixDrafter:
     def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
         """See `HostDrafter.path`."""
         match, path = self.matched_path(key, prompt, tokens, want, version)
-        self._running[key].source = None if match is None else match.text
+        self._running[key].source = match.text if match else _PROMPT
         return path
 
     def source(self, key: Hashable) -> int | None:
         """See `HostDrafter.source`: the version of the newest token of the text, or None for the prompt."""
         running = self._running[key]
-        return None if running.source is None else running.texts.versions[running.source]
+        return running.texts.versions[running.source]
 
     def matched_path(
         self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0
@@ -86,7 +89,7 @@ class SuffixDrafter:
             texts.versions[text] = version
             self.tokens += len(tokens) - known
         match = index.match(text)
-        return match, [] if match is None else index.after(text, match, want)
+        return match, index.after(text, match, want) if match else []
 
     def own_text(self, key: Hashable) -> int:
         """The text of a running completion, as `Match.text` names it."""
@@ -139,7 +142,7 @@ class SuffixDrafter:
         before, index = texts.index, SuffixIndex(texts.index.prompt)
         versions: list[int | None] = [None]
         for running in sorted(texts.running, key=lambda running: running.text):
-            old, running.text, running.source = running.text, index.open(), None
+            old, running.text, running.source = running.text, index.open(), _PROMPT
             index.add(running.text, before.completion(old))
             versions.append(texts.versions[old])
         self.tokens += len(index) - len(before)

@@ -75,8 +75,13 @@ class DraftVerifier(DeviceFeature):
     @classmethod
     def make(cls, site: Site, measure: MeasureCosts = measure_decode_costs) -> DraftVerifier | None:
         """See `DeviceFeature`."""
-        engine = site.settings.engine
-        return None if engine.speculation == "off" else cls(engine, site.model, measure)
+        engine, model = site.settings.engine, site.model
+        if engine.speculation == "off":
+            return None
+        needed = engine.speculation == "heads" or engine.speculation_model is not None
+        has_draft = isinstance(model, Decoder) and model.draft is not None
+        assert has_draft or not needed, "the model was loaded for other settings"
+        return cls(engine, model, measure)
 
     def begin_rows(self, rows: RowState) -> None:
         """Allocate the drafts next to the rows, and make the drafter on the device."""
@@ -94,7 +99,7 @@ class DraftVerifier(DeviceFeature):
                 return DeviceDrafter(rows, next_RG)
 
     def measure(self, executor: Executor, slot: Slot) -> None:
-        """Measure the costs of steps, before `host_part`; decode steps are captured."""
+        """Measure the costs of steps."""
         self._costs = self._measure(executor, slot, self._engine.step_rows, self._made > 0)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Drafting:
@@ -104,9 +109,15 @@ class DraftVerifier(DeviceFeature):
         make = HOST_DRAFTERS.get("suffix" if adapts else settings.speculation, lambda kept_tokens: NO_HOST_DRAFTER)
         drafter = make(settings.constants.speculation_kept_tokens)
         assert self._costs is not None, "the costs are measured before"
-        most = settings.speculation_tokens, settings.speculation_rows
-        unpaid_share = settings.constants.unpaid_share
-        planner = DraftPlanner(drafter, *most, self._costs, adapts, self.on_device, unpaid_share)
+        planner = DraftPlanner(
+            drafter,
+            settings.speculation_tokens,
+            settings.speculation_rows,
+            self._costs,
+            adapts,
+            self.on_device,
+            settings.constants.unpaid_share,
+        )
         names = self._model.draft_names() if isinstance(self._model, Decoder) else frozenset()
         version, counts = engine.version, DraftCounts()
         if isinstance(before, Drafting):
@@ -160,7 +171,7 @@ class DraftVerifier(DeviceFeature):
     def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
         """Compare the drafts with the tokens drawn; rows and states go on after the last accepted one."""
         header = step.header
-        if not header.drafts:
+        if not header.ahead:
             return
         if header.needs & _CONSTRAIN and len(drawn.masks.refused):
             verify.refuse(self.state, step, drawn.masks.refused)
@@ -189,11 +200,11 @@ class DraftVerifier(DeviceFeature):
         """See `DeviceFeature`."""
         return self._engine.step_rows * self._made
 
-    def output(self, words: torch.Tensor) -> torch.Tensor:
+    def output(self, words: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
         """The next drafts of the rows that draw."""
         return words.view(self._engine.step_rows, self._made)
 
-    def read(self, words: np.ndarray, header: Header) -> list[list[int]] | None:
+    def read(self, words: np.ndarray, header: Header, output: torch.Tensor) -> list[list[int]] | None:
         """The next drafts of each row that draws, in their order; drafts of earlier steps may follow."""
         if _after(header) is not After.DRAFT:
             return None
@@ -201,11 +212,11 @@ class DraftVerifier(DeviceFeature):
 
     # --- start --------------------------------------------------------------------------------------------------------
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """Have the drafter on the device run."""
         if self._made:
             staging.facts[NAME] = [str(After.DRAFT)]
-        if self.on_device == "heads" and token_ids is not None:
+        if self.on_device == "heads" and len(token_ids):
             staging.put("next_tokens", np.zeros(rows, dtype=np.int64))
 
 

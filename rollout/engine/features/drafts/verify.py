@@ -25,9 +25,10 @@ from dataclasses import dataclass
 
 import torch
 
+from rollout.engine.features.drafts.row_drafts import IN_ROW_STATE
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
-from rollout.engine.upload import IN_ROW_STATE, StepInput
+from rollout.engine.upload import StepInput
 
 _NO_TOKEN = -1
 
@@ -61,8 +62,19 @@ def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
         from rollout_kernels.step.triton_verify import set_up_drafts
 
         column = next(iter(rows.columns.values()), None)
-        copied = rows.ints, rows.floats, rows.pages, drafts.drafts_R, column, drafts.next_RG
-        set_up_drafts(step["drafts"], step["verified"], step["paths"], *copied, last=LAST, length=LENGTH)
+        set_up_drafts(
+            step["drafts"],
+            step["verified"],
+            step["paths"],
+            rows.ints,
+            rows.floats,
+            rows.pages,
+            drafts.drafts_R,
+            column,
+            drafts.next_RG,
+            last=LAST,
+            length=LENGTH,
+        )
     else:
         copy_rows(rows, drafts, step)
     for state, needs in (
@@ -113,13 +125,15 @@ def accept(
     if rows.ints.is_cuda:
         from rollout_kernels.step.triton_verify import accept_drafts
 
-        drawn = output_4R[0], drafts.drafts_R, rows.ints, accepted_R
-        accept_drafts(step["verified"], step["rows"], *drawn, last=LAST, length=LENGTH)
+        verified, step_rows = step["verified"], step["rows"]
+        accept_drafts(
+            verified, step_rows, output_4R[0], drafts.drafts_R, rows.ints, accepted_R, last=LAST, length=LENGTH
+        )
     else:
         go_on(rows, drafts, step, output_4R, accepted_R)
     if step.header.needs & RowNeeds.PENALIZE:  # the draw has counted the first token
         row_M, place_M, _, _ = step["verified"].unbind(1)
-        ahead_K = torch.arange(step.header.drafts, device=row_M.device)
+        ahead_K = torch.arange(step.header.ahead, device=row_M.device)
         taken_MK = ahead_K < accepted_R[place_M][:, None]
         place_MK = (place_M[:, None] + 1 + ahead_K).clamp_(max=len(step["rows"]) - 1)
         row_MK = row_M[:, None].expand_as(taken_MK)
@@ -132,7 +146,7 @@ def go_on(
     """Compare drafts with tokens and let rows go on after the accepted ones; the twin of `accept_drafts`."""
     row_M, place_M, count_M, _ = step["verified"].unbind(1)
     drawn_R, step_rows = output_4R[0].long(), step["rows"]
-    ahead_K = torch.arange(step.header.drafts, device=row_M.device)
+    ahead_K = torch.arange(step.header.ahead, device=row_M.device)
     place_MK = (place_M[:, None] + 1 + ahead_K).clamp_(max=len(step_rows) - 1)  # places of the drafts
     equal_MK = drawn_R[place_MK - 1] == drafts.drafts_R[step_rows[place_MK]]
     accepted_M = (equal_MK & (ahead_K < count_M[:, None])).int().cumprod(1).sum(1)

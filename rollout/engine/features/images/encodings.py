@@ -102,7 +102,7 @@ class Encodings:
 
         Less than `length` ends before an image for which the step has no room. At least 1 for the first span.
         """
-        for place, item in media_between(seq, start, start + length):
+        for place, item in seq.group.request.prompt.media_between(start, start + length):
             if not self._have(item):
                 return max(0, place - start)
         return length
@@ -110,7 +110,7 @@ class Encodings:
     def tokens_of(self, seq: Sequence, start: int, length: int) -> tuple[ImageTokens, ...]:
         """The tokens of a span that are images; after `fit`."""
         found = []
-        for place, item in media_between(seq, start, start + length):
+        for place, item in seq.group.request.prompt.media_between(start, start + length):
             begin, end = max(start, place), min(start + length, place + len(item.token_ids))
             places = self._places(item.pixels, len(item.token_ids))
             found.append(ImageTokens(begin - start, places[begin - place : end - place]))
@@ -168,9 +168,3 @@ class Encodings:
     def _places(self, pixels: Pixels, tokens: int) -> np.ndarray:
         first = np.array(self._blocks[pixels.digest], dtype=np.int64) * BLOCK
         return (first[:, None] + np.arange(BLOCK)).reshape(-1)[:tokens]
-
-
-def media_between(seq: Sequence, start: int, end: int) -> list[tuple[int, Media]]:
-    """The images of a prompt that have tokens in these places, with their first place."""
-    media = seq.group.request.prompt.media
-    return [(place, item) for place, item in media if place < end and place + len(item.token_ids) > start]

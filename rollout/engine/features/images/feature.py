@@ -14,14 +14,15 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from rollout.engine.features.images.encodings import Encodings, extra_of, media_between
+from rollout.engine.features.images.encodings import Encodings, extra_of
 from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.upload import Staging
 from rollout.metrics.definitions import percent
 
-#: int32 words of a token: three positions, its place in the step, its place in the buffer.
+#: int32 words of a token, of any prompt of a step with images: three positions, its place in the step, its place in the
+#: buffer.
 TOKEN_WORDS = 10
 
 
@@ -33,26 +34,11 @@ class Images(StepFeature):
     def __init__(self, encodings: Encodings) -> None:
         self.encodings = encodings
 
-    def plan_begins(self) -> None:
-        """See `StepFeature`."""
-        self.encodings.plan_begins()
-
-    def fit(self, seq: Sequence, start: int, length: int) -> int:
+    def fit(self, seq: Sequence, start: int, length: int, first: bool) -> int:
         """Tokens before the first image for which the step has no room."""
+        if first:
+            self.encodings.plan_begins()
         return self.encodings.fit(seq, start, length)
-
-    def decodes(self, seq: Sequence, start: int, length: int) -> bool:
-        """False for tokens that are images, or that have other positions than their row says."""
-        prompt = seq.group.request.prompt
-        if not prompt.media:
-            return True
-        rope_3L = prompt.rope_positions(start, start + length)
-        follows_row = bool((rope_3L == np.arange(start, start + length) + prompt.rope_delta).all())
-        return follows_row and not media_between(seq, start, start + length)
-
-    def words(self, seq: Sequence, length: int) -> int:
-        """If one prompt of a step has images, the tokens of all prompts have more words."""
-        return TOKEN_WORDS * length
 
     def pack(self, plan: Plan, staging: Staging) -> None:
         """Put where the images of a prefill are and the positions by axis, if any prompt has images."""

@@ -57,7 +57,7 @@ class RoutingRecord(DeviceFeature):
         """See `DeviceFeature`."""
         return record_words(self.shape, tokens)
 
-    def output(self, words: torch.Tensor) -> StepExperts:
+    def output(self, words: torch.Tensor, rows: int, tokens: int) -> StepExperts:
         """See `DeviceFeature`."""
         return StepExperts(self.shape, words)
 
@@ -83,7 +83,7 @@ class RoutingRecord(DeviceFeature):
         """Write where the KV of each token is."""
         output.end(batch)
 
-    def read(self, words: np.ndarray, header: Header) -> np.ndarray:
+    def read(self, words: np.ndarray, header: Header, output: StepExperts) -> np.ndarray:
         """The record: int32 [tokens, words]."""
         return words.reshape(header.tokens, -1)
 

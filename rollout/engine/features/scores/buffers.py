@@ -284,8 +284,8 @@ class ScoreBuffers:
     def read(self, places: tuple[int, ...], narrow: Scoring, wide: Scoring) -> Scores:
         """A copy of the scores that have arrived; the next step overwrites the buffers."""
         tops_C2K = self._tops_host[: len(places)].numpy().copy()
-        of_prompts = self.narrow.read(narrow), self.wide.read(wide)
-        return Scores(places, tops_C2K[:, 0], tops_C2K[:, 1].view(np.float32), *of_prompts)
+        ids_CK, logprobs_CK = tops_C2K[:, 0], tops_C2K[:, 1].view(np.float32)
+        return Scores(places, ids_CK, logprobs_CK, self.narrow.read(narrow), self.wide.read(wide))
 
 
 def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, vocab: Vocabulary) -> torch.Tensor:

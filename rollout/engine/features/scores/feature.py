@@ -58,10 +58,10 @@ def asked_of(header: Header) -> Asked:
 
 def wide_words(request: Request) -> int:
     """The most tokens that a request scores at a position, if its prompt is in the wide list; else 0."""
-    tops, chosen = request.prompt_tops or 0, request.prompt_chosen
-    if chosen is None and not request.prompt_entropy and tops <= MAX_TOP_LOGPROBS:
+    tops, chosen = request.prompt_tops or 0, request.prompt_chosen.shape[-1]
+    if not chosen and not request.prompt_entropy and tops <= MAX_TOP_LOGPROBS:
         return 0
-    return max(1, tops, 0 if chosen is None else chosen.shape[-1])
+    return max(1, tops, chosen)
 
 
 @dataclass(slots=True)
@@ -99,8 +99,6 @@ class _List:
 def _chosen(request: Request, token: int, scored: int) -> np.ndarray:
     """The tokens that a request names for `scored` tokens of its prompt from `token` on, int32 [scored, M]."""
     ids = request.prompt_chosen
-    if ids is None:
-        return np.zeros((scored, 0), np.int32)
     first = token - request.scored_from
     return ids[first : first + scored] if ids.ndim == 2 else np.broadcast_to(ids, (scored, len(ids)))
 
@@ -120,24 +118,18 @@ class StepScores(StepFeature):
         self._exact = exact
         self._wide, self._widest = 0, 0  # the step being planned: scored positions, most tokens at one
 
-    def words(self, seq: Sequence, length: int) -> int:
-        """See `StepFeature`; the named tokens are in the spare words."""
-        return SCORED_WORDS * length if seq.scores_prompt else 0
-
-    def plan_begins(self) -> None:
-        """See `StepFeature`."""
-        self._wide = self._widest = 0
-
-    def fit(self, seq: Sequence, start: int, length: int) -> int:
+    def fit(self, seq: Sequence, start: int, length: int, first: bool) -> int:
         """Tokens up to the last position for which the wide list has room."""
+        if first:
+            self._wide = self._widest = 0
         wide = wide_words(seq.group.request) if seq.scores_prompt else 0
-        first = max(0, seq.scores_after - start)  # position that is scored
-        if not wide or first >= length:
+        unscored = max(0, seq.scores_after - start)  # tokens before the first that is scored
+        if not wide or unscored >= length:
             return length
         widest = max(self._widest, MAX_PROMPT_TOKENS_SCORED if self._exact else wide)
-        length = min(length, first + max(0, WIDE_WORDS // widest - self._wide))
-        if length > first:
-            self._wide, self._widest = self._wide + length - first, widest
+        length = min(length, unscored + max(0, WIDE_WORDS // widest - self._wide))
+        if length > unscored:
+            self._wide, self._widest = self._wide + length - unscored, widest
         return length
 
     def pack(self, plan: Plan, staging: Staging) -> None:
@@ -210,15 +202,15 @@ def _note_tops(plan: Plan, scores: Scores, accepted: list[int]) -> None:
         seq = sampled[place]
         if not (seq.finalized or seq.void) and place not in refused:
             tops = seq.drawn.tops
-            assert plan.drafts or len(tops) == len(seq.tokens), "a position has one entry"
+            assert plan.ahead or len(tops) == len(seq.tokens), "a position has one entry"
             tops.add(ids_K, logprobs_K)
 
 
 def _refused_places(plan: Plan, accepted: list[int]) -> set[int]:
-    """Places of the output with tokens that were drawn after a refused draft."""
+    """Places of the output with tokens that were drawn after a refused one."""
     refused: set[int] = set()
-    for draft in plan.drafts:
-        refused.update(range(draft.place + accepted[draft.place] + 1, draft.place + draft.length + 1))
+    for ahead in plan.ahead:
+        refused.update(range(ahead.place + accepted[ahead.place] + 1, ahead.place + ahead.length + 1))
     return refused
 
 
@@ -229,7 +221,7 @@ def _note_prompt(known: PromptScores, here: slice, scores: ScoredPrompts, found:
         if k := known.tops.ids.shape[1]:
             known.tops.ids[here] = scores.ids_NK[found, :k]
             known.tops.logprobs[here] = scores.top_logprobs_NK[found, :k]
-    if known.chosen is not None:
+    if known.chosen.shape[1]:
         known.chosen[here] = scores.chosen_NM[found, : known.chosen.shape[1]]
     if known.entropy is not None:
         known.entropy[here] = scores.entropy_N[found]

@@ -37,7 +37,7 @@ class ScoreTaker(DeviceFeature):
     """
 
     name = NAME
-    token_words = SCORED_WORDS
+    scored_words = SCORED_WORDS
     #: Words for named tokens, for padding, and for the wide list of a rehearsal, where the narrow one has all tokens.
     spare_words = (
         WIDE_WORDS
@@ -58,7 +58,7 @@ class ScoreTaker(DeviceFeature):
         """See `DeviceFeature`."""
         return StepScores(scored_multiple(self._device.torch_device), self._vocab, self._exact)
 
-    def slot_output(self, rows: int, tokens: int, words: torch.Tensor) -> ScoreBuffers:
+    def output(self, words: torch.Tensor, rows: int, tokens: int) -> ScoreBuffers:
         """See `DeviceFeature`."""
         return ScoreBuffers(self._device, rows, tokens, self._vocab)
 
@@ -81,8 +81,8 @@ class ScoreTaker(DeviceFeature):
             ("wide", asked.wide, output.wide),
         ):
             if scoring.scored:
-                of_list = step[f"{name}_at"], step[f"{name}_targets"], step.get(f"{name}_chosen")
-                buffers.score(hidden_TD, *of_list, compute_logits, scoring, self._exact, self._part)
+                at_N, targets_N, chosen_NM = step[f"{name}_at"], step[f"{name}_targets"], step.get(f"{name}_chosen")
+                buffers.score(hidden_TD, at_N, targets_N, chosen_NM, compute_logits, scoring, self._exact, self._part)
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: ScoreBuffers) -> None:
         """Find the likeliest tokens of rows that ask for them."""
@@ -96,18 +96,18 @@ class ScoreTaker(DeviceFeature):
         asked = asked_of(header)
         return (functools.partial(output.copy, len(asked.tops), asked.narrow, asked.wide),)
 
-    def downloaded(self, header: Header, output: ScoreBuffers) -> Scores | None:
+    def read(self, words: np.ndarray, header: Header, output: ScoreBuffers) -> Scores | None:
         """See `DeviceFeature`."""
         if NAME not in header.facts:
             return None
         return output.read(*asked_of(header))
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray | None, needs: RowNeeds) -> None:
+    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """All rows, and all tokens of a prefill."""
         if not needs & RowNeeds.TOP:
             return
         asked = Asked(put_tops(staging, range(rows)))
-        if token_ids is not None:
+        if len(token_ids):
             multiple = scored_multiple(self._device.torch_device)
             k, wide = min(MAX_TOP_LOGPROBS, self._vocab), min(MAX_PROMPT_TOKENS_SCORED, self._vocab)
             scored = put_scored(staging, "narrow", np.arange(len(token_ids)), token_ids, multiple)

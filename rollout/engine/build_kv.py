@@ -1,0 +1,156 @@
+"""The KV of an engine: its memory on the device and on the host, and its books."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from rollout.config import EngineSettings
+from rollout.engine.device.streams import CpuDevice
+from rollout.engine.features.all import keeps_token_ids
+from rollout.engine.features.site import Site
+from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
+from rollout.engine.kv.host_pages import HostPageBooks, KeptCounts
+from rollout.engine.kv.host_states import HostStates
+from rollout.engine.kv.offload import OffloadBooks, OffloadCounts
+from rollout.engine.kv.page_mirror import PageMirror
+from rollout.engine.kv.page_mover import HostMemory, PageMover
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.prefixes import Prefixes
+from rollout.engine.kv.sessions import SessionCounts, Sessions
+from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.kv.state_prefixes import StatePrefixes
+from rollout.engine.kv.tier import Tier
+from rollout.engine.schedule.completion import Counters
+from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.schedule.roster import Roster
+from rollout.engine.sizing import check_states, kv_dtype, state_pool_bytes, states_on_host
+from rollout.engine.step.execute import Executor
+from rollout.models.batch import KVCache
+from rollout.models.language_model import LanguageModel, native
+from rollout.models.state_pool import NO_STATES, StatePool
+
+log = logging.getLogger(__name__)
+
+NO_HOST_MEMORY = HostMemory(CpuDevice(), 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Running totals since the start, which continue after a fault."""
+
+    counters: Counters = field(default_factory=Counters)
+    sessions: SessionCounts = field(default_factory=SessionCounts)
+    offload: OffloadCounts = field(default_factory=OffloadCounts)
+    kept: KeptCounts = field(default_factory=KeptCounts)
+    features: Seq[StepFeature] = ()  # the features that have totals
+
+    @classmethod
+    def of(cls, roster: Roster) -> Totals:
+        """The totals of a roster that a fault ended."""
+        allocator = roster.allocator
+        return cls(
+            counters=roster.counters,
+            sessions=allocator.sessions.counts,
+            offload=allocator.offload_books.counts,
+            kept=allocator.tier.host.counts,
+            features=roster.features,
+        )
+
+
+def host_memory_of(mover: PageMover | None) -> HostMemory:
+    """The host memory that a mover moves to; none without a mover."""
+    return NO_HOST_MEMORY if mover is None else mover.host_memory
+
+
+def allocate_kv(
+    model: LanguageModel,
+    pages: int,
+    engine: EngineSettings,
+    states: StatePool,
+    zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+) -> KVCache:
+    """A KV cache of zeros; `zeros` allocates it, by default torch does."""
+    dtype = kv_dtype(engine, model)
+    tokens = keeps_token_ids(engine, model)
+    return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states, tokens)
+
+
+def allocate_states(site: Site) -> StatePool:
+    """Memory for the states of rows and snapshots, if the model has any. Raises ValueError if there is too little."""
+    engine, model = site.settings.engine, site.model
+    each = model.spec.state_bytes(model.embed.dtype)
+    if each == 0:
+        return NO_STATES
+    check_states(engine, model, site.device.free_bytes())
+    places = 1 + engine.max_rows + engine.snapshot_places
+    needed = state_pool_bytes(engine, model)
+    facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": needed}
+    log.info("states of linear attention", extra=facts)
+    ahead = range(engine.max_rows + 1, engine.step_rows + 1)
+    return StatePool.allocate(
+        native(model).spec, places, model.embed.dtype, model.embed.device, site.memory.zeros, ahead
+    )
+
+
+def allocate_host_states(site: Site) -> HostMemory:
+    """Host memory for states of linear attention, if the model has any."""
+    spec, count = site.model.spec, states_on_host(site.settings.engine, site.model)
+    return HostMemory(site.device, count, spec.state_bytes(site.model.embed.dtype)) if count else NO_HOST_MEMORY
+
+
+def open_disk(
+    engine: EngineSettings, model: LanguageModel, kv: KVCache, host: HostMemory, again: bool
+) -> DiskPages | NoDisk:
+    """The folder for KV that leaves host memory, if there is one; `again`, after a fault, if it can still be used."""
+    if engine.disk_kv_folder is None or not engine.disk_kv_gib:
+        return NO_DISK
+    identity = repr((model.spec, [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in kv.tensors])).encode()
+    most_bytes = int(engine.disk_kv_gib * 2**30)
+    try:
+        return DiskPages(engine.disk_kv_folder, most_bytes, identity, host.memory_of, host.page_bytes, host.pages)
+    except ValueError as error:
+        if not again:
+            raise
+        log.warning("KV is no longer written to disk", extra={"reason": str(error)})
+        return NO_DISK
+
+
+def build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], totals: Totals) -> PageAllocator:
+    """The books of the KV pool: pages, sessions, adapters, offloaded KV."""
+    engine, step = site.settings.engine, executor.step
+    host_kv, host_states = map(host_memory_of, executor.movers[:2])
+    states = step.kv.states.layers
+    host = HostPageBooks(host_kv.pages, totals.kept)
+    places = engine.snapshot_places if states else 0
+    known = host_kv.pages > 0 and engine.prefix_cache  # known pages are kept on the host, and so are states after them
+    keeps = known and (not states or (places > 0 and host_states.pages > 0))
+    pool = PagePool(step.kv.pages, host.note_evicted) if keeps else PagePool(step.kv.pages)
+    snapshots = Snapshots(engine.max_rows + 1, places, pool)
+    most_pages = int(engine.constants.session_share * pool.total)
+    sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
+    states_on_host = HostStates(host_states.pages)
+    tier = Tier(
+        pool,
+        host,
+        states_on_host,
+        sessions,
+        snapshots,
+        engine.page_size,
+        not keeps,
+        mirrors,
+        host_kv.page_bytes,
+        executor.movers.disk,
+    )
+    size, known_after, max_age = engine.page_size, engine.prefix_cache, engine.max_kv_age
+    if states:
+        prefixes: Prefixes = StatePrefixes(pool, tier, size, known_after, sessions, max_age, snapshots)
+    else:
+        prefixes = Prefixes(pool, tier, size, known_after, sessions, max_age)
+    books = OffloadBooks(pool, engine.page_size, host, host_kv.page_bytes, states_on_host, mirrors, totals.offload)
+    return PageAllocator(sessions, prefixes, books, mirrors)
