@@ -8,25 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from scripts.learn.distill import main, reverse_kl
-from scripts.learn.toy import make_model
+from tests.support.integrations.distillation import PROMPTS, exact, make_pair
 from tests.support.kernels.grids import nightly
-
-
-def exact(student: Path, teacher: Path, prompts: list[str]) -> float:
-    """Nats: the mean reverse divergence of the first drawn token, over the whole vocabulary."""
-    tokenizer, found = AutoTokenizer.from_pretrained(student), []
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (student, teacher)]
-    for prompt in prompts:
-        with torch.inference_mode():
-            own, other = (
-                model(**tokenizer(prompt, return_tensors="pt")).logits[0, -1].double().log_softmax(-1)
-                for model in models
-            )
-        found.append(float((own.exp() * (own - other)).sum()))
-    return sum(found) / len(found)
 
 
 @pytest.mark.parametrize("known", [3, 19])
@@ -47,16 +33,12 @@ def test_the_divergence_is_exact_with_all_tokens_and_never_larger_with_some(know
 def test_the_students_divergence_from_the_teacher_falls(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], steps: int, falls_to: float, flags: list[str]
 ) -> None:
-    student, teacher = (make_model(tmp_path / name, seed) for seed, name in enumerate(("student", "teacher")))
-    sharp = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
-    with torch.no_grad():
-        sharp.get_output_embeddings().weight.mul_(6)
-    sharp.save_pretrained(teacher)
-    prompts = [f"{number} :" for number in range(1, 13)]
-    (tmp_path / "prompts").write_text("\n".join(prompts))
+    student, teacher = make_pair(tmp_path)
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS))
     sizes = f"--steps {steps} --batch 4 --samples 4 --new 8 --top 16 --lr 3e-3".split()
     paths = ["--student", str(student), "--teacher", str(teacher), "--prompts", str(tmp_path / "prompts")]
     main([*paths, *sizes, *flags, "--out", str(tmp_path / "out")])
     told = [float(number) for number in re.findall(r"^step \d+: reverse KL ([\d.]+)", capfd.readouterr().out, re.M)]
     assert len(told) == steps and sum(told[-2:]) < 2 * falls_to * told[0]
-    assert exact(tmp_path / "out", teacher, prompts) < falls_to * exact(student, teacher, prompts)
+    out = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert exact(out, teacher) < falls_to * exact(AutoModelForCausalLM.from_pretrained(student), teacher)
