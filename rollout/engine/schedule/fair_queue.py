@@ -46,6 +46,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}  # key: priority
         self._lanes: dict[Lane, SweptHeap[_Head]] = {}  # of each client the first sequence; a key may be too small
+        self._in_order: list[Sequence] | None = None  # the heads, until the queue changes
         self._costs = _Costs()  # costs of all clients
         self._serial = count()
 
@@ -65,7 +66,9 @@ class WaitingQueue:
         self._renew(seq)
 
     def heads(self) -> list[Sequence]:
-        """The first sequence of each lane, in the order of the queue. They stay in it."""
+        """The first sequence of each lane, in the order of the queue. They stay in it; the list is the queue's own."""
+        if self._in_order is not None:
+            return self._in_order
         found = []
         for lane in list(self._lanes):
             head = self._first(self._lanes[lane])
@@ -73,7 +76,8 @@ class WaitingQueue:
                 del self._lanes[lane]
             else:
                 found.append(head)
-        return [head.seq for head in sorted(found, key=lambda head: head.key)]
+        self._in_order = [head.seq for head in sorted(found, key=lambda head: head.key)]
+        return self._in_order
 
     def take(self, seq: Sequence) -> None:
         """Remove a head of a lane: it gets a row. Its client pays if it is its first row."""
@@ -114,6 +118,7 @@ class WaitingQueue:
 
     def _renew(self, seq: Sequence) -> None:
         """Bring the head of a sequence's client and lane up to date: the client's sequences of it have changed."""
+        self._in_order = None
         level, lane = self._levels[seq.priority], seq.group.adapter
         client = level.clients[seq.group.client]
         first = waiting.first() if (waiting := client.waiting.get(lane)) is not None else None
