@@ -62,6 +62,7 @@ class AdapterSlot:
     adapter: Adapter | None = None
     order: int = 0  # number of the copy on the other ranks
     refs: int = 0  # sequences that have taken it
+    taken: int = 0  # sequences that ever took it with this adapter
     used: int = 0  # grows with every use
 
 

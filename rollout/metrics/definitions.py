@@ -395,6 +395,14 @@ METRICS: tuple[Metric[Stretch], ...] = (
         Panel("Images", "Buffer in use"),
     ),
     Metric(
+        "adapters/loads", "counter", "count", "copies of LoRA adapters to slots on the device, for requests that wait",
+        Panel("Adapters", "Loads"),
+    ),
+    Metric(
+        "adapters/evictions", "counter", "count", "LoRA adapters that lost their slot to another one",
+        Panel("Adapters", "Evictions"),
+    ),
+    Metric(
         "ranks/beat_age_s", "gauge", "s", "seconds since the oldest last beat of a follower",
         Panel("Tensor group", "Oldest beat"),
     ),

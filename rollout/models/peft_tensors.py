@@ -70,7 +70,8 @@ class AdapterPlan:
     ) -> AdapterWeights:
         """The layout of a slot, in the model's dtype; `tensors` have the shapes that were checked.
 
-        `zeros` makes the tensors of this layout; by default torch makes them, in pinned memory if asked for.
+        `zeros` makes the tensors of this layout; by default torch makes them, in pinned memory if asked for. Raises
+        CheckpointError for values that are not finite: no row could be drawn with them.
         """
         make = zeros or functools.partial(_zeros, pinned)
         parts: dict[LayerProduct, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -85,9 +86,16 @@ class AdapterPlan:
                 parts[key] = (a, b)
             a, b = parts[key]
             first = module.number * rank
-            a[first : first + tensors_of.rank] = module.kept_a(tensors[tensors_of.a])
-            scaled = module.kept_b(tensors[tensors_of.b]).float() * tensors_of.scaling
-            b[module.begin : module.begin + module.outputs, : tensors_of.rank] = scaled
+            own_a = a[first : first + tensors_of.rank]
+            own_b = b[module.begin : module.begin + module.outputs, : tensors_of.rank]
+            own_a[:] = module.kept_a(tensors[tensors_of.a])
+            own_b[:] = module.kept_b(tensors[tensors_of.b]).float() * tensors_of.scaling
+            for name, values in ((tensors_of.a, own_a), (tensors_of.b, own_b)):
+                if not torch.isfinite(values).all():
+                    raise CheckpointError(
+                        f"{name:.200} has NaN or infinite values, or values too large for {self.dtype} with the "
+                        f"adapter's scaling of {tensors_of.scaling:g}: send finite ones"
+                    )
         return AdapterWeights(max(module.rank for module in self.modules), parts)
 
 

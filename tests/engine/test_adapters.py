@@ -84,23 +84,88 @@ def test_more_adapters_than_slots_take_turns(model, adapters):
     for i, prompt in enumerate(prompts):
         greedy_is(adapters[i][1], prompt, bench.tokens(f"r{i}"))
         greedy_is(adapters[i][1], prompt, bench.tokens(f"s{i}"))
-    assert table_of(bench).evicted == COUNT - 2
+    assert table_of(bench).counts.evicted == COUNT - 2
     bench.close()
 
 
-def test_who_takes_no_adapter_does_not_wait_for_a_slot(model, adapters):
-    """A request that waits for a slot does not wait for later requests whose adapter is in that slot."""
-    bench = bench_of(model, adapters, 2, slots=1, max_rows=4)
-    bench.submit("runs", prompt_of(6), 40, adapter="a0")
-    bench.submit("waits", prompt_of(6), 5, adapter="a1")
-    bench.submit("plain", prompt_of(6), 5)
-    bench.submit("later", prompt_of(6), 5, adapter="a0")
+def ends_of(bench) -> list[str]:
+    """The names of requests, in the order of their ends."""
     ends: list[str] = []
     while bench.engine.busy or not ends:
         bench.engine.tick()
         ends += [name for (name, _), completion in bench.completions.items() if completion.finish and name not in ends]
-    assert ends == ["plain", "runs", "waits", "later"]
+    return ends
+
+
+def test_a_slot_takes_its_share_of_rows_before_an_adapter_that_waits_gets_it(model, adapters):
+    """Its share are all 4 rows: each `later` passes, and each `last` comes after the adapter that waits."""
+    bench = bench_of(model, adapters, 2, slots=1, max_rows=4)
+    bench.submit("runs", prompt_of(6), 40, adapter="a0")
+    bench.submit("waits", prompt_of(6), 5, adapter="a1")
+    bench.submit("plain", prompt_of(6), 5)
+    for name in ("later 1", "later 2", "later 3", "last 1", "last 2"):
+        bench.submit(name, prompt_of(6, 1), 5, adapter="a0")
+    ends = ends_of(bench)
+    assert set(ends[:4]) == {"plain", "later 1", "later 2", "later 3"}
+    assert ends[4:] == ["runs", "waits", "last 1", "last 2"]
     greedy_is(adapters[1][1], prompt_of(6), bench.tokens("waits"))
+    assert table_of(bench).counts.loaded == 3
+    bench.close()
+
+
+def test_an_endless_stream_for_adapters_in_slots_starves_none(model, adapters):
+    """As soon as a completion of a busy adapter ends, the next one is sent; the others wait together."""
+    bench = bench_of(model, adapters, COUNT, slots=2, max_rows=6)
+    sent = 0
+
+    def keep_busy() -> None:
+        nonlocal sent
+        while sent - sum(name.startswith("busy") for name in bench.done) < 16:
+            bench.submit(f"busy{sent}", prompt_of(6, sent), 6, adapter=f"a{sent % 2}")
+            sent += 1
+
+    keep_busy()
+    for _ in range(20):
+        bench.engine.tick()
+    for i in range(2, COUNT):
+        bench.submit(f"r{i}", prompt_of(6, i), 6, adapter=f"a{i}")
+    ended: dict[str, int] = {}
+    while len(ended) < COUNT - 2:
+        keep_busy()
+        bench.engine.tick()
+        for (name, _), completion in bench.completions.items():
+            if name[0] == "r" and completion.finish and name not in ended:
+                ended[name] = sent
+    assert list(ended) == [f"r{i}" for i in range(2, COUNT)], "slots come in the order of the queue"
+    assert sent < 400
+    for i in range(2, COUNT):
+        greedy_is(adapters[i][1], prompt_of(6, i), bench.tokens(f"r{i}"))
+    bench.run()
+    bench.close()
+
+
+def test_all_rows_are_in_use_while_many_adapters_wait_for_few_slots(model, adapters):
+    """Requests come in turn for each adapter: a row for each slot would be a third of the rows, and 36 copies."""
+    bench = bench_of(model, adapters, COUNT, slots=2, max_rows=6, prefill_chunk_tokens=64)
+    for i in range(4 * COUNT):
+        bench.submit(f"r{i}", prompt_of(6, i), 12, adapter=f"a{i % COUNT}")
+    bench.run()
+    for i in range(4 * COUNT):
+        greedy_is(adapters[i % COUNT][1], prompt_of(6, i), bench.tokens(f"r{i}"))
+    assert table_of(bench).counts.loaded == 2 * COUNT, "three of four requests come with their adapter's first one"
+    bench.close()
+
+
+def test_an_adapter_that_nothing_waits_for_loses_its_slot_first(model, adapters):
+    bench = bench_of(model, adapters, 4, slots=3, max_rows=2)
+    for i in range(3):
+        bench.submit(f"r{i}", prompt_of(5), 3, adapter=f"a{i}")
+        bench.run()
+    for name, adapter in (("next", "a3"), ("again", "a0")):  # a0 is the least recently used one
+        bench.submit(name, prompt_of(5), 3, adapter=adapter)
+    bench.run()
+    assert {status.name for status in bench.status().adapters if status.resident} == {"a0", "a2", "a3"}
+    assert table_of(bench).counts.evicted == 1
     bench.close()
 
 
@@ -129,7 +194,7 @@ def test_a_slot_is_not_written_while_a_step_in_flight_names_its_row(model, adapt
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.engine.commands.take(bench.engine.parts)
     assert seq.finalized and seq.inflight_refs > 0
-    assert slot.refs == 1 and not table.ready(table.known["a1"]), "its slot is not to be had"
+    assert slot.refs == 1 and not table.ready([table.known["a1"]]), "its slot is not to be had"
     assert slot.adapter is table.known["a0"]
     bench.run()
     assert slot.refs == 0 and slot.adapter is table.known["a1"]

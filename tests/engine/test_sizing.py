@@ -228,7 +228,7 @@ def test_a_rehearsal_runs_the_most_tokens_with_adapters_and_without(tmp_path, co
     bench = Bench(model, max_rows=6)
     slots = AdapterSlots(model.spec, 2, 8, torch.bfloat16, torch.device("cpu"))
     kv, rows = bench.engine.executor.step.kv, RowState(6, 99, model.spec.vocab, torch.device("cpu"), ["adapters"])
-    step = DeviceStep(model, FusedDecoder(model), kv, rows, features=[AdapterMemory(slots, bench.device)])
+    step = DeviceStep(model, FusedDecoder(model), kv, rows, features=[AdapterMemory(slots, bench.device, 6)])
     steps = steps_to_rehearse(
         Executor(bench.device, bench.engine.executor.streams, step), StepSizes(6, 700, context, 0)
     )

@@ -100,6 +100,20 @@ def test_tensors_that_do_not_fit_are_named(good, folder: Path, change, match: st
     refused(folder, good[0], match)
 
 
+@pytest.mark.parametrize(
+    ("letter", "value", "dtype"),
+    [("A", float("nan"), torch.float32), ("B", float("-inf"), torch.float32), ("B", 60000.0, torch.float16)],
+)
+def test_values_that_are_not_finite_are_refused_with_the_tensor(good, folder, letter, value, dtype) -> None:
+    """The last one is finite until it is scaled, in a model of 16 bits."""
+    tensors = load_file(folder / WEIGHTS)
+    tensors[f"{PREFIX}q_proj.lora_{letter}.weight"][-1, -1] = value
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match=f"q_proj.lora_{letter}.weight has NaN or infinite") as error:
+        load_peft_folder(folder, good[0], 8, dtype)
+    assert str(dtype) in str(error.value)
+
+
 def test_adapters_of_experts_are_refused_with_the_supported_modules(good, folder: Path) -> None:
     hidden = good[1].hidden
     name = "base_model.model.model.layers.0.mlp.gate_proj.lora"

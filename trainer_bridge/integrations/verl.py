@@ -32,7 +32,7 @@ import numpy as np
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.launch import WorkerProcess, start_worker
 from trainer_bridge.client.media import MediaPrompt
-from trainer_bridge.client.results import Completion
+from trainer_bridge.client.results import Completion, GenerateResult
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.address import bracketed, host_of, is_loopback
 from trainer_bridge.wire.errors import NotFound, RolloutError
@@ -139,6 +139,7 @@ class Server:
     ) -> TokenOutput:
         """One completion. `sampling_params` may also have `constraint`, as the client's `generate` takes it.
 
+        With `prompt_logprobs` = k, of verl's teachers, the result has `prompt_ids` and `prompt_logprobs` (`_scores`).
         Raises ValueError for what cannot be served, `RolloutError` if the completion fails.
         """
         token_ids = [int(token) for token in prompt_ids]
@@ -159,6 +160,8 @@ class Server:
         output = self._output(item, wants_logprobs)
         output.num_preempted = result.preemptions
         output.extra_fields["num_cached_tokens"] = result.cached_tokens
+        if (top := sampling_params.get("prompt_logprobs")) is not None and item.finish_reason != "cancelled":
+            output.extra_fields |= _scores(result, token_ids, top)
         return output
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
@@ -261,13 +264,16 @@ class Server:
         """The fields of `generate` for verl's sampling parameters."""
         given = dict(params)
         given.pop("logprobs", None)
+        given.pop("detokenize", None)  # of verl's teachers; the output has no text
+        if (top := given.pop("prompt_logprobs", None)) is not None:
+            given |= {"prompt_top_logprobs": top} if top else {"prompt_logprobs": True}
         if "max_new_tokens" in given:
             given["max_tokens"] = given.pop("max_new_tokens")
         stop: dict[str, Any] = {"ignore_eos": bool(given.pop("ignore_eos", self._config.ignore_eos))}
         for name, field in {"stop_token_ids": "token_ids", "stop": "strings", "min_tokens": "min_tokens"}.items():
             if (value := given.pop(name, None)) is not None:
                 stop[field] = [value] if isinstance(value, str) else value
-        if unknown := sorted(given.keys() - set(_SAMPLING)):
+        if unknown := sorted(given.keys() - {*_SAMPLING, "prompt_logprobs", "prompt_top_logprobs"}):
             raise ValueError(
                 f"a rollout worker has no sampling parameter {unknown[0]!r}; it has {', '.join(_SAMPLING)}"
             )
@@ -305,6 +311,22 @@ class Server:
             stop_reason="aborted" if item.finish_reason == "cancelled" else "completed",
             extra_fields=extra,
         )
+
+
+def _scores(result: GenerateResult, prompt: Sequence[int], top: int) -> dict[str, list[list[float]]]:
+    """A teacher's log-probs of the `top` likeliest tokens at each position, or of the prompt's own tokens with 0.
+
+    `prompt_ids` and `prompt_logprobs` are [prompt tokens, max(1, top)]. Row i is about token i + 1; the last row is
+    padding, as in verl's own servers.
+    """
+    if top:
+        assert result.prompt_tops is not None
+        ids, logprobs = result.prompt_tops.ids, result.prompt_tops.logprobs
+    else:
+        assert result.prompt_logprobs is not None
+        ids, logprobs = np.array(prompt, np.int32)[:, None], result.prompt_logprobs[:, None]
+    rows = {"prompt_ids": ids, "prompt_logprobs": logprobs}
+    return {name: np.concatenate((array[1:], np.zeros_like(array[:1]))).tolist() for name, array in rows.items()}
 
 
 def serve_flags(config: Any, mode: RolloutMode) -> dict[str, Any]:

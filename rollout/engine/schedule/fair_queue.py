@@ -22,26 +22,31 @@ applications", INFOCOM 1994), with measured costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeAlias
 
+from rollout.engine.adapters import Adapter
 from rollout.engine.schedule.swept_heap import SweptHeap
 from rollout.engine.sequence.sequence import Sequence
 
+#: Sequences of one adapter, or of none.
+Lane: TypeAlias = Adapter | None
 _SEQUENCES = 8  # about the number of sequences in a mean of costs
 _PREEMPTED = -1.0  # virtual time of preempted sequences: first in line
 
 
 class WaitingQueue:
-    """Sequences without a row. A sequence is in it once; pushing, removing and finding the first take O(log n).
+    """Sequences without a row. A sequence is in it once; pushing and removing take O(log n).
 
-    Sequences with an adapter stand apart: only they wait for its slot. Both kinds share their client's virtual time.
+    The sequences of each adapter, and those without one, have a lane of their own: an adapter that has no slot delays
+    its lane alone. The lanes of a client share its virtual time.
     """
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}  # key: priority
-        self._heads = SweptHeap(_Head.outdated), SweptHeap(_Head.outdated)  # sequences without an adapter, with one
+        self._lanes: dict[Lane, SweptHeap[_Head]] = {}  # of each client the first sequence; a key may be too small
+        self._in_order: list[Sequence] | None = None  # the heads, until the queue changes
         self._costs = _Costs()  # costs of all clients
         self._serial = count()
 
@@ -57,19 +62,25 @@ class WaitingQueue:
         if client is None:
             new = level.now + min(self._costs.mean, seq.prompt_len + seq.max_tokens)
             client = level.clients[seq.group.client] = _WaitingClient(new if time is None else min(time, new))
-        client.waiting[_kind(seq)].push(seq.rank, seq)
+        client.waiting.setdefault(seq.group.adapter, SweptHeap(_finalized)).push(seq.rank, seq)
         self._renew(seq)
 
-    def first(self, ready: Callable[[Sequence], bool]) -> Sequence | None:
-        """The next sequence, which stays in the queue; if its adapter is not `ready`, the next without an adapter.
-
-        Other sequences with an adapter wait too: if they took the slots, the first would never get one.
-        """
-        heads = sorted((head for kind in self._heads if (head := kind.first())), key=lambda head: head.key)
-        return next((head.seq for head in heads if not _kind(head.seq) or ready(head.seq)), None)
+    def heads(self) -> list[Sequence]:
+        """The first sequence of each lane, in the order of the queue. They stay in it; the list is the queue's own."""
+        if self._in_order is not None:
+            return self._in_order
+        found = []
+        for lane in list(self._lanes):
+            head = self._first(self._lanes[lane])
+            if head is None:
+                del self._lanes[lane]
+            else:
+                found.append(head)
+        self._in_order = [head.seq for head in sorted(found, key=lambda head: head.key)]
+        return self._in_order
 
     def take(self, seq: Sequence) -> None:
-        """Remove the sequence that `first` returned: it gets a row. Its client pays if it is its first row."""
+        """Remove a head of a lane: it gets a row. Its client pays if it is its first row."""
         level = self._levels[seq.priority]
         client = level.clients[seq.group.client]
         if not seq.begun:
@@ -78,17 +89,17 @@ class WaitingQueue:
         self.withdraw(seq)
 
     def withdraw(self, seq: Sequence) -> float:
-        """Remove the sequence that `first` returned, without a row; returns its client's virtual time, for `push`."""
+        """Remove a head of a lane, without a row; returns its client's virtual time, for `push`."""
         client = self._levels[seq.priority].clients[seq.group.client]
-        client.waiting[_kind(seq)].pop()
+        client.waiting[seq.group.adapter].pop()
         self._renew(seq)
         return client.time
 
     def remove(self, seqs: list[Sequence]) -> None:
         """Remove these sequences of one group."""
         client = self._client(seqs[0]) if seqs else None
-        if client is not None:
-            client.waiting[_kind(seqs[0])].remove({seq.rank for seq in seqs})
+        if client is not None and (waiting := client.waiting.get(seqs[0].group.adapter)) is not None:
+            waiting.remove({seq.rank for seq in seqs})
             self._renew(seqs[0])
 
     def ended(self, seq: Sequence) -> None:
@@ -106,22 +117,33 @@ class WaitingQueue:
         return None if level is None else level.clients.get(seq.group.client)
 
     def _renew(self, seq: Sequence) -> None:
-        """Bring the heads of a sequence's client up to date: its virtual time or its sequences have changed."""
-        level = self._levels[seq.priority]
+        """Bring the head of a sequence's client and lane up to date: the client's sequences of it have changed."""
+        self._in_order = None
+        level, lane = self._levels[seq.priority], seq.group.adapter
         client = level.clients[seq.group.client]
-        firsts = [waiting.first() for waiting in client.waiting]
-        for kind, first in enumerate(firsts):
-            if first is None:
-                client.heads[kind] = None
-                continue
-            key = (-first.priority, _PREEMPTED if first.begun else client.time, first.arrival)
-            if (old := client.heads[kind]) is None or old.key != key:
-                client.heads[kind] = head = _Head(key, first, client)
-                self._heads[kind].push((*key, next(self._serial)), head)
-        if all(first is None for first in firsts):
+        first = waiting.first() if (waiting := client.waiting.get(lane)) is not None else None
+        if first is not None:
+            self._place(client, first)
+            return
+        client.heads.pop(lane, None)
+        client.waiting.pop(lane, None)
+        if not client.waiting:
             del level.clients[seq.group.client]
             if not level.clients:
                 del self._levels[seq.priority]
+
+    def _place(self, client: _WaitingClient, first: Sequence) -> None:
+        lane, key = first.group.adapter, client.key(first)
+        if (old := client.heads.get(lane)) is None or old.key != key:
+            client.heads[lane] = head = _Head(key, first, client)
+            self._lanes.setdefault(lane, SweptHeap(_Head.outdated)).push((*key, next(self._serial)), head)
+
+    def _first(self, heads: SweptHeap[_Head]) -> _Head | None:
+        """The first head of a lane. A client's virtual time only grows, so a key that is too small comes to the top."""
+        while (head := heads.first()) is not None and head.key != head.client.key(head.seq):
+            heads.pop()
+            self._place(head.client, head.seq)
+        return head
 
 
 @dataclass(eq=False, slots=True)
@@ -133,15 +155,19 @@ class _Level:
 
 
 class _WaitingClient:
-    """One client's waiting sequences of one priority, without and with an adapter: never empty between two calls."""
+    """One client's waiting sequences of one priority, by lane: never empty between two calls."""
 
     __slots__ = ("costs", "heads", "time", "waiting")
 
     def __init__(self, time: float) -> None:
         self.time = time  # virtual, tokens
         self.costs = _Costs()  # costs of its sequences that ended while others waited
-        self.waiting: tuple[SweptHeap[Sequence], SweptHeap[Sequence]] = (SweptHeap(_finalized), SweptHeap(_finalized))
-        self.heads: list[_Head | None] = [None, None]
+        self.waiting: dict[Lane, SweptHeap[Sequence]] = {}
+        self.heads: dict[Lane, _Head] = {}
+
+    def key(self, first: Sequence) -> tuple[int, float, int]:
+        """The order of its first sequence of a lane among those of all clients."""
+        return -first.priority, _PREEMPTED if first.begun else self.time, first.arrival
 
 
 class _Costs:
@@ -161,7 +187,7 @@ class _Costs:
 
 @dataclass(eq=False, slots=True)
 class _Head:
-    """A client's first sequence, with or without an adapter, in the order of all clients."""
+    """A client's first sequence of a lane, in the order of all clients."""
 
     key: tuple[int, float, int]
     seq: Sequence
@@ -169,11 +195,7 @@ class _Head:
 
     def outdated(self) -> bool:
         """True if another one has replaced it."""
-        return self.client.heads[_kind(self.seq)] is not self
-
-
-def _kind(seq: Sequence) -> int:
-    return int(seq.group.adapter is not None)
+        return self.client.heads.get(self.seq.group.adapter) is not self
 
 
 def _finalized(seq: Sequence) -> bool:

@@ -45,9 +45,12 @@ class StepFeature(PageMirror):
         """
         return None
 
-    def ready(self, seq: Sequence) -> bool:
-        """Called for the next sequence of the queue: return False if it cannot have a row yet."""
-        return True
+    def ready(self, heads: list[Sequence]) -> list[Sequence]:
+        """Called before a row is given, with the first waiting sequence of each adapter and of none, in their order.
+
+        Return those that can have a row now.
+        """
+        return heads
 
     def admitted(self, seq: Sequence) -> None:
         """Called when a sequence has got pages and gets a row: take what the row needs."""

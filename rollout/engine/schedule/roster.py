@@ -89,9 +89,12 @@ class Roster:
         self.waiting += len(group.sequences)
         self.feed.enter(group, self.version)
 
-    def ready(self, seq: Sequence) -> bool:
-        """True if every feature lets a waiting sequence have a row."""
-        return all(feature.ready(seq) for feature in self.features)
+    def first_waiting(self) -> Sequence | None:
+        """The first sequence of the queue that every feature lets have a row; it stays in the queue."""
+        heads = self.feed.queue.heads()
+        for feature in self.features:
+            heads = feature.ready(heads)
+        return heads[0] if heads else None
 
     def start(self, seq: Sequence) -> None:
         """Give a row to the first sequence of the queue, which has got pages."""

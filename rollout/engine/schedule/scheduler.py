@@ -115,7 +115,7 @@ class Scheduler:
         while roster.free_rows:
             if feed.holds:
                 feed.queue_held(waits)
-            seq = feed.queue.first(roster.ready)
+            seq = roster.first_waiting()
             if seq is None:
                 return True
             if seq.group.waits_for_turn:

@@ -79,6 +79,7 @@ class OursEngine:
         loaded = load_random(job.shape, device.torch_device, *made)
         loaded_s = time.perf_counter()
         self._model, self._quiet = loaded.model, False
+        self.spec, self.dtype = loaded.spec, loaded.model.embed.dtype
         self.vocab, self.hidden = loaded.spec.vocab, loaded.spec.hidden
         self._depth = depth
         self._routing = routing

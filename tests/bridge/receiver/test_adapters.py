@@ -45,7 +45,7 @@ def table(spec: ModelSpec) -> AdapterTable:
     """Room for one adapter."""
     device = InlineDevice()
     memory = AdapterSlots(spec, 1, 4, torch.float32, device.torch_device)
-    return AdapterTable(AdapterRegistry(1), memory, device, device.stream("loads"), device.stream("compute"))
+    return AdapterTable(AdapterRegistry(1), memory, device, (device.stream("loads"), device.stream("compute")))
 
 
 @pytest.fixture
@@ -58,9 +58,12 @@ def full(spec: ModelSpec, table: AdapterTable) -> Iterator[Worker]:
 class RawAdapter(RawPublisher):
     """Sends an adapter by hand."""
 
-    def __init__(self, worker: Worker, spec: ModelSpec, name: str) -> None:
+    def __init__(self, worker: Worker, spec: ModelSpec, name: str, value: float = 1.0) -> None:
         shape = corrected_modules(spec)["model.layers.0.self_attn.k_proj"]
-        tensors = {NAME.format("A"): torch.ones(2, shape.inputs), NAME.format("B"): torch.ones(shape.outputs, 2)}
+        tensors = {
+            NAME.format("A"): torch.full((2, shape.inputs), value),
+            NAME.format("B"): torch.ones(shape.outputs, 2),
+        }
         super().__init__(worker, tensors)
         self._adapter = {"name": name, "config": CONFIG}
 
@@ -137,3 +140,13 @@ def test_an_adapter_that_others_came_before_is_refused_when_it_is_whole(
     assert full.updates == [] and full.status()["state"] == "idle"
     table.drop("first")
     assert later.begin()["op"] == "ok" and finish(later)["op"] == "ok"
+
+
+def test_an_adapter_that_is_not_finite_is_refused_when_it_is_whole(worker: Worker, spec: ModelSpec) -> None:
+    good = RawAdapter(worker, spec, "a")
+    good.begin()
+    assert finish(good)["op"] == "ok"
+    bad = RawAdapter(worker, spec, "b", value=float("nan"))
+    bad.begin()
+    assert_rejected(finish(bad), "lora_A.weight has NaN")
+    assert [update.name for update in worker.updates] == ["a"] and worker.status()["state"] == "idle"

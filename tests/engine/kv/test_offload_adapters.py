@@ -109,7 +109,7 @@ def test_a_parked_sequence_holds_no_slot(model, adapters):
     assert table.known["a0"].slot.refs == running - sum(seq.row > 0 for seq in waiting)
     bench.submit("other", prompt_of(9, 8), 5, adapter="a1", priority=1)
     bench.run()
-    assert table.evicted == 2, "from the first to the other, and back"
+    assert table.counts.evicted == 2, "from the first to the other, and back"
     assert list(bench.done).index("other") < list(bench.done).index(waiting[0].group.key[1])
     assert counts(bench).restored == counts(bench).offloaded
     greedy_is(adapters[1][1], prompt_of(9, 8), bench.tokens("other"))

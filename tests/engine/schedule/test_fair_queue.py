@@ -39,9 +39,13 @@ class Rows:
             self.queue.push(seq)
         return sequences
 
+    def first(self, passed: object = ()) -> Sequence | None:
+        """The first of the queue; the adapters `passed` are not ready."""
+        return next((seq for seq in self.queue.heads() if seq.group.adapter not in passed), None)
+
     def start(self) -> Sequence:
         """The first of the queue gets a row."""
-        seq = self.queue.first(lambda seq: True)
+        seq = self.first()
         self.queue.take(seq)
         if not seq.begun:
             seq.computed = len(PROMPT)
@@ -77,7 +81,7 @@ def test_one_client_is_served_by_priority_and_arrival_whatever_its_sequences_cos
             rows.end(ended)
         else:
             expected = min(waiting, key=lambda seq: seq.rank)
-            assert rows.queue.first(lambda seq: True) is expected
+            assert rows.first() is expected
             if rng.random() < 0.2:
                 rows.queue.push(expected, rows.queue.withdraw(expected))
                 continue
@@ -90,7 +94,7 @@ def test_one_client_is_served_by_priority_and_arrival_whatever_its_sequences_cos
                 rows.end(expected)
     for seq in waiting:
         rows.end(seq)
-    assert rows.queue.first(lambda seq: True) is None and rows.queue.clients == 0
+    assert rows.first() is None and rows.queue.clients == 0
 
 
 def test_clients_with_equal_sequences_take_one_after_the_other():
@@ -175,7 +179,7 @@ def test_a_sequence_that_joined_another_prefill_keeps_its_place():
     rows = Rows()
     (joined,) = rows.push("a")
     rows.push("b", 50)
-    assert rows.queue.first(lambda seq: True) is joined
+    assert rows.first() is joined
     time = rows.queue.withdraw(joined)
     for _ in range(10):
         assert rows.run() == "b"
@@ -183,15 +187,47 @@ def test_a_sequence_that_joined_another_prefill_keeps_its_place():
     assert rows.start() is joined
 
 
-def test_an_adapter_that_is_not_ready_delays_only_sequences_with_adapters():
-    rows = Rows()
-    rows.push("a", adapter=object())
-    rows.push("b", adapter=object())
+def test_an_adapter_that_is_not_ready_delays_only_its_own_sequences():
+    rows, far, near = Rows(), object(), object()
+    rows.push("a", adapter=far)
+    (second,) = rows.push("b", adapter=near)
     (plain,) = rows.push("b")
-    assert rows.queue.first(lambda seq: False) is plain
-    rows.queue.take(plain)
-    assert rows.queue.first(lambda seq: False) is None
-    assert rows.queue.first(lambda seq: True).group.client == "a"
+    rows.push("b", adapter=far)
+    for expected in (second, plain):
+        assert rows.first((far,)) is expected
+        rows.queue.take(expected)
+    assert rows.first((far,)) is None
+    assert [rows.start().group.client for _ in range(2)] == ["a", "b"]
+
+
+def test_heads_are_the_first_of_each_adapter_by_arrival_whatever_passes():
+    rng, rows = random.Random(1), Rows()
+    adapters = [None, *(object() for _ in range(6))]
+    waiting = [rows.push("a", adapter=rng.choice(adapters), tokens=rng.randrange(3, 40))[0] for _ in range(200)]
+    while waiting:
+        firsts = [next((seq for seq in waiting if seq.group.adapter is adapter), None) for adapter in adapters]
+        heads = rows.queue.heads()
+        assert heads == sorted(filter(None, firsts), key=lambda seq: seq.rank)
+        taken = rng.choice(heads)
+        rows.queue.take(taken)
+        waiting.remove(taken)
+        rows.end(taken)
+    assert not rows.queue.heads() and rows.queue.clients == 0
+
+
+def test_clients_that_pass_get_equal_tokens_and_the_one_that_waits_is_first_again():
+    rows, far, near = Rows(), object(), object()
+    (waits,) = rows.push("c", adapter=far)
+    rows.push("a", 400, adapter=near, tokens=10)
+    rows.push("b", 40, adapter=near, tokens=100)
+    for _ in range(200):
+        seq = rows.first((far,))
+        rows.queue.take(seq)
+        seq.computed = len(PROMPT)
+        rows.tokens[seq.group.client] += len(PROMPT) + seq.max_tokens
+        rows.end(seq)
+    assert abs(rows.tokens["a"] - rows.tokens["b"]) < 10 * 100
+    assert rows.first() is waits
 
 
 def test_new_clients_without_end_do_not_starve_another():
@@ -377,8 +413,8 @@ def test_clients_whose_requests_were_cancelled_are_forgotten(model, prompt_of):
 
 def test_a_preempted_sequence_whose_adapter_is_not_ready_does_not_speed_up_its_client():
     rows = Rows()
-    (preempted,) = rows.push("a", adapter=object())
-    rows.queue.first(lambda seq: True)
+    adapter = object()
+    (preempted,) = rows.push("a", adapter=adapter)
     rows.queue.take(preempted)
     preempted.computed = 2
     rows.push("b", 100)
@@ -386,7 +422,7 @@ def test_a_preempted_sequence_whose_adapter_is_not_ready_does_not_speed_up_its_c
     rows.queue.push(preempted)
     order = []
     for _ in range(40):
-        seq = rows.queue.first(lambda seq: False)
+        seq = rows.first((adapter,))
         rows.queue.take(seq)
         seq.computed = 2
         rows.end(seq)

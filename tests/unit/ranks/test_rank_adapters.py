@@ -356,7 +356,7 @@ def table_of(group: Group, slots: int = 1) -> AdapterTable:
     device = InlineDevice()
     memory = AdapterSlots(shard_spec(group.spec, 0, SIZE), slots, 4, torch.float32, device.torch_device)
     streams = device.stream("loads"), device.stream("compute")
-    return AdapterTable(AdapterRegistry(MOST), memory, device, *streams, group.orders)
+    return AdapterTable(AdapterRegistry(MOST), memory, device, streams, group.orders)
 
 
 def packed(group: Group, plan: AdapterPlan, tensors: Any) -> AdapterWeights:
@@ -369,31 +369,31 @@ def test_no_row_is_admitted_before_all_ranks_have_the_adapter_in_its_slot(start:
     group, plan, tensors = start()
     table = table_of(group)
     adapter = table.put("one", 0, packed(group, plan, tensors))
-    assert not table.ready(adapter)
+    assert not table.ready([adapter])
     group.carry_out()
-    assert group.writes == [1] and not table.ready(adapter), "the follower still copies"
+    assert group.writes == [1] and not table.ready([adapter]), "the follower still copies"
     group.copies.end(1)
-    assert table.ready(adapter)
+    assert table.ready([adapter])
 
 
 def test_who_waits_for_an_adapter_waits_for_all_ranks(start: Any) -> None:
     group, plan, tensors = start()
     table = table_of(group)
     adapter = table.put("one", 0, packed(group, plan, tensors))
-    assert not table.ready(adapter)
+    assert not table.ready([adapter])
     waits = threading.Thread(target=table.wait, daemon=True)
     waits.start()
     waits.join(EARLY_S)
     assert waits.is_alive(), "the follower still copies"
     group.copies.end(1)
     waits.join(60)
-    assert not waits.is_alive() and table.ready(adapter)
+    assert not waits.is_alive() and table.ready([adapter])
 
 
 def test_weights_that_a_rank_still_copies_are_not_let_go(start: Any) -> None:
     group, plan, tensors = start()
     table = table_of(group)
-    assert not table.ready(table.put("one", 0, packed(group, plan, tensors)))
+    assert not table.ready([table.put("one", 0, packed(group, plan, tensors))])
     table.drop("one")
     time.sleep(EARLY_S)
     group.carry_out()
@@ -409,8 +409,8 @@ def test_places_of_replaced_adapters_come_free_without_a_further_load(start: Any
     group, plan, tensors = start()
     table = table_of(group)
     adapter = table.put("one", 0, packed(group, plan, tensors))
-    table.ready(adapter), group.carry_out(), group.copies.end(1)
-    assert table.ready(adapter)
+    table.ready([adapter]), group.carry_out(), group.copies.end(1)
+    assert table.ready([adapter])
     table.take(adapter)
     for version in range(1, MOST + 8):
         table.put("one", version, packed(group, plan, tensors))

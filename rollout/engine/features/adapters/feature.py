@@ -5,6 +5,8 @@ Section of rows that a step sets up: init_adapters, int32 [rows]: the slot of ea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from rollout.engine.features.adapters.table import AdapterTable
@@ -36,9 +38,13 @@ class Adapters(StepFeature):
         group.adapter = self.table.known[name]
         return None
 
-    def ready(self, seq: Sequence) -> bool:
-        """True if the sequence has no adapter, or the adapter is in a slot. If not, the adapter is loaded or waits."""
-        return seq.group.adapter is None or self.table.ready(seq.group.adapter)
+    def ready(self, heads: list[Sequence]) -> list[Sequence]:
+        """Those without an adapter, and those whose adapter's slot takes them. Other adapters are loaded, or wait."""
+        waiting = [seq.group.adapter for seq in heads if seq.group.adapter is not None]
+        if not waiting:
+            return heads
+        ready = self.table.ready(waiting)
+        return [seq for seq in heads if seq.group.adapter is None or seq.group.adapter in ready]
 
     def admitted(self, seq: Sequence) -> None:
         """The sequence takes its slot."""
@@ -67,6 +73,10 @@ class Adapters(StepFeature):
     def memory_leaves(self) -> None:
         """The slots lose their content."""
         self.table.unload_all()
+
+    def gauges(self) -> Mapping[str, float]:
+        """See `StepFeature`."""
+        return {"adapters/loads": self.table.counts.loaded, "adapters/evictions": self.table.counts.evicted}
 
     def check(self) -> None:
         """See `StepFeature`."""

@@ -26,16 +26,16 @@ _ADAPTER = RowNeeds.ADAPTER.value  # flags of an enum are slow to test
 
 
 class AdapterMemory(DeviceFeature):
-    """The slots of a worker for adapters of `registry`; a follower of a tensor group has no registry."""
+    """The slots of a worker, for batches of `rows`, for adapters of `registry`; a follower has no registry."""
 
     name = "adapters"
     changes_forward = RowNeeds.ADAPTER
     row_column = True
     own_stream = True  # copies adapters to slots that no row uses
 
-    def __init__(self, slots: AdapterSlots, device: Device, registry: AdapterRegistry | None = None) -> None:
+    def __init__(self, slots: AdapterSlots, device: Device, rows: int, registry: AdapterRegistry | None = None) -> None:
         self.slots = slots
-        self._device, self._registry = device, registry
+        self._device, self._rows, self._registry = device, rows, registry
 
     @classmethod
     def make(cls, site: Site) -> AdapterMemory | None:
@@ -56,14 +56,15 @@ class AdapterMemory(DeviceFeature):
         tensors = (tensor for b in slots.buffers.values() for tensor in (b.a_SAK, b.b_SNR))
         memory.take_over(tensors, kept=False)  # they are loaded again from the host
         log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
-        return cls(slots, device, site.registry)
+        return cls(slots, device, engine.max_rows, site.registry)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Adapters:
         """See `DeviceFeature`. The registry of adapters outlives faults."""
         streams, registry = engine.streams, self._registry
         assert registry is not None, "adapters have slots but no registry"
-        loads = streams.beside[self.name]
-        return Adapters(AdapterTable(registry, self.slots, self._device, loads, streams.compute, engine.orders))
+        both = streams.beside[self.name], streams.compute
+        counts = before.table.counts if isinstance(before, Adapters) else None
+        return Adapters(AdapterTable(registry, self.slots, self._device, both, engine.orders, self._rows, counts))
 
     def decode_fields(
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any

@@ -1,8 +1,14 @@
 """The adapters in slots on the device.
 
     put          an adapter, or a newer version of one; rows that run with it go on with the new version
-    ready        before admission: the adapter is in a slot, or its copy there begins
+    ready        before admission: which adapters of the queue are in a slot; copies of others begin
     take, give   a sequence is admitted; no step in flight names it any more
+
+Adapters get slots in the order of the queue. The least recently used one whose rows have ended loses its slot, at first
+one that nothing waits for. While an adapter waits for a slot, sequences of adapters in slots pass it, so that all rows
+are in use. This ends: a slot that has taken its share of all rows may be *closed* for sequences behind the one that
+waits, and comes free when its rows have ended. A quarter of the slots is closed at a time, those with the fewest rows
+first. So no adapter starves: it waits for one closed slot for itself and one for each adapter that waits before it.
 
 Invariants:
 - A slot that a sequence has taken belongs to that adapter until it is given back, together with row and pages
@@ -16,6 +22,8 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rollout.engine.adapters import Adapter, AdapterRegistry, AdapterSlot
 from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
@@ -26,11 +34,19 @@ from rollout.models.lora_slots import AdapterSlots, AdapterWeights
 _LOOK_S = 0.0005
 
 
+@dataclass(slots=True)
+class AdapterCounts:
+    """Totals of a worker."""
+
+    loaded: int = 0  # copies to slots for sequences that wait
+    evicted: int = 0  # adapters that lost their slot to others
+
+
 class AdapterTable:
     """The slots of an engine, and the adapters of `registry` in them: none at first.
 
-    `memory` is the slots' device memory; `loads` and `compute` are streams. In a tensor group a slot is written when
-    all ranks have written it; `orders` tell them to.
+    `memory` is the slots' device memory, for batches of `rows`; `loads` and `compute` are streams. In a tensor group a
+    slot is written when all ranks have written it; `orders` tell them to.
     """
 
     def __init__(
@@ -38,16 +54,20 @@ class AdapterTable:
         registry: AdapterRegistry,
         memory: AdapterSlots,
         device: Device,
-        loads: Stream,
-        compute: Stream,
+        streams: tuple[Stream, Stream],
         orders: GroupOrders = NO_GROUP_ORDERS,
+        rows: int = 1,
+        counts: AdapterCounts | None = None,
     ) -> None:
         self.registry = registry
         self.memory = memory
-        self.evicted = 0  # adapters that lost their slot to others
-        self.loads, self.compute = loads, compute
+        self.counts = counts or AdapterCounts()
+        self.loads, self.compute = streams
         self._slots = [AdapterSlot(number, device.event()) for number in range(1, memory.slots + 1)]
-        self._loading: AdapterSlot | None = None
+        self._share = -(-rows // memory.slots)  # rows that a slot may take before it is closed
+        self._most_closed = max(1, memory.slots // 4)
+        self._closed: list[AdapterSlot] = []  # the first for the first adapter that waits for a slot, and so on
+        self._loading: deque[AdapterSlot] = deque()
         self._uses = 0
         self._orders = orders
         self._read: deque[tuple[AdapterSlot, AdapterWeights]] = deque()  # copies that may still read the weights
@@ -87,18 +107,40 @@ class AdapterTable:
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def ready(self, adapter: Adapter) -> bool:
-        """True if the adapter is in a slot; otherwise its copy is under way, or all slots are in use."""
-        slot = adapter.slot or self._begin_load(adapter)
-        return slot is not None and self._is_written(slot)
+    def ready(self, waiting: Sequence[Adapter]) -> set[Adapter]:
+        """Those whose slot takes a sequence. `waiting` are the adapters of sequences without a row, in their order.
+
+        Copies of others begin while slots are free.
+        """
+        wanted, ahead, ready = set(waiting), set[AdapterSlot](), set[Adapter]()
+        free = [slot for slot in self._slots if slot.refs == 0]
+        free.sort(key=lambda slot: (slot.adapter is not None, slot.adapter in wanted, slot.used), reverse=True)
+        self._closed = [slot for slot in self._closed if slot.refs]
+        without = 0  # adapters that have no slot
+        for adapter in waiting:
+            while adapter.slot is None and free:
+                if (slot := free.pop()) not in ahead:
+                    self._load(adapter, slot)
+            if adapter.slot is None:
+                without += 1
+                if len(self._closed) < without <= self._most_closed:
+                    self._close_one()
+                continue
+            ahead.add(adapter.slot)
+            if adapter.slot not in self._closed[:without] and self._is_written(adapter.slot):
+                ready.add(adapter)
+        del self._closed[without:]
+        return ready
 
     def wait(self) -> None:
-        """Wait for the copies that have begun. Call it when the loop has nothing else to do."""
-        slot, self._loading = self._loading, None
-        if slot is not None:
-            slot.written.synchronize()
-            while not self._is_written(slot):
-                time.sleep(_LOOK_S)
+        """Wait for the oldest copy that has begun. Call it when the loop has nothing else to do."""
+        while self._loading:
+            slot = self._loading.popleft()
+            if not self._is_written(slot):
+                slot.written.synchronize()
+                while not self._is_written(slot):
+                    time.sleep(_LOOK_S)
+                return
         while self.let_go():
             time.sleep(_LOOK_S)
 
@@ -113,6 +155,7 @@ class AdapterTable:
         slot = adapter.slot
         assert slot is not None and slot.adapter is adapter
         slot.refs += 1
+        slot.taken += 1
         self._use(slot)
         return slot
 
@@ -123,7 +166,8 @@ class AdapterTable:
 
     def unload_all(self) -> None:
         """Forget what lies in the slots; no sequence has taken one."""
-        self.wait()
+        while self._loading or self._read:
+            self.wait()
         assert not any(slot.refs for slot in self._slots), "an adapter slot is in use"
         for adapter in self.known.values():
             adapter.leave_slot()
@@ -136,21 +180,24 @@ class AdapterTable:
         for adapter in self.known.values():
             assert adapter.slot is None or adapter.slot.adapter is adapter, "an adapter and its slot disagree"
 
-    def _begin_load(self, adapter: Adapter) -> AdapterSlot | None:
-        free = [slot for slot in self._slots if slot.refs == 0]
-        if not free:
-            return None
-        slot = min(free, key=lambda slot: (slot.adapter is not None, slot.used))
+    def _load(self, adapter: Adapter, slot: AdapterSlot) -> None:
+        """Begin to copy an adapter to a slot that no row uses."""
         if slot.adapter is not None:
-            self.evicted += 1
+            self.counts.evicted += 1
             slot.adapter.slot = None
-        slot.adapter, adapter.slot = adapter, slot
+        slot.adapter, adapter.slot, slot.taken = adapter, slot, 0
         self._use(slot)
         assert adapter.weights is not None, "no request names a dropped adapter"
         self.loads.wait(slot.written)
         self._write(slot, adapter.weights, self.loads)
-        self._loading = slot
-        return slot
+        self._loading.append(slot)
+        self.counts.loaded += 1
+
+    def _close_one(self) -> None:
+        """Close the slot with the fewest rows of those that have taken their share, if there is one."""
+        had = [slot for slot in self._slots if slot.refs and slot.taken >= self._share and slot not in self._closed]
+        if had:
+            self._closed.append(min(had, key=lambda slot: (slot.refs, slot.used)))
 
     def _write(self, slot: AdapterSlot, weights: AdapterWeights, stream: Stream) -> None:
         slot.order = self._orders.give("adapter_copies", slot.number, weights.shared.number, stream is self.loads)
