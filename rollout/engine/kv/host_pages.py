@@ -20,6 +20,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rollout.engine.kv.moves import Copies
+
 
 class Kept(NamedTuple):
     """A kept page."""
@@ -48,7 +50,7 @@ class HostPageBooks:
         self._kept: OrderedDict[bytes, Kept] = OrderedDict()  # least recently used first
         self._read: dict[bytes, Kept] = {}
         self._unseen: OrderedDict[bytes, None] = OrderedDict()  # keys that `look` has not returned
-        self._spills: dict[int, object] = {}  # writes to disk, by page, except for pages given up since
+        self.spills = Copies()  # writes to disk
 
     @property
     def free(self) -> int:
@@ -59,13 +61,13 @@ class HostPageBooks:
 
     @property
     def room(self) -> int:
-        """Pages that `take` can hand out now."""
+        """Pages that `take` or `begin_write` can hand out now."""
         return len(self._free) + len(self._kept)
 
     def take(self) -> int:
         """A page for a preempted sequence; there has to be room."""
         self.taken += 1
-        return self._evict() if not self._free else self._free.pop()
+        return self.begin_write()
 
     def give_back(self, page: int) -> None:
         """Free the page of a preempted sequence."""
@@ -96,24 +98,25 @@ class HostPageBooks:
         """Note that the pool gives up the page with this key."""
         self.counts.lost += not self.has(key)
 
-    def begin_write(self) -> int | None:
-        """A page for a copy to the host; None if preempted sequences and copies own all pages."""
-        if self._free:
-            return self._free.pop()
-        return self._evict() if self._kept else None
+    def begin_write(self) -> int:
+        """A page for a copy to the host; there has to be room."""
+        return self._free.pop() if self._free else self._give_up(*self._kept.popitem(last=False))
 
-    def end_write(self, page: int, key: bytes | None, oldest: int = 0) -> None:
-        """End a copy to this page; without a key the page becomes free. A key is kept once, with its newest KV."""
-        if key is None or self.has(key, oldest):
+    def end_write(self, page: int, key: bytes, oldest: int = 0) -> None:
+        """End a copy to this page. A key is kept once, with its newest KV."""
+        if self.has(key, oldest):
             self._free.append(page)
             return
-        if (read := self._read.pop(key, None)) is not None:  # freed when the copy that reads it ends
-            self._spills.pop(read.page, None)
-        if (older := self._kept.pop(key, None)) is not None:
-            self._give_up(key, older)
-            self._free.append(older.page)
+        if key in self._read:  # freed when the copy that reads it ends
+            self.spills.give_up(self._read.pop(key).page)
+        if key in self._kept:
+            self._free.append(self._give_up(key, self._kept.pop(key)))
         self._kept[key] = Kept(page, oldest)
         self._unseen[key] = None
+
+    def drop_write(self, page: int) -> None:
+        """End a copy to this page that is void: the page is free."""
+        self._free.append(page)
 
     def begin_read(self, key: bytes) -> Kept:
         """Mark the kept page with this key as read by a copy."""
@@ -122,10 +125,8 @@ class HostPageBooks:
 
     def end_read(self, key: bytes, page: int) -> None:
         """End the copy, or cancel it. The page becomes free if it was forgotten, or if newer KV came."""
-        kept = self._read.get(key)
-        if kept is not None and kept.page == page:
-            del self._read[key]
-            self._kept[key] = kept
+        if key in self._read and self._read[key].page == page:
+            self._kept[key] = self._read.pop(key)
         else:
             self._free.append(page)
 
@@ -141,17 +142,6 @@ class HostPageBooks:
         key, _ = self._unseen.popitem(last=False)
         return key, self._kept.get(key) or self._read[key]
 
-    def begin_spill(self, page: int, spill: object) -> None:
-        """Note that a kept page is being written to disk."""
-        self._spills[page] = spill
-
-    def end_spill(self, page: int, spill: object) -> bool:
-        """Note the end of the write; False if the page was given up meanwhile."""
-        if self._spills.get(page) is not spill:
-            return False
-        del self._spills[page]
-        return True
-
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def forget_older(self, oldest: int) -> None:
@@ -162,8 +152,9 @@ class HostPageBooks:
     def forget_all(self) -> None:
         """Forget all known pages; those that copies read are free when these have ended."""
         self._free += [kept.page for kept in self._kept.values()]
-        for known in (self._kept, self._read, self._unseen, self._spills):
+        for known in (self._kept, self._read, self._unseen):
             known.clear()
+        self.spills.give_up_all()
 
     def check(self) -> None:
         """Assert that no sequence and no copy has a page."""
@@ -172,10 +163,7 @@ class HostPageBooks:
         assert pages == list(range(self.total)), "a host page is lost"
         assert self._unseen.keys() <= self._kept.keys(), "a page that is not kept is to be written to disk"
 
-    def _evict(self) -> int:
-        return self._give_up(*self._kept.popitem(last=False))
-
     def _give_up(self, key: bytes, kept: Kept) -> int:
         self._unseen.pop(key, None)
-        self._spills.pop(kept.page, None)
+        self.spills.give_up(kept.page)
         return kept.page

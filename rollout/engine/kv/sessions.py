@@ -283,9 +283,9 @@ class Sessions:
     def _ends(self, kv: SessionKV) -> list[Cached]:
         """Snapshots that only this session has, with the pages in which their prefixes end."""
         return [
-            Cached(place, kv.pages[tokens // self._page_size] if point.after else None, point, kv.oldest)
+            Cached(place, kv.pages[tokens // self._page_size] if point.after else 0, point, kv.oldest)
             for place, tokens, point in kv.snapshots
-            if point is not None
+            if point.key
         ]
 
     def _drop(self, session: Session) -> None:

@@ -23,7 +23,7 @@ import functools
 from bisect import insort
 from collections.abc import Callable
 
-from rollout.engine.kv.tier import Fetch
+from rollout.engine.kv.fetches import Fetch
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule import newcomers, preemption
