@@ -277,16 +277,12 @@ class PageAllocator:
     # --- when the sequence leaves its row ----------------------------------------------------------------------------
 
     def keep_turn(self, seq: Sequence, version: int, now_s: float) -> None:
-        """Settle a finalized turn: its session gets the KV, if `version` can still use it.
+        """Settle a finalized turn: others find its full pages, and its session gets the KV, if `version` can use it.
 
         A request outside of sessions with a lease keeps its KV in the same way, if others can find it.
         """
         kv, session = seq.kv, seq.group.session
         assert seq.finish is not None
-        if session is None:
-            if not seq.group.request.lease_s or kv.keys is None or self.prefixes.has_states:
-                return
-            session = self.sessions.unnamed(seq.group.request, seq.index)
         known = min(kv.length, seq.prompt_len + len(seq.tokens))
         if kv.copy_source:  # the sequence ended before its first chunk: the page was not copied
             known -= known % self.page_size
@@ -294,10 +290,17 @@ class PageAllocator:
         if not self.prefixes.of_use(seq, version) or seq.finish.reason == "error" or kv.is_offloaded:
             known = 0
         self.prefixes.remember(seq, known, version)
+        if session is None:
+            if not seq.group.request.lease_s or kv.keys is None or self.prefixes.has_states:
+                return
+            session = self.sessions.unnamed(seq.group.request, seq.index)
         known, snapshots = self.prefixes.turn_end(seq, known)
         tokens = seq.identity(seq.history())[:known]
         left = SessionKV(tokens, kv.pages, kv.oldest, kv.keys, kv.adapter_edition, snapshots)
         self.sessions.keep(session, left, now_s)
+        if session.last_until_s > now_s and kv.keys:
+            ends = [snapshot.point.key for snapshot in snapshots if snapshot.point.key]
+            self.tier.lease([*map(kv.keys.__getitem__, range(len(kv.keys))), *ends], session.last_until_s)
         self.prefixes.turn_kept(snapshots)
 
     def release(self, seq: Sequence) -> None:
@@ -352,6 +355,11 @@ class PageAllocator:
             self.prefixes.unshare(group.share)
             group.share = None
             self.sharing.remove(group)
+
+    def expire(self, now_s: float) -> None:
+        """End the leases whose time is over."""
+        self.sessions.expire(now_s)
+        self.tier.expire(now_s)
 
     # --- all sequences -----------------------------------------------------------------------------------------------
 

@@ -108,6 +108,17 @@ class Tier:
         half = not point.after or self.has(point.key, oldest)
         return half and self.states.has(point.key, oldest) and self.costs.state_pays(tokens) and not self.closed
 
+    def lease(self, keys: Seq[bytes], until_s: float) -> None:
+        """Have what has these keys, in their order in a prefix, give way after others until this time."""
+        for books in (self.host, self.states):
+            if books.total:
+                books.lease(keys, until_s)
+
+    def expire(self, now_s: float) -> None:
+        """End the leases whose time is over."""
+        for books in (self.host, self.states):
+            books.expire(now_s)
+
     # --- from the device to the host ----------------------------------------------------------------------------------
 
     @property
@@ -187,11 +198,16 @@ class Tier:
 
     def use_disk(self) -> None:
         """Account for pages that were written and read, and begin others. Never waits."""
+        counts = self.host.counts
         for job in self.disk.finished():
+            counts.disk_failed += bool(job.failure)
             if job.kind == "write":
-                self.disk.keep(job, self.host.spills.end(job.page, job))
+                good = self.host.spills.end(job.page, job)
+                self.disk.keep(job, good)
+                counts.disk_written += good and not job.failure
             else:
                 self.fetches.read_ended(job)
+                counts.disk_read += not job.failure
         self.fetches.begin_reads()
         while self.host.short and self.disk.may_write and not self.closed:
             key, kept = self.host.look()
@@ -233,8 +249,8 @@ class Tier:
             lost_pages=counts.lost,
             disk_pages=self.disk.pages,
             disk_pages_total=self.disk.total,
-            disk_read=self.disk.counts.read,
-            disk_failed=self.disk.counts.failed,
+            disk_read=counts.disk_read,
+            disk_failed=counts.disk_failed,
         )
 
     def check(self) -> None:

@@ -93,7 +93,7 @@ class Scheduler:
         now = self.roster.clock()
         for group in self._deadlines.take_overdue(now):
             self.roster.end(group.key, "deadline")
-        self.roster.allocator.sessions.expire(now)
+        self.roster.allocator.expire(now)
 
     # --- plan --------------------------------------------------------------------------------------------------------
 

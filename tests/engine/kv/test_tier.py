@@ -446,6 +446,18 @@ def test_a_page_that_is_evicted_during_its_copy_is_not_kept():
     assert pool.allocate() == pages[2] and host.counts.lost == 6, "the host has it"
 
 
+def test_a_fetch_ends_without_a_page_that_is_neither_on_the_host_nor_on_disk():
+    pool, host, tier = books()
+    host.end_write(host.begin_write(), b"here")
+    here, gone = pool.allocate(), pool.allocate()
+    fetch = tier.fetches.begin([here, gone], [(b"here", here), (b"gone", gone)])
+    tier.use_disk()
+    assert tier.fetches.of(b"here") is fetch and tier.fetches.of(b"gone") is None
+    tier.page_moves.in_ended(tier.page_moves.next_in(8), False)
+    assert tier.fetches.take_ended() == [fetch] and pool.find(b"here") == here and not pool.find(b"gone")
+    pool.check(), tier.check()
+
+
 def test_newer_kv_takes_the_place_of_older_kv_with_the_same_key():
     host = HostPageBooks(3)
     for oldest in (4, 7, 5):
