@@ -119,6 +119,9 @@ class NoDisk:
     def forget_older(self, oldest: int) -> None:
         """No-op."""
 
+    def check(self) -> None:
+        """No-op."""
+
     def close(self) -> None:
         """No-op."""
 
@@ -271,6 +274,11 @@ class DiskPages:
         for key in old:
             del self._known[key]
         self._delete(old)
+
+    def check(self) -> None:
+        """Assert that nothing is read, and that there are no more pages than may be."""
+        assert not self._reads, "a page is being read from disk"
+        assert len(self._known) <= self.total, "there are too many pages on disk"
 
     def close(self) -> None:
         """End the threads and delete the files."""

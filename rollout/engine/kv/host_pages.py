@@ -190,8 +190,9 @@ class HostPageBooks:
     def check(self) -> None:
         """Assert that no sequence and no copy has a page."""
         assert self.taken == 0 and not self._read, "a host page is in use"
-        pages = sorted([*self._free, *(kept.page for kept in self._kept.values())])
-        assert pages == list(range(self.total)), "a host page is lost"
+        kept = {kept.page for kept in self._kept.values()}
+        assert sorted([*self._free, *kept]) == list(range(self.total)), "a host page is lost"
+        assert self.spills.sources() <= kept, "a page that is not kept is being written to disk"
         self._order.check(self._kept.keys())
         assert self._unseen.keys() <= self._kept.keys(), "a page that is not kept is to be written to disk"
 

@@ -7,7 +7,7 @@ and `disk` carry it out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,6 +48,10 @@ class Copies:
 
     def __bool__(self) -> bool:
         return bool(self._of)
+
+    def sources(self) -> Set[int]:
+        """The pages or places that are copied."""
+        return self._of.keys()
 
     def begin(self, source: int, copy: object) -> None:
         """Begin a copy of this page or place; an earlier one is void."""

@@ -42,7 +42,7 @@ from rollout.engine.sequence.sequence_kv import NO_POINT, Point
 #: Pages are copied to the host while fewer than this part of the pool can be given up without loss. An admission takes
 #: the pages of a whole context at once, and a page is copied once, so a large part costs no more copies.
 _AHEAD = 0.5
-#: The most cached pages that one call of `next_out` looks at.
+#: The most cached pages that one call of `next_pages` looks at.
 _LOOKS = 256
 #: The most states whose copies to the host are due.
 _STATES_DUE = 2
@@ -257,8 +257,8 @@ class Tier:
         """Assert that no copy is queued or under way."""
         self.fetches.check()
         assert not self.copies_out and not self._half_due and not self._states_due, "a copy is left"
-        self.host.check()
-        self.states.check()
+        for kept in (self.host, self.states, self.disk):
+            kept.check()
 
 
 def _first(due: deque[KnownMove], most: int) -> list[KnownMove]:

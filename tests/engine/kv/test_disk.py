@@ -17,6 +17,7 @@ from rollout.engine.build import rebuild_engine
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv import disk as disk_module
 from rollout.engine.kv.disk import DiskPages
+from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.messages.to_engine import Cancel
 from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
@@ -378,6 +379,19 @@ class Pages:
             for job in new:
                 self.disk.keep(job, True) if job.kind == "write" else None
         return ended
+
+
+def test_the_check_sees_what_the_disk_still_reads_and_what_it_writes_of_pages_given_up(tmp_path):
+    pages, host = Pages(tmp_path), HostPageBooks(2)
+    pages.disk.read(pages.write(1), 7, None)
+    with pytest.raises(AssertionError, match="read from disk"):
+        pages.disk.check()
+    pages.ended(1)
+    pages.disk.check(), pages.disk.close()
+    host.end_write(host.begin_write(), b"k")
+    host.spills.begin(1, object())
+    with pytest.raises(AssertionError, match="written to disk"):
+        host.check()
 
 
 def test_slow_reads_that_wait_for_each_other_are_not_given_up(tmp_path, monkeypatch):
