@@ -572,7 +572,7 @@ def test_a_swap_while_states_are_on_the_host(made, hf_models, mode):
         if bench.status().offload.sequences:
             break
     groups = bench.engine.roster.groups
-    on_host = [i for i in range(6) if groups["c", f"r{i}"].sequences[0].kv.offloaded is not None]
+    on_host = [i for i in range(6) if groups["c", f"r{i}"].sequences[0].kv.is_offloaded]
     assert on_host
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), ticks=1)
     for i in (0, *on_host):

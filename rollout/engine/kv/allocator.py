@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from rollout.engine.kv.fetches import Fetch
 from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.prefixes import Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
-from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import VERSION_END
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.sequence.sequence_kv import OffloadedKV, Point
+from rollout.engine.sequence.sequence_kv import NO_HOST_STATE, NO_POINT, OffloadedKV, Point
 from rollout.engine.sequence.session import SessionKV
 
 #: The most fetches for one admission of a sequence. Pages that wait for a row may be evicted meanwhile.
@@ -73,7 +73,7 @@ class PageAllocator:
 
     def find_reusable(self, seq: Sequence, version: int) -> Reusable | None:
         """KV that `seq` need not compute, now or after another prefill; None if it has KV of its own to restore."""
-        return self.prefixes.find(seq, version) if seq.kv.offloaded is None else None
+        return None if seq.kv.is_offloaded else self.prefixes.find(seq, version)
 
     def pages_for_new(self, seq: Sequence, reusable: Reusable | None) -> int:
         """Pages that `seq` needs besides those that it shares; `reusable` was just found for it."""
@@ -106,7 +106,7 @@ class PageAllocator:
         first: Seq[int] = (),
         oldest: int = 0,
         begins: bool = True,
-        end: Point | None = None,
+        end: Point = NO_POINT,
     ) -> Fetch | None:
         """Have pages of a prefix copied from the host, if `spare` pages stay available after that.
 
@@ -115,29 +115,29 @@ class PageAllocator:
         fetch to wait for, which may be another one that is under way; None if there is none. Not to be called while
         the pool's memory is given back.
         """
-        for key in (*keys[:1], *(() if end is None else (end.key,))):
-            if (other := self.tier.fetch_of(key)) is not None:
+        fetches, tier = self.tier.fetches, self.tier
+        for key in (*keys[:1], end.key):
+            if (other := fetches.of(key)) is not None:
                 return other
         known = [self.pool.find(key, oldest) for key in keys]
         missing = [
-            key for key, page in zip(keys, known, strict=True) if page is None and self.tier.may_fetch(key, oldest)
+            key
+            for key, page in zip(keys, known, strict=True)
+            if not page and fetches.of(key) is None and tier.has(key, oldest)
         ]
-        if not begins or not (missing or end):
+        if not begins or not (missing or end.key) or (end.key and not self.prefixes.has_place):
             return None
-        if end is not None and not self.prefixes.has_place:
-            return None
-        half = [end.key] if end is not None and end.after else []
-        retained = [*first, *(page for page in known if page is not None)]
+        half = [end.key] if end.after else []
+        retained = [*first, *(page for page in known if page)]
         new = self._retain_and_allocate(retained, len(missing) + len(half), spare)
         if new is None:
             return None
         # Last: it may cost the snapshot that was found for the sequence.
-        place = None if end is None else self.prefixes.take_place()
+        place = self.prefixes.take_place() if end.key else 0
         targets = dict(zip([*missing, *half], new, strict=True))
         pages = [targets.get(key, page) for key, page in zip(keys, known, strict=True)]
-        prefix = [*first, *(page for page in pages if page is not None), *new[len(missing) :]]
-        state = None if end is None or place is None else (end, place)
-        return self.tier.fetch(prefix, list(targets.items()), oldest, state)
+        prefix = [*first, *(page for page in pages if page), *new[len(missing) :]]
+        return fetches.begin(prefix, list(targets.items()), oldest, end, place)
 
     def try_admit(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.
@@ -146,7 +146,6 @@ class PageAllocator:
         number of tokens whose KV is in its pages, or is being copied there.
         """
         if reusable is None:
-            assert seq.kv.offloaded is not None
             return self._try_restore(seq, seq.kv.offloaded, version, spare)
         tokens = seq.history()
         wanted = self._pages_wanted(seq, len(tokens))
@@ -157,7 +156,7 @@ class PageAllocator:
         new = self._retain_and_allocate(reusable.pages, wanted - len(shared), spare)
         if new is None:
             self.prefixes.release(reusable)
-        if new is None and reusable.copied is not None:
+        if new is None and reusable.copied:
             reusable = reusable.without_copy(self.page_size)  # the page to copy may be the one that is short
             new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
         for page in reversed(shared):
@@ -187,19 +186,19 @@ class PageAllocator:
         if self.admissible <= spare and not self.offload_books.send_unshared():
             return False
         found = self.offload_books.pool_pages(offloaded, version)
-        shared = [page for page in found if page is not None]
+        shared = [page for page in found if page]
         wanted = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens))
         new = self._retain_and_allocate(shared, wanted - len(shared), spare)
         if new is None:
             return False
-        missing = [i for i, page in enumerate(found) if page is None]
+        missing = [i for i, page in enumerate(found) if not page]
         targets = list(zip(missing, new[: len(missing)], strict=True))
         pages = [*found, *new[len(missing) :]]
         for i, page in targets:
             pages[i] = page
         kv = seq.kv
         kv.hit = None
-        kv.add_pages((page for page in pages if page is not None), self.page_size)
+        kv.add_pages(pages, self.page_size)
         kv.prefill_tokens = seq.history()
         kv.length, kv.oldest, kv.keys = offloaded.length, offloaded.oldest, offloaded.keys
         kv.adapter_edition = offloaded.adapter_edition
@@ -219,8 +218,8 @@ class PageAllocator:
             for page in retained:
                 self.pool.release(page)
             return None
-        new = [page for page in (self.pool.allocate() for _ in range(count)) if page is not None]
-        assert len(new) == count, "availability was checked"
+        new = [self.pool.allocate() for _ in range(count)]
+        assert all(new), "availability was checked"
         return new
 
     def _make_room(self, pages: int, retained: list[int]) -> bool:
@@ -243,7 +242,7 @@ class PageAllocator:
 
     def try_grow(self, seq: Sequence) -> bool:
         """One page more for `seq`; False if no page is free and no session has one."""
-        while (page := self.pool.allocate()) is None:
+        while not (page := self.pool.allocate()):
             if not self.prefixes.evict_one():
                 return False
         seq.kv.add_pages([page], self.page_size)
@@ -252,15 +251,15 @@ class PageAllocator:
     def chunk_launched(self, seq: Sequence, version: int) -> None:
         """Note that a step in flight computes more of the sequence's KV, up to its length."""
         self._release_copy_source(seq)
-        if seq.kv.offloaded is not None:
+        if seq.kv.is_offloaded:
             self._restored(seq, seq.kv.offloaded, version)
         self.prefixes.launched(seq, version)
 
     def _release_copy_source(self, seq: Sequence) -> None:
         """Release the sources of copies that are enqueued or no longer needed: later writes come after the copies."""
-        if seq.kv.copy_source is not None:
+        if seq.kv.copy_source:
             self.pool.release(seq.kv.copy_source)
-            seq.kv.copy_source = None
+            seq.kv.copy_source = 0
         self.prefixes.loaded(seq)
 
     def _restored(self, seq: Sequence, offloaded: OffloadedKV, version: int) -> None:
@@ -278,27 +277,30 @@ class PageAllocator:
     # --- when the sequence leaves its row ----------------------------------------------------------------------------
 
     def keep_turn(self, seq: Sequence, version: int, now_s: float) -> None:
-        """Settle a finalized turn: its session gets the KV, if `version` can still use it.
+        """Settle a finalized turn: others find its full pages, and its session gets the KV, if `version` can use it.
 
         A request outside of sessions with a lease keeps its KV in the same way, if others can find it.
         """
         kv, session = seq.kv, seq.group.session
         assert seq.finish is not None
+        known = min(kv.length, seq.prompt_len + len(seq.tokens))
+        if kv.copy_source:  # the sequence ended before its first chunk: the page was not copied
+            known -= known % self.page_size
+        # Weights or adapter may have changed while its last steps were in flight; what is offloaded is in no page yet.
+        if not self.prefixes.of_use(seq, version) or seq.finish.reason == "error" or kv.is_offloaded:
+            known = 0
+        self.prefixes.remember(seq, known, version)
         if session is None:
             if not seq.group.request.lease_s or kv.keys is None or self.prefixes.has_states:
                 return
             session = self.sessions.unnamed(seq.group.request, seq.index)
-        known = min(kv.length, seq.prompt_len + len(seq.tokens))
-        if kv.copy_source is not None:  # the sequence ended before its first chunk: the page was not copied
-            known -= known % self.page_size
-        # Weights or adapter may have changed while its last steps were in flight; what is offloaded is in no page yet.
-        if not self.prefixes.of_use(seq, version) or seq.finish.reason == "error" or kv.offloaded is not None:
-            known = 0
-        self.prefixes.remember(seq, known, version)
         known, snapshots = self.prefixes.turn_end(seq, known)
         tokens = seq.identity(seq.history())[:known]
         left = SessionKV(tokens, kv.pages, kv.oldest, kv.keys, kv.adapter_edition, snapshots)
         self.sessions.keep(session, left, now_s)
+        if session.last_until_s > now_s and kv.keys:
+            ends = [snapshot.point.key for snapshot in snapshots if snapshot.point.key]
+            self.tier.lease([*map(kv.keys.__getitem__, range(len(kv.keys))), *ends], session.last_until_s)
         self.prefixes.turn_kept(snapshots)
 
     def release(self, seq: Sequence) -> None:
@@ -312,7 +314,7 @@ class PageAllocator:
 
     def cancel_restores(self, seq: Sequence) -> bool:
         """Copy no more KV back for a sequence that leaves its row; True while copies under way write to its pages."""
-        return seq.kv.offloaded is not None and self.offload_books.cancel_restores(seq)
+        return seq.kv.is_offloaded and self.offload_books.cancel_restores(seq)
 
     def copies_state(self, seq: Sequence) -> bool:
         """True while the state of a sequence that leaves its row is being copied to the host; begins that copy."""
@@ -320,14 +322,14 @@ class PageAllocator:
 
     def restore_state(self, seq: Sequence) -> None:
         """Copy the state of a sequence to its new row, if the state is on the host."""
-        if seq.kv.offloaded is not None and seq.kv.offloaded.host_place is not None:
+        if seq.kv.offloaded.state is not NO_HOST_STATE:
             self.prefixes.row_overwritten(seq.row)
             self.offload_books.restore_state(seq)
 
     def drop_offloaded(self, seq: Sequence) -> None:
         """Discard the KV that a preempted sequence has offloaded, or would offload now."""
         seq.kv.wants_offload = False
-        if seq.kv.offloaded is not None and not seq.kv.pages:
+        if seq.kv.is_offloaded and not seq.kv.pages:
             self.offload_books.drop(seq)
 
     # --- group shares ------------------------------------------------------------------------------------------------
@@ -353,6 +355,11 @@ class PageAllocator:
             self.prefixes.unshare(group.share)
             group.share = None
             self.sharing.remove(group)
+
+    def expire(self, now_s: float) -> None:
+        """End the leases whose time is over."""
+        self.sessions.expire(now_s)
+        self.tier.expire(now_s)
 
     # --- all sequences -----------------------------------------------------------------------------------------------
 

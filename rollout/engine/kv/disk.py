@@ -85,21 +85,11 @@ class DiskJob:
                 self._over = True
 
 
-@dataclass(slots=True)
-class DiskCounts:
-    """Running totals since start, pages."""
-
-    written: int = 0
-    read: int = 0
-    failed: int = 0  # failed writes and reads
-
-
 class NoDisk:
     """No folder: nothing is written or found."""
 
     may_write = may_read = reading = False
     pages = total = 0
-    counts = DiskCounts()
 
     def has(self, key: bytes, oldest: int) -> bool:
         """False."""
@@ -129,6 +119,9 @@ class NoDisk:
     def forget_older(self, oldest: int) -> None:
         """No-op."""
 
+    def check(self) -> None:
+        """No-op."""
+
     def close(self) -> None:
         """No-op."""
 
@@ -153,7 +146,6 @@ class DiskPages:
         page_bytes: int,
         host_pages: int,
     ) -> None:
-        self.counts = DiskCounts()
         self.total = most_bytes // (page_bytes + _HEADER.size + _DIGEST_BYTES)
         if not self.total:
             raise ValueError(f"disk_kv_gib holds no page of {page_bytes} bytes: raise it")
@@ -262,7 +254,6 @@ class DiskPages:
             self._delete([job.key])
             return
         self._known[job.key] = job.oldest, len(job.beside)
-        self.counts.written += 1
         while len(self._known) > self.total:
             self._delete([self._known.popitem(last=False)[0]])
 
@@ -284,6 +275,11 @@ class DiskPages:
             del self._known[key]
         self._delete(old)
 
+    def check(self) -> None:
+        """Assert that nothing is read, and that there are no more pages than may be."""
+        assert not self._reads, "a page is being read from disk"
+        assert len(self._known) <= self.total, "there are too many pages on disk"
+
     def close(self) -> None:
         """End the threads and delete the files."""
         if self._lock_file is None:
@@ -301,15 +297,13 @@ class DiskPages:
         self._lock_file = None
 
     def _note(self, job: DiskJob) -> None:
-        if job.failure:
-            self.counts.failed += 1
-            self._known.pop(job.key, None)
-            if job.kind == "write":
-                self._stop(job.failure)
-            else:
-                log.warning("KV could not be read from disk, and is computed", extra={"reason": job.failure})
-        elif job.kind == "read":
-            self.counts.read += 1
+        if not job.failure:
+            return
+        self._known.pop(job.key, None)
+        if job.kind == "write":
+            self._stop(job.failure)
+        else:
+            log.warning("KV could not be read from disk, and is computed", extra={"reason": job.failure})
 
     def _stop(self, why: str) -> None:
         if not self.failure:

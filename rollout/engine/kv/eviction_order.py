@@ -1,72 +1,108 @@
-"""The order in which sessions give their pages up: the least recently used first, those with a lease after the others.
+"""The order in which KV gives way: the least recently used first, what has a lease after the others.
 
-A lease is a hint of the client: the KV is needed within that time (`lease_s`). It is no claim: when rows need pages and
-no other session has any, leased ones give way, too. A session whose lease is over gives way next, unless its next turn
-is here.
+A lease is a hint of the client: the KV is needed within that time (`lease_s`). It is no claim: when room is short and
+nothing else gives way, leased KV does, too. What has lost its lease gives way next. Sessions have an order on the
+device, pages on the host.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Callable, Hashable, Set
+from typing import Generic, TypeVar
 
-from rollout.engine.messages.requests import SessionKey
-from rollout.engine.sequence.session import Session
-
-#: The heap of leases is cleaned when it has more entries than this plus twice those in use.
+#: The heap of times is cleaned when it has more entries than this plus twice those in use.
 _SLACK = 16
 
+K = TypeVar("K", bound=Hashable)
 
-class EvictionOrder:
-    """The sessions with pages. Times are seconds of the scheduler's clock."""
+
+class Deadlines(Generic[K]):
+    """Times at which something of these keys ends, seconds; one for each key."""
 
     def __init__(self) -> None:
-        self._others: OrderedDict[SessionKey, Session] = OrderedDict()  # least recently used first, as the next
-        self._leased: OrderedDict[SessionKey, Session] = OrderedDict()
-        self._ends: list[tuple[float, int, Session]] = []
+        self._at: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []  # some of them are dropped or have another time since
         self._serial = 0
 
-    @property
-    def first(self) -> Session | None:
-        """The session to evict next; None if there is none."""
-        return next(iter((self._others or self._leased).values()), None)
-
-    def add(self, session: Session, now_s: float) -> None:
-        """Add a session with pages."""
-        if session.last_until_s <= now_s:
-            self._others[session.key] = session
-            return
-        self._leased[session.key] = session
+    def set(self, key: K, at_s: float) -> None:
+        """Set the time of a key."""
+        self._at[key] = at_s
         self._serial += 1
-        heapq.heappush(self._ends, (session.last_until_s, self._serial, session))
-        if len(self._ends) > 2 * len(self._leased) + _SLACK:
-            self._ends = [entry for entry in self._ends if self._counts(entry)]
-            heapq.heapify(self._ends)
+        heapq.heappush(self._heap, (at_s, self._serial, key))
+        if len(self._heap) > 2 * len(self._at) + _SLACK:
+            self._heap = [entry for entry in self._heap if self._counts(entry)]
+            heapq.heapify(self._heap)
 
-    def use(self, key: SessionKey) -> None:
-        """Note that a session with pages is used now: its next turn is here."""
-        (self._leased if key in self._leased else self._others).move_to_end(key)
+    def drop(self, key: K) -> None:
+        """Forget the time of a key, if it has one."""
+        self._at.pop(key, None)
 
-    def drop(self, key: SessionKey) -> None:
-        """Remove a session without pages."""
-        del (self._leased if key in self._leased else self._others)[key]
-
-    def expire(self, now_s: float) -> None:
-        """End the leases whose time is over."""
-        while self._ends and self._ends[0][0] <= now_s:
-            entry = heapq.heappop(self._ends)
+    def take_over(self, now_s: float) -> list[K]:
+        """Keys whose time is over, the earliest first; they are dropped."""
+        over: list[K] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            entry = heapq.heappop(self._heap)
             if self._counts(entry):
-                session = entry[2]
-                key = session.key
-                self._others[key] = self._leased.pop(key)
-                if not session.turns:
-                    self._others.move_to_end(key, last=False)
+                over.append(entry[2])
+                del self._at[entry[2]]
+        return over
 
-    def check(self, sessions: OrderedDict[SessionKey, Session]) -> None:
-        """Assert that these are the sessions with pages."""
-        assert self._others.keys() | self._leased.keys() == sessions.keys(), "a session that gives way has no pages"
-        assert len(self._others) + len(self._leased) == len(sessions), "a session gives way twice"
+    def _counts(self, entry: tuple[float, int, K]) -> bool:
+        return self._at.get(entry[2]) == entry[0]
 
-    def _counts(self, entry: tuple[float, int, Session]) -> bool:
-        until_s, _, session = entry
-        return self._leased.get(session.key) is session and session.last_until_s == until_s
+
+class EvictionOrder(Generic[K]):
+    """Keys of what can give way. Times are seconds of the scheduler's clock."""
+
+    def __init__(self) -> None:
+        self._others: OrderedDict[K, None] = OrderedDict()  # least recently used first, as the next
+        self._leased: OrderedDict[K, None] = OrderedDict()
+        self._ends = Deadlines[K]()  # of leases
+
+    def __bool__(self) -> bool:
+        return bool(self._others or self._leased)
+
+    @property
+    def first(self) -> K:
+        """What gives way next; there has to be something."""
+        return next(iter(self._others or self._leased))
+
+    def add(self, key: K, until_s: float, now_s: float) -> None:
+        """Add what is used now; it has a lease until `until_s`, if that is not over."""
+        if until_s <= now_s:
+            self._others[key] = None
+        else:
+            self._leased[key] = None
+            self._ends.set(key, until_s)
+
+    def use(self, key: K) -> None:
+        """Note that this is used now."""
+        self._of(key).move_to_end(key)
+
+    def drop(self, key: K) -> None:
+        """Remove what has given way."""
+        del self._of(key)[key]
+        self._ends.drop(key)
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._others.clear()
+        self._leased.clear()
+        self._ends = Deadlines()
+
+    def expire(self, now_s: float, needed: Callable[[K], bool] = lambda key: False) -> None:
+        """End the leases whose time is over; what is not `needed` gives way next."""
+        for key in reversed(self._ends.take_over(now_s)):
+            del self._leased[key]
+            self._others[key] = None
+            self._others.move_to_end(key, last=needed(key))
+
+    def check(self, keys: Set[K]) -> None:
+        """Assert that these are all that can give way."""
+        assert self._others.keys() | self._leased.keys() == keys, "what gives way is not there"
+        assert len(self._others) + len(self._leased) == len(keys), "it gives way twice"
+
+    def _of(self, key: K) -> OrderedDict[K, None]:
+        return self._leased if key in self._leased else self._others

@@ -11,14 +11,18 @@ Every page is in exactly one of five states:
 A kept page may be written to disk meanwhile (`disk`); the write is valid if the page stays kept until its end.
 
 Preempted sequences come first: kept pages have only the room that these leave. The one that was used least recently
-gives way.
+gives way, those of sessions with a lease after the others.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from rollout.engine.kv.eviction_order import EvictionOrder
+from rollout.engine.kv.moves import Copies
 
 
 class Kept(NamedTuple):
@@ -35,6 +39,9 @@ class KeptCounts:
     written: int = 0  # known pages that were copied to the host
     fetched: int = 0  # pages that were copied back
     lost: int = 0  # known pages that the pool gave up before they were on the host
+    disk_written: int = 0
+    disk_read: int = 0
+    disk_failed: int = 0  # failed writes and reads
 
 
 class HostPageBooks:
@@ -45,10 +52,13 @@ class HostPageBooks:
         self.total = total
         self.taken = 0
         self._free = list(range(total - 1, -1, -1))
-        self._kept: OrderedDict[bytes, Kept] = OrderedDict()  # least recently used first
+        self._kept: dict[bytes, Kept] = {}
+        self._order = EvictionOrder[bytes]()  # of kept pages
+        self._leases: OrderedDict[bytes, float] = OrderedDict()  # ends of leases, also of keys that are not kept yet
+        self._now_s = 0.0
         self._read: dict[bytes, Kept] = {}
         self._unseen: OrderedDict[bytes, None] = OrderedDict()  # keys that `look` has not returned
-        self._spills: dict[int, object] = {}  # writes to disk, by page, except for pages given up since
+        self.spills = Copies()  # writes to disk
 
     @property
     def free(self) -> int:
@@ -59,13 +69,13 @@ class HostPageBooks:
 
     @property
     def room(self) -> int:
-        """Pages that `take` can hand out now."""
+        """Pages that `take` or `begin_write` can hand out now."""
         return len(self._free) + len(self._kept)
 
     def take(self) -> int:
         """A page for a preempted sequence; there has to be room."""
         self.taken += 1
-        return self._evict() if not self._free else self._free.pop()
+        return self.begin_write()
 
     def give_back(self, page: int) -> None:
         """Free the page of a preempted sequence."""
@@ -82,7 +92,7 @@ class HostPageBooks:
     def use(self, key: bytes, oldest: int = 0) -> bool:
         """Whether the page with this key is kept, with KV of no version before `oldest`; it counts as used now."""
         if key in self._kept:
-            self._kept.move_to_end(key)
+            self._order.use(key)
             if key in self._unseen:
                 self._unseen.move_to_end(key)
         return self.has(key, oldest)
@@ -96,38 +106,60 @@ class HostPageBooks:
         """Note that the pool gives up the page with this key."""
         self.counts.lost += not self.has(key)
 
-    def begin_write(self) -> int | None:
-        """A page for a copy to the host; None if preempted sequences and copies own all pages."""
-        if self._free:
-            return self._free.pop()
-        return self._evict() if self._kept else None
+    def begin_write(self) -> int:
+        """A page for a copy to the host; there has to be room."""
+        return self._free.pop() if self._free else self._give_up(self._order.first)
 
-    def end_write(self, page: int, key: bytes | None, oldest: int = 0) -> None:
-        """End a copy to this page; without a key the page becomes free. A key is kept once, with its newest KV."""
-        if key is None or self.has(key, oldest):
+    def end_write(self, page: int, key: bytes, oldest: int = 0) -> None:
+        """End a copy to this page. A key is kept once, with its newest KV."""
+        if self.has(key, oldest):
             self._free.append(page)
             return
-        if (read := self._read.pop(key, None)) is not None:  # freed when the copy that reads it ends
-            self._spills.pop(read.page, None)
-        if (older := self._kept.pop(key, None)) is not None:
-            self._give_up(key, older)
-            self._free.append(older.page)
-        self._kept[key] = Kept(page, oldest)
+        if key in self._read:  # freed when the copy that reads it ends
+            self.spills.give_up(self._read.pop(key).page)
+        if key in self._kept:
+            self._free.append(self._give_up(key))
+        self._keep(key, Kept(page, oldest))
         self._unseen[key] = None
+
+    def _keep(self, key: bytes, kept: Kept) -> None:
+        self._kept[key] = kept
+        self._order.add(key, self._leases.get(key, 0.0), self._now_s)
+
+    def drop_write(self, page: int) -> None:
+        """End a copy to this page that is void: the page is free."""
+        self._free.append(page)
 
     def begin_read(self, key: bytes) -> Kept:
         """Mark the kept page with this key as read by a copy."""
+        self._order.drop(key)
         kept = self._read[key] = self._kept.pop(key)
         return kept
 
     def end_read(self, key: bytes, page: int) -> None:
         """End the copy, or cancel it. The page becomes free if it was forgotten, or if newer KV came."""
-        kept = self._read.get(key)
-        if kept is not None and kept.page == page:
-            del self._read[key]
-            self._kept[key] = kept
+        if key in self._read and self._read[key].page == page:
+            self._keep(key, self._read.pop(key))
         else:
             self._free.append(page)
+
+    # --- leases -------------------------------------------------------------------------------------------------------
+
+    def lease(self, keys: Seq[bytes], until_s: float) -> None:
+        """Have pages with these keys, in their order in a prefix, give way after others until this time."""
+        for key in reversed(keys):  # the end of a prefix gives way before its beginning
+            self._leases[key] = until_s
+            self._leases.move_to_end(key)
+            if key in self._kept:
+                self._order.drop(key)
+                self._order.add(key, until_s, self._now_s)
+        while len(self._leases) > 2 * self.total:
+            self._leases.popitem(last=False)
+
+    def expire(self, now_s: float) -> None:
+        """End the leases whose time is over."""
+        self._now_s = now_s
+        self._order.expire(now_s)
 
     # --- to disk ------------------------------------------------------------------------------------------------------
 
@@ -141,41 +173,32 @@ class HostPageBooks:
         key, _ = self._unseen.popitem(last=False)
         return key, self._kept.get(key) or self._read[key]
 
-    def begin_spill(self, page: int, spill: object) -> None:
-        """Note that a kept page is being written to disk."""
-        self._spills[page] = spill
-
-    def end_spill(self, page: int, spill: object) -> bool:
-        """Note the end of the write; False if the page was given up meanwhile."""
-        if self._spills.get(page) is not spill:
-            return False
-        del self._spills[page]
-        return True
-
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def forget_older(self, oldest: int) -> None:
         """Forget known pages with a weights version before `oldest`."""
         for key in [key for key, kept in self._kept.items() if kept.oldest < oldest]:
-            self._free.append(self._give_up(key, self._kept.pop(key)))
+            self._free.append(self._give_up(key))
 
     def forget_all(self) -> None:
         """Forget all known pages; those that copies read are free when these have ended."""
         self._free += [kept.page for kept in self._kept.values()]
-        for known in (self._kept, self._read, self._unseen, self._spills):
+        for known in (self._kept, self._read, self._unseen, self._order):
             known.clear()
+        self.spills.give_up_all()
 
     def check(self) -> None:
         """Assert that no sequence and no copy has a page."""
         assert self.taken == 0 and not self._read, "a host page is in use"
-        pages = sorted([*self._free, *(kept.page for kept in self._kept.values())])
-        assert pages == list(range(self.total)), "a host page is lost"
+        kept = {kept.page for kept in self._kept.values()}
+        assert sorted([*self._free, *kept]) == list(range(self.total)), "a host page is lost"
+        assert self.spills.sources() <= kept, "a page that is not kept is being written to disk"
+        self._order.check(self._kept.keys())
         assert self._unseen.keys() <= self._kept.keys(), "a page that is not kept is to be written to disk"
 
-    def _evict(self) -> int:
-        return self._give_up(*self._kept.popitem(last=False))
-
-    def _give_up(self, key: bytes, kept: Kept) -> int:
+    def _give_up(self, key: bytes) -> int:
+        kept = self._kept.pop(key)
+        self._order.drop(key)
         self._unseen.pop(key, None)
-        self._spills.pop(kept.page, None)
+        self.spills.give_up(kept.page)
         return kept.page

@@ -37,19 +37,30 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from rollout.engine.device.streams import Stream
+from rollout.engine.kv.fetches import Fetch
 from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.host_states import HostStates
+from rollout.engine.kv.moves import Move, MoveBooks
 from rollout.engine.kv.page_mirror import PageMirror
-from rollout.engine.kv.page_mover import PageMover, Piece
+from rollout.engine.kv.page_mover import CopyQueue, PageMover, Piece
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.tier import CopyCosts, Fetch, Tier
+from rollout.engine.kv.tier import Tier
 from rollout.engine.messages.statuses import OffloadStatus
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.sequence.sequence_kv import HostState, OffloadedKV, OffloadedPage, Restore
+from rollout.engine.sequence.sequence_kv import (
+    NO_HOST_STATE,
+    NOT_OFFLOADED,
+    HostState,
+    OffloadedKV,
+    OffloadedPage,
+    Restore,
+)
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +76,27 @@ class OffloadCounts:
     refused: int = 0  # preempted sequences for whose KV the host had no room
     pages_out: int = 0
     pages_in: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _PageOut(Move):
+    """A page of preempted sequences on its way to the host."""
+
+    page: OffloadedPage
+
+
+@dataclass(eq=False, slots=True)
+class _PageIn(Move):
+    """The page on its way back."""
+
+    restore: Restore
+
+
+@dataclass(eq=False, slots=True)
+class _RowState(Move):
+    """The state of a row on its way to the host, or back."""
+
+    seq: Sequence
 
 
 class OffloadBooks:
@@ -98,10 +130,14 @@ class OffloadBooks:
         self._to_copy_out: deque[OffloadedPage] = deque()  # some may have been dropped since
         self.to_copy_in: deque[Restore] = deque()
         self.host_states = host_states  # places for states of linear attention
-        self._states_out: deque[Sequence] = deque()
-        self._states_in: deque[Sequence] = deque()
+        self._states_out: deque[_RowState] = deque()
+        self._states_in: deque[_RowState] = deque()
         self._waiting: dict[Restore, list[Sequence]] = {}  # the sequences that wait for this restore
         self._sequences = 0
+        self.page_moves = MoveBooks(self.next_out, self.copied_out, self.next_in, self.copied_in)
+        self.state_moves = MoveBooks(
+            self.next_states_out, self.states_copied_out, self.next_states_in, self.states_copied_in
+        )
 
     # --- sequences ---------------------------------------------------------------------------------------------------
 
@@ -111,19 +147,17 @@ class OffloadBooks:
         A sequence that was being restored has its offloaded pages already; one that has ended needs none.
         """
         wanted, seq.kv.wants_offload = seq.kv.wants_offload and not seq.finalized, False
-        state, seq.kv.host_state = seq.kv.host_state, None
-        if seq.kv.offloaded is None:
-            taken = wanted and self._take(seq)
-            if state is not None and not taken:
-                self.host_states.give_back(state.host_place)
-            elif state is not None and seq.kv.offloaded is not None:
-                seq.kv.offloaded.host_place = state.host_place
-            return taken
-        if not wanted:
-            self.drop(seq)
-        return False
+        state, seq.kv.host_state = seq.kv.host_state, NO_HOST_STATE
+        if seq.kv.is_offloaded:
+            if not wanted:
+                self.drop(seq)
+            return False
+        taken = wanted and self._take(seq, state)
+        if not taken:
+            self._give_back(state)
+        return taken
 
-    def _take(self, seq: Sequence) -> bool:
+    def _take(self, seq: Sequence, state: HostState) -> bool:
         kv = seq.kv
         count = -(-kv.length // self._page_size)
         with_kv, rest = kv.pages[:count], kv.pages[count:]
@@ -138,51 +172,47 @@ class OffloadBooks:
         for offloaded in reversed(pages):  # the last pages of a prefix go first: the first ones are useful longest
             if not offloaded.outgoing:
                 self._send_or_share(offloaded)
-        kv.offloaded = OffloadedKV(kv.length, kv.oldest, kv.adapter_edition, kv.keys, pages)
+        kv.offloaded = OffloadedKV(kv.length, kv.oldest, kv.adapter_edition, kv.keys, pages, state=state)
         self.counts.offloaded += 1
         self._sequences += 1
         return True
 
     def _take_page(self, page: int) -> OffloadedPage:
         """The offloaded page of a pool page, which takes over the caller's reference."""
-        offloaded = self._in_pool.get(page)
-        if offloaded is None:
-            offloaded = self._in_pool[page] = OffloadedPage(page, self.host.take())
+        if page not in self._in_pool:
+            self._in_pool[page] = OffloadedPage(page, self.host.take())
         else:
-            offloaded.owners += 1
+            self._in_pool[page].owners += 1
             self._pool.release(page)
-        return offloaded
+        return self._in_pool[page]
 
-    def pool_pages(self, kv: OffloadedKV, version: int) -> list[int | None]:
-        """For each page of an offloaded sequence the pool page that has, or will have, its KV. None: restore it."""
-        keys = kv.keys if kv.oldest == version else None  # a key may be known with KV of several versions
-        pages = [page.pool_page if page.restore is None else page.restore.pool_page for page in kv.pages]
-        for i in range(0 if keys is None else len(keys)):
-            assert keys is not None
-            if pages[i] is None:
-                pages[i] = self._pool.find(keys[i], version)
+    def pool_pages(self, kv: OffloadedKV, version: int) -> list[int]:
+        """For each page of an offloaded sequence the pool page that has, or will have, its KV. 0: restore it."""
+        pages = [page.restore.pool_page if page.restore else page.pool_page for page in kv.pages]
+        if kv.keys and kv.oldest == version:  # a key may be known with KV of several versions
+            for i in range(len(kv.keys)):
+                pages[i] = pages[i] or self._pool.find(kv.keys[i], version)
         return pages
 
     def restore(self, seq: Sequence, targets: list[tuple[int, int]]) -> None:
         """Copy pages back for a sequence that is admitted again; `targets` are (index of the page, its pool page)."""
         kv = seq.kv.offloaded
-        assert kv is not None and not kv.restores
+        assert seq.kv.is_offloaded and not kv.restores
         for i, pool_page in targets:
             restore = kv.pages[i].restore = Restore(kv.pages[i], pool_page)
             self.to_copy_in.append(restore)
             self._waiting[restore] = []
-        kv.restores = [page.restore for page in kv.pages if page.restore is not None]
+        kv.restores = [page.restore for page in kv.pages if page.restore]
         for restore in kv.restores:
             self._waiting[restore].append(seq)
         pages = zip(kv.pages, seq.kv.pages, strict=False)
-        kv.restored = [(page.host_page, own) for page, own in pages if page.restore is not None or page.also_on_host]
+        kv.restored = [(page.host_page, own) for page, own in pages if page.restore or page.also_on_host]
 
     def cancel_restores(self, seq: Sequence) -> bool:
         """Copy nothing more for this sequence alone; True while copies under way write to pages that only it has."""
         kv = seq.kv.offloaded
-        assert kv is not None
         if kv.restores_state == "queued":
-            self._states_in.remove(seq)
+            self._states_in = deque(move for move in self._states_in if move.seq is not seq)
             kv.restores_state = "no"
         needed: list[Restore] = []
         others: list[Restore] = []
@@ -200,11 +230,10 @@ class OffloadBooks:
 
     def drop(self, seq: Sequence) -> None:
         """Release the offloaded pages of the sequence."""
-        kv, seq.kv.offloaded = seq.kv.offloaded, None
-        assert kv is not None and not kv.restoring, "a copy may still read a host page"
+        kv, seq.kv.offloaded = seq.kv.offloaded, NOT_OFFLOADED
+        assert kv is not NOT_OFFLOADED and not kv.restoring, "a copy may still read a host page"
         self._sequences -= 1
-        if kv.host_place is not None:
-            self.host_states.give_back(kv.host_place)
+        self._give_back(kv.state)
         for page in kv.pages:
             page.owners -= 1
             if page.owners == 0 and not page.copying:
@@ -216,14 +245,12 @@ class OffloadBooks:
 
     def send_unshared(self) -> bool:
         """Pages are short: send the shared pages that no other sequence uses any more. True if there are any."""
-        assert all(page.pool_page is not None for page in self._shared.values())
         found = [page for number, page in self._shared.items() if self._pool.refs[number] == 1]
         for page in found:
             self._send_or_share(page)
         return bool(found)
 
     def _send_or_share(self, page: OffloadedPage) -> None:
-        assert page.pool_page is not None
         if self._pool.refs[page.pool_page] > 1:
             self._shared[page.pool_page] = page
             return
@@ -237,17 +264,16 @@ class OffloadBooks:
 
     def _leave_pool(self, page: OffloadedPage) -> None:
         """Give the pool page back: the host has its content."""
-        assert page.pool_page is not None
         del self._in_pool[page.pool_page]
         self._pool.release(page.pool_page)
-        page.pool_page, page.also_on_host = None, False
+        page.pool_page, page.also_on_host = 0, False
 
     def _free(self, page: OffloadedPage) -> None:
         """The page has no owner, and no copy reads or writes its host page."""
-        if page.pool_page is not None:
+        if page.pool_page:
             self._unlink(page)
             self._pool.release(page.pool_page)
-            page.pool_page = None
+            page.pool_page = 0
         if page.outgoing:
             page.outgoing = False
             self.outgoing -= 1
@@ -255,12 +281,15 @@ class OffloadBooks:
 
     def _unlink(self, page: OffloadedPage) -> None:
         """A sequence that gives up this pool page from now on makes a new offloaded page of it."""
-        assert page.pool_page is not None
         if self._in_pool.get(page.pool_page) is page:
             del self._in_pool[page.pool_page]
             self._shared.pop(page.pool_page, None)
 
     # --- states of linear attention ----------------------------------------------------------------------------------
+
+    def _give_back(self, state: HostState) -> None:
+        if state is not NO_HOST_STATE:
+            self.host_states.give_back(state.host_place)
 
     def copies_state(self, seq: Sequence) -> bool:
         """True while the copy of a row's state to the host is queued or under way; queues that of a preempted one.
@@ -268,53 +297,51 @@ class OffloadBooks:
         The sequence has no step in flight, and keeps its row and its pages until the copy is over: then it is settled.
         """
         kv = seq.kv
-        if kv.host_state is not None:
-            if kv.host_state.failed:
-                kv.wants_offload = False
+        if kv.host_state is not NO_HOST_STATE:
+            kv.wants_offload &= not kv.host_state.failed
             return not kv.host_state.over
-        if not kv.wants_offload or seq.finalized or kv.offloaded is not None or self.closed:
+        if not kv.wants_offload or seq.finalized or kv.is_offloaded or self.closed:
             return False
         if not self.host_states.room:
             self.counts.refused += 1
             kv.wants_offload = False
             return False
         kv.host_state = HostState(self.host_states.take())
-        self._states_out.append(seq)
+        self._states_out.append(_RowState(seq.row, kv.host_state.host_place, seq))
         return True
 
-    def next_states_out(self, most: int) -> list[Sequence]:
-        """Up to `most` sequences whose rows' states begin to be copied to the host now."""
+    def next_states_out(self, most: int) -> list[_RowState]:
+        """Up to `most` states of rows whose copies to the host begin now."""
         return [self._states_out.popleft() for _ in range(min(most, len(self._states_out)))]
 
-    def states_copied_out(self, seqs: list[Sequence], failed: bool) -> list[Sequence]:
+    def states_copied_out(self, moves: list[_RowState], failed: bool) -> list[Sequence]:
         """End the copies of these states; returns the sequences that can be settled."""
         if failed:
-            seqs = [*seqs, *self.next_states_out(len(self._states_out))]  # the copies of these states are cancelled
-        for seq in seqs:
-            assert seq.kv.host_state is not None
-            seq.kv.host_state.over, seq.kv.host_state.failed = True, failed
-        return seqs
+            moves = [*moves, *self.next_states_out(len(self._states_out))]  # the copies of these states are cancelled
+        for move in moves:
+            move.seq.kv.host_state.over, move.seq.kv.host_state.failed = True, failed
+        return [move.seq for move in moves]
 
     def restore_state(self, seq: Sequence) -> None:
         """Copy a state back to the row that its sequence was just given."""
-        assert seq.kv.offloaded is not None and seq.kv.offloaded.restores_state == "no"
-        seq.kv.offloaded.restores_state = "queued"
-        self._states_in.append(seq)
+        kv = seq.kv.offloaded
+        assert kv.restores_state == "no"
+        kv.restores_state = "queued"
+        self._states_in.append(_RowState(seq.row, kv.state.host_place, seq))
 
-    def next_states_in(self, most: int) -> list[Sequence]:
-        """Up to `most` sequences whose states begin to be copied to their rows now."""
+    def next_states_in(self, most: int) -> list[_RowState]:
+        """Up to `most` states whose copies to their rows begin now."""
         taken = [self._states_in.popleft() for _ in range(min(most, len(self._states_in)))]
-        for seq in taken:
-            assert seq.kv.offloaded is not None
-            seq.kv.offloaded.restores_state = "copying"
+        for move in taken:
+            move.seq.kv.offloaded.restores_state = "copying"
         return taken
 
-    def states_copied_in(self, seqs: list[Sequence], failed: bool) -> list[Sequence]:
+    def states_copied_in(self, moves: list[_RowState], failed: bool) -> list[Sequence]:
         """End the copies to these rows, failed ones included; returns the sequences that wait for no other copy."""
+        seqs = [move.seq for move in moves]
         for seq in seqs:
-            assert seq.kv.offloaded is not None
             seq.kv.offloaded.restores_state = "no"
-        return [seq for seq in seqs if seq.kv.offloaded is not None and not seq.kv.offloaded.restoring]
+        return [seq for seq in seqs if not seq.kv.restoring]
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
@@ -323,29 +350,28 @@ class OffloadBooks:
         """True while copies are queued or under way."""
         return self.outgoing > 0 or bool(self.to_copy_in) or bool(self._states_out) or bool(self._states_in)
 
-    def next_out(self, most: int) -> list[OffloadedPage]:
+    def next_out(self, most: int) -> list[_PageOut]:
         """Up to `most` pages whose copies to the host begin now."""
-        taken: list[OffloadedPage] = []
+        taken: list[_PageOut] = []
         while self._to_copy_out and len(taken) < most:
             page = self._to_copy_out.popleft()
             if not page.outgoing:
                 continue  # the page was dropped
-            assert page.pool_page is not None and not page.copying
+            assert page.pool_page and not page.copying
             if self._pool.refs[page.pool_page] > 1:  # another sequence has begun to use it
                 page.outgoing = False
                 self.outgoing -= 1
                 self._shared[page.pool_page] = page
                 continue
             page.copying = True
-            taken.append(page)
+            taken.append(_PageOut(page.pool_page, page.host_page, page))
         return taken
 
-    def copied_out(self, pages: list[OffloadedPage], failed: bool) -> None:
+    def copied_out(self, moves: list[_PageOut], failed: bool) -> list[Sequence]:
         """Complete copies to the host; after a failure the pages stay in the pool as long as they have owners."""
         for mirror in () if failed else self._mirrors:
-            sources = [page.pool_page for page in pages if page.pool_page is not None]
-            mirror.stow(sources, [page.host_page for page in pages])
-        for page in pages:
+            mirror.stow([move.place for move in moves], [move.host_place for move in moves])
+        for page in [move.page for move in moves]:
             page.outgoing = page.copying = False
             self.outgoing -= 1
             if page.owners == 0:
@@ -353,36 +379,35 @@ class OffloadBooks:
             elif not failed:
                 self._leave_pool(page)
         if not failed:
-            self.counts.pages_out += len(pages)
+            self.counts.pages_out += len(moves)
+        return []
 
-    def next_in(self, most: int) -> list[Restore]:
+    def next_in(self, most: int) -> list[_PageIn]:
         """Up to `most` copies from the host that begin now."""
         taken = [self.to_copy_in.popleft() for _ in range(min(most, len(self.to_copy_in)))]
         for restore in taken:
             restore.copying = True
-        return taken
+        return [_PageIn(restore.pool_page, restore.host_page, restore) for restore in taken]
 
-    def copied_in(self, restores: list[Restore], failed: bool) -> list[Sequence]:
+    def copied_in(self, moves: list[_PageIn], failed: bool) -> list[Sequence]:
         """Complete copies from the host, or failed ones; returns the sequences that wait for no other copy."""
         ready: list[Sequence] = []
-        for restore in restores:
+        for restore in [move.restore for move in moves]:
             waiting, page = self._waiting.pop(restore), restore.page
             page.restore = None
             if page.owners > len(waiting) and not failed:
                 self._share_again(page, restore.pool_page)
             for seq in waiting:
-                offloaded = seq.kv.offloaded
-                assert offloaded is not None
-                offloaded.restores.remove(restore)
-                if not offloaded.restoring:
+                seq.kv.offloaded.restores.remove(restore)
+                if not seq.kv.restoring:
                     ready.append(seq)
         if not failed:
-            self.counts.pages_in += len(restores)
+            self.counts.pages_in += len(moves)
         return ready
 
     def _share_again(self, page: OffloadedPage, pool_page: int) -> None:
         """Keep the pool page of a restore for the other owners."""
-        assert page.pool_page is None and pool_page not in self._in_pool
+        assert not page.pool_page and pool_page not in self._in_pool
         self._pool.retain(pool_page)
         page.pool_page, page.also_on_host = pool_page, True
         self._in_pool[pool_page] = self._shared[pool_page] = page
@@ -448,16 +473,21 @@ class Offload:
         self.books = books
         self.tier = tier
         self.mover = mover
-        self.state_mover = state_mover
         self.failure = ""  # reason why nothing is offloaded any more
         self.recent: deque[MoveRecord] = deque(maxlen=_RECENT_MOVES)
         self._roster = roster
+        self._movers = [mover] if state_mover is None else [mover, state_mover]
+
+    def _moves(self) -> list[tuple[PageMover, MoveBooks]]:
+        """All books with the mover of their pages or states, in the order in which they are served."""
+        books, tier = self.books, self.tier
+        of_movers = (books.page_moves, tier.page_moves), (books.state_moves, tier.state_moves)
+        return [(mover, moves) for mover, served in zip(self._movers, of_movers, strict=False) for moves in served]
 
     @property
     def moving(self) -> bool:
         """True while copies are queued or under way."""
-        busy = self.books.busy or self.tier.busy or self.mover.moving
-        return busy or (self.state_mover is not None and self.state_mover.moving)
+        return self.books.busy or self.tier.busy or any(mover.moving for mover in self._movers)
 
     def advance(self) -> None:
         """Account for the copies that are complete, and begin others. Never waits."""
@@ -467,90 +497,54 @@ class Offload:
         self._take_finished()
         if not self.failure:
             self._begin()
-        if ended := self.tier.take_ended():
+        if ended := self.tier.fetches.take_ended():
             self._roster.fetches_ended(ended)
 
     def wait(self, most_s: float) -> None:
         """Block until a copy is complete, for `most_s` seconds at most: no step can be launched before."""
-        mover = self.mover
-        if self.state_mover is not None and self.state_mover.moving:
-            mover = self.state_mover
-        if not mover.moving:
-            self.tier.disk.wait(most_s)
-        mover.wait(most_s)
+        moving = [mover for mover in reversed(self._movers) if mover.moving]
+        (moving[0] if moving else self.tier.disk).wait(most_s)
 
     def _take_finished(self) -> None:
         costs = self.tier.costs
-        for piece in self.mover.out.finished():
-            self._note("out", piece, costs)
-            books, pages = piece.entries
-            books.copied_out(pages, bool(piece.failure))
-        for piece in self.mover.back.finished():
-            self._note("in", piece, costs)
-            books, pages = piece.entries
-            if books is self.tier:
-                books.copied_in(pages, bool(piece.failure))
-            else:
-                self._roster.restores_ended(books.copied_in(pages, bool(piece.failure)))
-        if self.state_mover is not None:
-            self._take_finished_states(self.state_mover)
+        for mover, note in zip(self._movers, (costs.copied, costs.states_copied), strict=False):
+            for direction, queue in mover.directions:
+                for piece in queue.finished():
+                    ended, moves = piece.entries
+                    self._roster.restores_ended(ended(moves, bool(piece.failure)))
+                    if not piece.failure:
+                        self._note(direction, piece, note)
+                    elif not self.failure:
+                        self._fail(piece.failure)
 
-    def _take_finished_states(self, mover: PageMover) -> None:
-        for piece in mover.out.finished():
-            books, states = piece.entries
-            settled = books.states_copied_out(states, bool(piece.failure))
-            self._note("out", piece)
-            self._roster.restores_ended(settled)
-        for piece in mover.back.finished():
-            books, states = piece.entries
-            ready = books.states_copied_in(states, bool(piece.failure))
-            self._note("in", piece)
-            self._roster.restores_ended(ready)
+    def _note(self, direction: Literal["out", "in"], piece: Piece, note: Callable[[int, float], None]) -> None:
+        move = MoveRecord(direction, piece.pages, piece.start.time_s, piece.end.time_s)
+        self.recent.append(move)
+        note(move.pages, move.end_s - move.start_s)
 
-    def _note(self, direction: Literal["out", "in"], piece: Piece, costs: CopyCosts | None = None) -> None:
-        if not piece.failure:
-            move = MoveRecord(direction, piece.pages, piece.start.time_s, piece.end.time_s)
-            self.recent.append(move)
-            if costs is not None:
-                costs.copied(move.pages, move.end_s - move.start_s)
-            else:
-                self.tier.costs.state_copied(move.end_s - move.start_s)
-        elif not self.failure:
-            self.failure = f"KV is no longer offloaded, and preempted completions are computed again: {piece.failure}"
-            log.error("%s", self.failure)
-            self.books.closed = True
-            self.tier.close()
-            stopped = self.books.states_copied_out([], failed=True)
-            self._roster.forget_offloaded()
-            self._roster.restores_ended(stopped)
+    def _fail(self, why: str) -> None:
+        self.failure = f"KV is no longer offloaded, and preempted completions are computed again: {why}"
+        log.error("%s", self.failure)
+        self.books.closed = True
+        self.tier.close()
+        stopped = self.books.states_copied_out([], failed=True)
+        self._roster.forget_offloaded()
+        self._roster.restores_ended(stopped)
 
     def _begin(self) -> None:
-        out, back = self.mover.out, self.mover.back
         self.tier.look_at_ends()
-        for books in (self.books, self.tier):
-            while out.capacity and (pages := books.next_out(out.capacity)):
-                sources = [page.pool_page for page in pages if page.pool_page is not None]
-                out.start(sources, [page.host_page for page in pages], (books, pages))
-            while back.capacity and (copies := books.next_in(back.capacity)):
-                # After the steps in flight: one of them may still copy from a page that has been free since.
-                targets = [copy.pool_page for copy in copies]
-                back.start(targets, [copy.host_page for copy in copies], (books, copies), self.mover.compute)
-        if self.state_mover is not None:
-            self._begin_states(self.state_mover)
+        for mover, books in self._moves():
+            out, back = mover.out, mover.back
+            # After the steps in flight: one of them may still copy from a page that has been free since, belong to the
+            # row's last sequence, save its state or a snapshot, or load from the place.
+            steps = mover.compute
+            while out.capacity and (moves := books.next_out(out.capacity)):
+                _start(out, moves, books.out_ended, steps if books.out_after_steps else None)
+            while back.capacity and (moves := books.next_in(back.capacity)):
+                _start(back, moves, books.in_ended, steps)
 
-    def _begin_states(self, mover: PageMover) -> None:
-        out, back = mover.out, mover.back
-        while out.capacity and (seqs := self.books.next_states_out(out.capacity)):
-            places = [seq.kv.host_state.host_place for seq in seqs if seq.kv.host_state]
-            out.start([seq.row for seq in seqs], places, (self.books, seqs))
-        while back.capacity and (seqs := self.books.next_states_in(back.capacity)):
-            places = [
-                s.kv.offloaded.host_place for s in seqs if s.kv.offloaded and s.kv.offloaded.host_place is not None
-            ]
-            # After the steps in flight: one of them may still belong to the row's last sequence, or save its state.
-            back.start([seq.row for seq in seqs], places, (self.books, seqs), mover.compute)
-        # The save of a snapshot may be in flight; a place may be one that a step in flight still loads.
-        while out.capacity and (states := self.tier.next_states_out(out.capacity)):
-            out.start([s.place for s in states], [s.host_place for s in states], (self.tier, states), mover.compute)
-        while back.capacity and (states := self.tier.next_states_in(back.capacity)):
-            back.start([s.place for s in states], [s.host_place for s in states], (self.tier, states), mover.compute)
+
+def _start(
+    queue: CopyQueue, moves: Seq[Move], ended: Callable[[Any, bool], list[Sequence]], after: Stream | None
+) -> None:
+    queue.start([move.place for move in moves], [move.host_place for move in moves], (ended, moves), after)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -183,6 +183,11 @@ class PageMover:
         device.synchronize()  # they were zeroed on a stream that the copies do not wait for
         self.out = CopyQueue(device, f"{name}_out", staging[0], self._copy_out, orders)
         self.back = CopyQueue(device, f"{name}_in", staging[1], self._copy_in, orders)
+
+    @property
+    def directions(self) -> tuple[tuple[Literal["out", "in"], CopyQueue], ...]:
+        """Both queues."""
+        return ("out", self.out), ("in", self.back)
 
     @property
     def moving(self) -> bool:

@@ -7,7 +7,7 @@ Every page but page 0 is in exactly one of three states:
     used       one reference or more; it may be a known prefix, too, so that other sequences can share it
 
 Page 0 is the dump page: padding rows write there, and it fills a page table past the row's own pages. It is never
-allocated.
+allocated: where a page is expected, 0 means that there is none.
 
 A prefix is known by a chain of digests, one for each full page: digest_i = H(digest_{i-1}, content of page i), and
 digest_{-1} is the weights version and, with an adapter, the edition of its weights. The content is what the items of
@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+
+from rollout.engine.kv.moves import Copies
 
 DUMP_PAGE = 0
 
@@ -54,9 +56,8 @@ class PagePool:
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._leaving: OrderedDict[int, None] = OrderedDict()
-        # Copies to the host, by page, except for pages evicted since. The second map is for half-full pages.
-        self._copies: dict[int, object] = {}
-        self._half_copies: dict[int, object] = {}
+        self._copies = Copies()  # of known pages to the host
+        self.half_copies = Copies()  # of the first positions of used pages, which no step in flight writes to
 
     @property
     def free(self) -> int:
@@ -88,8 +89,8 @@ class PagePool:
         """Pages that `allocate` can hand out now."""
         return len(self._free) + self.cached
 
-    def allocate(self) -> int | None:
-        """Allocate a page with one reference; None if all are used. If none is free, evict the oldest cached one."""
+    def allocate(self) -> int:
+        """Allocate a page with one reference; 0 if all are used. If none is free, evict the oldest cached one."""
         if self._free:
             page = self._free.pop()
         elif cached := self._seen or self._evictable or self._leaving:
@@ -97,7 +98,7 @@ class PagePool:
             self._evicted(self._key_of[page])
             self._forget(page)
         else:
-            return None
+            return 0
         self.refs[page] = 1
         return page
 
@@ -118,37 +119,37 @@ class PagePool:
                 self._evictable[page] = None
             else:
                 self._free.append(page)
-                self._half_copies.pop(page, None)
+                self.half_copies.give_up(page)
                 self._forget_tail(page)
 
     def remember(self, key: bytes, page: int, oldest: int) -> None:
         """Make a used page findable by `key`; no-op if the page is known, or the key by a page whose KV is no older."""
         assert self.refs[page] > 0, "only a page in use can be remembered"
-        if page not in self._key_of and self._gives_way(self._page_of.get(key), oldest):
+        if page not in self._key_of and self._gives_way(self._page_of.get(key, 0), oldest):
             self._page_of[key], self._key_of[page], self._oldest[page] = page, key, oldest
 
-    def find(self, key: bytes, oldest: int = 0) -> int | None:
-        """The page with this key, if its KV has no version before `oldest`; else None.
+    def find(self, key: bytes, oldest: int = 0) -> int:
+        """The page with this key, if its KV has no version before `oldest`; else 0.
 
         The caller has to retain it before the next `allocate`.
         """
-        page = self._page_of.get(key)
-        return page if page is not None and self._oldest[page] >= oldest else None
+        page = self._page_of.get(key, 0)
+        return page if self._oldest[page] >= oldest else 0
 
     def remember_tail(self, key: bytes, page: int, oldest: int) -> None:
         """Make the first positions of a used page findable by `key`; else as `remember`."""
         assert self.refs[page] > 0, "only a page in use can be remembered"
-        if page not in self._tail_key_of and self._gives_way(self._tail_page_of.get(key), oldest):
+        if page not in self._tail_key_of and self._gives_way(self._tail_page_of.get(key, 0), oldest):
             self._tail_page_of[key], self._tail_key_of[page], self._oldest[page] = page, key, oldest
 
-    def find_tail(self, key: bytes, oldest: int = 0) -> int | None:
+    def find_tail(self, key: bytes, oldest: int = 0) -> int:
         """The page whose first positions have this key, to be retained and copied; else as `find`."""
-        page = self._tail_page_of.get(key)
-        return page if page is not None and self._oldest[page] >= oldest else None
+        page = self._tail_page_of.get(key, 0)
+        return page if self._oldest[page] >= oldest else 0
 
-    def oldest_of(self, page: int) -> int | None:
-        """The oldest weights version of the KV of a known page; None for other pages."""
-        return self._oldest[page] if page in self._key_of or page in self._tail_key_of else None
+    def oldest_of(self, page: int, otherwise: int) -> int:
+        """The oldest weights version of the KV of a known page; `otherwise` for other pages."""
+        return self._oldest[page] if page in self._key_of or page in self._tail_key_of else otherwise
 
     # --- copies to the host -------------------------------------------------------------------------------------------
 
@@ -160,35 +161,18 @@ class PagePool:
 
     def begin_copy(self, page: int, copy: object) -> None:
         """Begin to copy a known page to the host; no step in flight writes to it."""
-        self._copies[page] = copy
+        self._copies.begin(page, copy)
         if not self.refs[page]:
             del self._lru(page)[page]
             self._leaving[page] = None
 
     def end_copy(self, page: int, copy: object) -> bool:
         """End the copy; False if the page was evicted meanwhile, so that the copy has to be discarded."""
-        if self._copies.get(page) is not copy:
-            return False
-        del self._copies[page]
-        if page in self._leaving:
+        valid = self._copies.end(page, copy)
+        if valid and page in self._leaving:
             del self._leaving[page]
             self._seen[page] = None
-        return True
-
-    def begin_half_copy(self, page: int, copy: object) -> None:
-        """Begin to copy the first positions of a used page to the host; no step in flight writes to them."""
-        self._half_copies[page] = copy
-
-    def end_half_copy(self, page: int, copy: object) -> bool:
-        """End the copy; False if the page was given up meanwhile."""
-        if self._half_copies.get(page) is not copy:
-            return False
-        del self._half_copies[page]
-        return True
-
-    def forget_half_copies(self) -> None:
-        """Discard the copies of half-full pages that are under way."""
-        self._half_copies.clear()
+        return valid
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -197,8 +181,8 @@ class PagePool:
         for cached in (self._seen, self._evictable, self._leaving):
             self._free += cached
             cached.clear()
-        self._copies.clear()
-        self._half_copies.clear()
+        self._copies.give_up_all()
+        self.half_copies.give_up_all()
         for index in (self._page_of, self._key_of, self._tail_page_of, self._tail_key_of):
             index.clear()
 
@@ -207,7 +191,7 @@ class PagePool:
         free, cached = set(self._free), self._seen.keys() | self._evictable.keys() | self._leaving.keys()
         assert len(free) == len(self._free), "a page is free twice"
         assert len(cached) == self.cached, "a page is cached twice"
-        assert not self._copies and not self._half_copies, "a page is being copied"
+        assert not self._copies and not self.half_copies, "a page is being copied"
         assert not free & cached and DUMP_PAGE not in free | cached, "a page is both free and cached"
         for page in range(1, self.total + 1):
             in_pool = page in free or page in cached
@@ -216,9 +200,9 @@ class PagePool:
         assert all(self._tail_page_of[key] == page for page, key in self._tail_key_of.items()), "the tails disagree"
         assert not free & self._tail_key_of.keys(), "a free page has a tail"
 
-    def _gives_way(self, known: int | None, oldest: int) -> bool:
+    def _gives_way(self, known: int, oldest: int) -> bool:
         """True if no page is known, or one with older KV was: that one is forgotten, and free if it was cached."""
-        if known is None:
+        if not known:
             return True
         if self._oldest[known] >= oldest:
             return False
@@ -237,8 +221,8 @@ class PagePool:
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]
-        self._copies.pop(page, None)
-        self._half_copies.pop(page, None)
+        self._copies.give_up(page)
+        self.half_copies.give_up(page)
         self._forget_tail(page)
 
     def _forget_tail(self, page: int) -> None:

@@ -22,17 +22,17 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edi
         return 0
     oldest = version - prefixes.max_age
     keys = PrefixKeys(0 if prefixes.max_age else version, size, adapter_edition)
-    pages: list[int | None] = []
+    pages: list[int] = []
     for start in range(0, len(prompt) - size + 1, size):
         key = keys.next_key(prompt.content(start, start + size))
         page = pool.find(key, oldest)
-        if page is None and not tier.has(key, oldest):
+        if not page and not tier.has(key, oldest):
             break
         keys.append(key)
         pages.append(page)
-    here = pages.index(None) if None in pages else len(pages)
+    here = pages.index(0) if 0 in pages else len(pages)
     pages = pages[: _fitting(allocator, pages, spare)]
-    first = [page for page in pages[:here] if page is not None]
+    first = pages[:here]
     if len(pages) > here:
         beyond = [keys[index] for index in range(here, len(pages))]
         if allocator.fetch(beyond, spare, first, oldest) is None:
@@ -45,12 +45,12 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edi
     return max(here, len(pages)) * size
 
 
-def _fitting(allocator: PageAllocator, pages: list[int | None], spare: int) -> int:
-    """Number of first pages that the pool can hold without evicting sessions. None in the list: a page on the host."""
+def _fitting(allocator: PageAllocator, pages: list[int], spare: int) -> int:
+    """Number of first pages that the pool can hold without evicting sessions. 0 in the list: a page on the host."""
     pool = allocator.pool
     room = pool.available - pool.leaving - spare
     for index, page in enumerate(pages):
-        room -= page is None or pool.refs[page] == 0
+        room -= pool.refs[page] == 0
         if room < 0:
             return index
     return len(pages)

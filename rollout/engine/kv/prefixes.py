@@ -18,7 +18,7 @@ from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.tier import Tier
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
-from rollout.engine.sequence.sequence_kv import Point, PrefixHit, Snapshot
+from rollout.engine.sequence.sequence_kv import NO_POINT, Point, PrefixHit, Snapshot
 
 
 class Beyond(NamedTuple):
@@ -26,7 +26,7 @@ class Beyond(NamedTuple):
 
     first: list[int]  # pages of the pool
     keys: list[bytes]  # keys of the full pages after `first`
-    end: Point | None = None  # models with states: the end of the prefix, if it is on the host
+    end: Point = NO_POINT  # models with states: the end of the prefix, if it is on the host
 
 
 @dataclass(slots=True)
@@ -34,30 +34,30 @@ class Reusable:
     """KV of a sequence's first tokens that is in the pool already."""
 
     shared: list[int] = field(default_factory=list)  # full pages, to be shared
-    copied: int | None = None  # the page after them, to be copied; None where the last shared page is full
+    copied: int = 0  # the page after them, to be copied; 0 where the last shared page is full
     tokens: int = 0  # tokens with KV that the sequence can use
     session_tokens: int = 0  # tokens with KV in the session
     keys: PrefixKeys | None = None  # keys of the shared pages
     beyond: Beyond | None = None  # a longer known prefix, partly on the host
     awaited: tuple[Sequence, int] | None = None  # a sequence that computes a longer prefix, and its end
-    place: int | None = None  # place of the snapshot to load, of the state after these tokens
+    place: int = 0  # place of the snapshot to load, of the state after these tokens
     hit: PrefixHit = "pages"  # source of the KV
     oldest: int = 0  # weights version of a share's, a session's or a snapshot's KV
 
     @property
     def pages(self) -> list[int]:
         """The pages that have to stay as they are until the sequence has them, or a copy."""
-        return self.shared if self.copied is None else [*self.shared, self.copied]
+        return [*self.shared, self.copied] if self.copied else self.shared
 
     def without_copy(self, page_size: int) -> Reusable:
         """The shared pages only; nothing where a state belongs to the page to copy."""
-        if self.place is not None:
+        if self.place:
             return Reusable(keys=None if self.keys is None else self.keys.fork(0))
         tokens = len(self.shared) * page_size
         keys = None if self.keys is None else self.keys.fork(len(self.shared))
         hit: PrefixHit = "pages" if self.hit == "prompt_end" else self.hit
         session_tokens = min(tokens, self.session_tokens)
-        return Reusable(self.shared, None, tokens, session_tokens, keys, hit=hit, oldest=self.oldest)
+        return Reusable(self.shared, 0, tokens, session_tokens, keys, hit=hit, oldest=self.oldest)
 
 
 class Prefixes:
@@ -107,17 +107,17 @@ class Prefixes:
         for index in range(len(found.shared), full):
             key = keys.next_key(seq.content_between(index * self.page_size, (index + 1) * self.page_size))
             page = self.pool.find(key, oldest)
-            if page is None:
+            if not page:
                 beyond = self._find_beyond(seq, keys, key, index, full, oldest)
                 found.beyond = Beyond(found.shared, beyond) if beyond else None
                 break
             found.shared.append(page)
             keys.append(key)
-            found.copied, found.tokens, found.hit = None, len(found.shared) * self.page_size, "pages"
+            found.copied, found.tokens, found.hit = 0, len(found.shared) * self.page_size, "pages"
         else:
             content = seq.content_between(full * self.page_size, len(tokens))
             key, page = self._find_last(keys, content, len(tokens), oldest)
-            if page is not None and found.tokens < len(tokens) - 1:
+            if page and found.tokens < len(tokens) - 1:
                 found.copied, found.tokens, found.hit = page, len(tokens) - 1, "prompt_end"
         if found.tokens < len(tokens) - 1 and not found.beyond and (other := self.frontiers.get(key)) is not None:
             found.awaited = self._awaited(seq, tokens, other, found.tokens) if other.kv.oldest >= oldest else None
@@ -131,7 +131,7 @@ class Prefixes:
         if not self.tier.has(key, oldest):
             return beyond
         keys, size = keys.fork(len(keys)), self.page_size
-        while self.tier.has(key, oldest) or self.pool.find(key, oldest) is not None:
+        while self.tier.has(key, oldest) or self.pool.find(key, oldest):
             beyond.append(key)
             keys.append(key)
             index += 1
@@ -140,7 +140,7 @@ class Prefixes:
             key = keys.next_key(seq.content_between(index * size, (index + 1) * size))
         return beyond
 
-    def _find_last(self, keys: PrefixKeys, content: bytes, tokens: int, oldest: int) -> tuple[bytes, int | None]:
+    def _find_last(self, keys: PrefixKeys, content: bytes, tokens: int, oldest: int) -> tuple[bytes, int]:
         """The key of the page that holds the last token, and the page with it; a full one has the key of a full one."""
         if tokens % self.page_size == 0:
             key = keys.next_key(content)
@@ -176,7 +176,7 @@ class Prefixes:
         if kv is None:
             return Reusable()
         full = same // self.page_size
-        copied = kv.pages[full] if same % self.page_size else None
+        copied = kv.pages[full] if same % self.page_size else 0
         keys = kv.keys.fork(full) if kv.keys is not None else None
         return Reusable(kv.pages[:full], copied, same, same, keys, hit="turn_end", oldest=kv.oldest)
 
@@ -206,9 +206,9 @@ class Prefixes:
         """Runs of [oldest weights version, tokens] of the found KV, by page."""
         runs: list[list[int]] = []
         for index, page in enumerate(found.pages):
-            tokens, known = min(self.page_size, found.tokens - index * self.page_size), self.pool.oldest_of(page)
-            oldest = found.oldest if known is None else known
-            if found.place is not None:  # the state after these tokens is as old as the oldest of them
+            tokens = min(self.page_size, found.tokens - index * self.page_size)
+            oldest = self.pool.oldest_of(page, found.oldest)
+            if found.place:  # the state after these tokens is as old as the oldest of them
                 oldest = min(oldest, found.oldest)
             if runs and runs[-1][0] == oldest:
                 runs[-1][1] += tokens
@@ -245,9 +245,9 @@ class Prefixes:
         """Whether `take_place` would find one."""
         return False
 
-    def take_place(self) -> int | None:
-        """A place for a state that is fetched; None if there is none."""
-        return None
+    def take_place(self) -> int:
+        """A place for a state that is fetched; there has to be one."""
+        raise AssertionError("a model without states fetches none")
 
     def admitted(self, seq: Sequence, version: int) -> None:
         """Note that a sequence has got its found pages, and prefills the rest."""

@@ -21,13 +21,12 @@ Invariants:
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.engine.kv.eviction_order import EvictionOrder
+from rollout.engine.kv.eviction_order import Deadlines, EvictionOrder
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import Cached, Snapshots
 from rollout.engine.messages.requests import Request, RequestKey, SessionKey
@@ -35,8 +34,6 @@ from rollout.engine.messages.statuses import SessionStatus
 from rollout.engine.sequence.session import Session, SessionKV
 from trainer_bridge.wire.codec import MAX_ID_CHARS
 
-#: The heap of leases is cleaned when it has more entries than this plus twice those in use.
-_SLACK = 16
 #: The most sessions that a page may belong to, on average.
 _SHARING = 64
 
@@ -69,13 +66,12 @@ class Sessions:
         self._most_pages = most_pages
         self._sessions: dict[SessionKey, Session] = {}
         self._of_client: dict[str, dict[SessionKey, None]] = {}
-        self._with_kv: OrderedDict[SessionKey, Session] = OrderedDict()  # least recently used first
-        self._order = EvictionOrder()
+        self._with_kv: dict[SessionKey, Session] = {}
+        self._order = EvictionOrder[SessionKey]()
         self._unseen: OrderedDict[SessionKey, int] = OrderedDict()  # first pages that `look` has not returned
         self._refs: dict[int, int] = {}  # how many sessions have a page, by page
         self._refs_sum = 0
-        self._leases: list[tuple[float, int, Session]] = []
-        self._serial = 0
+        self._leases = Deadlines[SessionKey]()  # of sessions between two turns
 
     @property
     def pages(self) -> int:
@@ -95,9 +91,9 @@ class Sessions:
 
     def longest_idle_s(self, now_s: float) -> float | None:
         """Idle time of the session to evict next; 0 if its next turn is here; None if no session has pages."""
-        first = self._order.first
-        if first is None:
+        if not self._order:
             return None
+        first = self._with_kv[self._order.first]
         return 0.0 if first.turns else now_s - (first.until_s - first.lease_s)
 
     def count_alone(self, pages: set[int]) -> int:
@@ -134,8 +130,8 @@ class Sessions:
         session.turns += 1
         self.counts.turns += 1
         if session.kv is not None:
-            self._with_kv.move_to_end(key)
             self._order.use(key)
+            self._leases.drop(key)
         if key in self._unseen:
             self._unseen.move_to_end(key)
         return session
@@ -175,22 +171,17 @@ class Sessions:
                 self._forget(session.key)
             return
         session.until_s = now_s + session.lease_s
-        self._serial += 1
-        heapq.heappush(self._leases, (session.until_s, self._serial, session))
-        if len(self._leases) > 2 * len(self._with_kv) + _SLACK:
-            self._leases = [entry for entry in self._leases if _expires(entry)]
-            heapq.heapify(self._leases)
+        self._leases.set(session.key, session.until_s)
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
     def evict_one(self) -> bool:
         """Release the pages of the least recently used session; False if no session has any."""
-        first = self._order.first
-        if first is None:
-            return False
-        self.counts.evicted += 1
-        self._drop(first)
-        return True
+        if self._order:
+            self.counts.evicted += 1
+            self._drop(self._with_kv[self._order.first])
+            return True
+        return False
 
     def end(self, client: str, name: str | None = None) -> None:
         """End a session, or all of a client's; a turn that runs goes on and leaves nothing."""
@@ -203,11 +194,9 @@ class Sessions:
 
     def expire(self, now_s: float) -> None:
         """End the sessions whose lease is over."""
-        self._order.expire(now_s)
-        while self._leases and self._leases[0][0] <= now_s:
-            entry = heapq.heappop(self._leases)
-            if _expires(entry):
-                self._drop(entry[2])
+        self._order.expire(now_s, lambda key: self._with_kv[key].turns > 0)
+        for key in self._leases.take_over(now_s):
+            self._drop(self._with_kv[key])
 
     def drop_older(self, oldest: int) -> None:
         """Release the pages of sessions with KV of a weights version before `oldest`."""
@@ -225,7 +214,7 @@ class Sessions:
             for page in kv.pages:
                 refs[page] = refs.get(page, 0) + 1
         assert refs == self._refs and sum(refs.values()) == self._refs_sum, "sessions count their pages wrongly"
-        self._order.check(self._with_kv)
+        self._order.check(self._with_kv.keys())
         assert self._unseen.keys() <= self._with_kv.keys(), "a session without pages is to be copied"
         assert not self._too_many, "sessions have more than they may"
         assert all(session.turns or session.kv for session in self._sessions.values()), "an empty session is left"
@@ -269,7 +258,7 @@ class Sessions:
         for end in self._ends(kv):
             self._snapshots.offer(end)
         self._with_kv[session.key] = session
-        self._order.add(session, now_s)
+        self._order.add(session.key, session.last_until_s, now_s)
         if left.keys is not None and (full := count // self._page_size):
             self._unseen[session.key] = full
         while self._too_many:
@@ -283,9 +272,9 @@ class Sessions:
     def _ends(self, kv: SessionKV) -> list[Cached]:
         """Snapshots that only this session has, with the pages in which their prefixes end."""
         return [
-            Cached(place, kv.pages[tokens // self._page_size] if point.after else None, point, kv.oldest)
+            Cached(place, kv.pages[tokens // self._page_size] if point.after else 0, point, kv.oldest)
             for place, tokens, point in kv.snapshots
-            if point is not None
+            if point.key
         ]
 
     def _drop(self, session: Session) -> None:
@@ -318,6 +307,7 @@ class Sessions:
         session.kv = None
         del self._with_kv[session.key]
         self._order.drop(session.key)
+        self._leases.drop(session.key)
         self._unseen.pop(session.key, None)
 
     # --- leases of other requests ------------------------------------------------------------------------------------
@@ -329,9 +319,3 @@ class Sessions:
         session = self._sessions[key] = Session(key, request.lease_s, turns=1, last_s=request.lease_s)
         self._of_client.setdefault(client, {})[key] = None
         return session
-
-
-def _expires(entry: tuple[float, int, Session]) -> bool:
-    """True if the lease ends then; False if it was begun anew, or the session runs a turn or has no KV."""
-    at_s, _, session = entry
-    return session.kv is not None and not session.turns and session.until_s == at_s

@@ -24,6 +24,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from rollout.engine.kv.moves import Copies
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.sequence.sequence_kv import Point
 
@@ -32,7 +33,7 @@ class Cached(NamedTuple):
     """A snapshot in the cache."""
 
     place: int
-    page: int | None  # the page in which the prefix ends; None if that page is full
+    page: int  # the page in which the prefix ends; 0 if that page is full
     point: Point
     oldest: int  # weights version of the prefix's KV and states
 
@@ -50,7 +51,7 @@ class Snapshots:
         self._soon: dict[int, int] = {}  # place to row: saves of the next step
         self._void: set[int] = set()  # places whose save was given up
         self._unseen: OrderedDict[int, Cached] = OrderedDict()  # places not yet returned by `look`, oldest first
-        self._copies: dict[int, object] = {}  # copies to the host, by place, except for places freed since
+        self.copies = Copies()  # to the host, by place
 
     # --- places ------------------------------------------------------------------------------------------------------
 
@@ -62,14 +63,12 @@ class Snapshots:
     @property
     def has_place(self) -> bool:
         """Whether `take` would find a place."""
-        return bool(self._free) or next(self._only_cached(), None) is not None
+        return bool(self._free) or any(True for _ in self._only_cached())
 
-    def take(self) -> int | None:
-        """A place with one reference; evicts the snapshot that the cache used least recently. None if there is none."""
+    def take(self) -> int:
+        """A place with one reference, of which there has to be one; evicts the least recently used cached snapshot."""
         if not self._free:
-            if (key := next(self._only_cached(), None)) is None:
-                return None
-            self._evict(key)
+            self._evict(next(self._only_cached()))
         place = self._free.pop()
         self._refs[place] = 1
         return place
@@ -92,7 +91,7 @@ class Snapshots:
             self._soon.pop(place, None)
             self._void.discard(place)
             self._unseen.pop(place, None)
-            self._copies.pop(place, None)
+            self.copies.give_up(place)
             self._free.append(place)
 
     def save_soon(self, row: int, place: int) -> None:
@@ -128,8 +127,7 @@ class Snapshots:
     @property
     def unseen(self) -> bool:
         """Whether there is a saved snapshot that `look` has not returned."""
-        place = next(iter(self._unseen), None)
-        return place is not None and place not in self._soon
+        return bool(self._unseen) and next(iter(self._unseen)) not in self._soon
 
     def look(self) -> Cached:
         """The oldest snapshot that `look` has not returned; there has to be one."""
@@ -137,8 +135,7 @@ class Snapshots:
 
     def settled(self, place: int) -> None:
         """Note that the sequence of this snapshot is settled: a cached snapshot may be copied now."""
-        cached = next((cached for cached in self._cached.values() if cached.place == place), None)
-        if cached is not None:
+        for cached in [cached for cached in self._cached.values() if cached.place == place]:
             self._unseen[place] = cached
 
     def offer(self, snapshot: Cached) -> None:
@@ -150,27 +147,12 @@ class Snapshots:
         if self._cached.get(snapshot.point.key) != snapshot:
             self._unseen.pop(snapshot.place, None)
 
-    def begin_copy(self, place: int, copy: object) -> None:
-        """Begin to copy a snapshot to the host."""
-        self._copies[place] = copy
-
-    def end_copy(self, place: int, copy: object) -> bool:
-        """End the copy; False if the snapshot was given up meanwhile."""
-        if self._copies.get(place) is not copy:
-            return False
-        del self._copies[place]
-        return True
-
-    def forget_copies(self) -> None:
-        """Discard the copies to the host that are under way."""
-        self._copies.clear()
-
     # --- the cache ---------------------------------------------------------------------------------------------------
 
     @property
     def pages(self) -> set[int]:
         """Pages that the cache keeps."""
-        return {cached.page for cached in self._cached.values() if cached.page is not None}
+        return {cached.page for cached in self._cached.values() if cached.page}
 
     def tokens_after(self, digest: bytes) -> list[int]:
         """Numbers of tokens after these full pages at which snapshots exist or are expected."""
@@ -189,7 +171,7 @@ class Snapshots:
         if not after:
             del self._points[point.digest]
 
-    def keep(self, point: Point, place: int, page: int | None, oldest: int) -> None:
+    def keep(self, point: Point, place: int, page: int, oldest: int) -> None:
         """Put a snapshot into the cache, with the page in which its prefix ends; no-op if there is one no older."""
         known = self._cached.get(point.key)
         if (known is not None and known.oldest >= oldest) or place in self._void:
@@ -197,7 +179,7 @@ class Snapshots:
         if known is not None:
             self._evict(point.key)
         self.retain(place)
-        if page is not None:
+        if page:
             self._pool.retain(page)
         self.expect(point)
         self._cached[point.key] = Cached(place, page, point, oldest)
@@ -218,13 +200,11 @@ class Snapshots:
 
         Every other owner of a snapshot also has its page.
         """
-        alone = (
-            key for key, cached in self._cached.items() if cached.page is not None and self._refs[cached.place] == 1
-        )
-        key = next(alone, None)
-        if key is not None:
+        alone = (key for key, cached in self._cached.items() if cached.page and self._refs[cached.place] == 1)
+        for key in alone:
             self._evict(key)
-        return key is not None
+            return True
+        return False
 
     def forget_older(self, oldest: int) -> None:
         """Take the snapshots with a weights version before `oldest` out of the cache."""
@@ -234,7 +214,7 @@ class Snapshots:
     def _evict(self, key: bytes) -> None:
         cached = self._cached.pop(key)
         self.expect_no_more(cached.point)
-        if cached.page is not None:
+        if cached.page:
             self._pool.release(cached.page)
         self._unseen.pop(cached.place, None)
         self.release(cached.place)
@@ -244,7 +224,7 @@ class Snapshots:
         assert sorted([*self._free, *self._refs]) == list(self.places), "a place is lost"
         expected = kept + Counter(cached.place for cached in self._cached.values())
         assert expected == self._refs, "the references to a place are not counted right"
-        assert self._unseen.keys() <= self._refs.keys() and not self._copies, "a snapshot is to be copied"
+        assert self._unseen.keys() <= self._refs.keys() and not self.copies, "a snapshot is to be copied"
         points = Counter((cached.point.digest, cached.point.after) for cached in self._cached.values())
         left = {(digest, after): count for digest, some in self._points.items() for after, count in some.items()}
         assert points == left, "a prefill is waited for"

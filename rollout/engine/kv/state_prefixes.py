@@ -14,7 +14,7 @@ from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.tier import Tier
 from rollout.engine.sequence.sequence import PromptShare, Sequence
-from rollout.engine.sequence.sequence_kv import PlannedSnapshot, Point, PrefixHit, Snapshot
+from rollout.engine.sequence.sequence_kv import NO_POINT, PlannedSnapshot, Point, PrefixHit, Snapshot
 from rollout.metrics.definitions import percent
 
 
@@ -62,7 +62,7 @@ class StatePrefixes(Prefixes):
                     reused.oldest, reused.beyond, found = cached.oldest, found.beyond, reused
                 elif reachable and end > farthest and (cached or self.tier.has_end(point, end, oldest)):
                     farthest = end
-                    found.beyond = Beyond(list(pages), path[len(pages) :], None if cached else point)
+                    found.beyond = Beyond(list(pages), path[len(pages) :], NO_POINT if cached else point)
                 elif other is not None and other.priority >= seq.priority and other.kv.oldest >= oldest:
                     if end > expected:
                         found.awaited, expected = (other, end + 1), end
@@ -70,10 +70,10 @@ class StatePrefixes(Prefixes):
                 break
             key = keys.next_key(seq.content_between(start, start + page_size))
             page = self.pool.find(key, oldest)
-            known = known and page is not None
-            if known and page is not None:
+            known = known and page > 0
+            if known:
                 pages.append(page)
-            reachable = reachable and (page is not None or self.tier.has(key, oldest))
+            reachable = reachable and (page > 0 or self.tier.has(key, oldest))
             path.append(key)
             keys.append(key)
         if farthest <= found.tokens:
@@ -94,7 +94,7 @@ class StatePrefixes(Prefixes):
             return Reusable()
         full, after = divmod(snapshot.tokens, self.page_size)
         keys = None if kv.keys is None else kv.keys.fork(full)
-        copied = kv.pages[full] if after else None
+        copied = kv.pages[full] if after else 0
         hit: PrefixHit = "turn_end" if snapshot.tokens == len(kv.tokens) else "prompt_end"
         found = Reusable(kv.pages[:full], copied, snapshot.tokens, snapshot.tokens, keys, place=snapshot.place, hit=hit)
         found.oldest = kv.oldest
@@ -120,12 +120,12 @@ class StatePrefixes(Prefixes):
 
     def retain(self, reusable: Reusable) -> None:
         """Retain the snapshot: making room may evict its session."""
-        if reusable.place is not None:
+        if reusable.place:
             self.snapshots.retain(reusable.place)
 
     def release(self, reusable: Reusable) -> None:
         """See `Prefixes`."""
-        if reusable.place is not None:
+        if reusable.place:
             self.snapshots.release(reusable.place)
 
     @property
@@ -133,7 +133,7 @@ class StatePrefixes(Prefixes):
         """See `Prefixes`."""
         return self.snapshots.has_place
 
-    def take_place(self) -> int | None:
+    def take_place(self) -> int:
         """See `Prefixes`."""
         return self.snapshots.take()
 
@@ -152,26 +152,23 @@ class StatePrefixes(Prefixes):
             tokens = seq.scores_after or tokens
         if kv.length >= tokens or not (self.cache or seq.group.followers or seq.group.session):
             return
-        place = self._take_place(bool(seq.group.followers))
-        if place is None:
-            return
-        kv.planned_snapshot = PlannedSnapshot(place, tokens, self._point_of(seq, tokens))
+        if place := self._take_place(bool(seq.group.followers)):
+            kv.planned_snapshot = PlannedSnapshot(place, tokens, self._point_of(seq, tokens))
 
-    def _point_of(self, seq: Sequence, tokens: int) -> Point | None:
-        """The end of a prefix of this many tokens; None without a prefix cache."""
+    def _point_of(self, seq: Sequence, tokens: int) -> Point:
+        """The end of a prefix of this many tokens; `NO_POINT` without a prefix cache."""
         if seq.kv.keys is None:
-            return None
+            return NO_POINT
         full, after = divmod(tokens, self.page_size)
         keys = seq.kv.keys.fork(full)
         for start in range(len(keys) * self.page_size, full * self.page_size, self.page_size):
             keys.append(keys.next_key(seq.content_between(start, start + self.page_size)))
         return Point(keys.last, after, keys.tail_key(seq.content_between(tokens - after, tokens)))
 
-    def _take_place(self, evict_sessions: bool) -> int | None:
-        place = self.snapshots.take()
-        while place is None and evict_sessions and self.sessions.evict_one():
-            place = self.snapshots.take()
-        return place
+    def _take_place(self, evict_sessions: bool) -> int:
+        while not self.snapshots.has_place and evict_sessions and self.sessions.evict_one():
+            pass
+        return self.snapshots.take() if self.snapshots.has_place else 0
 
     def launched(self, seq: Sequence, version: int) -> None:
         """See `Prefixes`; if the chunk in flight began with the save of a snapshot, other sequences may use that."""
@@ -189,15 +186,15 @@ class StatePrefixes(Prefixes):
             snapshots.release(planned.place)
             return
         kv.snapshot = Snapshot(planned.place, planned.tokens)
-        if planned.point is not None:
-            page = kv.pages[planned.tokens // self.page_size] if planned.point.after else None
+        if planned.point.key:
+            page = kv.pages[planned.tokens // self.page_size] if planned.point.after else 0
             snapshots.keep(planned.point, planned.place, page, kv.oldest)
 
     def loaded(self, seq: Sequence) -> None:
         """Release the snapshot that the first chunk of the sequence loads."""
-        if seq.kv.load_from is not None:
+        if seq.kv.load_from:
             self.snapshots.release(seq.kv.load_from)
-            seq.kv.load_from = None
+            seq.kv.load_from = 0
 
     def _move_frontier(self, seq: Sequence, version: int) -> None:
         """Its prefill computes the planned snapshot next."""
@@ -206,7 +203,7 @@ class StatePrefixes(Prefixes):
         if kv.keys is None or not kv.prefilling or not self.of_use(seq, version):
             return
         planned = kv.planned_snapshot
-        if planned is not None and planned.point is not None:
+        if planned is not None and planned.point.key:
             self.snapshots.expect(planned.point)
             self.set_frontier(seq, planned.point.key)
 
@@ -214,7 +211,7 @@ class StatePrefixes(Prefixes):
         """See `Prefixes`."""
         if seq.kv.frontier is not None:
             planned = seq.kv.planned_snapshot
-            assert planned is not None and planned.point is not None
+            assert planned is not None
             self.snapshots.expect_no_more(planned.point)
         super().drop_frontier(seq)
 
@@ -227,7 +224,7 @@ class StatePrefixes(Prefixes):
         ended while they were in flight, only the snapshot of the prompt is left.
         """
         kv, kept = seq.kv, list[Snapshot]()
-        if known == kv.length > 0 and seq.row_ready and (place := self._take_place(True)) is not None:
+        if known == kv.length > 0 and seq.row_ready and (place := self._take_place(True)):
             self.snapshots.save_soon(seq.row, place)
             kept.append(Snapshot(place, known, self._point_of(seq, known)))
         if kv.snapshot is not None and kv.snapshot.tokens <= known:
@@ -268,7 +265,7 @@ class StatePrefixes(Prefixes):
 
     def unshare(self, share: PromptShare) -> None:
         """See `Prefixes`."""
-        if share.place is not None:
+        if share.place:
             self.snapshots.release(share.place)
 
     def forget_older(self, oldest: int) -> None:

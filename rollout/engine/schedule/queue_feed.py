@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.kv.tier import Fetch
+from rollout.engine.kv.fetches import Fetch
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.schedule.fair_queue import WaitingQueue
 from rollout.engine.sequence.sequence import Group, Sequence

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.kv.tier import Fetch
+from rollout.engine.kv.fetches import Fetch
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.messages.to_service import Event, Finish
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
@@ -104,14 +104,14 @@ class Roster:
         seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, State.PREFILL
         self.waiting -= 1
         self.allocator.restore_state(seq)
-        self.counters.snapshot_loads += seq.kv.load_from is not None
+        self.counters.snapshot_loads += seq.kv.load_from > 0
         seq.adapter_use.note_version(seq.launched)
         tokens = len(seq.kv.prefill_tokens) - seq.kv.length
         self.turns.admit(seq, tokens)
         if not seq.begun:
             seq.computed = tokens
         group, cached_tokens = seq.group, min(seq.kv.length, seq.prompt_len)
-        if seq.kv.offloaded is None:
+        if not seq.kv.is_offloaded:
             seq.kv.begin_prefill(len(seq.tokens))
             self.counters.prompt_tokens += seq.prompt_len
             self.counters.cached_tokens += cached_tokens
@@ -264,7 +264,7 @@ class Roster:
         """Discard offloaded KV: its sequences are computed again."""
         for seq in self.unfinished():
             self.allocator.drop_offloaded(seq)
-        for seq in [seq for seq in self.prefilling if seq.kv.offloaded is not None]:
+        for seq in [seq for seq in self.prefilling if seq.kv.is_offloaded]:
             self.take_off(seq)
 
     def _stop_running(self, seq: Sequence) -> None:

@@ -23,7 +23,7 @@ import functools
 from bisect import insort
 from collections.abc import Callable
 
-from rollout.engine.kv.tier import Fetch
+from rollout.engine.kv.fetches import Fetch
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule import newcomers, preemption
@@ -91,7 +91,7 @@ class Scheduler:
         now = self.roster.clock()
         for group in self._deadlines.take_overdue(now):
             self.roster.end(group.key, "deadline")
-        self.roster.allocator.sessions.expire(now)
+        self.roster.allocator.expire(now)
 
     # --- plan --------------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class PromptShare:
     pages: list[int]
     oldest: int  # weights version of their KV
     keys: PrefixKeys | None
-    place: int | None = None  # models with states: place of the snapshot before the last token
+    place: int = 0  # models with states: place of the snapshot before the last token
 
 
 @dataclass(eq=False, slots=True)

@@ -29,12 +29,15 @@ class Point(NamedTuple):
     key: bytes  # key of all its tokens
 
 
+NO_POINT = Point(b"", 0, b"")
+
+
 class Snapshot(NamedTuple):
     """A state after a prefix, in a place of the state pool."""
 
     place: int
     tokens: int  # length of the prefix
-    point: Point | None = None  # the end of a turn, with a prefix cache
+    point: Point = NO_POINT  # the end of a turn, with a prefix cache
 
 
 class PlannedSnapshot(NamedTuple):
@@ -42,7 +45,7 @@ class PlannedSnapshot(NamedTuple):
 
     place: int
     tokens: int
-    point: Point | None  # None without a prefix cache
+    point: Point  # `NO_POINT` without a prefix cache
 
 
 @dataclass(eq=False, slots=True)
@@ -73,11 +76,12 @@ class SequenceKV(KVContent):
     prefill_tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     #: The prefill computes the last token only, after KV that the row has: it was decoding, and draws a token again.
     drawn_again: bool = False
-    copy_source: int | None = None  # page to copy in the first chunk; referenced until that is launched
+    copy_source: int = 0  # page to copy in the first chunk; referenced until that is launched; 0: none
     hit: PrefixHit | None = None  # source of the KV that it reused at its last admission
     fetches: int = 0  # fetches begun since it last had a row
     wants_offload: bool = False  # preempted, with KV that is worth keeping
-    offloaded: OffloadedKV | None = None  # KV before the preemption, until the next step is launched
+    #: KV before the preemption, until the next step is launched.
+    offloaded: OffloadedKV = field(default_factory=lambda: NOT_OFFLOADED)
     prefills: list[Prefill] = field(default_factory=list)
     #: (tokens of the completion, oldest weights version, tokens): runs of the KV that was found when the sequence got a
     #: row with this number of tokens. Empty where only KV of the present weights is used.
@@ -85,10 +89,11 @@ class SequenceKV(KVContent):
     #: Key of the page, or of the snapshot, that its prefill computes next; others may wait for it.
     frontier: bytes | None = None
     # Only for models with states. A sequence has a reference to each of these places.
-    load_from: int | None = None  # place of the snapshot that the first chunk loads; until that is launched
+    load_from: int = 0  # place of the snapshot that the first chunk loads; until that is launched; 0: none
     planned_snapshot: PlannedSnapshot | None = None  # the snapshot that its prefill will save
     snapshot: Snapshot | None = None  # the snapshot that its prefill has saved
-    host_state: HostState | None = None  # the copy of its state to the host, from the end of its last step on
+    #: The copy of its state to the host, from the end of its last step on.
+    host_state: HostState = field(default_factory=lambda: NO_HOST_STATE)
 
     @property
     def prefilling(self) -> bool:
@@ -98,7 +103,12 @@ class SequenceKV(KVContent):
     @property
     def restoring(self) -> bool:
         """True while its prefill waits for copies from the host."""
-        return self.offloaded is not None and self.offloaded.restoring
+        return self.offloaded.restoring
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True while it has offloaded KV."""
+        return self.offloaded is not NOT_OFFLOADED
 
     @property
     def chunk_end(self) -> int:
@@ -108,7 +118,7 @@ class SequenceKV(KVContent):
 
     def copies_to(self, page: int) -> tuple[tuple[int, int], ...]:
         """The copy of a page that its next chunk begins with, if there is one: (source, `page`)."""
-        return () if self.copy_source is None else ((self.copy_source, page),)
+        return ((self.copy_source, page),) if self.copy_source else ()
 
     def saves_of(self, row: int) -> tuple[tuple[int, int], ...]:
         """The save of the row's state that its next chunk begins with, if there is one: (row, place)."""
@@ -117,7 +127,7 @@ class SequenceKV(KVContent):
 
     def loads_of(self, row: int) -> tuple[tuple[int, int], ...]:
         """The load of the row's state that its next chunk begins with, if there is one: (place, row)."""
-        return () if self.load_from is None else ((self.load_from, row),)
+        return ((self.load_from, row),) if self.load_from else ()
 
     def add_pages(self, pages: Iterable[int], page_size: int) -> None:
         """Append pages to the sequence's table."""
@@ -161,7 +171,7 @@ class SequenceKV(KVContent):
     @property
     def own(self) -> bool:
         """True if a prefill continues after its own KV without a set-up row on the device."""
-        return self.offloaded is not None or self.drawn_again
+        return self.is_offloaded or self.drawn_again
 
     @property
     def recomputed(self) -> tuple[tuple[int, int], ...]:
@@ -177,7 +187,7 @@ class SequenceKV(KVContent):
 class OffloadedPage:
     """The KV of one page, and where it is. A host page is set aside for it in every state."""
 
-    pool_page: int | None  # None while it is on the host only
+    pool_page: int  # 0 while it is on the host only
     host_page: int
     owners: int = 1  # offloaded sequences that need it
     outgoing: bool = False  # the copy to the host is queued or under way
@@ -209,6 +219,9 @@ class HostState:
     failed: bool = False
 
 
+NO_HOST_STATE: HostState = HostState(-1, over=True)
+
+
 @dataclass(eq=False, slots=True)
 class OffloadedKV(KVContent):
     """The KV of one offloaded sequence. `offload` keeps the books of it and says what the states of a page are."""
@@ -216,10 +229,14 @@ class OffloadedKV(KVContent):
     pages: list[OffloadedPage] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)  # incomplete copies that the sequence waits for
     restored: list[tuple[int, int]] = field(default_factory=list)  # (host page, pool page), copied from the host
-    host_place: int | None = None  # models with states: place of its state
+    state: HostState = NO_HOST_STATE  # models with states: its state
     restores_state: Literal["no", "queued", "copying"] = "no"  # the copy of its state to its row
 
     @property
     def restoring(self) -> bool:
         """True while the sequence waits for copies from the host."""
         return bool(self.restores) or self.restores_state != "no"
+
+
+#: The offloaded KV of a sequence without any.
+NOT_OFFLOADED: OffloadedKV = OffloadedKV()

@@ -17,6 +17,8 @@ from rollout.engine.build import rebuild_engine
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv import disk as disk_module
 from rollout.engine.kv.disk import DiskPages
+from rollout.engine.kv.host_pages import HostPageBooks
+from rollout.engine.messages.to_engine import Cancel
 from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.faults import fail_a_step
@@ -89,8 +91,8 @@ def test_pages_that_left_the_host_come_back_from_disk(model, prompt_of, greedy, 
     prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
     tier = bench.engine.roster.allocator.tier
-    assert tier.disk.pages > 100 and tier.disk.counts.read == 0
-    assert back(bench, prompt) == 48 and tier.disk.counts.read == 12
+    assert tier.disk.pages > 100 and tier.host.counts.disk_read == 0
+    assert back(bench, prompt) == 48 and tier.host.counts.disk_read == 12
     assert bench.tokens("back") == greedy(prompt, 8)
     bench.close()
     assert list(tmp_path.iterdir()) == [], "its files are deleted"
@@ -138,7 +140,7 @@ def test_the_experts_of_tokens_come_back_with_their_page(tmp_path, prompt_of):
     push_out(bench, lambda length, salt: [token % 71 for token in prompt_of(length, salt)], prompt)
     bench.submit("back", prompt, 8, routing_from=0)
     bench.run()
-    assert bench.done["back"].cached_tokens == 48 and bench.engine.roster.allocator.tier.disk.counts.read == 12
+    assert bench.done["back"].cached_tokens == 48 and bench.engine.roster.allocator.tier.host.counts.disk_read == 12
     assert_routed(hf_model, prompt, bench.tokens("back"), routing_of(bench, "back"), 0)
     bench.close()
 
@@ -184,7 +186,7 @@ def test_no_kv_older_than_the_bound_comes_from_disk(model, folders, hf_models, p
     )
     agents = Load(run, rng, prompt_of, 30)
     agents.go_on()
-    assert run.bench.engine.roster.allocator.tier.disk.counts.written > 0
+    assert run.bench.engine.roster.allocator.tier.host.counts.disk_written > 0
     agents.check(hf_models)
     run.bench.close()
 
@@ -193,10 +195,14 @@ def test_a_rebuilt_engine_begins_with_an_empty_folder(model, prompt_of, greedy, 
     bench = with_disk(model, tmp_path)
     prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
+    bench.submit("found", prompt, 8)
+    bench.run()
+    assert bench.done["found"].cached_tokens == 48
     bench.submit("runs", prompt_of(5, 2), 30)
     bench.engine.tick()
     fail_a_step(bench)
     rebuild_engine(bench.engine, bench.settings)
+    assert bench.status().kept.disk_read == 12, "totals go on"
     assert bench.engine.roster.allocator.tier.disk.pages == 0 and len(list(tmp_path.iterdir())) == 1
     assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
     bench.close()
@@ -232,7 +238,7 @@ def test_a_file_with_another_content_is_not_used(model, prompt_of, greedy, tmp_p
     bench.submit("back", prompt, 8)
     bench.run()
     assert bench.tokens("back") == greedy(prompt, 8)
-    assert bench.engine.roster.allocator.tier.disk.counts.failed >= 1
+    assert bench.engine.roster.allocator.tier.host.counts.disk_failed >= 1
     Inspector(bench.engine).set_gauges()
     assert bench.engine.meter.report()["kv/disk_failed_pages"] >= 1
     bench.close()
@@ -250,7 +256,7 @@ def test_a_folder_that_is_deleted_costs_hits_alone(model, prompt_of, greedy, tmp
     bench.submit("back", prompt, 8)
     bench.run()
     assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8)
-    assert bench.engine.roster.allocator.tier.disk.counts.failed >= 1
+    assert bench.engine.roster.allocator.tier.host.counts.disk_failed >= 1
     assert ("KV is no longer written" if when == "before writes" else "KV could not be read") in caplog.text
     bench.close()
 
@@ -289,6 +295,57 @@ def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, 
     bench.close()
 
 
+class HangingFiles:
+    """Pages on disk whose reads hang until `go_on`, and fail then."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[Path, int] = {}
+        for path in [path for path in folder.glob("*/*") if path.name != "lock"]:
+            path.unlink()
+            os.mkfifo(path)
+            self._files[path] = os.open(path, os.O_RDWR)
+
+    def go_on(self) -> None:
+        for path, file in self._files.items():
+            path.unlink(missing_ok=True)
+            os.close(file)
+
+
+@pytest.mark.parametrize("what", ["update", "broken bus", "cancel", "rows need the host"])
+def test_a_read_is_under_way_when_its_fetch_is_of_no_use_any_more(model, folders, prompt_of, greedy, tmp_path, what):
+    bench = with_disk(model, tmp_path, receiver=Mailbox())
+    prompt, engine = prompt_of(50, 1), bench.engine
+    push_out(bench, prompt_of, prompt)
+    files = HangingFiles(tmp_path)
+    bench.submit("back", prompt, 8)
+    while not engine.roster.allocator.tier.disk.reading:
+        engine.tick()
+    match what:
+        case "update":
+            bench.links.receiver.ready = Update(1, load(folders[1]), engine.executor.step.model)
+            while engine.roster.version == 0:
+                engine.tick()
+        case "broken bus":
+            engine.executor.mover.out.stream.run = lambda work: (_ for _ in ()).throw(RuntimeError("the bus is broken"))
+            bench.submit("other", prompt_of(120, 77), 1)
+            while not engine.parts.offload.failure:
+                engine.tick()
+        case "cancel":
+            engine.inbox.put(Cancel(("c", "back")))
+        case "rows need the host":
+            for i in range(6):
+                bench.submit(f"r{i}", prompt_of(10, i), 60)
+            while not all(f"r{i}" in bench.done for i in range(6)):
+                engine.tick()
+    files.go_on()
+    bench.run()
+    if what != "cancel":
+        assert bench.done["back"].cached_tokens == 0
+    if what in ("broken bus", "rows need the host"):
+        assert bench.tokens("back") == greedy(prompt, 8)
+    bench.close()
+
+
 def test_a_write_that_hangs_delays_nothing(model, prompt_of, greedy, tmp_path, monkeypatch):
     gate, write = threading.Event(), DiskPages._write
     monkeypatch.setattr(DiskPages, "_write", staticmethod(lambda job, content: (gate.wait(), write(job, content))))
@@ -322,6 +379,19 @@ class Pages:
             for job in new:
                 self.disk.keep(job, True) if job.kind == "write" else None
         return ended
+
+
+def test_the_check_sees_what_the_disk_still_reads_and_what_it_writes_of_pages_given_up(tmp_path):
+    pages, host = Pages(tmp_path), HostPageBooks(2)
+    pages.disk.read(pages.write(1), 7, None)
+    with pytest.raises(AssertionError, match="read from disk"):
+        pages.disk.check()
+    pages.ended(1)
+    pages.disk.check(), pages.disk.close()
+    host.end_write(host.begin_write(), b"k")
+    host.spills.begin(1, object())
+    with pytest.raises(AssertionError, match="written to disk"):
+        host.check()
 
 
 def test_slow_reads_that_wait_for_each_other_are_not_given_up(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
@@ -16,6 +17,7 @@ from rollout.engine.messages.to_engine import EndSession
 from rollout.engine.sequence.session import SessionKV
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench
+from tests.support.engine.offloading import offloading
 from tests.support.engine.updates import Mailbox, Update
 
 LEASE_S = 1e6
@@ -124,6 +126,67 @@ def test_leases_over_many_turns_leave_the_books_in_order():
         books.sessions.check()
     books.sessions.end("c")
     assert books.pool.used == 0 and books.left == []
+
+
+# --- on the host ---
+
+
+def kept(host: HostPageBooks, *keys: bytes) -> list[bytes]:
+    """Keep these pages, then see which are left."""
+    for key in keys:
+        host.end_write(host.begin_write(), key)
+    return [key for key in (b"a", b"b", b"c", b"d", b"e", b"f") if host.has(key)]
+
+
+def test_pages_on_the_host_under_lease_give_way_after_the_others_and_the_end_of_a_prefix_first():
+    host = HostPageBooks(3)
+    host.lease([b"a", b"b"], 50.0)
+    assert kept(host, b"a", b"b", b"c") == [b"a", b"b", b"c"]
+    assert kept(host, b"d") == [b"a", b"b", b"d"] and kept(host, b"e") == [b"a", b"b", b"e"]
+    host.lease([b"a", b"b"], 60.0)
+    host.expire(50.0)
+    assert kept(host, b"f") == [b"a", b"b", b"f"]
+    host.expire(60.0)
+    assert kept(host, b"c") == [b"a", b"c", b"f"] and kept(host, b"d") == [b"c", b"d", b"f"]
+    host.check()
+
+
+def test_leases_of_one_moment_for_shared_pages_end_once():
+    host = HostPageBooks(3)
+    kept(host, b"a", b"b")
+    host.lease([b"a", b"b"], 50.0), host.lease([b"a"], 50.0)
+    read = host.begin_read(b"a")
+    host.expire(51.0)
+    host.end_read(b"a", read.page)
+    assert kept(host, b"c", b"d") == [b"a", b"c", b"d"]
+    host.check()
+
+
+def test_leases_of_keys_that_never_come_to_the_host_take_no_room():
+    host = HostPageBooks(2)
+    for i in range(1000):
+        host.lease([i.to_bytes(8, "little")], 1e9)
+    assert kept(host, b"a", b"b", b"c") == [b"b", b"c"]
+
+
+@pytest.mark.parametrize("lease_s", [LEASE_S, 0.0])
+def test_kv_under_lease_stays_on_the_host_when_others_fill_it(model, prompt_of, greedy, lease_s):
+    bench = offloading(model, 40)
+    tier = bench.engine.roster.allocator.tier
+    tier.costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
+    bench.submit("kept", prompt_of(33, 1), 9, lease_s=lease_s)
+    bench.run()
+    for name, tokens in (("row", 90), ("large", 135)):  # pages of sessions are copied, then all are needed
+        bench.submit(name, prompt_of(tokens, tokens), 20)
+        bench.run()
+    assert bench.status().sessions.holding == 0
+    crowd(bench, prompt_of)
+    said = prompt_of(33, 1) + bench.tokens("kept") + prompt_of(5)
+    bench.submit("next", said, 9)
+    bench.run()
+    assert bench.done["next"].cached_tokens == (40 if lease_s else 0)
+    assert bench.tokens("next") == greedy(said, 9)
+    bench.close()
 
 
 # --- requests without a session ---

@@ -189,11 +189,11 @@ def test_a_shared_prompt_gives_way_before_it_blocks_the_only_candidate(model, pr
 def test_page_pool_counts_and_evicts():
     pool = PagePool(4)
     pages = [pool.allocate() for _ in range(3)]
-    assert 0 not in pages and pool.allocate() is None
+    assert 0 not in pages and not pool.allocate()
     pool.remember(b"k", pages[0], 0)
     pool.release(pages[0])
     assert (pool.free, pool.cached, pool.used) == (0, 1, 2) and pool.find(b"k") == pages[0]
-    assert pool.allocate() == pages[0] and pool.find(b"k") is None
+    assert pool.allocate() == pages[0] and not pool.find(b"k")
     pool.check()
     with pytest.raises(AssertionError, match="more often"):
         for _ in range(2):

@@ -48,7 +48,7 @@ def change(bench: Bench, adapters: Adapters, which: int = 1) -> None:
 def offloaded(bench: Bench) -> list:
     """Sequences that wait with KV and have at least one token."""
     groups = bench.engine.roster.groups.values()
-    return [seq for group in groups for seq in group.sequences if seq.kv.offloaded is not None and seq.drawn.versions]
+    return [seq for group in groups for seq in group.sequences if seq.kv.is_offloaded and seq.drawn.versions]
 
 
 def until(bench: Bench, condition: Callable[[], object], ticks: int = 2000) -> None:
@@ -188,7 +188,7 @@ def test_a_prompt_whose_adapter_changes_before_it_has_a_token_is_computed_anew(m
     bench.submit("long", prompt_of(150, 9), 20, adapter="a0")
     until(bench, lambda: counts(bench).offloaded)
     (seq,) = bench.engine.roster.groups["c", "long"].sequences
-    assert seq.kv.offloaded is not None and 0 < seq.kv.offloaded.length < 150 and not seq.tokens
+    assert seq.kv.is_offloaded and 0 < seq.kv.offloaded.length < 150 and not seq.tokens
     change(bench, adapters)
     bench.run()
     assert versions_of(bench, "long") == [1] * 20
@@ -226,7 +226,7 @@ def test_kv_of_two_versions_of_an_adapter_is_not_cached(model, adapters):
     bench.engine.tick()
     remember = pool.remember
     pool.remember = lambda key, page: (remembered.append(page), remember(key, page))
-    until(bench, lambda: all(seq.kv.offloaded is None for seq in across))
+    until(bench, lambda: all(not seq.kv.is_offloaded for seq in across))
     theirs = [page for seq in across for page in seq.kv.pages]
     while bench.engine.roster.groups.keys() & {seq.group.key for seq in across}:
         theirs += [page for seq in across for page in seq.kv.pages]
@@ -244,7 +244,7 @@ def test_an_adapter_is_unloaded_after_its_last_parked_sequence(model, adapters):
     for name in prompts.keys() - {seq.group.key[1] for seq in offloaded(bench)}:
         bench.engine.inbox.put(Cancel(("c", name)))
     waiting = {name: bench.engine.roster.groups["c", name].sequences[0] for name in prompts}
-    waiting = {name: seq for name, seq in waiting.items() if seq.kv.offloaded is not None}
+    waiting = {name: seq for name, seq in waiting.items() if seq.kv.is_offloaded}
     bench.engine.inbox.put(DropAdapter("a0", 1))
     for name in waiting:
         bench.engine.inbox.put(Cancel(("c", name)))

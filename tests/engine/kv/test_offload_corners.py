@@ -22,7 +22,7 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
     while not counts(bench).offloaded:
         bench.engine.tick()
     (seq,) = bench.engine.roster.groups["c", "r3"].sequences
-    assert seq.kv.offloaded is not None and seq.kv.offloaded.length % 8, "its last page is not half full"
+    assert seq.kv.is_offloaded and seq.kv.offloaded.length % 8, "its last page is not half full"
     half_full = seq.kv.offloaded.pages[-1].pool_page
     for name in ("r0", "r1"):
         bench.engine.inbox.put(Cancel(("c", name)))
@@ -36,7 +36,7 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
         bench.submit(f"h{i}", prompt_of(4, i), 30, priority=1)
     while counts(bench).offloaded == 1:
         bench.engine.tick()
-    assert seq.kv.offloaded is not None and out.under_way[0].entries[1][0].pool_page == half_full, (
+    assert seq.kv.is_offloaded and out.under_way[0].entries[1][0].place == half_full, (
         "it was not preempted again during the copy"
     )
     over.set()
@@ -56,7 +56,7 @@ def test_pages_shared_by_a_session_and_a_parked_sequence_can_be_freed(model, pro
     while not counts(bench).offloaded:
         bench.engine.tick()
     (other,) = bench.engine.roster.groups["c", "other"].sequences
-    assert other.kv.offloaded is not None and not any(page.outgoing for page in other.kv.offloaded.pages[:9]), (
+    assert other.kv.is_offloaded and not any(page.outgoing for page in other.kv.offloaded.pages[:9]), (
         "nothing is shared"
     )
     bench.submit("high", prompt_of(130, 1), 4, priority=1)

@@ -44,22 +44,20 @@ def test_a_row_is_preempted_before_pages_run_out(model, prompt_of, monkeypatch, 
 def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy):
     bench = offloading(model, kv_pages=46)
     books, sent = bench.engine.roster.allocator.offload_books, []
-    begin = books.next_out
+    begin = books.page_moves.next_out
 
     def watched(most):
-        pages = begin(most)
-        assert all(bench.engine.roster.allocator.pool.refs[page.pool_page] == 1 for page in pages)
-        sent.extend(pages)
-        return pages
+        moves = begin(most)
+        assert all(bench.engine.roster.allocator.pool.refs[move.place] == 1 for move in moves)
+        sent.extend(moves)
+        return moves
 
-    books.next_out = watched
+    books.page_moves = books.page_moves._replace(next_out=watched)
     bench.submit("g", prompt_of(33), 50, n=4)
     while not books.counts.offloaded:
         bench.engine.tick()
-    victim = next(seq for seq in bench.engine.roster.groups["c", "g"].sequences if seq.kv.offloaded is not None)
-    assert all(page.pool_page is not None and not page.outgoing for page in victim.kv.offloaded.pages[:8]), (
-        "the prompt's pages"
-    )
+    victim = next(seq for seq in bench.engine.roster.groups["c", "g"].sequences if seq.kv.is_offloaded)
+    assert all(page.pool_page and not page.outgoing for page in victim.kv.offloaded.pages[:8]), "the prompt's pages"
     bench.run()
     assert books.counts.restored == books.counts.offloaded and sent
     assert all(bench.tokens("g", i) == greedy(prompt_of(33), 50) for i in range(4))
@@ -71,8 +69,14 @@ def test_pages_that_only_offloaded_sequences_share_are_copied_once_when_others_n
     bench = offloading(model)
     prefills = watch_prefills(bench)
     books, sent = bench.engine.roster.allocator.offload_books, []
-    begin = books.next_out
-    books.next_out = lambda most: (pages := begin(most), sent.extend((page, page.owners) for page in pages))[0]
+    begin = books.page_moves.next_out
+
+    def watched(most):
+        moves = begin(most)
+        sent.extend((move.page, move.page.owners) for move in moves)
+        return moves
+
+    books.page_moves = books.page_moves._replace(next_out=watched)
     bench.submit("g", prompt_of(32), 90, n=3)
     bench.submit("high", prompt_of(4, 1), 140, priority=1)
     bench.run()
@@ -91,7 +95,7 @@ def test_pages_that_parked_sequences_are_left_alone_with_go_when_pages_are_short
     running = []
     while len(running) != 1:
         bench.engine.tick()
-        running = [seq for seq in bench.engine.roster.groups["c", "g"].sequences if seq.kv.offloaded is None]
+        running = [seq for seq in bench.engine.roster.groups["c", "g"].sequences if not seq.kv.is_offloaded]
     (last,) = running
     bench.engine.inbox.put(StopAt(("c", "g"), last.index, len(last.tokens), "enough"))
     bench.submit("next", prompt_of(68, 2), 2, priority=2)

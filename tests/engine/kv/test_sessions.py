@@ -227,7 +227,7 @@ def test_a_page_that_a_turn_never_came_to_copy_is_not_left_to_its_session(model,
     talk.submit(1)
     bench.engine.tick()
     (seq,) = bench.engine.roster.prefilling[1:]
-    assert seq.kv.copy_source is not None and seq.kv.length == 22
+    assert seq.kv.copy_source and seq.kv.length == 22
     bench.engine.inbox.put(Cancel(("c", talk.turn)))
     bench.run()
     talk.said = said

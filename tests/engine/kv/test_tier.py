@@ -9,12 +9,13 @@ import pytest
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.inspect import Inspector
+from rollout.engine.kv.copy_costs import CopyCosts
 from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.kv.tier import CopyCosts, Tier
+from rollout.engine.kv.tier import Tier
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.sequence.sequence import State
 from tests.support.engine.agents import Agents
@@ -195,7 +196,7 @@ def test_pages_can_be_fetched_without_a_sequence(model, prompt_of):
     bench.run()
     pushed_out(bench, prompt_of)
     allocator = bench.engine.roster.allocator
-    assert all(allocator.pool.find(key) is None for key in keys)
+    assert not any(allocator.pool.find(key) for key in keys)
     assert allocator.fetch(keys, spare=30) is None, "there is no room for that"
     assert allocator.fetch(keys, spare=0) is not None
     bench.run()
@@ -412,7 +413,7 @@ def cached(pool: PagePool, *keys: bytes) -> list[int]:
     pages = []
     for key in keys:
         page = pool.allocate()
-        assert page is not None
+        assert page
         pool.remember(key, page, 0)
         pages.append(page)
     for page in pages:
@@ -423,11 +424,11 @@ def cached(pool: PagePool, *keys: bytes) -> list[int]:
 def test_the_oldest_cached_pages_are_copied_when_the_pool_gets_short():
     pool, host, tier = books()
     cached(pool, b"a", b"b", b"c", b"d")
-    assert tier.next_out(3) == [] and not tier.busy, "half of the pool is free"
+    assert tier.next_pages(3) == [] and not tier.busy, "half of the pool is free"
     cached(pool, b"e", b"f")
-    out = tier.next_out(8)
+    out = tier.next_pages(8)
     assert [page.key for page in out] == [b"a", b"b"], "as many as are missing"
-    tier.copied_out(out, failed=False)
+    tier.pages_ended(out, failed=False)
     assert host.has(b"a") and not tier.busy
     pool.check(), tier.check()
 
@@ -435,14 +436,26 @@ def test_the_oldest_cached_pages_are_copied_when_the_pool_gets_short():
 def test_a_page_that_is_evicted_during_its_copy_is_not_kept():
     pool, host, tier = books()
     pages = cached(pool, *(bytes([i]) for i in range(8)))
-    out = tier.next_out(8)
-    assert [page.pool_page for page in out] == pages[:4]
+    out = tier.next_pages(8)
+    assert [page.place for page in out] == pages[:4]
     taken = [pool.allocate() for _ in range(6)]
     assert taken == [*pages[4:], *pages[:2]], "pages that are being copied go last"
     assert host.counts.lost == 6
-    tier.copied_out(out, failed=False)
+    tier.pages_ended(out, failed=False)
     assert [host.has(key) for key in (b"\0", b"\1", b"\2", b"\3")] == [False, False, True, True]
     assert pool.allocate() == pages[2] and host.counts.lost == 6, "the host has it"
+
+
+def test_a_fetch_ends_without_a_page_that_is_neither_on_the_host_nor_on_disk():
+    pool, host, tier = books()
+    host.end_write(host.begin_write(), b"here")
+    here, gone = pool.allocate(), pool.allocate()
+    fetch = tier.fetches.begin([here, gone], [(b"here", here), (b"gone", gone)])
+    tier.use_disk()
+    assert tier.fetches.of(b"here") is fetch and tier.fetches.of(b"gone") is None
+    tier.page_moves.in_ended(tier.page_moves.next_in(8), False)
+    assert tier.fetches.take_ended() == [fetch] and pool.find(b"here") == here and not pool.find(b"gone")
+    pool.check(), tier.check()
 
 
 def test_newer_kv_takes_the_place_of_older_kv_with_the_same_key():
@@ -462,14 +475,14 @@ def test_newer_kv_takes_the_place_of_older_kv_with_the_same_key():
 def test_a_kept_page_is_not_copied_again_and_the_least_recently_used_gives_way():
     pool, host, tier = books(host_pages=2)
     cached(pool, *(bytes([i]) for i in range(8)))
-    tier.copied_out(tier.next_out(8), failed=False)
+    tier.pages_ended(tier.next_pages(8), failed=False)
     assert host.kept == 2 and host.has(b"\0") and host.has(b"\1")
     again = [pool.find(b"\0"), pool.find(b"\1")]
     for page in again:
         pool.retain(page)
     for page in again:
         pool.release(page)
-    assert [page.key for page in tier.next_out(1)] == [b"\4"]
+    assert [page.key for page in tier.next_pages(1)] == [b"\4"]
     assert not host.has(b"\0") and host.has(b"\1")
     assert host.room == 1 and host.take() is not None
-    assert host.room == 0 and host.begin_write() is None
+    assert host.room == 0

@@ -124,8 +124,7 @@ def test_no_state_older_than_the_bound_comes_from_the_host(folder, tmp_path, see
     fields = {"kv_pages": 45, "max_rows": 6, "state_snapshots": 3, "device": random_delays(seed, 0.001)}
     run = Updated(load(tmp_path / "0"), sources, make=hosting, max_kv_age=age, **fields)
     agents = Load(run, rng, prompt_of, 20)
-    agents.go_on()
-    assert run.bench.engine.roster.allocator.tier.states.counts.fetched > 0
+    agents.go_on(lambda: run.bench.engine.roster.allocator.tier.states.counts.fetched > 0)
     agents.check(hf_models)
     run.bench.close()
 

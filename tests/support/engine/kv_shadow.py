@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from rollout.engine.kv.disk import DiskJob
-from rollout.engine.kv.tier import MovedPage
+from rollout.engine.kv.fetches import KnownMove
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence
 from tests.support.engine.harness import Bench
@@ -38,8 +38,8 @@ class KVShadow:
         self._disk: dict[bytes, list[Slot]] = {}  # and on disk, by key
         self._allocator = bench.engine.roster.allocator
         tier = self._allocator.tier
-        self._copied_out, self._copied_in = tier.copied_out, tier.copied_in
-        tier.copied_out, tier.copied_in = self.copied_out, self.copied_in
+        self._moves = tier.page_moves
+        tier.page_moves = tier.page_moves._replace(out_ended=self.copied_out, in_ended=self.copied_in)
         self._disk_keep, self._disk_finished = tier.disk.keep, tier.disk.finished
         if tier.disk.total:
             tier.disk.keep, tier.disk.finished = self.disk_keep, self.disk_finished
@@ -51,15 +51,15 @@ class KVShadow:
             self._write(seq, start, start + tokens_in, plan.version, begins=prompt is not None and not seq.row_ready)
         self._launched(plan)
 
-    def copied_out(self, pages: list[MovedPage], failed: bool) -> None:
-        for page in pages:
-            self._host[page.host_page] = self._pages[page.pool_page]
-        self._copied_out(pages, failed)
+    def copied_out(self, moves: list[KnownMove], failed: bool) -> list[Sequence]:
+        for move in moves:
+            self._host[move.host_place] = self._pages[move.place]
+        return self._moves.out_ended(moves, failed)
 
-    def copied_in(self, pages: list[MovedPage], failed: bool) -> None:
-        for page in pages:
-            self._pages[page.pool_page] = self._host[page.host_page]
-        self._copied_in(pages, failed)
+    def copied_in(self, moves: list[KnownMove], failed: bool) -> list[Sequence]:
+        for move in moves:
+            self._pages[move.place] = self._host[move.host_place]
+        return self._moves.in_ended(moves, failed)
 
     def disk_keep(self, job: DiskJob, good: bool) -> None:
         if good and not job.failure:
@@ -79,7 +79,7 @@ class KVShadow:
             self.of[name], self.since[name] = self._found(seq, start, version), len(seq.tokens)
         slots = self.of[name] = self.of[name][:start]
         assert len(slots) == start, "KV is missing"
-        if begins and kv.offloaded is not None:
+        if begins and kv.is_offloaded:
             self._check_own(seq, slots)
         oldest = min((version, *(slot.oldest for slot in slots)))
         for _ in range(start, end):

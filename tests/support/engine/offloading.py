@@ -31,7 +31,7 @@ def counts(bench: Bench):
 
 def restoring(seq: Sequence) -> bool:
     """True while a copy from the host writes to a page of the sequence."""
-    return seq.kv.offloaded is not None and any(restore.copying for restore in seq.kv.offloaded.restores)
+    return seq.kv.is_offloaded and any(restore.copying for restore in seq.kv.offloaded.restores)
 
 
 _undisturbed: dict[str, Completion] = {}  # of the first checkpoint, whose weights `model` has; made once

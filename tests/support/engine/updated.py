@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench
@@ -54,9 +55,9 @@ class Load:
         self._stem = prompt_of(18, 7)
         self._rounds = 0
 
-    def go_on(self) -> None:
-        """Conversations of a few turns, until all updates have come."""
-        while self._due:
+    def go_on(self, enough: Callable[[], bool] = lambda: True) -> None:
+        """Conversations of a few turns, until all updates have come and this is true."""
+        while self._due or not enough():
             self._rounds += 1
             assert self._rounds < 100
             talks = [self._agent(i) for i in range(6)]

@@ -1,0 +1,55 @@
+"""Whether KV is copied or computed: the times of both, as they were measured."""
+
+from __future__ import annotations
+
+from collections import deque
+
+#: The longest copy of a page, relative to its computation. Copies run during steps, and most of the measured time is
+#: a wait for room beside their kernels; prompt steps replace other steps.
+_WORTH = 8
+
+
+class CopyCosts:
+    """Whether it is better to copy a page than to compute it; True until both are measured."""
+
+    def __init__(self, page_size: int) -> None:
+        self.pays = True
+        self._page_size = page_size
+        self._copies: deque[float] = deque(maxlen=8)  # seconds a page; the first copies of a device are slow
+        self._state_copies: deque[float] = deque(maxlen=8)  # seconds a state
+        self._reads: deque[float] = deque(maxlen=8)  # seconds a page, from disk
+        self._tokens = self._seconds = 0.0  # tokens and time of prompt steps; recent steps weigh more
+
+    def copied(self, pages: int, seconds: float) -> None:
+        """Note the copy of a piece of this many pages."""
+        self._copies.append(seconds / pages)
+        self._compare()
+
+    def states_copied(self, states: int, seconds: float) -> None:
+        """Note the copy of a piece of this many states."""
+        self._state_copies.append(seconds / states)
+
+    def read(self, seconds: float) -> None:
+        """Note the read of a page from disk."""
+        self._reads.append(seconds)
+
+    @property
+    def disk_pays(self) -> bool:
+        """Whether it is better to read a page from disk than to compute it."""
+        return self._worth(self._reads, self._page_size)
+
+    def state_pays(self, tokens: int) -> bool:
+        """Whether it is better to copy a state than to compute that many tokens."""
+        return self.pays and self._worth(self._state_copies, tokens)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Note the time of a step of prompts."""
+        self._tokens = 0.9 * self._tokens + tokens
+        self._seconds = 0.9 * self._seconds + seconds
+        self._compare()
+
+    def _compare(self) -> None:
+        self.pays = self._worth(self._copies, self._page_size)
+
+    def _worth(self, copies: deque[float], tokens: int) -> bool:
+        return not copies or not self._tokens or min(copies) < _WORTH * tokens * self._seconds / self._tokens
