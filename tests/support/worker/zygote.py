@@ -6,8 +6,9 @@
                                                   |  fork, and ends
                                                 worker: becomes a child of the tests' process, and runs `rollout serve`
 
-The worker runs the module that `python -m` would run, from the command line to its end. It is a child of the tests' process, as after `start_worker`: it can be waited for, and ends with that process. Its children (followers, the
-process of texts) are new processes of Python.
+The worker runs the module that `python -m` would run, from the command line to its end. It is a child of the tests'
+process, as after `start_worker`: it can be waited for, and ends with that process. Its children (followers, the process
+of texts) are new processes of Python.
 
 A worker that needs another environment than the tests have cannot be forked: libraries read it when they are imported.
 Tests of the start itself use `start_worker`.
@@ -91,7 +92,7 @@ class Zygote:
         self._lock = threading.Lock()
 
     def fork(self, module: str, words: list[str], log: int) -> ForkedProcess:
-        """A process that runs a module with these arguments, in its own group; its output goes to the descriptor `log`."""
+        """A process that runs a module with these arguments; its output goes to the descriptor `log`."""
         request = json.dumps({"module": module, "words": words, "folder": os.getcwd()}).encode()
         with self._lock, _reaper_of_orphans():
             socket.send_fds(self._socket, [request], [log])

@@ -568,7 +568,13 @@ def test_flags_of_generate_become_fields(flags, fields, capsys):
     assert ("prompt" in asked) == ("messages" not in asked) and "template" not in capsys.readouterr().err
 
 
-def test_files_and_stdin_are_read_where_a_flag_takes_them(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def typed(monkeypatch):
+    """Set what the command reads from stdin."""
+    return lambda text: monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def test_files_and_stdin_are_read_where_a_flag_takes_them(tmp_path, capsys, typed):
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar"
     schema.write_text('{"type": "integer"}')
     grammar.write_text('root ::= "a"')
@@ -581,14 +587,14 @@ def test_files_and_stdin_are_read_where_a_flag_takes_them(tmp_path, capsys, monk
         (["--chat", "-"], "count", "messages", messages),
         (["--prompt", "-"], "count", "prompt", "count"),
     ):
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        typed(stdin)
         with answering(result(completion([5], text="a"))) as worker:
             assert main(["generate", worker.endpoint, *flags]) == 0
         assert next(header for header in worker.asked if header["op"] == "generate")[field] == value
 
 
-def test_stdin_is_read_once(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("count"))
+def test_stdin_is_read_once(capsys, typed):
+    typed("count")
     assert main(["generate", "tcp://127.0.0.1:1", "--chat", "-", "--json-schema", "-"]) == 2
     error = capsys.readouterr().err
     assert "--chat" in error and "--json-schema" in error and "stdin" in error
