@@ -56,45 +56,31 @@ def rollout(*arguments: str, environ: dict[str, str] | None = None) -> subproces
     )
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["--version"],
-        ["serve", "--help"],
-        ["status", "--help"],
-        ["generate", "--help"],
-        ["top", "--help"],
-        ["trace", "--help"],
-        ["top", "tcp://127.0.0.1:1", "--json"],
-        ["demo", "--help"],
-        ["keys", "--help"],
-        ["serve", "model", "--no-such-flag"],
-        ["serve", "model", "--max-rows", "many"],
-        ["serve"],
-        ["generate", "tcp://127.0.0.1:1"],
-        ["nonsense"],
-    ],
-    ids=" ".join,
-)
-def test_nothing_heavy_is_imported_for_help_or_a_wrong_command_line(arguments):
+def test_nothing_heavy_is_imported_for_help_or_a_wrong_command_line():
+    lines = (
+        *("--help", "--version", "serve --help", "status --help", "generate --help", "top --help", "trace --help"),
+        *("top tcp://127.0.0.1:1 --json", "demo --help", "keys --help", "serve model --no-such-flag"),
+        *("serve model --max-rows many", "serve", "generate tcp://127.0.0.1:1", "nonsense"),
+    )
     script = f"""
 import sys
 from rollout.process.announce import say
 from rollout.cli.main import main
 from rollout.cli.serve import SYNONYMS
-try:
-    main({arguments!r})
-except SystemExit:
-    pass
-print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+for line in {lines!r}:
+    try:
+        main(line.split())
+    except SystemExit:
+        pass
+    loaded = [name for name in {HEAVY!r} if name in sys.modules]
+    assert not loaded, (line, loaded)
 """
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUT_")}
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environ | {"PYTHONPATH": paths}
     )
-    assert done.stderr.splitlines()[-1] == "[]"
+    assert done.returncode == 0, done.stderr
 
 
 def test_serve_help_shows_every_setting_with_its_description():
