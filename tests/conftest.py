@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -49,13 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # also in the process that only hands tests out, which collects none
 def pytest_runtestloop() -> None:
-    """Objects made before the first test stay: the garbage collector need not visit them."""
+    """Objects made before the first test stay: the garbage collector need not visit them, also at pytest's own end."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # or libraries complain of leaks
+    atexit.register(gc.unfreeze)  # or libraries complain of leaks
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -13,6 +13,7 @@ from rollout.engine.messages.to_service import Done
 from tests.support.engine.adapted import Adapters, bench_of, greedy_is, make_adapters, versions_of
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import VOCAB, prompt_of
+from tests.support.kernels.grids import nightly
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_the_version_changes_at_the_stamped_token(model, adapters, depth):
     assert same >= 9 and versions == [0] * same + [1] * (40 - same)
 
 
-@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("drafts", [4, *nightly(0)])
 def test_the_version_changes_at_the_stamped_token_where_tokens_are_drawn_again(model, adapters, monkeypatch, drafts):
     """Tokens in flight, and accepted drafts, do not count after a marker; a newer version comes in any tick."""
     sampling = {"temperature": 1.0, "seed": 3, "logit_bias": ((7, 3.0),)}

@@ -30,7 +30,7 @@ from tests.support.engine.harness import Bench, watch_prefills
 from tests.support.engine.images import encoded, encoder_of, submit
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
-from tests.support.kernels.grids import nightly
+from tests.support.kernels.grids import checkered, nightly
 from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.images import (
     FAMILIES,
@@ -214,8 +214,7 @@ def test_images_that_do_not_fit_in_the_buffer_together_are_encoded_one_after_the
     bench.close()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
+@pytest.mark.parametrize(("kv_on_swap", "name"), checkered(("recompute", "keep"), FAMILIES))
 def test_a_swap_in_the_middle_encodes_again_with_the_new_tower(
     name: str, kv_on_swap: str, models: Any, tmp_path: Path
 ) -> None:
@@ -260,8 +259,7 @@ def test_an_update_without_the_tower_keeps_encodings(models: Any, tmp_path: Path
     bench.close()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("host_kv_gib", [0.0, 0.01])
+@pytest.mark.parametrize(("host_kv_gib", "name"), checkered((0.01, 0.0), FAMILIES))
 def test_preempted_rows_go_on_as_before(name: str, host_kv_gib: float, models: Any) -> None:
     reference, model = models[name]
     bench = Bench(model, kv_pages=34, max_rows=4, host_kv_gib=host_kv_gib, image_tokens=64, image_patches=64)

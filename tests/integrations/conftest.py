@@ -52,3 +52,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         installed = {name.metadata["Name"].lower(): name.version for name in metadata.distributions()}
         versions = [f"{name} {installed[name]}" for name in _PACKAGES if name in installed]
         terminalreporter.write_line(f"ran with {', '.join(versions)}")
+
+
+@pytest.fixture
+def vllm_client(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TRL's module of a client for vLLM's server. The client imports nothing of vLLM, but asks whether it is there."""
+    module = pytest.importorskip("trl.generation.vllm_client")
+    monkeypatch.setattr(module, "is_vllm_available", lambda: True)
+    return module

@@ -26,9 +26,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, http
         yield worker.endpoint, client
 
 
-def test_the_client_of_trl(served: tuple[str, httpx.Client], monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_client = pytest.importorskip("trl.generation.vllm_client")
-    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)  # it talks to vLLM, and does not import it
+def test_the_client_of_trl(served: tuple[str, httpx.Client], vllm_client: Any) -> None:
     endpoint, http = served
     client = vllm_client.VLLMClient(base_url=str(http.base_url).rstrip("/"))
     assert client.model == "ones" and client.get_world_size() == 1

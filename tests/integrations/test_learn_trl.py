@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,9 @@ from tests.integrations.test_learn import run_module
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("TRL is not installed: pip install '.[trl]'", allow_module_level=True)
+
+from scripts.learn.recipe import Recipe  # noqa: E402
+from scripts.learn.trl import train  # noqa: E402
 
 TOY = ["--task", "counting", "--level", "0", "--prompts", "4", "--group-size", "8", "--lr", "1.5e-3", "--warmup", "1"]
 
@@ -41,8 +45,8 @@ def test_trl_ends_after_its_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
-    [(["--task", "counting"], "--level"), (["--task", "counting", "--level", "0", "--mode", "async"], "--mode sync")],
+    ("given", "named"), [({"mode": "sync"}, "--level"), ({"level": 0, "mode": "async"}, "--mode sync")]
 )
-def test_what_trl_is_not_compared_on_is_refused(tmp_path: Path, words: list[str], named: str) -> None:
-    assert named in run_module("scripts.learn.trl", [*words, "--out", str(tmp_path)], status=1).stderr
+def test_what_trl_is_not_compared_on_is_refused(tmp_path: Path, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(SystemExit, match=named):
+        train(Recipe(task="counting", **given), "worker", tmp_path)

@@ -53,11 +53,9 @@ def url_of(client: httpx.Client) -> str:
 
 
 def test_the_client_of_trls_distillation_trainers(
-    teacher: httpx.Client, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    teacher: httpx.Client, expected: torch.Tensor, vllm_client: Any
 ) -> None:
     """`get_sequence_logprobs`, which server distillation, SDPO, SDFT and IW-OPD call."""
-    vllm_client = pytest.importorskip("trl.generation.vllm_client")
-    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)  # it talks to vLLM, and does not import it
     client = vllm_client.VLLMClient(base_url=url_of(teacher))
     found = client.get_sequence_logprobs(
         [SEQUENCE, PROMPT, SEQUENCE], [len(PROMPT), 1, len(SEQUENCE) - 2], top_logprobs=TOP, chunk_size=2

@@ -3,7 +3,8 @@
 It runs the kernels where there is no GPU, a call of Python for each operation, and its own affairs take longer than
 what is computed. What a kernel gets from it stays the same:
 
-    patches of the language     once a launch; it would patch anew at each call of a device function too
+    patches of the language     once a launch; it would patch anew at each call of a device function too. What to patch
+                                is listed once, with functions that go straight to Triton's own
     the check of int overflow   not computed: it makes some ten operations of each sum and product, and without a debug
                                 mode, which the interpreter does not have, nobody looks at what they say
     NumPy's type for Triton's   looked up; it would make the table for each look
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import triton.language as tl
 from triton.runtime import interpreter
 
 _PARTS = ("GridExecutor", "_LangPatchScope", "_get_np_dtype", "_patch_lang", "interpreter_builder", "TritonSemantic")
+_PARTS += ("_patch_builtin", "interpreter_semantic")
 
 
 def make_quick() -> None:
@@ -28,6 +31,7 @@ def make_quick() -> None:
     if not all(hasattr(interpreter, part) for part in _PARTS):
         return
     _patch_once_a_launch()
+    _list_builtins_once()
     _look_types_up()
     _look_shapes_up()
     _skip_broadcasts_of_equal_shapes()
@@ -56,6 +60,31 @@ def _patch_once_a_launch() -> None:
         return launch(*args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_patched
+
+
+def _list_builtins_once() -> None:
+    plain, semantic = interpreter._patch_builtin, interpreter.interpreter_semantic
+    if len(inspect.signature(plain).parameters) != 3:
+        return
+    listed: dict[Any, list[tuple[str, Any]]] = {}  # by module or class
+
+    def quick(builtin: Any) -> Any:
+        inner = inspect.unwrap(builtin)  # without the check that there is a semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        return call
+
+    def patch_listed(package: Any, builder: Any, scope: Any) -> None:
+        if package not in listed:  # no launch has patched it yet
+            members = inspect.getmembers(package, tl.core.is_builtin)
+            listed[package] = [(name, quick(member)) for name, member in members]
+        for name, member in listed[package]:
+            scope.set_attr(package, name, member)
+
+    interpreter._patch_builtin = patch_listed
 
 
 def _look_types_up() -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import ONES, subprocess_environment
 
@@ -19,6 +21,7 @@ with start_worker(sys.argv[1], max_context_tokens=64, **flags) as worker, Rollou
 """
 
 
+@pytest.mark.nightly  # the start of four processes
 def test_files_of_a_job_with_names_of_libraries_disturb_no_process(tmp_path: Path) -> None:
     for name in ("safetensors", "torch", "tokenizers", "zmq", "msgpack"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported from the current folder')")

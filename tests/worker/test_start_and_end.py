@@ -25,7 +25,7 @@ from tests.support.worker.harness import (
 from tests.support.worker.raw_client import RawClient
 from tests.support.worker.wandb_file import history_keys
 from trainer_bridge.client.blocking import RolloutClient
-from trainer_bridge.client.launch import WorkerFailed, WorkerProcess
+from trainer_bridge.client.launch import WorkerFailed, WorkerProcess, start_worker
 from trainer_bridge.wire.errors import Unavailable
 
 LONG = {"max_tokens": 30_000, "stream": "tokens", "stream_every": 8}
@@ -85,7 +85,7 @@ def _check_records(ended: dict, jsonl: Path, folder: Path) -> None:
 def test_a_second_sigterm_returns_running_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in RANK.items():
         monkeypatch.setenv(name, value)
-    worker = launch(log=tmp_path / "worker.log")
+    worker = start_worker(ONES, log_file=tmp_path / "worker.log", wandb=False, kv_memory_max_gib=0.03)
     with worker, RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         inherited = Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0")
         assert not {entry.partition(b"=")[0].decode() for entry in inherited} & RANK.keys()

@@ -29,11 +29,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.config import ServiceSettings
 from rollout.process.child_python import import_path, module_command
 from rollout.process.garbage_collection import loading_libraries
 from rollout.process.logs import LogFormat, set_up, worker_name
@@ -41,6 +40,9 @@ from rollout.process.parent_watch import exit_with_parent
 from rollout.service.text.codec import PromptEncoder, TextCodec
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode, header_id
 from trainer_bridge.wire.errors import BadRequest, InternalError, RolloutError, Unavailable, error_reply, from_reply
+
+if TYPE_CHECKING:  # the child needs no settings: pydantic takes a quarter of its start
+    from rollout.config import ServiceSettings
 
 logger = logging.getLogger(__name__)
 

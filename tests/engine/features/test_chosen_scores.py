@@ -47,10 +47,10 @@ WISHES = [
 
 
 @pytest.fixture
-def scored_rows(model, monkeypatch) -> list[int]:
+def scored_rows(model) -> list[int]:
     """How many tokens went through the output layer, by call."""
     sizes, compute_logits = [], model.compute_logits
-    monkeypatch.setattr(model, "compute_logits", lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1])
+    model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
     return sizes
 
 
@@ -261,7 +261,7 @@ def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models, monkeypatc
     bench.close()
 
 
-def test_tokens_that_cannot_come_have_minus_infinity_and_a_finite_entropy(model, scored_rows, monkeypatch):
+def test_tokens_that_cannot_come_have_minus_infinity_and_a_finite_entropy(model, scored_rows):
     compute_logits = model.compute_logits
 
     def masked(hidden):
@@ -269,7 +269,7 @@ def test_tokens_that_cannot_come_have_minus_infinity_and_a_finite_entropy(model,
         logits[:, 50:] = -torch.inf
         return logits
 
-    monkeypatch.setattr(model, "compute_logits", masked)
+    model.compute_logits = masked
     bench, wanted = Bench(model), Wanted(last=3, chosen=np.array([1, 60], np.int32), entropy=True)
     bench.submit("a", [1, 2, 3, 4, 5, 6], 0, **wanted.fields())
     bench.run()

@@ -261,6 +261,24 @@ def test_a_folder_that_is_deleted_costs_hits_alone(model, prompt_of, greedy, tmp
     bench.close()
 
 
+@pytest.fixture
+def patience(monkeypatch):
+    """Set the seconds after which a disk is given up."""
+    return lambda seconds: monkeypatch.setattr(disk_module, "_PATIENCE_S", seconds)
+
+
+@pytest.fixture
+def held_reads(monkeypatch):
+    """Have reads from now on wait for the event that the call returns."""
+
+    def hold():
+        gate, read = threading.Event(), DiskPages._read
+        monkeypatch.setattr(DiskPages, "_read", lambda self, job: (gate.wait(), read(self, job)))
+        return gate
+
+    return hold
+
+
 def test_a_full_disk_ends_writing_and_says_so(model, prompt_of, greedy, tmp_path, monkeypatch, caplog):
     def full(job, content):
         raise OSError(28, "No space left on device")
@@ -275,11 +293,11 @@ def test_a_full_disk_ends_writing_and_says_so(model, prompt_of, greedy, tmp_path
     bench.close()
 
 
-def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, greedy, tmp_path, monkeypatch):
+def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, greedy, tmp_path, patience, held_reads):
     bench = with_disk(model, tmp_path)
-    prompt, gate, read = prompt_of(50, 1), threading.Event(), DiskPages._read
+    prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
-    monkeypatch.setattr(DiskPages, "_read", lambda self, job: (gate.wait(), read(self, job)))
+    gate = held_reads()
     bench.submit("runs", prompt_of(5, 2), 60)
     while not bench.engine.roster.decoding:
         bench.engine.tick()
@@ -287,7 +305,7 @@ def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, 
     while "runs" not in bench.done:
         bench.engine.tick()
     assert "back" not in bench.done and bench.tokens("runs") == greedy(prompt_of(5, 2), 60)
-    monkeypatch.setattr(disk_module, "_PATIENCE_S", 0.05)
+    patience(0.05)
     bench.run()
     assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8)
     gate.set()
@@ -394,8 +412,8 @@ def test_the_check_sees_what_the_disk_still_reads_and_what_it_writes_of_pages_gi
         host.check()
 
 
-def test_slow_reads_that_wait_for_each_other_are_not_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_module, "_PATIENCE_S", 0.5)
+def test_slow_reads_that_wait_for_each_other_are_not_given_up(tmp_path, monkeypatch, patience):
+    patience(0.5)
     read = DiskPages._read
     monkeypatch.setattr(DiskPages, "_read", lambda self, job: (time.sleep(0.15), read(self, job)))
     pages = Pages(tmp_path)
@@ -405,10 +423,9 @@ def test_slow_reads_that_wait_for_each_other_are_not_given_up(tmp_path, monkeypa
     pages.disk.close()
 
 
-def test_a_read_that_hangs_at_the_end_writes_to_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_module, "_PATIENCE_S", 0.05)
-    gate, read = threading.Event(), DiskPages._read
-    monkeypatch.setattr(DiskPages, "_read", lambda self, job: (gate.wait(), read(self, job)))
+def test_a_read_that_hangs_at_the_end_writes_to_no_memory(tmp_path, monkeypatch, patience, held_reads):
+    patience(0.05)
+    gate = held_reads()
     earlier = threading.enumerate()
     pages = Pages(tmp_path)
     threads = [thread for thread in threading.enumerate() if thread not in earlier]

@@ -95,7 +95,7 @@ def test_without_host_memory_they_compute_them_again(model, undisturbed):
     assert_equal(agents, undisturbed(0, True))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *nightly(*range(2, 20))])
+@pytest.mark.parametrize("seed", [1, *nightly(0, *range(2, 20))])
 def test_late_copies_change_nothing(model, undisturbed, seed):
     rng, rng_late = random.Random(seed), random.Random(seed)
     most_s = rng.choice([0.0, 0.001, 0.004])

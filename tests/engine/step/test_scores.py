@@ -76,9 +76,15 @@ def test_tops_and_prompts_of_a_mixed_batch_are_transformers(model, prompt_of, hf
     bench.close()
 
 
-def test_pieces_of_a_prompt_have_their_ranks_and_tops(model, prompt_of, hf_models, monkeypatch):
+@pytest.fixture
+def scored_at_once(monkeypatch):
+    """Set the number of positions that go through the output layer at once."""
+    return lambda count: monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", count)
+
+
+def test_pieces_of_a_prompt_have_their_ranks_and_tops(model, prompt_of, hf_models, scored_at_once):
     """As on a GPU, where pieces are filled up: what fills them up is nobody's."""
-    monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", 8)
+    scored_at_once(8)
     bench = Bench(model, prefill_chunk_tokens=32)
     find(bench.engine.roster.features, StepScores).multiple = 8
     for i, length in enumerate((31, 10, 3)):
@@ -115,8 +121,8 @@ def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model
     bench.close()
 
 
-def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_models, monkeypatch):
-    monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", 8)
+def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_models, scored_at_once):
+    scored_at_once(8)
     bench = Bench(model)
     sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
     model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
@@ -130,9 +136,9 @@ def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_mode
     bench.close()
 
 
-def test_pieces_are_filled_up_where_each_number_of_rows_may_be_another_kernel(model, prompt_of, hf_models, monkeypatch):
+def test_pieces_are_filled_up_where_each_number_of_rows_is_a_kernel(model, prompt_of, hf_models, scored_at_once):
     """As on a GPU, with smaller pieces."""
-    monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", 16)
+    scored_at_once(16)
     bench = Bench(model, prefill_chunk_tokens=32)
     sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
     model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]

@@ -120,10 +120,9 @@ def reference(model, prompt_of):
     "engine",
     [
         {"pipeline_depth": 2, "max_rows": 16},
-        {"pipeline_depth": 1, "max_rows": 5},
         {"kv_pages": 30, "max_rows": 6, "prefill_chunk_tokens": 6},
         {"speculation": "ngram", "speculation_tokens": 3},
-        {"prefix_cache": False, "max_rows": 7},
+        *nightly({"pipeline_depth": 1, "max_rows": 5}, {"prefix_cache": False, "max_rows": 7}),
     ],
     ids=str,
 )

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainer_bridge.client.launch import WorkerProcess, start_worker
+from tests.support.worker.harness import launch
+from trainer_bridge.client.launch import WorkerProcess
 
 ROOT = Path(__file__).parents[3]
 _PATHS = (ROOT, ROOT / "kernels", ROOT / "tests" / "support" / "quick_transformers")
@@ -20,5 +21,4 @@ def worker_environment() -> dict[str, str | None]:
 
 def start(model: Path, log: Path, **flags: Any) -> WorkerProcess:
     """A worker of a checkpoint."""
-    given = {"wandb": False, "max_context_tokens": 256, "device": "cpu", "kv_memory_max_gib": 1 / 32, **flags}
-    return start_worker(model, log_file=log, env=worker_environment(), **given)
+    return launch(model, log=log, **{"max_context_tokens": 256, "device": "cpu", **flags})

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,13 @@ from safetensors.torch import load_file
 
 from rollout.demo.counting import CountingReport, check_completion
 from tests.support.patience import PATIENCE_S
+from tests.support.worker.zygote import forked
 from trainer_bridge.client.blocking import RolloutClient, Stream
-from trainer_bridge.client.launch import WorkerProcess, start_worker
+from trainer_bridge.client.launch import WorkerProcess, flag_list, start_worker, worker_environment
 from trainer_bridge.client.results import Completion
 from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.scratch import ScratchFolder
+from trainer_bridge.wire.keys import ClientCurve
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINTS = ROOT / "rollout" / "demo" / "checkpoints"
@@ -51,15 +54,42 @@ def hooked(name: str) -> dict[str, str | None]:
 def launch(
     model: Path | str = ONES, *, log: Path, wait: bool = True, env: dict[str, str | None] | None = None, **flags: Any
 ) -> WorkerProcess:
-    """`start_worker` without W&B, and with KV for 65,536 tokens of ONES: all of it is written to at the start."""
-    without = {name: None for name in os.environ if name.startswith(_SETTINGS)}
-    return start_worker(
-        model,
-        log_file=log,
-        wait=wait,
-        env={**without, **_ALWAYS, **(env or {})},
-        **{"wandb": False, "drain_s": 60, "kv_memory_max_gib": 1 / 32, **flags},
-    )
+    """A worker without W&B, and with KV for 65,536 tokens of ONES: all of it is written to at the start.
+
+    It is forked (`tests.support.worker.zygote`). One with `env` is a new process of Python.
+    """
+    flags = {"wandb": False, "drain_s": 60, "kv_memory_max_gib": 1 / 32, **flags}
+    if env:
+        without = {name: None for name in os.environ if name.startswith(_SETTINGS)}
+        return start_worker(model, log_file=log, wait=wait, env={**without, **_ALWAYS, **env}, **flags)
+    return _fork(model, log, wait, **flags)
+
+
+def _fork(
+    model: Path | str,
+    log: Path,
+    wait: bool,
+    ready_timeout_s: float = 900.0,
+    command: Sequence[str] = (sys.executable, "-m", "rollout.cli.main", "serve"),
+    args: Sequence[str] = (),
+    curve: ClientCurve | None = None,
+    **flags: Any,
+) -> WorkerProcess:
+    """What `start_worker` does, with a fork."""
+    scratch = ScratchFolder("worker")
+    ready_file = scratch.path / "ready.json"
+    given = {"bind": "tcp://127.0.0.1:0", **flags, "ready_file": ready_file, "exit_with_parent": True}
+    _, _, module, *words = command
+    words += [os.fspath(model), *flag_list(given), *args]
+    process: Any = forked(module, words, worker_environment(subprocess_environment(), {}), log)
+    worker = WorkerProcess(process, scratch, ready_file, log, curve)
+    if wait:
+        try:
+            worker.wait_ready(ready_timeout_s)
+        except BaseException:
+            worker.kill()
+            raise
+    return worker
 
 
 def launch_shared(log: Path) -> WorkerProcess:

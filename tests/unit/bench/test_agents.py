@@ -319,12 +319,14 @@ def test_a_replay_adds_up_and_a_pool_for_all_computes_little_again(
     assert rows[1]["kv_at_the_end"]["sessions"]["turns"] > 0 and rows[1]["kv_most"]["pages"]["total"] > 500
 
 
+@pytest.mark.nightly
 def test_the_gateway_replays_the_same(endpoints: list[str], trace: Path, tmp_path: Path) -> None:
     (row,) = replayed(trace, tmp_path / "out.json", "--workers", endpoints[0], "--gateway")
     check_counts(row, trace)
     assert row["engine"] == "http"
 
 
+@pytest.mark.nightly
 def test_two_workers_know_more_where_the_client_knows_where_kv_is(
     endpoints: list[str], trace: Path, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_drafts_of_a_recorded_run_are_as_right_as_asked_for(tmp_path):
         assert again == 0 if diverges else again > len(wrong) / 3
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_drafts_compares_all_modes_with_plain_steps(tmp_path):
     out = tmp_path / "s.json"
     sizes = (
@@ -224,7 +225,8 @@ def test_layers_of_a_real_shape_pass(correctness, tmp_path, shape):
     assert found["logits"]["ours"]["rms"] < 1e-4 and found["depths"]["equal"]["logprobs_equal"]
 
 
-@pytest.mark.parametrize("damage", ["", *nightly("page")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("damage", ["", "page"])
 def test_layers_through_transformers_own_code_are_held_to_the_same_bounds(correctness, tmp_path, damage):
     arguments = ["--size", "toy", "--dtype", "float32", "--shapes", "gemma-2-9b", "--fallback"]
     arguments += ["--break", damage] if damage else []

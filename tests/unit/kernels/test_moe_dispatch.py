@@ -99,10 +99,20 @@ def test_the_deterministic_plan_is_one_for_any_number_of_tokens():
         assert len(plans) == 1
 
 
-def test_many_tokens_an_expert_are_padded_on_hopper_alone(monkeypatch):
+@pytest.fixture
+def hopper(monkeypatch):
+    """Have plans take a CUDA device for a Hopper GPU with so many multiprocessors."""
+
+    def pretend(multiprocessors):
+        monkeypatch.setattr(gluon_experts, "is_hopper", lambda device: device.type == "cuda")
+        monkeypatch.setattr(dispatch, "multiprocessors", lambda device: multiprocessors)
+
+    return pretend
+
+
+def test_many_tokens_an_expert_are_padded_on_hopper_alone(hopper):
     device, tokens = torch.device("cuda"), 2048
-    monkeypatch.setattr(gluon_experts, "is_hopper", lambda device: device.type == "cuda")
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 114)
+    hopper(114)
     assert padded_from(QWEN3_30B, "plain", torch.bfloat16, device) == tokens
     for dtype in (torch.bfloat16, torch.float16):
         assert moe_plan(QWEN3_30B, "plain", dtype, tokens, device=device) == PaddedPlan(programs=114)
@@ -115,10 +125,9 @@ def test_many_tokens_an_expert_are_padded_on_hopper_alone(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:no measured plan")
-def test_shapes_that_tiles_do_not_divide_are_not_padded(monkeypatch):
+def test_shapes_that_tiles_do_not_divide_are_not_padded(hopper):
     device = torch.device("cuda")
-    monkeypatch.setattr(gluon_experts, "is_hopper", lambda device: True)
-    monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 132)
+    hopper(132)
     assert moe_plan(MoEShape(8, 2, 4096, 14336), "plain", torch.bfloat16, 512, device=device).path == "padded"
     assert moe_plan(MoEShape(8, 2, 4096, 14336), "plain", torch.bfloat16, 511, device=device).path == "grouped"
     for shape in (MoEShape(8, 2, 384, 128), MoEShape(8, 2, 512, 192), MoEShape(1024, 10, 512, 128)):

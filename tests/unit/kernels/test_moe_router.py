@@ -150,14 +150,13 @@ def test_norm_and_router_in_one_launch_equal_two_launches(tokens, hidden, expert
 @pytest.mark.parametrize("tile_rows", [2, 16])
 @pytest.mark.parametrize("routing", ["even", "one", "first", "last"])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(7, 5, 3), (80, 3, 2)])
-def test_pairs_are_sorted_by_expert_and_cut_into_tiles(tokens, experts, top_k, routing, tile_rows, monkeypatch):
+def test_pairs_are_sorted_by_expert_and_cut_into_tiles(tokens, experts, top_k, routing, tile_rows, poisoned_memory):
     chosen = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
     if routing != "even":
         chosen[:] = {"one": chosen[:1], "first": torch.arange(top_k), "last": experts - 1 - torch.arange(top_k)}[
             routing
         ]
     chosen = chosen.int().to(DEVICE)
-    monkeypatch.setattr(torch, "empty", lambda *shape, **more: torch.full(shape, 77, **more))  # poison
     groups = group_pairs(chosen, experts, tile_rows)
     flat = chosen.flatten().tolist()
     order = groups.pairs_P.tolist()

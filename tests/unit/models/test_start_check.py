@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import LlamaForCausalLM
 
 from rollout.config import ModelSettings
@@ -34,6 +35,12 @@ def unknown(folder: Path, **keys: Any) -> None:
 
 def records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name == start_check.__name__]
+
+
+@pytest.fixture
+def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Have the host say that it has so many bytes of free memory."""
+    return lambda size: monkeypatch.setattr(start_check, "available_bytes", lambda: size)
 
 
 def load(folder: Path, **settings: Any) -> Any:
@@ -129,15 +136,19 @@ def test_a_key_that_changes_the_model_is_noticed(case: str, tmp_path: Path, monk
     assert (ours - transformers_logits(tmp_path)).abs().max() < 1e-3, "the advice holds"
 
 
-def test_a_class_that_cannot_run_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise KeyError("no such thing")
+def test_a_class_that_cannot_run_is_a_refusal(tmp_path: Path) -> None:
+    def fail(module: Any, _: Any) -> None:
+        if isinstance(module, LlamaForCausalLM):
+            raise KeyError("no such thing")
 
     make("llama", tmp_path)
     unknown(tmp_path, strange_key=2)
-    monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
-    with pytest.raises(ValueError, match=r"strange_key.* cannot be compared .*no such thing"):
-        load(tmp_path)
+    hook = register_module_forward_pre_hook(fail)
+    try:
+        with pytest.raises(ValueError, match=r"strange_key.* cannot be compared .*no such thing"):
+            load(tmp_path)
+    finally:
+        hook.remove()
 
 
 def test_keys_of_any_text_stay_on_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -163,17 +174,17 @@ def test_logits_that_are_no_numbers_are_a_refusal(tmp_path: Path) -> None:
 
 
 def test_without_room_the_log_says_that_nothing_was_compared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, available: Callable[[float], None]
 ) -> None:
     make("llama", tmp_path)
     unknown(tmp_path)
-    monkeypatch.setattr(start_check, "available_bytes", lambda: 1000.0)
+    available(1000.0)
     load(tmp_path)
     assert [record.levelno for record in records(caplog)] == [logging.WARNING] and "GiB" in caplog.text
 
 
 def test_it_takes_the_room_of_one_layer_of_each_kind(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, available: Callable[[float], None]
 ) -> None:
     """However deep the model is."""
     caplog.set_level(logging.INFO)
@@ -181,7 +192,7 @@ def test_it_takes_the_room_of_one_layer_of_each_kind(
     make_checkpoint("Llama", tmp_path, num_key_value_heads=2, num_hidden_layers=20, **sizes)
     unknown(tmp_path)
     whole = 4 * sum(parameter.numel() for parameter in load(tmp_path).model.parameters())
-    monkeypatch.setattr(start_check, "available_bytes", lambda: whole / 5)
+    available(whole / 5)
     caplog.clear()
     load(tmp_path)
     assert [record.levelno for record in records(caplog)] == [logging.INFO]
