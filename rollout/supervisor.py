@@ -30,11 +30,11 @@ from typing import Any
 
 from rollout.config import Settings
 from rollout.model_name import readable_name
-from rollout.process.announce import say, write_whole
+from rollout.process.announce import announce, write_atomically
 from rollout.process.child_python import import_path
 from rollout.process.observed_time import ObservedTime
+from rollout.ranks.group_watch import SILENT_S
 from rollout.ranks.thread_stat import is_stopped
-from rollout.ranks.watch import SILENT_S
 from trainer_bridge.client.launch import worker_environment
 from trainer_bridge.scratch import ScratchFolder
 
@@ -106,7 +106,7 @@ class Supervisor:
                 self._pass_signals_on()
                 time.sleep(_POLL_S)
         facts = [{"worker": w.index, "status": w.status, "restarts": w.restarts} for w in self._workers]
-        say({"event": "ended", "workers": facts})
+        announce({"event": "ended", "workers": facts})
         return self._status
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -189,10 +189,10 @@ class Supervisor:
         worker.bind, worker.weights_bind = worker.announced["endpoint"], worker.announced["weights_endpoint"]
         if self._announced:
             self._write_ready()
-            say({"event": "worker_ready", **self._facts(worker)})
+            announce({"event": "worker_ready", **self._facts(worker)})
         elif all(other.ready for other in self._workers):
             self._announced = True
-            say(self._write_ready())
+            announce(self._write_ready())
 
     def _ended(self, worker: _Worker, status: int) -> None:
         if self._signals or status == 0:
@@ -216,7 +216,7 @@ class Supervisor:
             log.critical("a worker ended too often: it is given up", extra=facts)
             worker.status, self._status = status, 1
             self._write_ready()
-            say(fact | {"restart_in_s": None})
+            announce(fact | {"restart_in_s": None})
             return
         pause_s = min(limits.restart_backoff_s * 2 ** len(worker.recent), _MOST_BACKOFF_S)
         facts = {"index": worker.index, "status": status, "restart_in_s": pause_s}
@@ -224,7 +224,7 @@ class Supervisor:
         worker.recent.append(now_s)
         worker.restarts += 1
         worker.due_s = now_s + pause_s
-        say(fact | {"restart_in_s": pause_s})
+        announce(fact | {"restart_in_s": pause_s})
 
     # --- all workers -------------------------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class Supervisor:
         assert first is not None
         ready = {**first, "pid": os.getpid(), "workers": [self._facts(worker) for worker in self._workers]}
         if self._settings.ready_file is not None:
-            write_whole(Path(self._settings.ready_file), json.dumps(ready))
+            write_atomically(Path(self._settings.ready_file), json.dumps(ready))
         return ready
 
 

@@ -27,7 +27,7 @@ from rollout.config.gateway_settings import GatewayFile
 from rollout.gateway.http.http_errors import from_worker
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.fallback.held import HELD
+from rollout.models.fallback.tested import TESTED
 from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
@@ -463,7 +463,7 @@ def _section(metric: Metric) -> str:
 def fallback_page() -> str:
     """Every architecture that tests hold against transformers through its own code."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, held in HELD.items():
+    for name, held in TESTED.items():
         groups.setdefault((held.attention, held.experts), []).append(name.removesuffix("ForCausalLM"))
     lines = [
         f"- {attention}; {experts}: {', '.join(f'`{name}`' for name in names)}"

@@ -13,7 +13,7 @@ from typing import Any
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.cli.setting_flags import add_setting_flags, given_flags
 from rollout.config import Settings
-from rollout.process.announce import withdraw
+from rollout.process.announce import remove_ready_file
 from rollout.process.child_python import module_command
 from rollout.process.logs import set_up, worker_name
 from rollout.settings_sources import (
@@ -117,7 +117,7 @@ def _run(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any])
     try:
         return _start(settings, args, flags)
     finally:
-        withdraw(ready_file)
+        remove_ready_file(ready_file)
 
 
 def _start(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any]) -> int:

@@ -11,10 +11,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 
 
-class StepSettings(Section):
+class StepSettings(SettingsSection):
     """Rows and steps."""
 
     max_rows: int = Field(32, ge=1, le=4096, description="sequences that decode at once")
@@ -44,7 +44,7 @@ class StepSettings(Section):
     )
 
 
-class KVSettings(Section):
+class KVSettings(SettingsSection):
     """The KV cache."""
 
     page_size: int = Field(16, ge=1, le=1024, description="tokens of KV in a page")
@@ -73,7 +73,7 @@ class KVSettings(Section):
     )
 
 
-class SwapSettings(Section):
+class SwapSettings(SettingsSection):
     """KV when the weights change."""
 
     kv_on_swap: Literal["keep", "recompute"] = Field(
@@ -101,7 +101,7 @@ class SwapSettings(Section):
         return self
 
 
-class OffloadSettings(Section):
+class OffloadSettings(SettingsSection):
     """Offload and sleep."""
 
     host_kv_gib: float = Field(
@@ -128,7 +128,7 @@ class OffloadSettings(Section):
         return self
 
 
-class ExpertSettings(Section):
+class ExpertSettings(SettingsSection):
     """Experts, of MoE models."""
 
     expert_dtype: Literal["auto", "mxfp8", "fp8_row", "fp8_block"] = Field(
@@ -154,7 +154,7 @@ def _adapter_folders(text: str) -> list[tuple[str, str]]:
     return [(name.strip(), folder.strip()) for name, _, folder in pairs]
 
 
-class AdapterSettings(Section):
+class AdapterSettings(SettingsSection):
     """LoRA adapters."""
 
     adapter_slots: int = Field(0, ge=0, le=64, description="adapters on the device at once; 0: no adapters")
@@ -184,7 +184,7 @@ class AdapterSettings(Section):
         return self
 
 
-class SpeculationSettings(Section):
+class SpeculationSettings(SettingsSection):
     """Speculation: drafted tokens, several in a decode step."""
 
     speculation: Literal["off", "suffix", "ngram", "heads", "auto"] = Field(
@@ -222,7 +222,7 @@ class SpeculationSettings(Section):
         return self
 
 
-class RankSettings(Section):
+class RankSettings(SettingsSection):
     """Several GPUs for one model."""
 
     tensor_parallel: int = Field(
@@ -252,7 +252,7 @@ class RankSettings(Section):
         return self
 
 
-class FaultSettings(Section):
+class FaultSettings(SettingsSection):
     """Faults and time limits."""
 
     mask_s: float = Field(
@@ -271,7 +271,7 @@ class FaultSettings(Section):
         return 120.0 if self.stall_exit_s is None else self.stall_exit_s / 5
 
 
-class EngineConstants(Section):
+class EngineConstants(SettingsSection):
     """Values of the engine that no source of settings can change. Tests build engines with other values."""
 
     #: Embeddings of images on the device, tokens: one image of the largest size, or many small ones that stay for

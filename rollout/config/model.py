@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 
 #: What runs a model: a decoder of a native family, or transformers' own code.
 ModelImpl = Literal["auto", "native", "transformers"]
@@ -14,7 +14,7 @@ ModelImpl = Literal["auto", "native", "transformers"]
 LongRope = Literal["short", "long"]
 
 
-class CheckpointSettings(Section):
+class CheckpointSettings(SettingsSection):
     """The model and the device."""
 
     path: str = Field("", description="checkpoint: a folder or a Hugging Face hub id")
@@ -38,7 +38,7 @@ class CheckpointSettings(Section):
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
 
 
-class ModelConstants(Section):
+class ModelConstants(SettingsSection):
     """Values of the model that no source of settings can change. Tests load models with other values."""
 
     #: Seed of the weights that `load_format = random` makes.

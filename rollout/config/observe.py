@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 
 
-class MetricsSettings(Section):
+class MetricsSettings(SettingsSection):
     """Metrics: where they go, and how often."""
 
     interval_s: float = Field(5.0, gt=0, description="seconds between two reports")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 
 #: The longest lease of KV that a request may ask for, in seconds. A tool call of a turn rarely takes longer.
 MAX_SESSION_LEASE_S = 3600.0
 
 
-class SocketSettings(Section):
+class SocketSettings(SettingsSection):
     """The request socket."""
 
     bind: str = Field(
@@ -23,7 +23,7 @@ class SocketSettings(Section):
     )
 
 
-class RequestSettings(Section):
+class RequestSettings(SettingsSection):
     """Requests and their clients."""
 
     max_queue: int = Field(4096, ge=1, description="most completions in the queue")
@@ -35,7 +35,7 @@ class RequestSettings(Section):
     )
 
 
-class MediaSettings(Section):
+class MediaSettings(SettingsSection):
     """Images and videos of requests."""
 
     media_store_bytes: int = Field(
@@ -43,7 +43,7 @@ class MediaSettings(Section):
     )
 
 
-class ServiceConstants(Section):
+class ServiceConstants(SettingsSection):
     """Limits that no source of settings can change. Tests build services with other limits."""
 
     #: Completions of one request. The largest groups of published recipes have some hundreds.

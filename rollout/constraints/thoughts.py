@@ -134,7 +134,7 @@ class Thoughts:
 
 
 @dataclass(frozen=True)
-class Budgeted:
+class BudgetedConstraint:
     """A constraint, or `ANYTHING`, with a budget for thoughts. `begin`: the place of a completion as it begins."""
 
     inner: Constraint

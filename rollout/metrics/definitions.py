@@ -24,7 +24,7 @@ from typing import Generic, Literal, TypeVar
 
 from rollout.metrics.histogram import SECONDS, TOKENS, Buckets
 from rollout.metrics.idle import IDLE_CAUSES
-from rollout.metrics.mismatch import Mismatch
+from rollout.metrics.mismatch import MismatchSums
 from rollout.metrics.samples import Samples
 from trainer_bridge.wire.finish_reasons import FINISH_REASONS
 
@@ -48,7 +48,7 @@ class Stretch:
     idle_pct: Mapping[str, float]  # by cause; the same
     run_active_pct: float
     run_idle_pct: Mapping[str, float]
-    mismatch: Mismatch  # of the last interval in which a trainer reported; of the whole run at its end
+    mismatch: MismatchSums  # of the last interval in which a trainer reported; of the whole run at its end
     compared_tokens: int  # tokens that trainers reported on, since start
     swaps: int  # since start
 

@@ -92,7 +92,7 @@ class AttentionBatch:
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
-    def turned_by(self) -> torch.Tensor:
+    def rotary_positions(self) -> torch.Tensor:
         """The positions of the rotary embedding."""
         return self.positions_T if self.rope_positions is None else self.rope_positions
 

@@ -158,7 +158,7 @@ class Decoder(Block):
         images = batch.images
         if images is not None:
             x_TH = images.replace_in(x_TH)
-        cos_sin = tuple(rope(batch.turned_by) for rope in self.ropes)
+        cos_sin = tuple(rope(batch.rotary_positions) for rope in self.ropes)
         context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv, run_experts)
         taps = batch.taps
         for index, layer in enumerate(self.layers):

@@ -190,7 +190,7 @@ class FusedDecoder:
         first, *others = self._ropes
         residual_TH, cos_sin = self._embed(token_ids_T, batch, first)
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
-        context = StepContext((cos_sin, *(rope(batch.turned_by) for rope in others)), slots_T, batch, kv)
+        context = StepContext((cos_sin, *(rope(batch.rotary_positions) for rope in others)), slots_T, batch, kv)
         last, *before = reversed([cast(DecoderLayer, layer) for layer in model.layers])
         added = None
         for index, layer in enumerate(reversed(before)):
@@ -236,7 +236,7 @@ class FusedDecoder:
         self, token_ids_T: torch.Tensor, batch: AttentionBatch, rope: Rope
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """The residual stream before the first layer, and the cosines and sines of the first rotary embedding."""
-        model, positions = self._model, batch.turned_by
+        model, positions = self._model, batch.rotary_positions
         if positions.dim() == 1 and batch.images is None:
             token = None if model.spec.shard is None else model.spec.kept_vocab.start
             tables = (model.embed, rope.inv_freq_D, rope.sign_D)

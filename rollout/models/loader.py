@@ -347,9 +347,9 @@ def _needed(
 
 def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     from rollout.models.fallback.build import make_module, max_positions, module_class
-    from rollout.models.fallback.held import HELD
     from rollout.models.fallback.model import TransformersModel
     from rollout.models.fallback.start import check_start
+    from rollout.models.fallback.tested import TESTED
     from rollout.models.fallback.weights import checkpoint_regions, own_tensors
 
     architecture, config, dtype, device = source.architecture, source.config.whole, source.dtype, source.device
@@ -374,7 +374,7 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
         "%s runs through transformers' own code, not natively: expect about half the speed of a native family; no "
         "adapters, routing, deterministic or expert_dtype",
         architecture,
-        extra={"tested_against_transformers": architecture in HELD},
+        extra={"tested_against_transformers": architecture in TESTED},
     )
     refused = f"{architecture} cannot be served through transformers' code"
     try:

@@ -25,7 +25,7 @@ from rollout.models.spec import (
     Activation,
     AttentionNames,
     AttentionSpec,
-    ClampedGLU,
+    ClampedGLUSpec,
     DeltaNetNames,
     DeltaNetSpec,
     DenseNames,
@@ -1402,10 +1402,10 @@ def _is_grouped(config: Any, family: MoEFamily) -> bool:
     return True
 
 
-def _clamped(config: Any, family: MoEFamily) -> ClampedGLU | None:
+def _clamped(config: Any, family: MoEFamily) -> ClampedGLUSpec | None:
     if family.clamp_alpha is None:
         return None
-    return ClampedGLU(_value(config, family.clamp_alpha), _value(config, family.clamp_limit))
+    return ClampedGLUSpec(_value(config, family.clamp_alpha), _value(config, family.clamp_limit))
 
 
 def _check_groups(spec: MoESpec) -> None:

@@ -498,7 +498,7 @@ class MoENames(NamedTuple):
     shared_gate: str = "mlp.shared_expert_gate"
 
 
-class ClampedGLU(NamedTuple):
+class ClampedGLUSpec(NamedTuple):
     """The activation of gpt-oss; see `clamped_glu` of the kernels."""
 
     alpha: float
@@ -526,7 +526,7 @@ class MoESpec:
     names: MoENames = MoENames()
     shared: DenseSpec | None = None  # what every token takes, added to the others: one expert, or several as one
     shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
-    clamped: ClampedGLU | None = None
+    clamped: ClampedGLUSpec | None = None
     shard: ExpertShard | None = None
 
     @property

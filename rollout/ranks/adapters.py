@@ -32,10 +32,10 @@ from rollout.models.peft_tensors import AdapterPacker, AdapterPlan
 from rollout.models.shard import spec_of_rank
 from rollout.models.spec import ModelSpec
 from rollout.ranks.ordered_work import OrderedWork
-from rollout.ranks.orders import Orders, check_alive
-from rollout.ranks.reports import Reports
+from rollout.ranks.orders import OrderWriter, check_alive
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.pinned_memory import Pins, touch
+from rollout.weights.pinned_memory import PinnedMemory, touch
 from trainer_bridge.wire.errors import Overloaded
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class RankAdapters(AdapterPacker):
         settings: EngineSettings,
         dtype: torch.dtype,
         device: torch.device,
-        orders: Callable[[], Orders | None],
+        orders: Callable[[], OrderWriter | None],
         lost: Callable[[], str],
     ) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class _Unused(NamedTuple):
 
     place: int
     number: int
-    pinned: Pins | None
+    pinned: PinnedMemory | None
 
 
 class _Part:
@@ -212,9 +212,9 @@ def _layout(weights: AdapterWeights, begin: int, memory: mmap.mmap) -> list[Part
     ]
 
 
-def _pin(memory: mmap.mmap, begin: int, nbytes: int, device: torch.device) -> Pins:
+def _pin(memory: mmap.mmap, begin: int, nbytes: int, device: torch.device) -> PinnedMemory:
     """Pin memory until `free`."""
-    pins = Pins()
+    pins = PinnedMemory()
     with torch.cuda.device(device):  # else CUDA would use the first GPU, the device of rank 0
         pins.add(torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=nbytes))
     return pins
@@ -224,11 +224,11 @@ class AdapterCopies:
     """A follower's end: its parts of the adapters that rank 0 has packed. They are mapped in a thread of their own."""
 
     def __init__(
-        self, memory: SharedMemory, rank: int, dtype: torch.dtype, device: torch.device, reports: Reports
+        self, memory: SharedMemory, rank: int, dtype: torch.dtype, device: torch.device, reports: RankReports
     ) -> None:
         self._memory, self._rank, self._dtype, self._device = memory, rank, dtype, device
         self._lock = threading.Lock()
-        self._known: dict[int, tuple[AdapterWeights, Pins | None]] = {}
+        self._known: dict[int, tuple[AdapterWeights, PinnedMemory | None]] = {}
         self._work = OrderedWork("adapters", device, reports, rank - 1)
 
     def carry_out(self, number: int, what: str, *fields: Any) -> None:

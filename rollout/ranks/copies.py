@@ -26,9 +26,9 @@ from rollout.engine.kv.page_mover import CopyQueue
 from rollout.engine.schedule.feature import find
 from rollout.engine.step.execute import Executor
 from rollout.ranks.adapters import AdapterCopies
+from rollout.ranks.group_watch import LANES, LaneName
 from rollout.ranks.ordered_work import OrderedWork
-from rollout.ranks.reports import LaneReport, Reports
-from rollout.ranks.watch import LANES, LaneName
+from rollout.ranks.reports import LaneReport, RankReports
 
 
 class FollowerCopies:
@@ -40,7 +40,7 @@ class FollowerCopies:
         adapters: AdapterCopies,
         updates: OrderedWork,
         memory: ReleasableMemory,
-        reports: Reports,
+        reports: RankReports,
         number: int,
     ) -> None:
         self._executor, self._adapters, self._memory = executor, adapters, memory

@@ -33,7 +33,7 @@ def device_memory(device: torch.device) -> IpcMemory | None:
         return None
 
 
-class DevicePlace:
+class DeviceBacking:
     """The memory.
 
     `tell` gives the followers its handle and bytes; it returns the number of the order. `answers` tells by this number

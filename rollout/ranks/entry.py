@@ -20,10 +20,10 @@ def main() -> None:
     _end_with(int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then ends this process
         signal.signal(number, signal.SIG_IGN)
-    from rollout.ranks.follower import follow
+    from rollout.ranks.follower import run_follower
 
     if told := sys.stdin.buffer.read():
-        follow(json.loads(told))
+        run_follower(json.loads(told))
 
 
 def _end_with(parent: int) -> None:

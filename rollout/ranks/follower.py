@@ -36,12 +36,12 @@ from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_updates import FollowerUpdates
+from rollout.ranks.group_watch import LaneName
 from rollout.ranks.orders import ANY_VERSION, DRAW, END, EXTRA, LANE, STEP, read_draw, read_step
 from rollout.ranks.processes import connect
-from rollout.ranks.reports import LaneReport, Reports
-from rollout.ranks.ring import Head, RingReader, SharedMemory
-from rollout.ranks.start import CONNECTING, LOADING, PREPARING, READY, StartProgress
-from rollout.ranks.watch import LaneName
+from rollout.ranks.reports import LaneReport, RankReports
+from rollout.ranks.ring import OrderHeader, RingReader, SharedMemory
+from rollout.ranks.start_watch import CONNECTING, LOADING, PREPARING, READY, StartProgress
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.staging import make_staging
 
@@ -70,7 +70,7 @@ class Follower:
         self._extra = bytearray()  # of the next step
         self._last: tuple[Header, Slot] | None = None
 
-    def serve(self, reader: RingReader, reports: Reports) -> None:
+    def serve(self, reader: RingReader, reports: RankReports) -> None:
         """Carry out orders until the end is ordered. Raises what goes wrong."""
         me = self._number
         reports.set(me, "thread", self._executor.compute.thread_id)
@@ -93,7 +93,7 @@ class Follower:
             reader.done(head)
             reports.set(me, "sequence", head.sequence)
 
-    def _carry_out(self, head: Head, body: memoryview, reports: Reports) -> None:
+    def _carry_out(self, head: OrderHeader, body: memoryview, reports: RankReports) -> None:
         layout, rest = body[: head.layout], body[head.layout :]
         if head.kind == STEP:
             content, self._extra = self._extra, bytearray()
@@ -128,7 +128,7 @@ class Follower:
                 self._executor.finish()  # rank 0 holds generation, and has committed all steps
             self._updates.carry_out(number, *fields)
 
-    def _enqueued(self, reports: Reports) -> None:
+    def _enqueued(self, reports: RankReports) -> None:
         self._progress.enqueued += 1
         reports.set(self._number, "launched", self._progress.enqueued)
 
@@ -151,12 +151,12 @@ class Follower:
         self._copies.watch("swap", number, start, end)
 
 
-def follow(told: dict[str, Any]) -> None:
+def run_follower(told: dict[str, Any]) -> None:
     """Be the rank that rank 0 has asked for; never returns."""
     settings, rank = Settings.model_validate(told["settings"]), told["rank"]
     set_up(settings.log_level, settings.log_format, f"{worker_name()} rank {rank}")
     shared = {name: SharedMemory(descriptor) for name, descriptor in told["shared"].items() if name != "eventfd"}
-    reports, number = Reports(shared["reports"], settings.engine.tensor_parallel - 1), rank - 1
+    reports, number = RankReports(shared["reports"], settings.engine.tensor_parallel - 1), rank - 1
     beat = Beat(reports, number, None if settings.engine.rank_stall_s is None else os.getppid())
 
     def report(stage: int, done: int, total: int) -> None:
@@ -206,7 +206,7 @@ def follow(told: dict[str, Any]) -> None:
         follower.serve(reader, reports)
     # The other ranks wait for this one: say why it ends, and end, whatever threads still run.
     except BaseException as error:
-        reports.say(number, "end", f"{type(error).__name__}: {error}")
+        reports.set_text(number, "end", f"{type(error).__name__}: {error}")
         log.critical("rank %d failed", rank, exc_info=True)
         os._exit(1)
     os._exit(0)

@@ -16,7 +16,7 @@ import torch
 from rollout.ranks.device_relay import READ_BYTES
 from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.relay import PinnedView
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.staged_weights import Copy
@@ -36,7 +36,7 @@ class FollowerUpdates:
         staging: Staging,
         relayed: SharedMemory,
         manifest: SharedMemory,
-        reports: Reports,
+        reports: RankReports,
         number: int,
         of_device: IpcMemory | None = None,
     ) -> None:

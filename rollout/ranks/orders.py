@@ -39,9 +39,9 @@ from rollout.engine.device.releasable import ReleasableMemory, SleepMemory
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Extra, Header, Upload
-from rollout.ranks.reports import Reports
+from rollout.ranks.group_watch import LANES, LaneName
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import RingWriter
-from rollout.ranks.watch import LANES, LaneName
 from trainer_bridge.wire.errors import InternalError
 
 STEP, DRAW, EXTRA, LANE, END = range(1, 6)
@@ -67,14 +67,14 @@ class SharedRelay(Protocol):
         """Give it back, once they have; returns its bytes."""
 
 
-class Orders:
-    """The loop's end of the ring, as the executor sees it (`rollout.engine.step.execute.Orders`)."""
+class OrderWriter:
+    """The loop's end of the ring, as the executor sees it (`rollout.engine.step.streams.Orders`)."""
 
     def __init__(
         self,
         ring: RingWriter,
         version: int,
-        reports: Reports,
+        reports: RankReports,
         settle: Callable[[], None],
         relay: SharedRelay | None = None,
     ) -> None:

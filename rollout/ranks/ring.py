@@ -2,7 +2,7 @@
 
     memory     | record 1 | record 2 | ... | filler |        positions only grow; a record never wraps
                  ^ a reader's position       ^ the writer's
-    record     | Head | body |   padded to 64 bytes         sequence numbers count from 1
+    record     | OrderHeader | body |   padded to 64 bytes         sequence numbers count from 1
     eventfd    one a reader: the number of records that it has not yet been told of
 
 The writer adds 1 to each reader's eventfd after it has written a record. So a reader sleeps in the kernel while there
@@ -29,7 +29,7 @@ _HEAD = struct.Struct("<QIIQqQ")
 _PAUSE_S = 0.0002
 
 
-class Head(NamedTuple):
+class OrderHeader(NamedTuple):
     """The fixed beginning of a record."""
 
     sequence: int
@@ -108,7 +108,7 @@ class RingWriter:
     """The writing end. Any thread may write; records are numbered in the order of their writes.
 
     `positions` returns the positions of all readers. `lost` says that some reader will never make room: then a record
-    is dropped. How long a reader may take is decided elsewhere (`watch.py`).
+    is dropped. How long a reader may take is decided elsewhere (`group_watch.py`).
     """
 
     def __init__(
@@ -187,23 +187,23 @@ class RingReader:
             self._told = os.eventfd_read(self._eventfd)
         return self._told > 0
 
-    def read(self) -> tuple[Head, memoryview]:
+    def read(self) -> tuple[OrderHeader, memoryview]:
         """The next record, after `wait` was true. Its body is in the ring until `done` is called.
 
         Raises `RingBrokenError` if the memory does not hold that record.
         """
         ring = self._memory.map()
         at = self._position % len(ring)
-        head = Head(*_HEAD.unpack_from(ring, at))
+        head = OrderHeader(*_HEAD.unpack_from(ring, at))
         if head.kind == _FILLER and head.position == self._position:
             self._position += len(ring) - at
-            head, at = Head(*_HEAD.unpack_from(ring, 0)), 0
+            head, at = OrderHeader(*_HEAD.unpack_from(ring, 0)), 0
         if head.position != self._position or head.sequence != self.sequence + 1:
             raise RingBrokenError(f"expected order {self.sequence + 1} at {self._position}, found {head}")
         begin = at + _HEAD.size
         return head, memoryview(ring)[begin : begin + head.size]
 
-    def done(self, head: Head) -> None:
+    def done(self, head: OrderHeader) -> None:
         """The record is not needed any more."""
         self.sequence, self._told = head.sequence, self._told - 1
         self._position += -(-(_HEAD.size + head.size) // _ALIGN) * _ALIGN

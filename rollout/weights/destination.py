@@ -10,13 +10,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout.weights.parameter_map import Fit
+from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.staging import Staging
 from trainer_bridge.wire.manifest import Manifest
 
 
-class Destination:
+class UpdateMemory:
     """The memory of one update on a worker of one rank."""
 
     def __init__(self, staging: Staging, manifest: Manifest) -> None:
@@ -76,7 +76,7 @@ class Destination:
         return update
 
 
-class Destinations:
+class UpdateMemories:
     """Makes the destination of each update of the model. Owned by the receiver's thread."""
 
     def __init__(self, staging: Staging) -> None:
@@ -87,7 +87,7 @@ class Destinations:
         """Whether the memory for the next update still holds one that may be read."""
         return self.staging.busy
 
-    def open(self, manifest: Manifest, fit: Fit, on_device: bool) -> Destination:
+    def open(self, manifest: Manifest, fit: ManifestFit, on_device: bool) -> UpdateMemory:
         """Begin an update; with `on_device` all bytes arrive on the device, by `put`."""
         self.staging.open(manifest, fit, on_device)
-        return Destination(self.staging, manifest)
+        return UpdateMemory(self.staging, manifest)

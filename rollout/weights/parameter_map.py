@@ -13,7 +13,7 @@ Two kinds of tensors need not match: one that an update may leave out keeps its 
 use for is received and dropped (`UpdateNames`).
 
 Exact aliases (same memory, shape and strides: tied embeddings) may be sent under one name or under all; in the second
-case their values must be equal, which the receiver checks once they have arrived (`Fit.aliases`).
+case their values must be equal, which the receiver checks once they have arrived (`ManifestFit.aliases`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def update_names(settings: ModelSettings, loaded: LoadedModel) -> UpdateNames:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class ManifestFit:
     """A manifest that fits: which tensors to copy, and which pairs (copied name, other name) must be equal."""
 
     copied: tuple[str, ...]
@@ -76,7 +76,7 @@ class Fit:
     unused: tuple[str, ...] = ()  # in the manifest, and not copied
 
 
-class Lacks(NamedTuple):
+class AbsentTensors(NamedTuple):
     """Tensors that an update lacks: some of those that it must have (none: it is whole), and those that it may lack."""
 
     missing: list[str]
@@ -105,7 +105,7 @@ class ParameterMap:
             4 * math.prod(whole_shape(view)) + 64 for view in self.views.values()
         )
 
-    def check(self, manifest: Manifest, whole: bool = False) -> Fit:
+    def check(self, manifest: Manifest, whole: bool = False) -> ManifestFit:
         """Decide whether the manifest's tensors make a whole update. With `whole` only optional ones may be left out.
 
         Raises `WeightsRejected`, listing names, when a name is unknown, a shape differs, elements would stay
@@ -146,12 +146,12 @@ class ParameterMap:
         if misshaped:
             raise _rejected("wrong shapes", misshaped, "send each tensor whole, in the checkpoint's shape")
 
-    def lacks(self, manifest: Manifest) -> Lacks:
+    def lacks(self, manifest: Manifest) -> AbsentTensors:
         """The tensors that the manifest, which passes `check_tensors`, lacks of a whole update."""
         copied, _ = self._split_aliases(self._used(manifest))
         intervals, _ = _stack([(name, self._runs[name]) for name in copied])
         written, kept = self._with_kept(_merge(intervals), self.names.kept_if_absent | self.names.optional)
-        return Lacks([] if np.array_equal(written, self._whole) else self._missing(written), kept)
+        return AbsentTensors([] if np.array_equal(written, self._whole) else self._missing(written), kept)
 
     def uses(self, manifest: Manifest) -> bool:
         """Whether the worker has a use for any of the manifest's tensors."""
@@ -172,7 +172,7 @@ class ParameterMap:
                 written = _union([written, self._runs[name]])
         return written, kept
 
-    def _check_cover(self, names: list[str], unused: tuple[str, ...], may_lack: frozenset[str]) -> Fit:
+    def _check_cover(self, names: list[str], unused: tuple[str, ...], may_lack: frozenset[str]) -> ManifestFit:
         copied, aliases = self._split_aliases(names)
         intervals, owners = _stack([(name, self._runs[name]) for name in copied])
         clash = np.flatnonzero(intervals[1:, 0] < intervals[:-1, 1])
@@ -185,7 +185,7 @@ class ParameterMap:
             if all(name.endswith("lm_head.weight") for name in missing):
                 advice += "; the worker's output layer is not its embedding: send what the trainer's model has for it"
             raise _rejected("missing tensors", missing, advice)
-        return Fit(tuple(copied), tuple(aliases), tuple(kept), unused)
+        return ManifestFit(tuple(copied), tuple(aliases), tuple(kept), unused)
 
     def _split_aliases(self, names: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
         first: dict[tuple, str] = {}

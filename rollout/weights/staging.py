@@ -41,7 +41,7 @@ from rollout.config import WeightsSettings
 from rollout.models.cut import Cut, CutView, whole_shape
 from rollout.process.host_memory import available_bytes
 from rollout.process.progress import stage
-from rollout.weights.parameter_map import Fit
+from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.pinned_memory import BLOCK_BYTES, HostBlocks
 from rollout.weights.staged_weights import Copy, StagedWeights, SwapCopies
 from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, rows_within
@@ -140,7 +140,7 @@ class _Layout(NamedTuple):
     digest: str = ""  # of the manifest's layout
     entries: tuple[TensorEntry, ...] = ()
     starts: Sequence[int] = ()
-    fit: Fit = Fit((), ())
+    fit: ManifestFit = ManifestFit((), ())
     order: Sequence[_Kept] = ()
 
 
@@ -217,7 +217,7 @@ class Staging:
 
     # --- one update ---------------------------------------------------------------------------------------------------
 
-    def open(self, manifest: Manifest, fit: Fit, on_device: bool = False) -> None:
+    def open(self, manifest: Manifest, fit: ManifestFit, on_device: bool = False) -> None:
         """Begin an update; the one before is not used any more. With `on_device` all bytes arrive there, by `take`."""
         assert not self.busy, "the staging memory still holds an update"
         if not self._shard:
@@ -300,12 +300,12 @@ class Staging:
 
     # --- layout -------------------------------------------------------------------------------------------------------
 
-    def _set_layout(self, manifest: Manifest, fit: Fit, order: Sequence[_Kept]) -> None:
+    def _set_layout(self, manifest: Manifest, fit: ManifestFit, order: Sequence[_Kept]) -> None:
         starts = [entry.offset for entry in manifest.tensors]
         self._layout = _Layout(manifest.layout_digest, manifest.tensors, starts, fit, order)
         self._copies = None
 
-    def _open_stream(self, manifest: Manifest, fit: Fit, on_device: bool) -> None:
+    def _open_stream(self, manifest: Manifest, fit: ManifestFit, on_device: bool) -> None:
         """Lay the memory out as the stream is."""
         nbytes = manifest.total_bytes
         fits = self._memory is not None and nbytes <= self._memory.numel()
@@ -317,7 +317,7 @@ class Staging:
             order = [_Kept(entry, self.views[entry.name], None, entry.shape, 0, entry.offset) for entry in entries]
             self._set_layout(manifest, fit, order)
 
-    def _lay_out(self, manifest: Manifest, fit: Fit, block_bytes: int | None) -> tuple[list[_Kept], list[int]]:
+    def _lay_out(self, manifest: Manifest, fit: ManifestFit, block_bytes: int | None) -> tuple[list[_Kept], list[int]]:
         """The kept tensors in the order of the parameters, and the sizes of the blocks; None: it is one block."""
         names = [*fit.copied, *(other for _, other in fit.aliases)]
         entries = {entry.name: entry for entry in manifest.tensors}
@@ -452,7 +452,7 @@ class InPlace(Staging):
         """There is no staging memory."""
         return None
 
-    def open(self, manifest: Manifest, fit: Fit, on_device: bool = False) -> None:
+    def open(self, manifest: Manifest, fit: ManifestFit, on_device: bool = False) -> None:
         """Begin an update; the one before is not continued."""
         self._whole.clear()
         self.written = False

@@ -33,8 +33,8 @@ from typing import Any
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate, UpdateWait
 from rollout.weights.adapter_updates import AdapterTarget, IncomingAdapter, read_adapter
-from rollout.weights.destination import Destination, Destinations
-from rollout.weights.parameter_map import Fit, ParameterMap
+from rollout.weights.destination import UpdateMemories, UpdateMemory
+from rollout.weights.parameter_map import ManifestFit, ParameterMap
 from rollout.weights.process_groups import ProcessGroups, Reply
 from rollout.weights.staged_weights import StagedWeights
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Commit:
+class PendingCommit:
     """An unanswered `commit`: its publisher waits until the update is in use."""
 
     token: bytes
@@ -71,7 +71,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class AppliedUpdate:
     """The update that is in use, and how long its phases took."""
 
     version: int
@@ -103,7 +103,7 @@ class UpdateTargets:
     """What updates can change: the model's `parameters`, whose bytes go to `destinations`, and adapters."""
 
     parameters: ParameterMap
-    destinations: Destinations
+    destinations: UpdateMemories
     adapters: AdapterTarget | None = None  # None: this worker serves no adapters
 
 
@@ -112,7 +112,7 @@ class UpdatePlan:
     """An accepted `begin`: the update fits its target, and its transport is known."""
 
     manifest: Manifest
-    fit: Fit  # empty for an adapter
+    fit: ManifestFit  # empty for an adapter
     receiver: TransportReceiver
     options: Mapping[str, Any]  # of the transport
     adapter: IncomingAdapter | None  # None: an update of the model
@@ -124,9 +124,9 @@ class ReceivedUpdate:
 
     begin: UpdatePlan
     incoming: IncomingUpdate
-    destination: Destination
+    destination: UpdateMemory
     begun_s: float
-    commit: Commit | None = None  # came; not all bytes are verified yet
+    commit: PendingCommit | None = None  # came; not all bytes are verified yet
 
     @property
     def adapter(self) -> str | None:
@@ -152,11 +152,11 @@ class UpdateIntake:
         post: Callable[[Callable[[], None]], object],
     ) -> None:
         self.version = version  # of the weights that were applied last: the loop writes it
-        self.last: Applied | None = None  # replaced as a whole, so any thread may read it
+        self.last: AppliedUpdate | None = None  # replaced as a whole, so any thread may read it
         self.ready: deque[StagedWeights | AdapterUpdate] = deque()  # the loop takes from it
         self.closing = False
         self.current: ReceivedUpdate | None = None
-        self.committed: tuple[StagedWeights | AdapterUpdate, Commit] | None = None  # ready or being applied
+        self.committed: tuple[StagedWeights | AdapterUpdate, PendingCommit] | None = None  # ready or being applied
         self.waiting: dict[str | None, tuple[Mapping[str, Any], Reply]] = {}  # begins, by adapter; None: the model's
         self.failure: tuple[bytes, dict[str, Any]] | None = None  # token and error reply of the last rejected update
         self._parameters = targets.parameters
@@ -322,7 +322,7 @@ class UpdateIntake:
         self.current = ReceivedUpdate(begin, incoming, destination, begun_s)
         return incoming, grant
 
-    def _say_differences(self, fit: Fit) -> None:
+    def _say_differences(self, fit: ManifestFit) -> None:
         """Log once which tensors updates have that are not used, and which ones they leave out."""
         if fit.unused:
             self._say_unused(fit.unused)
@@ -387,7 +387,7 @@ class UpdateIntake:
             raise BadRequest("this update is committed already", field="token")
         now_s = time.monotonic()
         phases = {"receive": now_s - current.begun_s}
-        current.commit = Commit(token, options, reply, current.incoming.transport, phases, now_s)
+        current.commit = PendingCommit(token, options, reply, current.incoming.transport, phases, now_s)
 
     def _abort(self, header: Mapping[str, Any], reply: Reply) -> None:
         token, newer = read_token(header["token"]), header.get("newer")
@@ -454,7 +454,7 @@ class UpdateIntake:
         commit = self._take_committed(update)
         commit.phases["wait"] = max(0.0, time.monotonic() - commit.since_s - pause_s)
         commit.phases["apply"] = pause_s
-        applied = Applied(update.version, commit.transport, update.nbytes, pause_s, commit.phases)
+        applied = AppliedUpdate(update.version, commit.transport, update.nbytes, pause_s, commit.phases)
         if not isinstance(update, AdapterUpdate):
             self.last = applied
         commit.reply({"op": "ok", **applied.reply()})
@@ -463,7 +463,7 @@ class UpdateIntake:
         """The loop did not apply it."""
         self._take_committed(update).reply(error_reply(error))
 
-    def _take_committed(self, update: StagedWeights | AdapterUpdate) -> Commit:
+    def _take_committed(self, update: StagedWeights | AdapterUpdate) -> PendingCommit:
         assert self.committed is not None and self.committed[0] is update, "this update is not being applied"
         commit = self.committed[1]
         self.committed = None
@@ -519,7 +519,7 @@ def read_begin(
     transport = header["transport"]
     if type(transport) is not str or transport not in receivers:
         raise BadRequest(f"transport must be one of {', '.join(receivers)}", field="transport")
-    fit, tied = Fit((), ()), read_tied(header.get("tied", {}))
+    fit, tied = ManifestFit((), ()), read_tied(header.get("tied", {}))
     if adapter is None:
         parameters.check_tied(tied, manifest)
         fit = parameters.check(manifest, whole=again)

@@ -11,7 +11,7 @@ import pytest
 from rollout.config import EngineConstants, EngineSettings, ModelConstants, ServiceConstants, Settings
 from rollout.config.gateway_settings import GatewayFile
 from rollout.config.retired import RETIRED
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 from rollout.engine.step.rehearsal import COMPILE_THREADS
 from rollout.service.requests.intake import STOP_CHECK_EVERY
 from rollout.settings_sources import (
@@ -253,7 +253,7 @@ def test_every_setting_of_a_large_section_stands_in_one_small_group():
         groups = [key.group for key in keys]
         assert len({key.name for key in keys}) == len(keys)
         assert max(map(groups.count, groups)) <= 10
-    assert all(issubclass(base, Section) for base in EngineSettings.__bases__)
+    assert all(issubclass(base, SettingsSection) for base in EngineSettings.__bases__)
 
 
 # --- a gateway --------------------------------------------------------------------------------------------------------

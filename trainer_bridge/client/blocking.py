@@ -283,7 +283,7 @@ class RolloutClient(ClientFace):
         """Wait until something has come, and take it in."""
         ready = self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000))
         for endpoint in sorted({self._watched[socket] for socket, _ in ready}):
-            self._core.absorb(endpoint)
+            self._core.read_replies(endpoint)
 
     def _run(self, call: Call[_Params, _Value], /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Value:
         """Make a call and wait for its value."""

@@ -222,7 +222,7 @@ class WorkerProcess(ProcessBound):
         while self._ready is None:
             self._ready = self._read_ready()
             if self._stages is not None:
-                self._stages.tell()
+                self._stages.log_new_lines()
             if self._ready is not None:
                 return
             if self._process.poll() is not None:
@@ -321,7 +321,7 @@ class StageLines:
         self._log = log
         self._at = log.stat().st_size
 
-    def tell(self) -> None:
+    def log_new_lines(self) -> None:
         """Print new lines. Never raises for a broken or missing log."""
         try:
             with self._log.open("rb") as file:

@@ -484,7 +484,7 @@ class WeightPublisher(ProcessBound):
                 return
             offered_s = time.monotonic()
             for link in unanswered:
-                link.tell({"action": "abort", "token": tokens[link], "newer": newer})
+                link.send_unanswered({"action": "abort", "token": tokens[link], "newer": newer})
 
         return offer
 

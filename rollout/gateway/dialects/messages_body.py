@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rollout.gateway.dialects.chat_body import ChatBody, ExtraFields
 from rollout.gateway.dialects.chat_builder import ChatBuilder, listed, named
-from rollout.gateway.formats.choice import Formats
+from rollout.gateway.formats.format_chooser import Formats
 from rollout.gateway.http.http_errors import HttpError, Names, bad_request
 from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, Int32, Number
 

@@ -11,7 +11,7 @@ from rollout.gateway.dialects.handling import HttpRequest
 from rollout.gateway.dialects.process_group_bodies import FinishBody, StartBody
 from rollout.gateway.http.bodies import Body, Query, Truth
 from rollout.gateway.http.http_errors import HttpError, bad_request
-from rollout.gateway.orders.control import PauseMode
+from rollout.gateway.orders.worker_orders import PauseMode
 
 # --- pauses and sleep -------------------------------------------------------------------------------------------------
 
@@ -49,41 +49,41 @@ class WakeQuery(Query):
 
 async def pause(request: HttpRequest[Any]) -> None:
     """Pause all workers in one of three modes."""
-    await request.gateway.control.pause(request.body.order)
+    await request.gateway.orders.pause(request.body.order)
 
 
 async def pause_and_abort(request: HttpRequest[Any]) -> None:
     """Pause all workers. Running requests end with their tokens; AReaL sends them again."""
-    await request.gateway.control.pause("abort")
+    await request.gateway.orders.pause("abort")
 
 
 async def resume(request: HttpRequest[Any]) -> None:
     """End a pause."""
-    await request.gateway.control.resume()
+    await request.gateway.orders.resume()
 
 
 async def is_paused(request: HttpRequest[Any]) -> dict[str, Any]:
     """Return whether a worker is paused."""
-    return {"is_paused": await request.gateway.control.is_paused()}
+    return {"is_paused": await request.gateway.orders.is_paused()}
 
 
 async def sleep(request: HttpRequest[SleepQuery]) -> None:
     """Release the memory of the workers' devices. Level 0 only pauses."""
     body = request.body
     if body.level == "0":
-        await request.gateway.control.pause("keep")
+        await request.gateway.orders.pause("keep")
     else:
-        await request.gateway.control.sleep(int(body.level), body.tags or None)
+        await request.gateway.orders.sleep(int(body.level), body.tags or None)
 
 
 async def wake_up(request: HttpRequest[Any]) -> None:
     """Allocate the memory of the workers' devices again."""
-    await request.gateway.control.wake(request.body.tags)
+    await request.gateway.orders.wake(request.body.tags)
 
 
 async def is_sleeping(request: HttpRequest[Any]) -> dict[str, Any]:
     """Return whether a worker sleeps."""
-    return {"is_sleeping": await request.gateway.control.is_sleeping()}
+    return {"is_sleeping": await request.gateway.orders.is_sleeping()}
 
 
 # --- requests, sessions, caches ---------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ async def abort_requests(request: HttpRequest[AbortRequestsBody]) -> dict[str, A
     """End requests with their tokens, by their ids, or all."""
     ids = request.body.request_ids
     targets = [None] if ids is None else ids
-    return {"aborted": sum([await request.gateway.control.abort(target) for target in targets])}
+    return {"aborted": sum([await request.gateway.orders.abort(target) for target in targets])}
 
 
 async def reset_prefix_cache(request: HttpRequest[ResetBody]) -> dict[str, Any]:
@@ -166,13 +166,13 @@ async def load_adapter(request: HttpRequest[AdapterBody]) -> str:
     body = request.body
     if body.lora_path is None:
         raise bad_request("name the adapter's folder", "lora_path")
-    await request.gateway.control.load_adapter(body.lora_name, body.lora_path, body.replaces or body.load_inplace)
+    await request.gateway.orders.load_adapter(body.lora_name, body.lora_path, body.replaces or body.load_inplace)
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
 async def unload_adapter(request: HttpRequest[AdapterBody]) -> str:
     """Unload an adapter."""
-    await request.gateway.control.unload_adapter(request.body.lora_name)
+    await request.gateway.orders.unload_adapter(request.body.lora_name)
     return f"Success: LoRA adapter '{request.body.lora_name}' removed successfully."
 
 
@@ -214,13 +214,13 @@ async def update_weights(request: HttpRequest[UpdateBody]) -> dict[str, Any]:
     if body.update_info is not None:
         return await process_groups.receive_by_engine(request.gateway, body.update_info)
     folder, field = body.folder
-    version = await request.gateway.control.update_from_folder(folder, body.weight_version, field)
+    version = await request.gateway.orders.update_from_folder(folder, body.weight_version, field)
     return {"status": "ok", "success": True, "message": "Weights updated", "weight_version": version}
 
 
 async def weight_info(request: HttpRequest[Any]) -> dict[str, Any]:
     """Return the version that all workers have at least, as an integer."""
-    return {"weight_version": await request.gateway.control.version()}
+    return {"weight_version": await request.gateway.orders.version()}
 
 
 # --- methods of worker extensions -------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ async def collective_rpc(request: HttpRequest[RpcBody]) -> dict[str, Any]:
         case "update_weights_from_path":
             fields = {**body.kwargs, **({"weight_dir": body.args[0]} if len(body.args) == 1 else {})}
             folder, field = UpdateBody.take(fields, "kwargs.").folder
-            result = await gateway.control.update_from_folder(folder, None, field)
+            result = await gateway.orders.update_from_folder(folder, None, field)
         case "skyrl_start_weight_update":
             await process_groups.start(request.with_body(StartBody.take(body.kwargs, "kwargs.")))
         case "update_weights_nccl":

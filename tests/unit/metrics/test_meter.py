@@ -10,7 +10,7 @@ import pytest
 
 from rollout.metrics.definitions import METRICS
 from rollout.metrics.meter import Meter
-from rollout.metrics.mismatch import Mismatch
+from rollout.metrics.mismatch import MismatchSums
 from rollout.metrics.step_timing import StepTiming
 
 
@@ -38,9 +38,9 @@ def test_report_has_exactly_the_documented_metrics_also_when_nothing_ran():
     assert list(report) == always
     no_work = {"gpu/bubble_pct/no_work", "gpu/run/bubble_pct/no_work"}
     assert {name for name, value in report.items() if value} == no_work
-    meter.mismatch(Mismatch())
+    meter.mismatch(MismatchSums())
     assert list(meter.report()) == always, "a report of a trainer that knew nothing"
-    meter.mismatch(Mismatch(1, 0.5, 1.0, 1.0))
+    meter.mismatch(MismatchSums(1, 0.5, 1.0, 1.0))
     assert list(meter.report()) == list(meter.totals())[: len(names)] == names
 
 

@@ -23,7 +23,7 @@ from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS
 from rollout.metrics.health import Health
 from rollout.metrics.meter import Meter
-from rollout.metrics.mismatch import Mismatch
+from rollout.metrics.mismatch import MismatchSums
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Report
 from rollout.metrics.step_timing import StepTiming
 from rollout.metrics.wandb_mode import wandb_mode
@@ -315,7 +315,7 @@ def busy_meter() -> Meter:
     meter.observe("queue/seconds", 0.2)
     meter.observe("request/seconds", 7.0)
     meter.swap(now_s + 3e-3, now_s + 4e-3, 5, 1024)
-    meter.mismatch(Mismatch(4, 1.0, 2.0, 0.75))
+    meter.mismatch(MismatchSums(4, 1.0, 2.0, 0.75))
     return meter
 
 

@@ -27,8 +27,8 @@ from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import CONFIG, WEIGHTS, AdapterPlan, load_peft_folder, plan_adapter
 from rollout.models.shard import shard_spec, spec_of_rank
 from rollout.ranks.adapters import AdapterCopies, RankAdapters
-from rollout.ranks.orders import Orders
-from rollout.ranks.reports import LaneReport, Reports
+from rollout.ranks.orders import OrderWriter
+from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
 from rollout.service.connections import ReplyAddress
@@ -58,11 +58,11 @@ class Group:
     def __init__(self, spec: Any, blind: bool = False) -> None:
         self.spec = spec
         self.lost = ""  # why
-        self.reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), SIZE - 1)
+        self.reports = RankReports(SharedMemory.create("reports", RankReports.line_bytes()), SIZE - 1)
         self.memory, ring = SharedMemory.create("adapters", 0), SharedMemory.create("ring", 1 << 18)
         eventfd = os.eventfd(0)
         writer = RingWriter(ring, [eventfd], lambda: self.reports.get("position"))
-        self.orders = Orders(writer, 0, self.reports, lambda: None)
+        self.orders = OrderWriter(writer, 0, self.reports, lambda: None)
         self.reader = RingReader(ring, eventfd, lambda position: self.reports.set(0, "position", position))
         engine, shard = EngineSettings(adapter_slots=1, adapter_rank=4, max_adapters=MOST), shard_spec(spec, 0, SIZE)
         orders, lost = lambda: self.orders, lambda: self.lost

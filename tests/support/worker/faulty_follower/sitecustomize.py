@@ -47,7 +47,7 @@ def _install(folder: Path) -> None:
     from rollout.ranks.adapters import AdapterCopies
     from rollout.ranks.copies import FollowerCopies
     from rollout.ranks.follower_updates import FollowerUpdates
-    from rollout.ranks.start import LOADING, StartProgress
+    from rollout.ranks.start_watch import LOADING, StartProgress
     from rollout.weights import staged_weights
 
     def stand_at(point: str) -> None:

@@ -17,7 +17,7 @@ PREFIXES = ("cmpl-", "chatcmpl-", "msg_", "resp_")
 Parts = tuple[tuple[str, int], ...]
 
 
-class Sources:
+class RequestIds:
     """Ids at the workers, by the id that the client knows; the oldest is forgotten first."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Sources:
                 self._keep(known_id, earlier)
             raise
 
-    def at_worker(self, fork: Mapping[str, Any]) -> Mapping[str, Any]:
+    def worker_fork(self, fork: Mapping[str, Any]) -> Mapping[str, Any]:
         """A fork as the workers know it: `index` counts the choices of an answer. Raises `HttpError`."""
         known_id = fork.get("request")
         if known_id is None:
