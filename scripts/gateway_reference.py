@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from rollout.gateway.dialects import process_group_bodies as group_bodies
-from rollout.gateway.dialects import vllm_admin, vllm_generate
+from rollout.gateway.dialects import vllm_generate, worker_extensions
 from rollout.gateway.dialects.sglang_generate import SglangParams
 from rollout.gateway.endpoints import ENDPOINTS, Endpoint
 from rollout.gateway.http.bodies import Body, EmptyBody
@@ -44,7 +44,7 @@ _INNER: Mapping[type[Body], str] = {
     SglangParams: "`sampling_params` of `/generate`",
     group_bodies.InitInfo: "`init_info`",
     group_bodies.UpdateInfo: "`update_info`",
-    vllm_admin.UpdateInfoBody: "`kwargs` of `/collective_rpc` with `update_weights_nccl`",
+    worker_extensions.UpdateInfoBody: "`kwargs` of `/collective_rpc` with `update_weights_nccl`",
 }
 #: The bound of token ids and counts, which the introduction states.
 _MOST = sampling.MAX_TOKEN_ID

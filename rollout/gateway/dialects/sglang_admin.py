@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from rollout.gateway.dialects.handling import HttpRequest
-from rollout.gateway.dialects.vllm_admin import UpdateBody
+from rollout.gateway.dialects.shared_admin import UpdateBody
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
 from rollout.gateway.orders.worker_orders import PauseMode

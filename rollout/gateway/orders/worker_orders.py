@@ -1,6 +1,6 @@
 """Orders of trainers, in every dialect: pauses, sleep, adapters, weights. Every order goes to all workers.
 
-The endpoints of `vllm_admin.py`, `sglang_admin.py` and `process_groups.py` are names for these orders.
+The admin endpoints of all dialects (`dialects/*_admin.py`, `process_groups.py`) are names for these orders.
 """
 
 from __future__ import annotations
