@@ -27,12 +27,11 @@ class StepSettings(SettingsSection):
         description="most prompt tokens in a prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
     )
     pipeline_depth: Literal[1, 2] = Field(2, description="steps in flight; 1: host and device do not overlap")
-    cuda_graphs: bool = Field(True, description="capture decode steps as CUDA graphs")
     cuda_graph_rows: int = Field(
         256,
-        ge=1,
+        ge=0,
         le=4096,
-        description="most rows of a captured decode step; larger ones are launched kernel by kernel",
+        description="most rows of a decode step in a CUDA graph; larger ones are launched kernel by kernel; 0: all",
     )
     group_attention: bool = Field(
         True, description="read KV pages that rows share only once, where that is faster; on a GPU"
@@ -235,15 +234,15 @@ class RankSettings(SettingsSection):
     rank_stall_s: float | None = Field(
         8.0,
         gt=0,
-        description="seconds without progress of a rank, after which the worker returns all tokens and exits; none: "
-        "never",
-    )
-    rank_start_stall_s: float | None = Field(
-        120.0,
-        gt=0,
-        description="the same at the start, without visible progress of all ranks; none: never",
+        description="seconds without progress of a rank, after which the worker returns all tokens and exits; 15 times "
+        "as long at the start; none: never",
     )
     check_ranks: bool = Field(False, description="end the worker if ranks draw different tokens; for debugging")
+
+    @property
+    def rank_start_stall_s(self) -> float | None:
+        """Seconds without visible progress of all ranks after which a start has hung; None: never."""
+        return None if self.rank_stall_s is None else 15 * self.rank_stall_s
 
     @model_validator(mode="after")
     def _ranks_can_do_it(self) -> RankSettings:

@@ -17,7 +17,7 @@ A slow rank must not be taken for one that hangs. So no time counts while a rank
   kernel counts, as for memory that is pinned
 
 On a GPU a rank may compute on its CPU in a stage, or wait for threads of its driver, and show none of this. So the
-limit (`engine.rank_start_stall_s`) is long: no client waits for tokens yet, and a start that is ended begins anew.
+limit (15 times `engine.rank_stall_s`) is long: no client waits for tokens yet, and a start that is ended begins anew.
 """
 
 from __future__ import annotations

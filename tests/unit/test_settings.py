@@ -221,11 +221,12 @@ def test_what_holds_now_is_what_the_code_has():
         "engine.sleep_requests",
         "engine.fair_queue",
         "engine.fused_experts",
+        "engine.cuda_graphs",
         "model.cpu_threads",
         "metrics.timeline",
     }  # without a number
     words |= {"metrics.wandb_dir", "metrics.wandb_group", "metrics.wandb_name"}
-    elsewhere = {"metrics.timeline_steps", "service.heartbeat_s", "engine.stall_s"}
+    elsewhere = {"metrics.timeline_steps", "service.heartbeat_s", "engine.stall_s", "engine.rank_start_stall_s"}
     never_settings = {"service.max_reports", "service.max_report_bytes"}
     never_settings |= {"engine.shared_saved_bytes", "engine.draft_saved_bytes", "engine.shared_positions"}
     never_settings |= {"engine.unpaid_share", "service.send_hwm", "service.max_histories", "service.max_history_bytes"}

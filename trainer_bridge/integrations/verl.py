@@ -337,7 +337,7 @@ def serve_flags(config: Any, mode: RolloutMode) -> dict[str, Any]:
         "dtype": config.dtype,
         "load_format": "random" if dummy else "auto",
         "min_version": 1 if dummy else 0,  # no token of random weights
-        "cuda_graphs": not config.enforce_eager,
+        "cuda_graph_rows": 0 if config.enforce_eager else None,
         "prefix_cache": config.enable_prefix_caching,
         "routing": config.enable_rollout_routing_replay,
         "sleep": config.free_cache_engine and mode != RolloutMode.STANDALONE,

@@ -81,7 +81,7 @@ def test_the_places_of_requests_are_forgotten_oldest_first() -> None:
     fleet = Fleet("ab")
     for i in range(40_000):
         fleet.note_sent(f"r{i}", "b")
-    assert fleet.locate_fork({"request": "r0"})[0] is None and fleet.source({"request": "r39999"})[0] == "b"
+    assert fleet.locate_fork({"request": "r0"})[0] is None and fleet.locate_fork({"request": "r39999"})[0] == "b"
 
 
 def test_a_completion_that_changed_workers_is_continued_where_it_ended(connect: Connect, serve: Serve) -> None:
