@@ -159,7 +159,7 @@ class ClientKeyList:
         try:
             while True:
                 frames = socket.recv_multipart()
-                socket.send_multipart(self._answer(frames))
+                socket.send_multipart(self.answer(frames))
         except zmq.ContextTerminated:
             pass
         # Without this thread no client can connect; the log has the reason.
@@ -168,7 +168,8 @@ class ClientKeyList:
         finally:
             socket.close(0)
 
-    def _answer(self, frames: list[bytes]) -> list[bytes]:
+    def answer(self, frames: list[bytes]) -> list[bytes]:
+        """The reply to a question of ZAP, the protocol by which ZeroMQ asks whether a client may connect."""
         if len(frames) != _ZAP_FRAMES or frames[0] != _ZAP_VERSION or frames[5] != b"CURVE" or len(frames[6]) != 32:
             request_id = frames[1] if len(frames) > 1 else b""
             return [_ZAP_VERSION, request_id, b"400", b"not a CURVE request", b"", b""]

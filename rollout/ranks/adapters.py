@@ -100,7 +100,7 @@ class RankAdapters(AdapterPacker):
         self._map, self._device, self._pins = memory.map(), device, device.type == "cuda"
         self._orders, self._lost = orders, lost
         self._lock = threading.Lock()
-        self._free = list(range(places - 1, -1, -1))
+        self.free_places = list(range(places - 1, -1, -1))
         # Filled wherever the last reference ends, also amid a garbage collection.
         self._unused: SimpleQueue[_Unused] = SimpleQueue()
         self._number = 0
@@ -115,12 +115,12 @@ class RankAdapters(AdapterPacker):
         """
         check_alive(self._lost)
         with self._lock:
-            if not self._free:
+            if not self.free_places:
                 if time.monotonic() - since_s < _PLACE_S:
                     return None
                 raise Overloaded("the memory of adapters is in use; load it again in a moment", retry_after_s=1.0)
             self._number += 1
-            number, place = self._number, self._free.pop()
+            number, place = self._number, self.free_places.pop()
         begin = place * self.place_bytes
         unused = _Unused(place, number, None)
         try:
@@ -177,7 +177,7 @@ class RankAdapters(AdapterPacker):
             except (OSError, RuntimeError):  # the place can be used again, but its memory stays taken meanwhile
                 log.exception("the memory of an adapter cannot be given back")
             with self._lock:
-                self._free.append(unused.place)
+                self.free_places.append(unused.place)
 
 
 class _Unused(NamedTuple):

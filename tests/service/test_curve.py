@@ -347,7 +347,7 @@ def test_a_folder_that_vanishes_or_holds_rubbish_lets_nobody_in(keys: Path, tmp_
     ],
 )
 def test_whatever_the_list_is_asked_it_says_no(frames: list[bytes], keys: Path) -> None:
-    answer = ClientKeyList(keys / "clients")._answer(frames)
+    answer = ClientKeyList(keys / "clients").answer(frames)
     assert len(answer) == 6 and answer[2] == b"400"
 
 
