@@ -115,13 +115,13 @@ class MemoryPlan:
     from_headers: bool  # sizes were checked against the tensors' headers; else they follow from config.json alone
     total: int
     weights: int
-    update: int  # of an update, where it is staged
+    update: int  # the staged copy of an update
     staging: Literal["device", "host", "in_place"]
     row_state: int
-    states: int  # of linear attention
+    states: int  # states of linear attention
     adapters: int
     images: int
-    kv_buffers: int  # that KV passes through on its way to the host
+    kv_buffers: int  # buffers for KV on its way to the host
     steps: int  # estimate on a GPU; not measured, and 0, on a CPU
     kv_room: int  # what a pool may take
     page_bytes: int

@@ -86,7 +86,7 @@ class Supervisor:
         self._job = secrets.token_hex(4)  # the first part of the ids of the workers' runs in W&B
         self._announced = False
         self._signals = 0
-        self._signals_sent = 0  # to each worker
+        self._signals_sent = 0  # signals sent to each worker
         self._sent_s = self._kill_s = float("inf")
         self._status = 0
 
@@ -146,7 +146,7 @@ class Supervisor:
         if metrics.jsonl is not None:
             path = Path(metrics.jsonl)
             flags["jsonl"] = path.with_stem(f"{path.stem}-{worker.index}")
-        if metrics.metrics_port:  # with 0 each worker picks a free port
+        if metrics.metrics_port:  # 0: each worker picks a free port
             flags["metrics-port"] = metrics.metrics_port + worker.index
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         totals = self.folder.path / f"totals-{worker.index}.json"

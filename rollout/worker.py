@@ -87,11 +87,11 @@ log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.05  # between two looks at deadlines, leases, threads and ranks while nothing runs
 _SINK_DEADLINE_S = 20.0
-_STOP_S = 10.0  # for the loop to end at once
-_CLOSE_S = 60.0  # for threads and sinks to end after the loop
-_NOTICE_S = 1.0  # for the loop to notice by itself that a rank is lost
-_CAUSE_S = 1.0  # to learn which rank is lost, once an operation with it has failed
-_RANKS_CLOSE_S = 15.0  # for threads and sinks to end after that
+_STOP_S = 10.0  # time for the loop to end at once
+_CLOSE_S = 60.0  # time for threads and sinks to end after the loop
+_NOTICE_S = 1.0  # time for the loop to notice by itself that a rank is lost
+_CAUSE_S = 1.0  # time to learn which rank is lost, once an operation with it has failed
+_RANKS_CLOSE_S = 15.0  # time for threads and sinks to end after that
 _FAULTS_WITHIN_S = 3600.0
 _MESSAGE_CHARS = 500
 
@@ -372,7 +372,7 @@ class Worker:
         try:
             if not self.ranks.failure:  # then the streams wait for the lost rank
                 self.engine.executor.close()
-        except RuntimeError:  # of a device that has failed
+        except RuntimeError:  # an error of a device that has failed
             log.debug("the streams did not end in order", exc_info=True)
         runs = [sink.run_path for sink in self.sinks if isinstance(sink, WandbSink)]
         announce({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals}, self._supervised)

@@ -111,7 +111,7 @@ def _run(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any])
     ready_file = Path(settings.ready_file)
     try:
         ready_file.parent.mkdir(parents=True, exist_ok=True)
-        ready_file.unlink(missing_ok=True)  # of an earlier worker: the file means that this worker is ready
+        ready_file.unlink(missing_ok=True)  # an earlier worker's file: this file means that this worker is ready
     except OSError as error:
         raise CommandError(f"cannot write --ready-file {ready_file}: {error.strerror}") from error
     try:

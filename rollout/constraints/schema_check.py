@@ -86,7 +86,7 @@ def _problems(schema: Any, place: str, root: Any, seen: set[int] | None = None) 
     for name in _ONE:
         yield from _problems(schema.get(name), f"{place}/{name}", root, seen)
     ref = schema.get("$ref")
-    if isinstance(ref, str):  # also outside $defs: the compiler follows it
+    if isinstance(ref, str):  # a reference outside $defs, too: the compiler follows it
         yield from _problems(_followed(ref, root), ref, root, seen)
 
 

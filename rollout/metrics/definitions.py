@@ -43,12 +43,12 @@ class Stretch:
 
     wall_s: float
     samples: Samples
-    idle_s: Mapping[str, float]  # by cause
-    active_pct: float  # of the last 10 s; of the whole run at its end
-    idle_pct: Mapping[str, float]  # by cause; the same
+    idle_s: Mapping[str, float]  # seconds by cause
+    active_pct: float  # share of the last 10 s; at the end, of the whole run
+    idle_pct: Mapping[str, float]  # shares by cause, of the same time
     run_active_pct: float
     run_idle_pct: Mapping[str, float]
-    mismatch: MismatchSums  # of the last interval in which a trainer reported; of the whole run at its end
+    mismatch: MismatchSums  # sums of the last interval with a report; at the end, of the whole run
     compared_tokens: int  # tokens that trainers reported on, since start
     swaps: int  # since start
 
@@ -65,7 +65,7 @@ class Served:
     completions: int = 0
     completion_tokens: float = 0.0
     version_spans: float = 0.0
-    swap_pause_s: float = 0.0  # of the swap that brought the version; 0 in a reading
+    swap_pause_s: float = 0.0  # pause of the swap that brought the version; 0 in a reading
 
     def __sub__(self, other: Served) -> Served:
         return Served(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
@@ -94,7 +94,7 @@ class Metric(Generic[_Source]):
     panel: Panel | None = None  # None: not on the dashboard
     read: Callable[[_Source], float | None] | None = None  # None as a result: left out of this report
     top: str | None = None  # its label in `rollout top`; None: not shown there
-    buckets: Buckets | None = None  # of a histogram
+    buckets: Buckets | None = None  # buckets of a histogram
 
     def __post_init__(self) -> None:
         assert (self.kind == "histogram") == (self.buckets is not None), f"{self.name}: a histogram has buckets"

@@ -62,7 +62,7 @@ class Meter:
         self._mismatch, self._mismatch_run = (
             MismatchSums(),
             MismatchSums(),
-        )  # of the last interval with a report, of the run
+        )  # sums of the last interval with a report, and of the run
         self._mismatch_is_new = False
 
     @property

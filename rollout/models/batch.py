@@ -162,7 +162,7 @@ class LayerKV(NamedTuple):
 
     k_PSGD: torch.Tensor
     v_PSGD: torch.Tensor
-    scales_P2GS: torch.Tensor | None  # of keys and values that are e4m3 codes
+    scales_P2GS: torch.Tensor | None  # scales of keys and values that are e4m3 codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class KVCache:
     v: list[torch.Tensor]
     page_size: int
     scales: list[torch.Tensor] = field(default_factory=list)  # empty where there are no codes
-    states: StatePool = NO_STATES  # of the layers without KV
+    states: StatePool = NO_STATES  # states of the layers without KV
     tokens: torch.Tensor | None = None  # int32 [P, S]; None where nothing reads them
 
     def layer(self, index: int) -> LayerKV:

@@ -128,7 +128,7 @@ def _checked(
         content = {name: value for name, value in content.items() if name != "vision_config"}
     check_config(text, rules, where)
     for name, part in content.items():
-        if name.endswith("_config") and isinstance(part, dict):  # of a language model, a vision tower
+        if name.endswith("_config") and isinstance(part, dict):  # the config of a language model or a vision tower
             check_config(part, size_rules(), f"{file}: {name}")
     try:
         if read_as is not None:

@@ -118,7 +118,7 @@ class Unsummed(NamedTuple):
     """The result of a product as the kernel that reads it takes it."""
 
     parts_STN: torch.Tensor
-    correction: Correction | None  # of adapters, not yet added
+    correction: Correction | None  # the adapters' part, not yet added
     partial: bool = False  # one rank's part of a sum over the ranks; without a correction
 
 
@@ -178,9 +178,9 @@ class FusedDecoder:
             gluon_experts.takes_gated(model.embed.device, dtype, spec.hidden, spec.intermediate) for spec in dense
         )
         self._kinds = tuple(dict.fromkeys(self._products.values()))
-        # Of the step that is being launched:
+        # Parts of the step that is being launched:
         self._configs: dict[KernelProduct, Config | None] = {}
-        self._tiles: PaddedGroups | None = None  # of its rows, if our own kernel runs the gated products
+        self._tiles: PaddedGroups | None = None  # tiles of its rows, if our own kernel runs the gated products
 
     @torch.inference_mode()
     def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:

@@ -20,7 +20,7 @@ class JoinedView(torch.Tensor):
     in its width. `joined_shape` is the shape of that tensor.
     """
 
-    joined_dim: int  # of the checkpoint's tensor
+    joined_dim: int  # a dimension of the checkpoint's tensor
     _memory: torch.Tensor
     #: Results of operations on it are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -301,7 +301,7 @@ class MoEFamily:
     """The mixture of experts of a family."""
 
     experts: Key = declared(integer(0, 4096))
-    intermediate: Key = declared(_WIDTH)  # of one expert
+    intermediate: Key = declared(_WIDTH)  # width of one expert
     top_k: Key = declared(integer(1, 4096), Key("num_experts_per_tok"))
     renormalize: bool | Key = declared(FLAG)
     scoring: Scoring = "softmax"
@@ -312,11 +312,11 @@ class MoEFamily:
     group_best: int = 2
     grouped: Key | None = declared(TEXT, None)  # "greedy": there are no groups; "group_limited_greedy": there are
     scale: float | Key = declared(NUMBER, 1.0)
-    shared_intermediate: Key | None = declared(_WIDTH, None)  # of the expert that every token takes
-    shared_experts: Key | None = declared(integer(0, 4096), None)  # or: how many experts' width it has
+    shared_intermediate: Key | None = declared(_WIDTH, None)  # width of the expert that every token takes
+    shared_experts: Key | None = declared(integer(0, 4096), None)  # its width in experts, where a config says that
     shared_gate: bool = False
     logit_bias: bool = False
-    clamp_alpha: Key | None = declared(NUMBER, None)  # with the limit: experts have biases and a clamped GLU
+    clamp_alpha: Key | None = declared(NUMBER, None)  # given with the limit: experts have biases and a clamped GLU
     clamp_limit: Key | None = declared(NUMBER, None)
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
@@ -331,12 +331,12 @@ class DeltaNetFamily:
     key_dim: Key = declared(integer(1, 8192), Key("linear_key_head_dim"))
     value_dim: Key = declared(integer(1, 8192), Key("linear_value_head_dim"))
     conv: Key = declared(integer(2, 64), Key("linear_conv_kernel_dim"))
-    eps: float | Key = declared(NUMBER, Key("rms_norm_eps"))  # of the norm of the outputs
+    eps: float | Key = declared(NUMBER, Key("rms_norm_eps"))  # epsilon of the norm of the outputs
     reflects: bool | Key = declared(FLAG, False)  # beta goes up to 2
     interleaved: bool = False
     linear: ByLayer[bool] = linear_by_type
     names: DeltaNetNames = DeltaNetNames()
-    #: Of the layers with DeltaNet.
+    #: Keys of the layers with DeltaNet.
     norms: NormPlace = "before"
     layer_names: LayerNames = LayerNames()
 
@@ -351,7 +351,7 @@ class LatentFamily:
     rope_dim: Key = declared(integer(2, 8192), Key("qk_rope_head_dim"))
     value_dim: Key = declared(integer(1, 8192), Key("v_head_dim"))
     bias: Key = declared(FLAG, Key("attention_bias"))
-    eps: float = 1e-6  # of the norms of latents; transformers' default, whatever `rms_norm_eps` is
+    eps: float = 1e-6  # epsilon of the norms of latents; transformers' default, whatever `rms_norm_eps` is
     names: LatentNames = LatentNames()
 
 
@@ -844,7 +844,7 @@ FAMILIES: dict[str, Family] = {
         models="MiniMax-M2",
         qk_norm="full",
         partial_rope=True,
-        rope_width=Key("rotary_dim"),  # which not every release of transformers 5 makes a factor of
+        rope_width=Key("rotary_dim"),  # some releases of transformers 5 make a factor of it
         moe=MoEFamily(
             experts=Key("num_local_experts"),
             intermediate=Key("intermediate_size"),

@@ -46,7 +46,7 @@ class RopeSpec:
     #: Radians per position of the dimensions that turn, fastest first, where the embedding is scaled: float32 values.
     frequencies: tuple[float, ...] = ()
     amplitude: float = 1.0  # multiplies sine and cosine
-    share: float = 1.0  # of a head's dimensions, the first ones: they turn, the others stay
+    share: float = 1.0  # the share of a head's dimensions that turn, the first ones; the others stay
     interleaved: bool = False  # a dimension turns with its neighbour, and not with the one half of them further on
     #: Which of three positions each frequency takes, fastest first; empty where a token has one position.
     axes: tuple[int, ...] = ()
@@ -94,9 +94,9 @@ class LinearSpec(NamedTuple):
     modules: tuple[str, ...]
     widths: tuple[int, ...]  # outputs of each module
     bias: bool
-    #: Of a shard: what it keeps of the outputs of each module, None for all; empty if it keeps all of every module.
+    #: The outputs of each module that a shard keeps, None for all; empty if it keeps all of every module.
     output_cuts: tuple[Cut | None, ...] = ()
-    #: Of a shard: what it keeps of the inputs. The product is then a part of a sum over the ranks.
+    #: The inputs of each module that a shard keeps. The product is then a part of a sum over the ranks.
     input_cut: Cut | None = None
 
     @property
@@ -144,7 +144,7 @@ class HeadShard(NamedTuple):
     """A rank's part of the heads of attention. A KV head belongs to several ranks if there are fewer than ranks."""
 
     shard: Shard
-    kv_heads: int  # of the whole model
+    kv_heads: int  # KV heads of the whole model
 
     def kv_range(self, kept: int) -> tuple[int, int]:
         """The rank's KV heads, of which it keeps `kept`."""
@@ -166,7 +166,7 @@ class AttentionSpec:
     o_bias: bool
     qk_norm: QKNorm
     clip_qkv: float | None  # bounds queries, keys and values
-    eps: float  # of the query and key norms
+    eps: float  # epsilon of the query and key norms
     names: AttentionNames = AttentionNames()
     scale: float | None = None  # factor of the scores; None: the head dimension to the power of -1/2
     softcap: float | None = None  # bounds the scaled scores s: softcap tanh(s / softcap)
@@ -260,13 +260,13 @@ class LatentSpec:
     heads: int
     q_rank: int | None  # width of the queries' own latent; None: they are a product of the token
     kv_rank: int  # width of the latent
-    nope_dim: int  # of a head's queries and keys: what does not turn
+    nope_dim: int  # dimensions of a head's queries and keys that do not turn
     rope_dim: int  # what does
-    value_dim: int  # of a head
+    value_dim: int  # dimensions of a head
     rope: RopeSpec
     scale: float  # factor of the scores
-    bias: bool  # of the products that make latents, and of the output product
-    eps: float  # of the norms of latents
+    bias: bool  # biases of the products that make latents, and of the output product
+    eps: float  # epsilon of the norms of latents
     names: LatentNames = LatentNames()
     shard: Shard | None = None  # the heads above are those of one rank; latents are whole on every rank
 
@@ -352,10 +352,10 @@ class DeltaNetSpec:
     hidden: int
     key_heads: int
     value_heads: int  # a multiple of the key heads; the value heads of a key head are neighbours
-    key_dim: int  # of a head
-    value_dim: int  # of a head
+    key_dim: int  # dimensions of a head
+    value_dim: int  # dimensions of a head
     conv: int  # tokens that the convolution sees, the present one included
-    eps: float  # of the norm of the outputs
+    eps: float  # epsilon of the norm of the outputs
     interleaved: bool = False  # the input product is sorted by key head: its q, k, v, z; and its b, a
     beta_scale: float = 1.0  # how much of a key's old value a token may replace: 1 all of it, 2 reflects it
     names: DeltaNetNames = DeltaNetNames()
@@ -520,8 +520,8 @@ class MoESpec:
     """
 
     hidden: int
-    experts: int  # of the whole model: those that the router chooses from
-    intermediate: int  # of one expert; of a shard with parts of them, the rank's
+    experts: int  # experts of the whole model, from which the router chooses
+    intermediate: int  # width of one expert; in a shard with parts of experts, the rank's part
     router: RouterSpec
     names: MoENames = MoENames()
     shared: DenseSpec | None = None  # what every token takes, added to the others: one expert, or several as one
@@ -630,7 +630,7 @@ class DraftNames(NamedTuple):
     norm: str  # the last one
     mixer_norm: str = ""  # where the mixer has a norm of its own
     lm_head: str = "lm_head"
-    beginnings: Beginnings = ()  # of names without the prefix
+    beginnings: Beginnings = ()  # beginnings of names without the prefix
     prefix_beginnings: Beginnings = ()
 
     def spellings(self, name: str) -> tuple[str, ...]:
@@ -654,7 +654,7 @@ class DraftSpec:
     embedding and hidden state. The layer is one of the model's. Hidden states are read, and passed on, after a norm.
     """
 
-    hidden: int  # of the residual stream, as in the other model
+    hidden: int  # width of the residual stream, as in the other model
     vocab: int  # tokens that it can draft
     eps: float
     #: The layers of the other model before which its residual stream is read; their number is that after the last one.
@@ -688,7 +688,7 @@ class ModelNames(NamedTuple):
     layer: str = "model.layers.{}."
     norm: str = "model.norm"
     lm_head: str = "lm_head"
-    beginnings: Beginnings = ()  # of the names above
+    beginnings: Beginnings = ()  # beginnings of the names above
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """All that files and updates may call a tensor or module of this name; files usually have the first."""
@@ -702,7 +702,7 @@ class ModelSpec:
     architecture: str
     hidden: int
     vocab: int
-    eps: float  # of the norms before blocks, and of the last one
+    eps: float  # epsilon of the norms before blocks, and of the last norm
     max_positions: int  # the longest context that the model was made for
     tied: bool  # the output layer is the embedding
     layers: tuple[LayerSpec, ...]
@@ -717,8 +717,8 @@ class ModelSpec:
     turned_files: tuple[
         str, ...
     ] = ()  # endings of tensors whose files have the last two dimensions the other way round
-    tower: TowerSpec | None = None  # of a model that is served with images
-    draft: DraftSpec | None = None  # of the model that drafts for it
+    tower: TowerSpec | None = None  # the tower of a model that is served with images
+    draft: DraftSpec | None = None  # the model that drafts for it
     #: The draft model that checkpoints may have as layers for the prediction of several tokens; see `draft`.
     mtp: DraftSpec | None = None
     shard: Shard | None = None  # the blocks are those of one rank, and so is its part of the vocabulary

@@ -208,7 +208,7 @@ def _take_parameters(module: Any, model: Decoder) -> None:
     if model.spec.tied:
         views |= {name: views[other] for name, other in model.spec.tied_names.items()}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in needed:  # of a vision tower
+        if id(tensor) not in needed:  # a tensor of a vision tower
             continue
         if name not in views:
             raise ValueError(f"there is no tensor {name}")

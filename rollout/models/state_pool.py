@@ -37,7 +37,7 @@ class StatePool:
 
     recurrent_LNHKV: torch.Tensor
     conv_LNCW: torch.Tensor
-    drafts: DraftInputs | None = None  # of all layers, what a step keeps of its drafts; with speculation
+    drafts: DraftInputs | None = None  # the inputs of a step's drafts, of all layers; with speculation
     layers: list[LayerState] = field(init=False)
     _drafts_by_layer: list[DraftInputs] = field(init=False)
 
@@ -116,7 +116,7 @@ class StatePool:
         )
 
 
-#: Of a model without layers of linear attention.
+#: The pool of a model without layers of linear attention.
 NO_STATES = StatePool(torch.zeros(0, 0, 0, 0, 0), torch.zeros(0, 0, 0, 0))
 
 

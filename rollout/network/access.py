@@ -28,7 +28,7 @@ from trainer_bridge.wire.keys import PUBLIC_SUFFIX, KeyPair, read_pair, read_pub
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
-_ZAP_FRAMES = 7  # of a CURVE request: version, id, domain, address, identity, mechanism, key
+_ZAP_FRAMES = 7  # a CURVE request: version, id, domain, address, identity, mechanism, key
 _DOMAIN = b"rollout"
 _RELOAD_S = 1.0
 _MAX_CLIENT_KEYS = 1 << 16

@@ -65,8 +65,8 @@ class _Share(SharedParts):
     def __init__(self, number: int, place: int, layout: list[PartTensor]) -> None:
         super().__init__(number)
         self.place, self.layout = place, layout
-        self.order = 0  # by which the followers prepare it
-        self.answered = False  # by all of them
+        self.order = 0  # the order by which the followers prepare it
+        self.answered = False  # all followers have answered
         self.failures: list[str] = []
 
 
@@ -104,7 +104,7 @@ class RankAdapters(AdapterPacker):
         # Filled wherever the last reference ends, also amid a garbage collection.
         self._unused: SimpleQueue[_Unused] = SimpleQueue()
         self._number = 0
-        self._asked: _Share | None = None  # that the followers are preparing
+        self._asked: _Share | None = None  # the share that the followers are preparing
         threading.Thread(target=self._give_places_back, name="adapter-places", daemon=True).start()
 
     def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:

@@ -138,7 +138,7 @@ class _FlagCopy:
 
     def __init__(self, device: Device, fault: torch.Tensor) -> None:
         if fault.is_cuda:
-            torch.cuda.set_device(fault.device)  # of this thread
+            torch.cuda.set_device(fault.device)  # the device of this thread
         self._stream, self._copied = device.stream("flag"), device.event()
         self._fault, self._host = fault, device.host_buffer((1,), torch.int32)
         self._begin()

@@ -45,7 +45,7 @@ class DeviceBacking:
     ) -> None:
         self._memory, self._tell, self._answers = memory, tell, answers
         self._tensor: torch.Tensor | None = None
-        self._old: list[torch.Tensor] = []  # that followers may have mapped, but read no piece of any more
+        self._old: list[torch.Tensor] = []  # memory that followers may have mapped, but do not read any more
         self._order = 0
         self._failed = False
 

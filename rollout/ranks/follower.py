@@ -47,7 +47,7 @@ from rollout.weights.staging import make_staging
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 0.25  # for orders, between two looks at the streams
+_WAIT_S = 0.25  # wait for orders between two looks at the streams
 _COPYING_POLL_S = 0.002  # while a copy is under way, whose end is reported
 
 
@@ -67,7 +67,7 @@ class Follower:
         self._executor, self._slots, self._updates, self._copies = executor, slots, updates, copies
         self._number, self._progress = number, progress
         self._version = settings.weights.initial_version
-        self._extra = bytearray()  # of the next step
+        self._extra = bytearray()  # extra data of the next step
         self._last: tuple[Header, Slot] | None = None
 
     def serve(self, reader: RingReader, reports: RankReports) -> None:
@@ -138,7 +138,7 @@ class Follower:
         slot.h2d_done.synchronize()  # the upload of two steps before is read
         words = slot.staging.words[: len(upload.words)]
         words.copy_(upload.words)
-        self._executor.h2d.wait(slot.end)  # and so is its copy on the device
+        self._executor.h2d.wait(slot.end)  # its copy on the device is free, too
         self._executor.execute(Upload(upload.header, words, upload.extras), slot)
         self._last = (upload.header, slot)
 

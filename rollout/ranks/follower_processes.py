@@ -61,7 +61,7 @@ class FollowerProcesses:
 
     @property
     def pids(self) -> Sequence[int]:
-        """Of all ranks but rank 0."""
+        """The process ids of all ranks except rank 0."""
         return [process.pid for process in self.running]
 
     def _start(self, eventfd: int) -> subprocess.Popen[bytes]:

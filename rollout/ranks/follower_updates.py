@@ -41,7 +41,7 @@ class FollowerUpdates:
         of_device: IpcMemory | None = None,
     ) -> None:
         self._of_device = of_device
-        self._reader: IpcReader | None = None  # of rank 0's GPU
+        self._reader: IpcReader | None = None  # reads memory of rank 0's GPU
         self._map, self.staging = parameters, staging
         self._relayed, self._manifest, self._reports, self._number = relayed, manifest, reports, number
         self._device = next(iter(parameters.views.values())).device

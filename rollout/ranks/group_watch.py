@@ -36,7 +36,7 @@ from typing import Any, Literal, NamedTuple, get_args
 BEAT_S = 0.25
 #: Seconds after which a stopped or silent process is lost.
 SILENT_S = 6.0
-_LEAST_CPU = 0.05  # of one core: the ranks compute
+_LEAST_CPU = 0.05  # share of a core; above it the ranks compute
 _CPU_EVERY_S = 1.0
 
 #: Lanes besides that of the orders themselves.
@@ -66,11 +66,11 @@ class FollowerState:
     said: str = ""
     beat: int = 0
     ready: bool = True
-    sequence: int = 0  # of the last order that it has carried out
+    sequence: int = 0  # number of the last order that it has carried out
     launched: int = 0
     done: int = 0  # steps that are complete on its device
     lanes: Mapping[LaneName, LaneProgress] = field(default_factory=dict)  # without orders; a sleep is one of these
-    looks: int = 0  # of its main thread, for copies
+    looks: int = 0  # looks of its main thread for copies
     compiling: bool = False
     main_s: float | None = None  # CPU time of its main thread; None for a rank on a GPU
     compute_s: float | None = None  # CPU time of the thread that computes its steps, as above
@@ -84,7 +84,7 @@ class GroupState:
     ordered: int = 0  # sequence number of the last order; 0 before there are any
     done: int = 0  # steps that rank 0 has committed
     busy: bool = False  # a step of rank 0 is not complete on its device
-    lanes: Mapping[LaneName, LaneProgress] = field(default_factory=dict)  # of rank 0
+    lanes: Mapping[LaneName, LaneProgress] = field(default_factory=dict)  # lanes of rank 0
     compiling: bool = False  # rank 0
     compute_s: float | None = None  # CPU time of the thread that computes its steps; None for a rank on a GPU
 
@@ -127,7 +127,7 @@ class GroupWatch:
 
     def find_stall(self, seen: GroupState, passed_s: float) -> str:
         """Why the group is lost; empty if it is not. `passed_s` are the seconds since the last look."""
-        lived_s = [passed_s]  # by rank: the seconds that it has seen pass
+        lived_s = [passed_s]  # the seconds that each rank has seen pass
         for i, follower in enumerate(seen.followers):
             beats = follower.beat - self._beats[i]
             lived_s.append(min(beats * BEAT_S, 2 * passed_s) if self._beats[i] >= 0 else 0.0)

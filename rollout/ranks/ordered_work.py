@@ -65,7 +65,7 @@ class OrderedWork:
     def _run(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # of this thread
+                torch.cuda.set_device(self._device)  # the device of this thread
             while True:
                 self._work.get()()
         except BaseException as error:

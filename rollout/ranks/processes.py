@@ -52,7 +52,7 @@ from trainer_bridge.scratch import ScratchFolder
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
-#: Of loading a checkpoint and capturing steps. A follower that ends or hangs meanwhile is noticed before.
+#: Seconds for loading a checkpoint and capturing steps. A follower that ends or hangs meanwhile is noticed before.
 _CONNECT_S = 3600.0
 _READY_POLL_S = 0.02
 _BEATS_TO_SETTLE = 3
@@ -60,7 +60,7 @@ _BEATS_TO_SETTLE = 3
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _FLAG_CAUSE_S = 1.0
 _FAILED = 1
-#: Of /dev/shm, which is enough for NCCL. The ring and the relay of updates take none of it.
+#: Bytes of /dev/shm that are enough for NCCL. The ring and the relay of updates take none of them.
 _SHM_BYTES = 1 << 30
 
 
@@ -79,7 +79,7 @@ class OwnProgress:
     committed: int = 0  # steps
     busy: bool = False  # a step is not complete on the device
     lanes: Mapping[LaneName, LaneProgress] = field(default_factory=dict)
-    thread: int = 0  # which computes steps
+    thread: int = 0  # id of the thread that computes steps
 
 
 class Ranks:
@@ -234,7 +234,7 @@ class Ranks:
                 failure = self._watch_rules.find_stall(look, passed_s)
                 if not failure and self.orders is None:
                     failure = self._start_rules.find_stall(self._look_at_start(), _compiles(look), passed_s)
-            except RuntimeError as error:  # of the device
+            except RuntimeError as error:  # an error of the device
                 failure = f"rank 0: {error}"
             if failure and not self._closing.is_set():
                 self.failure = failure

@@ -33,10 +33,10 @@ class OrderHeader(NamedTuple):
     """The fixed beginning of a record."""
 
     sequence: int
-    kind: int  # from 1
+    kind: int  # counted from 1
     layout: int  # bytes of the body that describe the rest of it
     size: int  # bytes of the body
-    version: int  # of the weights that are in use at this record
+    version: int  # version of the weights in use at this record
     position: int  # where the record begins, by which a reader finds that it reads the right one
 
 
@@ -123,7 +123,7 @@ class RingWriter:
         self._eventfds, self._positions, self._lost = eventfds, positions, lost
         self._lock = threading.Lock()
         self._position = 0
-        self.sequence = 0  # of the last record
+        self.sequence = 0  # number of the last record
 
     @property
     def largest(self) -> int:
@@ -179,7 +179,7 @@ class RingReader:
         self._poll.register(eventfd, select.POLLIN)
         self._told = 0
         self._position = 0
-        self.sequence = 0  # of the last record
+        self.sequence = 0  # number of the last record
 
     def wait(self, timeout_s: float) -> bool:
         """Whether there is a record to read; waits for one in the kernel, up to `timeout_s`."""

@@ -44,7 +44,7 @@ class StartState(NamedTuple):
 
     place: StartPosition = StartPosition()
     total: int = 0  # parts of its stage; 0: not known
-    read_bytes: int = 0  # by its main thread
+    read_bytes: int = 0  # bytes that its main thread has read
     waits_for_disk: bool = False
     cpu_s: float = 0.0  # CPU time of its main thread that shows that it does something
 

@@ -32,7 +32,7 @@ _PARTS = {
     "offload": ("o", "yellow"),
     "no_work": ("·", "bright_black"),
 }
-_SHOWN_FROM_PCT = 0.05  # for offload, which most workers never do
+_SHOWN_FROM_PCT = 0.05  # most workers never offload
 _ASCII_SIGNS = {"█": "#", "▓": "!", "▒": "p", "░": "s", "·": "."}
 _STATE_STYLES = {"serving": "green", "paused": "yellow", "asleep": "yellow", "draining": "yellow"}
 

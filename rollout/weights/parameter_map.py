@@ -52,7 +52,7 @@ class UpdateNames:
 
     kept_if_absent: frozenset[str] = frozenset()
     unused: tuple[str, ...] = ()  # beginnings of names that the worker has no use for
-    optional: frozenset[str] = frozenset()  # that may be absent even where an update must be whole
+    optional: frozenset[str] = frozenset()  # names that may be absent even where an update must be whole
     unused_patterns: tuple[str, ...] = ()  # regular expressions that such names contain
 
     def is_unused(self, name: str) -> bool:

@@ -30,7 +30,7 @@ class PinnedMemory:
         self, cudart: Callable[[], Any] = torch.cuda.cudart, forget_error: Callable[[], object] = forget_last_error
     ) -> None:
         self._cudart, self._forget_error = cudart, forget_error
-        self._pinned: dict[int, torch.Tensor] = {}  # by address
+        self._pinned: dict[int, torch.Tensor] = {}  # pinned memory by address
         self._refused: set[int] = set()
         # Not at the end of the process, whose CUDA may be gone by then.
         weakref.finalize(self, _unpin, self._pinned, cudart, forget_error).atexit = False

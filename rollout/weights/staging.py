@@ -125,7 +125,7 @@ class _Kept(NamedTuple):
     entry: TensorEntry
     target: torch.Tensor  # takes the kept part
     cut: Cut | None
-    shape: tuple[int, ...]  # of the kept part
+    shape: tuple[int, ...]  # shape of the kept part
     block: int
     at: int  # in the block
 
@@ -137,7 +137,7 @@ class _Kept(NamedTuple):
 class _Layout(NamedTuple):
     """The layout of an update, which later ones may share."""
 
-    digest: str = ""  # of the manifest's layout
+    digest: str = ""  # digest of the manifest's layout
     entries: tuple[TensorEntry, ...] = ()
     starts: Sequence[int] = ()
     fit: ManifestFit = ManifestFit((), ())
@@ -175,14 +175,14 @@ class Staging:
             make = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
             self._memory = make(nbytes)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host = HostBlocks(self._stream is not None, advance)  # of a shard
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # of one rank: host memory where bytes arrive
+        self._host = HostBlocks(self._stream is not None, advance)  # host memory of a shard
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # host memory where bytes arrive, with one rank
         self._blocks: Sequence[torch.Tensor] = []
         self._layout = _Layout()
         self._kept: dict[str, _Kept] = {}
         self._missing: dict[str, int] = {}  # bytes of each kept tensor of a shard
         self._copies: list[Copy] | None = None
-        self._event: torch.cuda.Event | None = None  # of the last copy that is enqueued
+        self._event: torch.cuda.Event | None = None  # end of the last copy that is enqueued
         self._lent: StagedWeights | None = None
         self.written = False  # in place: some parameters have bytes of this update
 
@@ -558,7 +558,7 @@ def pin_at_start(staging: Staging, nbytes: int) -> None:
     try:
         with stage("pinning host memory for updates of the weights"):
             staging.reserve(nbytes)
-    except RuntimeError as error:  # of the allocator
+    except RuntimeError as error:  # an error of the allocator
         raise ValueError(
             f"the host does not give {nbytes / (1 << 30):.1f} GiB of pinned memory for updates of the weights: set "
             f"weights.staging to device, or weights.apply to in_place ({error!s:.200})"

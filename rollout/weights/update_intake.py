@@ -77,7 +77,7 @@ class AppliedUpdate:
     version: int
     transport: str
     nbytes: int
-    pause_s: float  # for which generation stood still
+    pause_s: float  # time for which generation stood still
     phases: Mapping[str, float]  # seconds: receive, verify, wait, apply
     at_s: float = field(default_factory=time.time)  # Unix time
     _clock_s: float = field(default_factory=time.monotonic, repr=False)  # the same moment: Unix time may jump
@@ -114,7 +114,7 @@ class UpdatePlan:
     manifest: Manifest
     fit: ManifestFit  # empty for an adapter
     receiver: TransportReceiver
-    options: Mapping[str, Any]  # of the transport
+    options: Mapping[str, Any]  # options of the transport
     adapter: IncomingAdapter | None  # None: an update of the model
 
 
@@ -151,7 +151,7 @@ class UpdateIntake:
         endpoint: str,
         post: Callable[[Callable[[], None]], object],
     ) -> None:
-        self.version = version  # of the weights that were applied last: the loop writes it
+        self.version = version  # version of the weights that were applied last: the loop writes it
         self.last: AppliedUpdate | None = None  # replaced as a whole, so any thread may read it
         self.ready: deque[StagedWeights | AdapterUpdate] = deque()  # the loop takes from it
         self.closing = False

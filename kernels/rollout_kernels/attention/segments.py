@@ -28,7 +28,7 @@ class SharedTile:
     """The tile of decode attention where rows may share pages."""
 
     heads: int  # query heads of the rows that are computed together
-    num_warps: int | None = None  # of a program; None: as where rows share nothing
+    num_warps: int | None = None  # warps of a program; None: as where rows share nothing
 
 
 #: The tile where rows may share pages, by whether the cache has e4m3 codes. On an H100, 32 rows of 16K +

@@ -150,7 +150,7 @@ def _attend(
     q_at = q_row.to(tl.int64) * given.stride_q_row + (head + m % BLOCK_G)[:, None] * given.stride_q_head + d[None, :]
     is_q = is_head & (shared_row < sharing)[:, None] & (d[None, :] < D)
     q = tl.load(given.q_ptr + q_at, mask=is_q, other=0.0)
-    if HAS_WINDOW:  # which begins at another position in each row
+    if HAS_WINDOW:  # a window begins at another position in each row
         context = tl.load(given.lens_ptr + row + shared_row, mask=shared_row < sharing, other=2147483647).to(tl.int32)
         oldest = tl.min(context, 0)
     table = given.table_ptr + row.to(tl.int64) * given.stride_table
@@ -209,7 +209,7 @@ def default_decode_config(
         config = DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=4)
     else:
         config = DecodeConfig(num_warps=2) if coded else DecodeConfig(num_stages=2)
-    if coded:  # with 8 query heads to a KV head, a second kernel combines the parts 10% faster (H200, 80 rows of 6.5K)
+    if coded:  # at 8 query heads to a KV head, a second kernel combines the parts 10% faster (H200, 80 rows of 6.5K)
         config = replace(config, block_m=8, fused=group <= 4)
     if not shared:
         return config

@@ -183,7 +183,7 @@ def _attend(
     q_1 = _queries(q_at + 1, is_q, unit[None, :], dtype)
     q_2 = _queries(q_at + 2, is_q, unit[None, :], dtype)
     q_3 = _queries(q_at + 3, is_q, unit[None, :], dtype)
-    if HAS_WINDOW:  # which begins at another position in each row
+    if HAS_WINDOW:  # a window begins at another position in each row
         context = tl.load(given.lens_ptr + row + shared_row, mask=shared_row < sharing, other=2147483647).to(tl.int32)
         oldest = tl.min(context, 0)
     table = given.table_ptr + row.to(tl.int64) * given.stride_table

@@ -43,7 +43,7 @@ class DraftInputs(NamedTuple):
     D draft rows, C channels, H value heads; see `drafts.py`.
     """
 
-    inputs_DC: torch.Tensor  # of the convolution, in the model's dtype
+    inputs_DC: torch.Tensor  # inputs of the convolution, in the model's dtype
     mixed_DC: torch.Tensor  # queries, keys and values after it
     gates_D2H: torch.Tensor  # float32: beta and decay
     first: int  # number of the first draft row; draft row r is at r - first

@@ -16,7 +16,7 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import narrow
 from rollout_kernels.delta.spans import Spans
 
-CHANNELS = 256  # of a program
+CHANNELS = 256  # channels of a program
 _TOKENS, _PREFILL_CHANNELS = 32, 64
 
 

@@ -40,7 +40,7 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import narrow
 from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, Spans
 
-_SCAN_VALUES = 32  # of a program
+_SCAN_VALUES = 32  # values of a program
 _BLOCK = 16
 
 

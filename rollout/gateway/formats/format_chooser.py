@@ -103,7 +103,7 @@ class FormatChooser:
         """The fields of the response template that has both formats."""
         fields: dict[str, Mapping[str, Any]] = {}
         for name in (calls, thoughts):
-            if name == OWN:  # also regions of content and of other kinds
+            if name == OWN:  # the tokenizer's own format has regions of content and of other kinds, too
                 fields |= {field: spec for field, spec in self._own.items() if kind_of(field) == "content"}
             elif name == "gpt_oss":  # every message is on a channel
                 fields |= REASONING[name]

@@ -84,7 +84,7 @@ class GroupUpdates:
             part = {"action": "gather", "group": group, "part": self._parts, "tensors": rows}
             try:
                 replies = await self._ask([{**part, "packed_bytes": packed_bytes}] * len(self._pool.endpoints))
-            except BaseException:  # also a gateway that ends: the workers do not know which part comes next
+            except BaseException:  # a gateway that ends raises it, too: the workers do not know which part comes next
                 self._start()
                 raise
             if not replies[0]["gathered"]:

@@ -13,7 +13,7 @@ from rollout.gateway.http.http_errors import bad_request
 from trainer_bridge.client.results import GenerateResult
 
 _NONE = -1  # fills rows up
-_MOST_IDS = 1 << 26  # of all rows, filled up: a short body may ask for any number
+_MOST_IDS = 1 << 26  # ids of all rows, filled up: a short body may ask for any number
 
 
 @dataclass(frozen=True, slots=True)

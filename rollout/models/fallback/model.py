@@ -40,7 +40,7 @@ class FallbackSpec:
     tied_names: Mapping[str, str]  # other names of tied tensors, such as the output layer's, with their first names
     moe: MoESpec | None = None  # routers and experts of a module are not known here
     unused: tuple[str, ...] = ()
-    unused_patterns: tuple[str, ...] = ()  # of names of tensors that its class leaves out of checkpoints
+    unused_patterns: tuple[str, ...] = ()  # patterns of tensors that its class leaves out of checkpoints
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
