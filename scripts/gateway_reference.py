@@ -22,13 +22,12 @@ _INTRODUCTION = """\
 # Endpoints of the gateway
 
 How to use them: [gateway](../gateway.md). Each line: path (POST, unless another method is named), the server or trainer
-whose clients use it, what it does, and its fields or a link to them: of the body, or of the URL for a GET, a pause,
-sleep, wake or session.
+whose clients use it, what it does, its fields: of the body, or of the URL for a GET, a pause, sleep, wake or session.
 
-A field has its default after `=`, a type or range, and "required" if it must be there; without a default it is `null`,
-which always means the default. A count is an integer from 0 to 2147483647; ranges are of integers, also of token ids.
-**Ignored** fields change nothing here. Any other field is an error (400) that names it, unless it is one of these
-servers and switches its feature off."""
+A field has its default after `=`, and a type or range where the default does not show the type. `null`, the default of
+the others, means the default. A count is an integer from 0 to 2147483647; ranges are of integers, also of token ids.
+**Ignored** fields change nothing. Any other field is an error (400) that names it, unless these servers have it and its
+value switches the feature off."""
 
 #: Bodies with more lines than this have a section of their own.
 _MOST_LINES = 3
@@ -58,7 +57,8 @@ def endpoints_page() -> str:
     """The text of the page."""
     lines = [_INTRODUCTION, ""]
     for (sentence, body), endpoints in groupby(ENDPOINTS, lambda each: (_sentence(each.handler), _beside(each.takes))):
-        fields = "" if body is None else f" {'; '.join(_body(body))}."
+        described = [] if body is None else [*_body(body)]
+        fields = f" {'; '.join(described)}." if described else ""
         lines.append(f"- {', '.join(map(_shown, endpoints))}: {sentence}{fields}")
     for body, title in _titles().items():
         if _beside(body) is None:
@@ -106,20 +106,35 @@ def _body(body: type[Body]) -> Iterator[str]:
     """The fields that a class adds to those of its bases."""
     bases = [base for base in body.__mro__[1:] if issubclass(base, Body) and base in _titles()]
     schema = body.model_json_schema()["properties"] if body.model_fields else {}
-    own = [
-        (_defaulted(field.alias or name, field), _of_field(schema[field.alias or name], field))
+    own = {
+        field.alias or name: (_defaulted(field.alias or name, field), _of_field(schema[field.alias or name], field))
         for name, field in body.model_fields.items()
         if not any(name in base.model_fields for base in bases)
-    ]
+    }
+    sampling_fields = {} if body in _SHARED else _described(sampling.SamplingBody)
+    common = [name for name, described in own.items() if sampling_fields.get(name) == described]
+    shared = len(common) > len(sampling_fields) / 2
+    if shared:
+        own = {name: described for name, described in own.items() if name not in common}
     kinds: dict[str, list[str]] = {}
-    for shown, values in own:
+    for shown, values in own.values():
         kinds.setdefault(values, []).append(shown)
     yield from (f"{', '.join(names)}{values}" for values, names in kinds.items())
     if bases:
         yield f"also: {_to(bases[0], _titles()[bases[0]])}"
+    if shared:
+        lacking = ", ".join(f"`{name}`" for name in sampling_fields if name not in common)
+        yield f"also: {_to(sampling.SamplingBody, 'Sampling fields')} without {lacking}"
     ignored = _added(body.ignored, [base.ignored for base in bases])
     if ignored:
         yield f"**Ignored**: {', '.join(f'`{name}`' for name in ignored)}"
+
+
+def _described(body: type[Body]) -> dict[str, tuple[str, str]]:
+    """All fields of a class: the name with its default, and the values."""
+    schema = body.model_json_schema()["properties"]
+    named = {field.alias or name: field for name, field in body.model_fields.items()}
+    return {name: (_defaulted(name, field), _of_field(schema[name], field)) for name, field in named.items()}
 
 
 def _defaulted(name: str, field: FieldInfo) -> str:
@@ -130,10 +145,12 @@ def _defaulted(name: str, field: FieldInfo) -> str:
 
 
 def _of_field(schema: Mapping[str, Any], field: FieldInfo) -> str:
-    """The values of a field; none for a boolean, whose default says the same."""
-    if isinstance(field.default, bool):
+    """The values of a field; none if its default shows their type."""
+    values = _values(schema)
+    shown = {bool: values, float: "number", int: "integer", str: "string", list: "list"}.get(type(field.default))
+    if values == shown or (isinstance(field.default, (dict, Body)) and values == "object"):
         return ""
-    return f": {_values(schema)}{', required' if field.is_required() else ''}"
+    return f": {values}{', required' if field.is_required() else ''}"
 
 
 def _added(named: Mapping[str, Any], earlier: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -54,11 +54,11 @@ class SecuritySettings(SettingsSection):
 class SupervisorSettings(SettingsSection):
     """Several workers on one machine, and restarts."""
 
-    workers: int = Field(1, ge=1, le=64, description="worker processes; a supervisor runs and restarts several")
+    workers: int = Field(1, ge=1, le=64, description="worker processes; a supervisor restarts several")
     supervise: bool = Field(False, description="supervise a single worker, too")
     max_restarts: int = Field(5, ge=0, description="restarts of a worker in an hour; then it stays down")
     restart_backoff_s: float = Field(
-        1.0, ge=0, description="seconds before the first restart; doubles with every restart in an hour, up to 60"
+        1.0, ge=0, description="seconds before a restart; doubles with each in an hour, up to 60"
     )
 
 

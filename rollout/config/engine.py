@@ -34,12 +34,11 @@ class StepSettings(SettingsSection):
         description="most rows of a decode step in a CUDA graph; larger ones are launched kernel by kernel; 0: all",
     )
     group_attention: bool = Field(
-        True, description="read KV pages that rows share only once, where that is faster; on a GPU"
+        True, description="read KV pages that rows share once, where that is faster; on a GPU"
     )
     deterministic: bool = Field(
         False,
-        description="the same bits for a completion, whatever else runs; slower; needs a GPU and the fused kernels; "
-        "no adapters",
+        description="the same bits whatever else runs; slower; needs a GPU and the fused kernels; no adapters",
     )
 
 
@@ -52,18 +51,17 @@ class KVSettings(SettingsSection):
         None,
         gt=0.0,
         le=0.98,
-        description="share of the memory that the weights leave free, for KV and, on a GPU, the largest steps; none: "
-        "0.25 on a CPU; on a GPU 5% stay free, at least 3 GiB and at most 15% (15% with sleep); not with kv_pages",
+        description="share of the memory beside the weights for KV and, on a GPU, the largest steps; none: 0.25 on a "
+        "CPU; on a GPU 5% stay free, 3 GiB to 15% (15% with sleep); not with kv_pages",
     )
     kv_memory_max_gib: float | None = Field(
         None, gt=0, description="most GiB of the KV pool; set it if a trainer shares the GPU"
     )
     kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",
-        description="type of the KV cache; fp8_e4m3: half the bytes of bf16, relative error up to 1/16, needs "
-        "compute capability 8.9",
+        description="fp8_e4m3: half the bytes of bf16, relative error up to 1/16, needs compute capability 8.9",
     )
-    prefix_cache: bool = Field(True, description="keep the KV of prompts for requests with the same prefix")
+    prefix_cache: bool = Field(True, description="keep KV for requests with the same prefix")
     state_snapshots: int | None = Field(
         None,
         ge=0,
@@ -77,20 +75,19 @@ class SwapSettings(SettingsSection):
 
     kv_on_swap: Literal["keep", "recompute"] = Field(
         "keep",
-        description="KV of running rows after an update: new tokens attend to older KV, or it is computed again",
+        description="after an update running rows attend to older KV, or it is computed again",
     )
     max_kv_age: int = Field(
         0,
         ge=0,
         description="with kv_on_swap=keep: most versions by which KV of the prefix cache, sessions and groups may be "
-        "older than the weights; 0: an update drops it",
+        "older; 0: an update drops it",
     )
     recompute_fraction: float = Field(
         0.3,
         gt=0.0,
         le=1.0,
-        description="with kv_on_swap=recompute: most of the time that this may take; updates wait for it; 1.0: none "
-        "waits",
+        description="with kv_on_swap=recompute: most of the time for it; updates wait; 1.0: none waits",
     )
 
     @model_validator(mode="after")
@@ -117,7 +114,7 @@ class OffloadSettings(SettingsSection):
     disk_kv_folder: str | None = Field(
         None, description="folder on a local disk for disk_kv_gib; each worker has a subfolder, which it deletes"
     )
-    sleep: bool = Field(False, description="allow sleep and wake, which release the device memory of weights and KV")
+    sleep: bool = Field(False, description="allow sleep, which releases the device memory of weights and KV")
 
     @model_validator(mode="after")
     def _disk_is_behind_the_host(self) -> OffloadSettings:
@@ -136,8 +133,7 @@ class ExpertSettings(SettingsSection):
     )
     routing: bool = Field(
         False,
-        description="record the experts of tokens for return_routing: one or two bytes of host memory a token, layer "
-        "and chosen expert",
+        description="record experts for return_routing: one or two bytes of host memory a token, layer and expert",
     )
 
     @property
@@ -156,11 +152,9 @@ def _adapter_folders(text: str) -> list[tuple[str, str]]:
 class AdapterSettings(SettingsSection):
     """LoRA adapters."""
 
-    adapter_slots: int = Field(0, ge=0, le=64, description="adapters on the device at once; 0: no adapters")
-    adapter_rank: int = Field(32, ge=1, le=256, description="largest rank of an adapter; every slot has room for it")
-    max_adapters: int = Field(
-        32, ge=1, le=4096, description="adapters loaded at once; without a slot they are in host memory"
-    )
+    adapter_slots: int = Field(0, ge=0, le=64, description="adapters on the device; 0: none")
+    adapter_rank: int = Field(32, ge=1, le=256, description="largest rank, for which every slot has room")
+    max_adapters: int = Field(32, ge=1, le=4096, description="loaded adapters; without a slot they are in host memory")
     adapter_root: str | None = Field(None, description="load_adapter reads folders below this one; none: it is refused")
     adapters: str = Field("", description="PEFT folders to load at start: name=folder, separated by commas")
 
@@ -228,8 +222,8 @@ class RankSettings(SettingsSection):
         1,
         ge=1,
         le=64,
-        description="GPUs of this machine that run the model together (ranks, a process each); heads and widths must "
-        "divide by it; Linux",
+        description="GPUs of this machine for the model (ranks, a process each); heads and widths must divide by it; "
+        "Linux",
     )
     rank_stall_s: float | None = Field(
         8.0,

@@ -14,8 +14,8 @@ class MetricsSettings(SettingsSection):
     jsonl: str | None = Field(None, description="file for metrics, one JSON object a report")
     wandb: bool = Field(
         True,
-        description="log to Weights & Biases, which reads its variables (WANDB_NAME, WANDB_RUN_GROUP, ...); without "
-        "an API key offline, below WANDB_DIR or runs",
+        description="log to W&B, which reads its variables (WANDB_NAME, WANDB_RUN_GROUP, ...); without an API key "
+        "offline, below WANDB_DIR or runs",
     )
     wandb_project: str = Field("rollout", description="W&B project")
     metrics_port: int | None = Field(

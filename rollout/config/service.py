@@ -15,11 +15,11 @@ class SocketSettings(SettingsSection):
 
     bind: str = Field(
         "tcp://127.0.0.1:5757",
-        description="endpoint of the request socket; port 0: a free one; an IPv6 address stands in brackets",
+        description="port 0: a free one; IPv6 addresses stand in brackets",
     )
     max_message_bytes: int = Field(64 << 20, ge=1024, description="most bytes of a message")
     max_stream_buffer_bytes: int = Field(
-        256 << 20, ge=1 << 16, description="most unsent bytes for a slow client, which then gets no more chunks"
+        256 << 20, ge=1 << 16, description="unsent bytes after which a slow client gets no more chunks"
     )
 
 
@@ -30,16 +30,14 @@ class RequestSettings(SettingsSection):
     lease_s: float = Field(
         60.0, ge=0, description="seconds that a named client may be away before its requests are cancelled"
     )
-    drain_s: float = Field(
-        30.0, ge=0, description="seconds of a drain; then unfinished completions are returned as they are"
-    )
+    drain_s: float = Field(30.0, ge=0, description="seconds of a drain; then completions are returned as they are")
 
 
 class MediaSettings(SettingsSection):
     """Images and videos of requests."""
 
     media_store_bytes: int = Field(
-        2 << 30, ge=1, description="host memory for pixels that requests use or may name by their hash"
+        2 << 30, ge=1, description="host memory for pixels that requests use or name by hash"
     )
 
 

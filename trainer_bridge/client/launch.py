@@ -136,7 +136,7 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
 
 
 class WorkerProcess(ProcessBound):
-    """A worker that `start_worker` started; with `workers=N` a supervisor and N workers, `endpoint` is the first one's.
+    """A worker of `start_worker`; with `workers=N` a supervisor and N workers, and `endpoint` is the first one's.
 
     It ends at once when a `with` block ends, this object is deleted, or the job ends; `stop` lets requests finish.
     """
@@ -287,7 +287,7 @@ class WorkerProcess(ProcessBound):
             pass
 
     def kill(self) -> int:
-        """Kill the worker, remove its temporary folder, and return the exit status."""
+        """Kill the worker and remove its temporary folder; returns the exit status."""
         self._end()
         return self._process.wait()
 

@@ -68,7 +68,7 @@ class _Change:
 
 
 class WeightPublisher(ProcessBound):
-    """Publishes weights to one or several workers. Closing it ends unfinished updates: wait for `applied` first.
+    """Publishes weights to workers. Closing it ends unfinished updates: wait for `applied` first.
 
     Args:
         endpoints: The workers' request sockets.
@@ -80,7 +80,7 @@ class WeightPublisher(ProcessBound):
         stall_s: Seconds without progress after which a transfer fails.
         apply_s: Seconds from commit until a worker uses the weights, with the longest delay by `recompute_fraction`.
         curve: Keys for workers that use CURVE.
-        keep: Keep the last update in host memory for workers that restart or are stale, also if it failed because
+        keep: Keep the last update in host memory for workers that restart or are stale, also if it failed as
             workers were lost; its version cannot be used again.
         collective: Every rank of torch.distributed's default group makes a publisher, and calls `publish` with its part
             (DTensors, as in FSDP2's `state_dict`) and `close`, which waits up to `begin_s` for the other ranks.
@@ -142,7 +142,7 @@ class WeightPublisher(ProcessBound):
     def publish(
         self, named_tensors: NamedTensors, version: int, *, adapter: str | None = None, adapter_config: Any = None
     ) -> PublishHandle:
-        """Start to publish every parameter, by its Hugging Face name, as `version`, which must grow.
+        """Start to publish all parameters, by Hugging Face names, as `version`, which must grow.
 
         Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device, and are read after the work on the
         current CUDA stream. They must not change before `held`. Raises ValueError for tensors that cannot be sent,
