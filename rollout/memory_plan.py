@@ -87,7 +87,7 @@ class Machine(NamedTuple):
 
     @classmethod
     def gpu(cls, name: str) -> Machine:
-        """A GPU of the table, or one of so many GiB as `name` says. Raises ValueError for another name."""
+        """A GPU of the table, or one with the GiB that `name` states. Raises ValueError for another name."""
         try:
             known = GPUS.get(name.lower()) or Gpu(float(name), (9, 0))
         except ValueError:
@@ -222,7 +222,7 @@ class Outline(NamedTuple):
 def outline(settings: Settings, folder: Path, draft: Path | None = None) -> Outline:
     """The outline of the model in `folder`, with a model that drafts for it in `draft`.
 
-    A folder without safetensors has shapes, too: those that its config.json says. Raises ValueError as a worker does.
+    A folder without safetensors has the shapes of its config.json. Raises ValueError as a worker does.
     """
     engine, model = settings.engine, settings.model
     on_cpu = model.device == "cpu"

@@ -479,7 +479,7 @@ def _metrics_url(sinks: list[Sink]) -> str | None:
 
 
 def eos_ids(declared: tuple[int, ...], text: TextCodec | None, vocab: int) -> tuple[int, ...]:
-    """The tokens that end a completion: those that the checkpoint declares, and the one of its tokenizer, ascending."""
+    """The tokens that end a completion, ascending: the checkpoint's, and its tokenizer's."""
     own = None if text is None else text.eos_id
     if own is not None and own not in declared:
         if own < vocab:

@@ -74,7 +74,7 @@ def _beside(body: type[Body] | None) -> type[Body] | None:
 
 
 def _titles() -> dict[type[Body], str]:
-    """All classes of bodies that have fields, and their titles: those of endpoints, shared ones, inner ones."""
+    """The titles of all classes of bodies with fields: bodies of endpoints, shared ones, inner ones."""
     taken: dict[type[Body], list[str]] = {}
     for endpoint in ENDPOINTS:
         if endpoint.takes not in (None, EmptyBody):
@@ -103,7 +103,7 @@ def _to(body: type[Body], text: str) -> str:
 
 
 def _body(body: type[Body]) -> Iterator[str]:
-    """The fields that a class adds to those of its bases."""
+    """The fields that a class adds to its bases."""
     bases = [base for base in body.__mro__[1:] if issubclass(base, Body) and base in _titles()]
     schema = body.model_json_schema()["properties"] if body.model_fields else {}
     own = {

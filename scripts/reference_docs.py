@@ -222,7 +222,7 @@ def metrics_page() -> str:
 
 
 def _metric_lines(metrics: Iterable[Metric]) -> list[str]:
-    """A line for each metric, or for those that share one."""
+    """A line for each metric, or for several that share one."""
     together: dict[str, list[Metric]] = {}
     for metric in metrics:
         begin = next((begin for begin in _TOGETHER if metric.name.startswith(begin)), metric.name)

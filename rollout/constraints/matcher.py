@@ -193,7 +193,7 @@ class StopTokens:
 class GrammarConstraint:
     """A compiled grammar, from which matchers are forked.
 
-    Two kinds of masks narrow it further: `allowed_W` at every step, and those of `after` for the one step after their
+    Two kinds of masks narrow it further: `allowed_W` at every step, and masks of `after` for the one step after their
     token. `last` is the token before the first step, if there is one.
     """
 

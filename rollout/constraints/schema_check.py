@@ -91,7 +91,7 @@ def _problems(schema: Any, place: str, root: Any, seen: set[int] | None = None) 
 
 
 def _beside_others(schema: dict[str, Any], place: str, root: Any) -> Iterator[str]:
-    """Keywords that exclude each other: all but one are ignored."""
+    """Keywords that exclude each other: only one is used."""
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         yield f"'allOf' of several at {place} cannot be enforced; merge them"
     for name in ("anyOf", "oneOf", "allOf", "type"):
@@ -104,7 +104,7 @@ def _beside_others(schema: dict[str, Any], place: str, root: Any) -> Iterator[st
     rules = [name for name in _RULES if name in schema]
     if alone is None:
         if rules and "type" not in schema:
-            yield f"{rules[0]!r} at {place} cannot be enforced without a 'type' beside it; add it"
+            yield f"{rules[0]!r} at {place} cannot be enforced without a 'type'; add it"
         return
     others = [name for name in (*rules, *_PARTS, *_ALONE) if name in schema and name != alone]
     if others:

@@ -126,7 +126,7 @@ class StepImages:
     """Tokens of a prefill whose embeddings a vision tower made."""
 
     at_N: torch.Tensor  # int64: where they are in the step; each once
-    embeddings_NW: torch.Tensor  # their embedding, then those that are added after the first layers, side by side
+    embeddings_NW: torch.Tensor  # their embedding, then the embeddings added after the first layers, in one row
 
     def replace_in(self, x_TH: torch.Tensor) -> torch.Tensor:
         """The embeddings of the step, changed in place."""

@@ -148,7 +148,7 @@ def _checked(
         raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
     if not getattr(config, "is_causal", True):
         raise CheckpointError(f"{where}: is_causal is not true, and a model that generates must not see later tokens")
-    # Keys may have other names in the file than in the config, and transformers adds those that are missing.
+    # Keys may have other names in the file than in the config, and transformers adds missing keys.
     check_config(made, rules, where)
     return whole
 

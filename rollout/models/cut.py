@@ -47,7 +47,7 @@ class Cut(NamedTuple):
 class CutView(torch.Tensor):
     """A view of what a rank keeps of one tensor of a checkpoint; what is copied into it is the whole tensor.
 
-    Its own shape is that of the memory for the kept part. `whole_shape` gives the shape of the tensor that it takes.
+    It has the shape of the memory for the kept part. `whole_shape` gives the shape of the tensor that it takes.
     """
 
     cut: Cut

@@ -16,7 +16,7 @@ import torch
 class JoinedView(torch.Tensor):
     """A view of several experts, which takes the one tensor that a checkpoint has of them.
 
-    Its own shape is that of the memory: one dimension of the checkpoint's tensor is two here, the expert and the place
+    It has the shape of the memory: one dimension of the checkpoint's tensor is two here, the expert and the place
     in its width. `joined_shape` is the shape of that tensor.
     """
 

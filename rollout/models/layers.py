@@ -118,7 +118,7 @@ def float32_product(x_SH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor
 class Block(nn.Module):
     """A module that is called without `nn.Module.__call__`.
 
-    That call looks for hooks. There are none here, and the search costs as much as a small model's matrix product.
+    That call looks for hooks. Here are no hooks, and the search costs as much as a small model's matrix product.
     """
 
     #: True if `forward` reads a value from the device on the host: a step with it cannot be captured.
@@ -588,7 +588,7 @@ class SparseFeedForward(Block):
         return weights_TK, torch.cat((experts_TK, shared_N.expand(tokens, count)), dim=1)
 
     def _kept(self, experts_TK: torch.Tensor) -> torch.Tensor:
-        """The places of experts in this rank's memory; those that others keep have none."""
+        """The places of experts in this rank's memory; experts of other ranks have no place."""
         spec = self.spec
         kept_TK = experts_TK - spec.kept_experts.start
         if spec.expert_cut is None:

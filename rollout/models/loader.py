@@ -148,7 +148,7 @@ def load_model(
 
 
 def check_cut(settings: ModelSettings, folder: Path, ranks: int, experts: Format = "plain") -> None:
-    """Raise as `load_model` does if the model cannot be cut into so many shards, from its configuration alone.
+    """Raise as `load_model` if the model cannot be cut into this number of shards, from its configuration alone.
 
     Raises ValueError also for `experts` whose scales are of whole rows, which parts of an expert's width would change.
     """

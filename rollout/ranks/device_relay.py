@@ -23,7 +23,7 @@ READ_BYTES = 64 << 20
 
 
 def device_memory(device: torch.device) -> IpcMemory | None:
-    """Memory of a GPU that other processes can read; None if there is none."""
+    """Memory of a GPU that other processes can read; None on a CPU."""
     if device.type != "cuda":
         return None
     try:

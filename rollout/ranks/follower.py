@@ -116,7 +116,7 @@ class Follower:
         elif head.kind == LANE:
             self._carry_out_lane(*msgpack.unpackb(layout))
         else:
-            raise RuntimeError(f"an order is of an unknown kind, {head.kind}")
+            raise RuntimeError(f"an order has the unknown kind {head.kind}")
 
     def _carry_out_lane(self, lane: LaneName, number: int, *fields: Any) -> None:
         if lane == "swap":

@@ -182,7 +182,7 @@ def ring_bytes(upload_words: int, max_rows: int, mask_words: int, tokens: int) -
 
 
 def read_step(layout: memoryview, words: memoryview, content: bytes | bytearray = b"") -> Upload:
-    """The upload of a STEP; its words are in the ring. `content` is that of the EXTRAs before it."""
+    """The upload of a STEP; its words are in the ring. `content` comes from the EXTRAs before it."""
     fields, told = msgpack.unpackb(layout, strict_map_key=True)
     extras, at = [], 0
     for feature, of_feature, shapes in told:

@@ -143,7 +143,7 @@ class Ranks:
         return self.orders
 
     def destinations(self, staging: Staging) -> UpdateMemories:
-        """The destinations of updates, which all ranks take or none; `staging` is that of this rank."""
+        """The memory for updates, which all ranks take or none; `staging` belongs to this rank."""
         if self.size == 1:
             return UpdateMemories(staging)
         self.updates = RankUpdates(
@@ -296,7 +296,7 @@ class Ranks:
         if self.group.peers is None:
             return
         before = self.reports.get("beat")
-        # The first beat may have looked before the call, and a look is of the copy that the one before began.
+        # The first beat may be older than the call, and each beat reports the copy that the one before began.
         while min(now - then for now, then in zip(self.reports.get("beat"), before, strict=True)) < _BEATS_TO_SETTLE:
             self.check()
             time.sleep(_READY_POLL_S)

@@ -75,7 +75,7 @@ class RankReports:
         return bytes(self._texts[follower, TOPICS.index(topic)]).split(b"\0")[0].decode(errors="replace")
 
     def set_text(self, follower: int, topic: Topic, text: str) -> None:
-        """Leave a text, before the number that tells of it."""
+        """Write a text. The number that announces it is written afterwards."""
         sent = text.encode()[: _TEXT_BYTES - 1]
         line = self._texts[follower, TOPICS.index(topic)]
         line[:] = 0

@@ -189,7 +189,7 @@ class GroupDestination(UpdateMemory):
             raise InternalError(str(error)) from error
 
     def wait_for_room(self) -> bool:
-        """As `has_room`; waits a moment if there is none. No event tells: devices and other processes make room."""
+        """As `has_room`; waits a moment without room. No event comes: devices and other processes make room."""
         if has_room := self.has_room:
             return has_room
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Tokens that a request may continue by name (`fork`): those of requests in flight, and of recently ended ones.
+"""Tokens of requests in flight and of recently ended ones, which a request may continue by name (`fork`).
 
 Tokens of a running completion are in the engine until a delta brings them, so the service asks for them (`Flush`) and
 then reads what it has. A stop string that it has found cuts a completion here, too.

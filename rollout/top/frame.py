@@ -129,7 +129,7 @@ def _words(part: str) -> str:
 
 
 def _metrics(status: Any) -> str:
-    """The values of the last report that `rollout top` shows, without those of drafts."""
+    """The values of the last report that `rollout top` shows, without drafts."""
     return ", ".join(_values(status, of_drafts=False)) or "no report yet"
 
 

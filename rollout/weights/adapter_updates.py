@@ -44,7 +44,7 @@ class AdapterTarget:
     ) -> None:
         self.packer = packer
         self.max_tensors = 2 * _MODULES_A_PRODUCT * len(model_products(spec))
-        # Each rank needs as much: the tensors are those of the whole model.
+        # Each rank needs as much: the tensors belong to the whole model.
         self.max_bytes = packer.size * AdapterSlots.bytes_for(spec, 1, max(most_rank, LEAST_RANK), torch.float32)
         self._spec, self._most_rank, self._dtype = spec, most_rank, dtype
         self._registry = registry

@@ -34,7 +34,7 @@ class UpdateMemory:
         return True
 
     def wait_for_room(self) -> bool:
-        """As `has_room`; may wait a moment if there is none."""
+        """As `has_room`; may wait a moment without room."""
         return True
 
     def memory(self, start: int, end: int) -> np.ndarray:

@@ -77,7 +77,7 @@ class ManifestFit:
 
 
 class AbsentTensors(NamedTuple):
-    """Tensors that an update lacks: some of those that it must have (none: it is whole), and those that it may lack."""
+    """Tensors that an update lacks: some required ones (none: it is whole), and optional ones."""
 
     missing: list[str]
     left_out: list[str]
@@ -164,7 +164,7 @@ class ParameterMap:
         return [entry.name for entry in manifest.tensors if not self._is_unused(entry.name)]
 
     def _with_kept(self, written: np.ndarray, may_lack: frozenset[str]) -> tuple[np.ndarray, list[str]]:
-        """The bytes that are written or keep their value, and the names of those that keep it."""
+        """The bytes that are written or keep their value, and the names of parameters that keep it."""
         kept = []
         for name in (name for name in self.views if name in may_lack):
             if not _overlaps(written, self._runs[name]):  # under this name and under others

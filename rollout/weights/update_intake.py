@@ -183,7 +183,7 @@ class UpdateIntake:
 
     @property
     def waits_for(self) -> UpdateWait | None:
-        """What the ready update waits for; None if there is none, or if the loop takes it with its next step."""
+        """The reason why the ready update waits; None without one, or if the loop takes it with its next step."""
         return self._gate.update_waits_for if self.ready else None
 
     def poll_ms(self) -> int | None:

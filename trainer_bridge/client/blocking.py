@@ -179,7 +179,7 @@ class RolloutClient(ClientFace):
     ) -> int:
         """Bring KV of these tokens, or of a session's last turn, from host memory to the device.
 
-        A hint to the worker that has the KV, as far as this client knows. Returns the tokens whose KV is on the device
+        A hint to the worker that has the KV, to this client's knowledge. Returns the tokens whose KV is on the device
         or on the way; it may be evicted again. Raises `NotFound` for an unknown session.
         """
         fields = {"session": session, "adapter": adapter, "cache_salt": cache_salt}

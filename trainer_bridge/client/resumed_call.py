@@ -104,7 +104,7 @@ class ResumedCall(ClientCall):
 
     @property
     def salt(self) -> str | None:
-        """Its `cache_salt`, or that of its source."""
+        """Its `cache_salt`, or its source's."""
         salt: str | None = self.plan.fields.get("cache_salt", None if self.source is None else self.source.salt)
         return salt
 

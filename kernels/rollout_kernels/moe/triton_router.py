@@ -292,7 +292,7 @@ def _choose_many_kernel(
 
 
 def choice_of(logits: int, top_k: int, renormalize: bool, record: Record | None, shared: Shared) -> RouterConstants:
-    """The constants of a choice from this number of logits, which includes that of a gate."""
+    """The constants of a choice from this number of logits, the gate's logit included."""
     experts = logits - shared.gated
     assert 0 < top_k <= experts
     if record is not None:

@@ -119,7 +119,7 @@ class CountBody(ExtraFields):
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": given["schema"]}}}
 
     def _thinking(self, formats: Formats) -> dict[str, Any]:
-        """The options of the chat template for thinking, only those that the request names, and its budget."""
+        """The thinking options that the request names, for the chat template, and the budget."""
         budgeted: dict[str, Any] = {}
         options = dict(self.chat_template_kwargs)
         effort = (self.output_config or {}).get("effort")

@@ -161,7 +161,7 @@ class _Answer:
         return response
 
     async def _usage(self, result: GenerateResult) -> dict[str, Any]:
-        """Tokens; those of reasoning are counted by tokenizing its text again."""
+        """Tokens; reasoning is counted by tokenizing its text again."""
         drawn, reasoning = len(result.completions[0]), self._items.reasoning
         thought = len(await self._gateway.model.text.encode(reasoning, special=False)) if reasoning else 0
         return {
@@ -210,7 +210,7 @@ def _is_whole(last: Completion) -> bool:
 
 
 class _Items:
-    """The items of an answer, and the events that tell of them, numbered one after the other."""
+    """The items of an answer, and their events with consecutive numbers."""
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []

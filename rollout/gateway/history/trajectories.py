@@ -33,7 +33,7 @@ _MESSAGE_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """The tokens of one answer. Arrays are [tokens]; log-probs are of the gateway's `--logprobs`.
+    """The tokens of one answer. Arrays are [tokens]; the gateway's `--logprobs` selects the log-probs.
 
     `forced`: positions of tokens that a budget of thoughts has forced, so that the policy did not choose them.
     """
@@ -46,7 +46,7 @@ class AnswerTokens:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer, and the tokens that its prompt adds to those of `parent`.
+    """One answer, and the tokens that its prompt adds to `parent`.
 
     `place`: the place of the answer among the messages. `common`: the messages that an earlier turn has, too.
     """

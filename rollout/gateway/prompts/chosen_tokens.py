@@ -18,7 +18,7 @@ _MOST_IDS = 1 << 26  # ids of all rows, filled up: a short body may ask for any 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """The tokens for the last tokens of a prompt: int32 [K] for each of `rows` tokens, or [rows, K]; -1 is none."""
+    """The tokens for the last tokens of a prompt: int32 [K] for each of `rows` tokens, or [rows, K]; -1: no token."""
 
     rows: int
     ids: np.ndarray

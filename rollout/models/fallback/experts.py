@@ -35,7 +35,7 @@ def run_experts(
 
 
 def is_plain(module: Any) -> bool:
-    """True if the experts are those that our kernels know."""
+    """True if our kernels can run these experts."""
     layout = module.has_gate and module.is_concatenated and not module.is_transposed
     extras = module.has_bias or getattr(module, "has_post_expert_norm", False)  # older releases have no such norm
     own_gate = type(module)._apply_gate.__module__ != ExpertsInterface.__module__

@@ -129,7 +129,7 @@ class TransformersModel:
 
 
 class _States(MoeModelOutputWithPast):
-    """The result of a base model. Absent fields are None: output layers pass on results of images and more."""
+    """The result of a base model. Absent fields are None; output layers pass them on."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):  # Python's own protocols ask for these

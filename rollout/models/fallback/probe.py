@@ -105,7 +105,7 @@ def _probe_attention(
         what = " and ".join(unknown) or "is_causal = False"
         raise ValueError(f"its layer {index} passes {what} to its attention, which the paged cache cannot apply")
     if key.shape[2] != query.shape[2]:
-        raise ValueError(f"its layer {index} attends to other tokens than those of the sequence")
+        raise ValueError(f"its layer {index} attends to tokens outside of the sequence")
     kv = KVShape(key.shape[1], key.shape[3], value.shape[3])
     if value.shape[1] != kv.heads or query.shape[1] % kv.heads or query.shape[3] != kv.k_dim:
         raise ValueError(
