@@ -78,7 +78,7 @@ _STEPS_FIXED, _STEPS_FACTOR = 2 * GIB, 1.6
 
 
 class Machine(NamedTuple):
-    """What a plan is for: a device for each rank."""
+    """The machine of a plan: a device for each rank."""
 
     name: str
     total: int  # bytes that a rank has for everything
@@ -123,7 +123,7 @@ class MemoryPlan:
     images: int
     kv_buffers: int  # buffers for KV on its way to the host
     steps: int  # estimate on a GPU; not measured, and 0, on a CPU
-    kv_room: int  # what a pool may take
+    kv_room: int  # room for a pool
     page_bytes: int
     kv_dtype: str
     pool: PoolSize | None
@@ -135,13 +135,13 @@ class MemoryPlan:
 
     @property
     def before_kv(self) -> int:
-        """What is allocated before the pool."""
+        """Bytes that are allocated before the pool."""
         parts = self.row_state, self.states, self.adapters, self.images, self.kv_buffers
         return self.weights + self.update_on_device + sum(parts)
 
     @property
     def update_on_device(self) -> int:
-        """What a staged update takes of the GPU's memory."""
+        """Bytes of a staged update in the GPU's memory."""
         return self.update if self.staging == "device" else 0
 
     @property
@@ -239,7 +239,7 @@ def outline(settings: Settings, folder: Path, draft: Path | None = None) -> Outl
 
 
 def steps_estimate(engine: EngineSettings, model: Decoder, target: Target) -> StepNeeds:
-    """What the largest steps take: an estimate for a GPU, nothing on a CPU, where workers do not count it.
+    """Bytes of the largest steps: an estimate for a GPU, 0 on a CPU, where workers do not count it.
 
     The largest prefill step has `chunk_tokens` tokens, of which each layer writes the outputs of its products; its
     logits are float32, for the rows and for 128 scored tokens.

@@ -57,7 +57,7 @@ class SettingKey:
     """One setting: its declaration, and its name in each source."""
 
     section: str | None  # None: outside of the sections
-    group: str  # what its group of settings is about, for the reader
+    group: str  # the title of its group of settings
     name: str
     flag: str  # "--max-rows", or "MODEL" for the positional argument
     field: FieldInfo

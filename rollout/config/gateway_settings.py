@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rollout.config.section import SettingsSection
 
-#: Which log-prob of a sampled token is shown; see `rollout/gateway/answers/logprobs.py`.
+#: The log-prob of a sampled token that is shown; see `rollout/gateway/answers/logprobs.py`.
 LogprobMode = Literal["policy", "processed", "raw"]
 #: How `/inference/v1/generate` shows the experts of tokens; see `rollout/gateway/answers/routed_experts.py`.
 ExpertFormat = Literal["off", "npy", "object"]

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rollout.config.section import SettingsSection
 
-#: What runs a model: a decoder of a native family, or transformers' own code.
+#: The code that runs a model: a decoder of a native family, or transformers' own code.
 ModelImpl = Literal["auto", "native", "transformers"]
 #: The frequencies of a model with LongRoPE.
 LongRope = Literal["short", "long"]

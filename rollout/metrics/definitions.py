@@ -31,7 +31,7 @@ from trainer_bridge.wire.finish_reasons import FINISH_REASONS
 #: "gauge": of now, or of the interval. "counter": only grows while the worker runs. "histogram": counts by size.
 Kind = Literal["gauge", "counter", "histogram"]
 
-#: What drafts, by the names in metrics.
+#: The drafters, by their names in metrics.
 DRAFTER_NAMES = {"suffix": "suffix matching", "ngram": "n-grams of the row", "heads": "the draft model"}
 #: Ages of what drafts come from, in weights versions, by the names in metrics; each up to the next one.
 DRAFT_AGES = {"0": 0, "1": 1, "2_to_4": 2, "5_up": 5}
@@ -39,7 +39,7 @@ DRAFT_AGES = {"0": 0, "1": 1, "2_to_4": 2, "5_up": 5}
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What the meter knows of a stretch of time: the interval since the last report, or the whole run at its end."""
+    """The meter's values of a stretch of time: the interval since the last report, or the whole run at its end."""
 
     wall_s: float
     samples: Samples

@@ -85,7 +85,7 @@ class Quantiles:
 
 
 class Samples:
-    """What the meter counted in a stretch of time: one instance for the interval, one for the whole run."""
+    """The meter's counts of a stretch of time: one instance for the interval, one for the whole run."""
 
     def __init__(self) -> None:
         self.steps = self.tokens = self.rows = self.zombie_rows = 0

@@ -1,4 +1,4 @@
-"""What a step passes to the model beside its tokens: their places in the paged KV cache, and the cache itself.
+"""The inputs of a step besides its tokens: their places in the paged KV cache, and the cache itself.
 
 An `AttentionBatch` describes one step and is made anew for each. What its layers share (pages to gather, masks) is
 computed by the first layer that needs it, and kept.
@@ -154,7 +154,7 @@ class KeepsKV(Protocol):
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer that has KV keeps of a token."""
+        """The KV of a token, for each layer that has KV."""
 
 
 class LayerKV(NamedTuple):

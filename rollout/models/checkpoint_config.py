@@ -53,13 +53,13 @@ _ROPE_NUMBERS = (
     *("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor", "llama_4_scaling_beta"),
 )
 _ROPE_LISTS = ("short_factor", "long_factor")
-#: What the config of a whole checkpoint says about its language model.
+#: Keys of a whole checkpoint's config about its language model.
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """What config.json says, in transformers' terms."""
+    """The content of config.json, in transformers' terms."""
 
     architecture: str
     whole: Any  # transformers' config

@@ -256,7 +256,7 @@ class FusedDecoder:
     def _layer(
         self, layer: DecoderLayer, residual_TH: torch.Tensor, last: Unsummed | None, context: StepContext, index: int
     ) -> tuple[torch.Tensor, Unsummed | None]:
-        """One layer. `last`: the product of the layer before, not yet added. Returns the residual and the own `last`."""
+        """One layer. `last`: product of the layer before, not yet added. Returns the residual and its own `last`."""
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
         if context.batch.taps is not None:  # the norm has added what was left
             context.batch.taps.take(index, residual_TH)

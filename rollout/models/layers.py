@@ -135,7 +135,7 @@ RunExperts = Callable[["SparseFeedForward", torch.Tensor, ExpertRecord | None], 
 
 
 class StepContext(NamedTuple):
-    """What all layers of a step share."""
+    """The values that all layers of a step share."""
 
     cos_sin: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cosines and sines of each rotary embedding of the model
     slots_T: torch.Tensor  # the batch's KV slots as int64

@@ -188,7 +188,7 @@ def _no_shards(architecture: str, ranks: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a model is made from; there are no tensors if its weights are random."""
+    """The source of a model; it has no tensors if the weights are random."""
 
     settings: ModelSettings
     folder: Path

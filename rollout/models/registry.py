@@ -361,10 +361,10 @@ class MTPFamily:
 
     #: How many there are.
     layers: Key = declared(integer(0, MOST_LAYERS), Key("num_nextn_predict_layers", 0))
-    #: What the names of one's tensors begin with; `{}`: its number, counted on from the layers of the model.
+    #: The prefix of one's tensors; `{}`: its number, counted on from the layers of the model.
     prefix: str = "model.layers.{}."
     from_zero: bool = False  # they have numbers of their own
-    layer: str = ""  # what the names of its blocks begin with, after the prefix
+    layer: str = ""  # the beginning of its blocks' names, after the prefix
     fc: str = "eh_proj"
     embed_norm: str = "enorm"
     hidden_norm: str = "hnorm"
@@ -374,7 +374,7 @@ class MTPFamily:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What differs from Llama without biases. For the fields see the specs that are built from them."""
+    """The differences from Llama without biases. For the fields see the specs that are built from them."""
 
     model_type: str  # in config.json
     models: str = ""  # names of its models, for the docs
@@ -1069,7 +1069,7 @@ def family_of(architecture: str, model_type: Any) -> Family:
 
 
 def config_rules(family: Family) -> dict[str, Rule]:
-    """What the keys of config.json that this family reads may hold, where they are not null."""
+    """Rules for the keys of config.json that this family reads, where they are not null."""
     return _COMMON | _rules(family)
 
 
@@ -1087,7 +1087,7 @@ def known_keys(family: Family) -> frozenset[str]:
 
 
 def size_rules() -> dict[str, Rule]:
-    """What the keys of any config.json that sizes follow from may hold, where they are not null."""
+    """Rules for the keys of any config.json that give sizes, where they are not null."""
     return {name: _COMMON[name] for name in _SIZES} | dict.fromkeys(_EXPERT_COUNTS, integer(0, 1 << 14))
 
 
@@ -1173,7 +1173,7 @@ def _unused(config: Any, family: Family, tower: TowerSpec | None) -> tuple[str, 
 
 
 def _mtp_prefixes(config: Any, family: Family) -> tuple[str, ...]:
-    """What the names of the tensors of each layer for the prediction of further tokens begin with."""
+    """The prefixes of the layers for multi-token prediction."""
     mtp = family.mtp
     if mtp is None:
         return ()
@@ -1553,7 +1553,7 @@ def _scaled_rope(config: Any, part: str, params: dict[str, Any]) -> RopeSpec:
 
 
 def _yarn_score_factor(config: Any) -> float:
-    """What latent attention multiplies its scores by where a rotary embedding is scaled and has `mscale_all_dim`."""
+    """The factor of latent attention's scores where a rotary embedding is scaled and has `mscale_all_dim`."""
     params = _rope_parameters(config)
     kind, mscale_all, factor = params.get("rope_type", "default"), params.get("mscale_all_dim"), params.get("factor")
     if kind == "default" or not mscale_all:

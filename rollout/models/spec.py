@@ -31,7 +31,7 @@ from rollout.models.vision_spec import TowerSpec
 RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope"]
 #: none; each head alone, with one weight for all heads; all heads together.
 QKNorm = Literal["none", "head", "full"]
-#: What a gated feed-forward block applies to its gate: SiLU, GELU, or GELU with tanh in the place of erf.
+#: The activation of a gated feed-forward block: SiLU, GELU, or GELU with tanh in the place of erf.
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 #: How a router turns logits into the weights of experts.
 Scoring = Literal["softmax", "sigmoid"]
@@ -48,7 +48,7 @@ class RopeSpec:
     amplitude: float = 1.0  # multiplies sine and cosine
     share: float = 1.0  # the share of a head's dimensions that turn, the first ones; the others stay
     interleaved: bool = False  # a dimension turns with its neighbour, and not with the one half of them further on
-    #: Which of three positions each frequency takes, fastest first; empty where a token has one position.
+    #: The position, of three, that each frequency takes, fastest first; empty where a token has one position.
     axes: tuple[int, ...] = ()
 
     def width(self, head_dim: int) -> int:
@@ -57,7 +57,7 @@ class RopeSpec:
 
 
 class KVShape(NamedTuple):
-    """What one layer keeps of a token: a key and a value for each KV head; a `v_dim` of 0 if values are in the keys."""
+    """The KV of a token in one layer: a key and a value for each KV head; a `v_dim` of 0 if values are in the keys."""
 
     heads: int
     k_dim: int
@@ -200,13 +200,13 @@ class AttentionSpec:
         return LinearSpec(self.inputs or self.hidden, self.names.qkv, widths, self.qkv_bias, cuts)
 
     def q_cut(self, width: int) -> Cut:
-        """What a shard keeps of a tensor that has `width` entries for each query head."""
+        """A shard's cut of a tensor that has `width` entries for each query head."""
         assert self.shard is not None
         return self.shard.shard.cut(self.heads * width)
 
     @property
     def kv_cut(self) -> Cut:
-        """What a shard keeps of the keys, and of the values."""
+        """A shard's cuts of the keys and of the values."""
         assert self.shard is not None
         begin, end = self.shard.kv_range(self.kv_heads)
         return Cut(0, self.shard.kv_heads * self.head_dim, ((begin * self.head_dim, end * self.head_dim),))
@@ -232,7 +232,7 @@ class AttentionSpec:
 
     @property
     def kv_shape(self) -> KVShape:
-        """What it keeps of a token."""
+        """The KV of a token."""
         return KVShape(self.kv_heads, self.head_dim, self.head_dim)
 
 
@@ -261,7 +261,7 @@ class LatentSpec:
     q_rank: int | None  # width of the queries' own latent; None: they are a product of the token
     kv_rank: int  # width of the latent
     nope_dim: int  # dimensions of a head's queries and keys that do not turn
-    rope_dim: int  # what does
+    rope_dim: int  # dimensions that turn
     value_dim: int  # dimensions of a head
     rope: RopeSpec
     scale: float  # factor of the scores
@@ -277,7 +277,7 @@ class LatentSpec:
 
     @property
     def latent_dim(self) -> int:
-        """What is kept of a token: the latent, and the part of its keys that turns."""
+        """The KV of a token: the latent, and the part of its keys that turns."""
         return self.kv_rank + self.rope_dim
 
     @property
@@ -308,7 +308,7 @@ class LatentSpec:
         return LinearSpec(self.heads * self.value_dim, (self.names.o,), (self.hidden,), self.bias, (), cut)
 
     def _head_cuts(self, width: int) -> tuple[Cut, ...]:
-        """What a shard keeps of a module that has `width` outputs for each head."""
+        """A shard's cut of a module that has `width` outputs for each head."""
         return () if self.shard is None else (self.shard.cut(self.heads * width),)
 
     @property
@@ -318,7 +318,7 @@ class LatentSpec:
 
     @property
     def kv_shape(self) -> KVShape:
-        """What it keeps of a token: one head, whose values are the first dimensions of its key."""
+        """The KV of a token: one head, whose values are the first dimensions of its key."""
         return KVShape(1, self.latent_dim, 0)
 
 
@@ -397,7 +397,7 @@ class DeltaNetSpec:
 
     @property
     def conv_cuts(self) -> tuple[Cut | None, Cut | None, Cut | None, Cut | None]:
-        """What a shard keeps of a convolution over queries, keys and values, and of the one over each of them."""
+        """A shard's cuts of a convolution over queries, keys and values, and of a convolution over each of them."""
         if self.shard is None:
             return None, None, None, None
         q, k, v, *_ = self.input_widths
@@ -405,7 +405,7 @@ class DeltaNetSpec:
 
     @property
     def value_cut(self) -> Cut | None:
-        """What a shard keeps of a tensor with an entry for each value head."""
+        """A shard's cut of a tensor with an entry for each value head."""
         return None if self.shard is None else self.shard.cut(self.value_heads)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -524,7 +524,7 @@ class MoESpec:
     intermediate: int  # width of one expert; in a shard with parts of experts, the rank's part
     router: RouterSpec
     names: MoENames = MoENames()
-    shared: DenseSpec | None = None  # what every token takes, added to the others: one expert, or several as one
+    shared: DenseSpec | None = None  # the experts that every token takes, added to the others, as one expert
     shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
     clamped: ClampedGLUSpec | None = None
     shard: ExpertShard | None = None
@@ -538,14 +538,14 @@ class MoESpec:
 
     @property
     def expert_cut(self) -> Cut | None:
-        """What a shard keeps of a tensor of all experts, if it keeps some whole ones."""
+        """A shard's cut of a tensor of all experts, if it keeps some whole ones."""
         if self.shard is None or not self.shard.whole_experts:
             return None
         return self.shard.shard.cut(len(self.kept_experts))
 
     @property
     def width_cut(self) -> Cut | None:
-        """What a shard keeps of an expert's intermediate width, if it keeps a part of each one."""
+        """A shard's cut of an expert's intermediate width, if it keeps a part of each one."""
         if self.shard is None or self.shard.whole_experts:
             return None
         return self.shard.shard.cut(self.intermediate)
@@ -584,7 +584,7 @@ class LayerNames(NamedTuple):
     feed_forward_norm: str = "post_attention_layernorm"
     mixer_output_norm: str = ""
     feed_forward_output_norm: str = ""
-    #: What files or updates may call the first two instead.
+    #: Other names of the first two in files or updates.
     also_mixer_norm: str | None = None
     also_feed_forward_norm: str | None = None
 
@@ -605,7 +605,7 @@ class LayerSpec:
         return isinstance(self.feed_forward, MoESpec)
 
 
-#: What files and updates have for the beginning of a name: (beginning, its spellings). The first spelling is what files
+#: Spellings of the beginning of a name in files and updates: (beginning, spellings). The first spelling is what files
 #: usually have.
 Beginnings = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -622,7 +622,7 @@ class DraftNames(NamedTuple):
     """Modules of a draft model. In updates all names have the prefix; in a checkpoint of its own they have not."""
 
     prefix: str
-    layer: str  # what the names of its layer's blocks begin with
+    layer: str  # the beginning of the names of its layer's blocks
     fc: str
     embed_norm: str
     hidden_norm: str
@@ -744,7 +744,7 @@ class ModelSpec:
 
     @property
     def vocab_cut(self) -> Cut | None:
-        """What a shard keeps of embedding and output layer."""
+        """A shard's cut of embedding and output layer."""
         if self.shard is None:
             return None
         return Cut(0, self.vocab, ((self.kept_vocab.start, self.kept_vocab.stop),))
@@ -802,7 +802,7 @@ class ModelSpec:
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer with KV keeps of a token, in the order of `attention_layers`; the draft model is last."""
+        """The KV of a token for each layer with KV, in the order of `attention_layers`; the draft model is last."""
         mixers = (layer.mixer for layer in self.layers)
         shapes = tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, KVMixerSpec))
         return shapes if self.draft is None else (*shapes, self.draft.mixer.kv_shape)

@@ -61,7 +61,7 @@ class _NotCheckedError(Exception):
 
 
 class _Difference(NamedTuple):
-    """What transformers computes otherwise."""
+    """The difference from transformers' result."""
 
     logits: float  # the largest difference of a token's, relative to their standard deviation
     windows: str  # how windows differ; empty if they do not
@@ -177,7 +177,7 @@ def _one_of_each_kind(layers: nn.ModuleList, text: Any, spec: ModelSpec) -> list
 
 
 def _facts(layer: nn.Module) -> tuple[Any, ...]:
-    """What a layer of transformers computes: shapes of parameters, and plain attributes of its modules."""
+    """The traits of a layer of transformers: shapes of parameters, and plain attributes of its modules."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     attributes = tuple(
         (path, name, value)

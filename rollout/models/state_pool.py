@@ -61,7 +61,7 @@ class StatePool:
         return [tensor for layer in self.layers for tensor in layer]
 
     def drafts_of(self, layer: int) -> DraftInputs:
-        """What a step keeps of its drafts in this layer."""
+        """The inputs that a step keeps of its drafts in this layer."""
         return self._drafts_by_layer[layer]
 
     def copy(self, pairs_M2: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a vision tower is, as plain data: its config, the sizes that follow from it, and the positions of an image.
+"""A vision tower as plain data: its config, the sizes that follow from it, and the positions of an image.
 
     image    --processor-->  patches  --tower-->  embeddings, one for each square of `merge` x `merge` patches
              (a trainer's)   [t h w, V]            [t h w / merge^2, (1 + deepstack) H]
@@ -64,7 +64,7 @@ class TowerFamily:
     module: str  # the class of transformers
     #: Each frame of a video stands on its own in a prompt, after a time stamp, so a grid has one frame.
     single_frames: bool
-    #: What the names of its tensors begin with; files usually have the first, and a trainer's module has one of them.
+    #: The prefixes of its tensors; files usually have the first, and a trainer's module has one of them.
     beginnings: tuple[str, ...] = ("model.visual.", "visual.")
 
 

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _SPARE = 8
 _PLACE_ALIGN = 2 << 20
 _PART_ALIGN, _TENSOR_ALIGN = 4096, 64
-#: A place comes free within this time: loads that the loop has not taken, and followers, need no longer.
+#: A place becomes free within this time: loads that the loop has not taken, and followers, need no longer.
 _PLACE_S = 10.0
 _POLL_S = 0.001
 

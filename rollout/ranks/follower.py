@@ -178,7 +178,7 @@ def run_follower(told: dict[str, Any]) -> None:
             model,
             device.torch_device,
             start.advance,
-            folder=Path(told["checkpoint"]),  # what rank 0 has found, which a hub may have changed meanwhile
+            folder=Path(told["checkpoint"]),  # the folder that rank 0 found: a hub may have changed meanwhile
             experts=engine.expert_format,
             group=group,
             draft=None if told["draft"] is None else Path(told["draft"]),

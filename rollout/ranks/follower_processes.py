@@ -47,7 +47,7 @@ class FollowerProcesses:
                 process.stdin.write(json.dumps(told).encode())
                 process.stdin.close()
             except BrokenPipeError:  # the follower has ended, which the watch of the processes reports
-                log.debug("a follower ended before it was told what to run", extra={"rank": rank})
+                log.debug("a follower ended before it got its settings", extra={"rank": rank})
 
     def kill(self) -> None:
         """End all."""

@@ -4,7 +4,7 @@
     connect     a process group over a file store in a private folder: gloo on a CPU, NCCL on GPUs; no port is opened
     lead        the followers are ready: size the ring, give orders
     watch       a thread: a rank that ended or hangs ends the group (`group_watch.py`; at the start `start_watch.py`)
-    close       kill the followers: they hold nothing that anybody needs
+    close       kill the followers: they hold nothing of value
 
 A group cannot be made whole: the others wait for the lost rank in a collective operation. So rank 0 hands its requests
 back and ends, and a supervisor starts it again. The kernel ends the followers when rank 0 ends.
@@ -157,7 +157,7 @@ class Ranks:
         return self.updates
 
     def adapter_packer(self, model: LanguageModel) -> AdapterPacker:
-        """What gives all ranks their parts of adapters."""
+        """The packer that gives all ranks their parts of adapters."""
         engine, device = self._settings.engine, model.embed.device
         if self.size == 1 or not engine.adapter_slots:
             return AdapterPacker(pinned=device.type == "cuda")

@@ -1,4 +1,4 @@
-"""What each follower reports to rank 0: a line of numbers and texts in shared memory, written by that follower alone.
+"""The reports of followers to rank 0: a line of numbers and texts in shared memory, written by that follower alone.
 
 Most numbers only grow. Rank 0 may read an old one: it then waits a little longer than it must.
 

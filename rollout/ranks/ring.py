@@ -6,7 +6,7 @@
     eventfd    one a reader: the number of records that it has not yet been told of
 
 The writer adds 1 to each reader's eventfd after it has written a record. So a reader sleeps in the kernel while there
-is nothing to read, and the kernel orders memory: a reader looks only at records that it was told of. Readers publish
+is nothing to read, and the kernel orders memory: a reader looks only at announced records. Readers publish
 their positions in a table (`reports.py`). The writer waits until all have left the memory of the next record, or
 until the group is lost. Memory and eventfds are inherited: they have no names, and end with their processes.
 """

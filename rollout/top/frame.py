@@ -158,7 +158,7 @@ def _value(value: float, unit: str) -> str:
 
 
 def _legend(width: int, ascii_only: bool) -> list[Text]:
-    """What the parts of the `gpu` bar and the words of the `last` line mean."""
+    """The legend of the `gpu` bar and the `last` line."""
     active = next(metric.meaning for metric in METRICS if metric.name == "gpu/active_pct")
     meanings = {"active": active} | {
         cause: f"share of those seconds in which {IDLE_CAUSES[cause].meaning}" for cause in _PARTS if cause != "active"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rollout.models.loader import LoadedModel
 
 _LISTED = 8  # names in one message
-#: What wrappers of a trainer's model put into the names of its tensors.
+#: Prefixes that wrappers of a trainer's model put into the names of its tensors.
 _PREFIXES = {
     "_orig_mod.": "torch.compile",
     "_fsdp_wrapped_module.": "FSDP",
@@ -61,7 +61,7 @@ class UpdateNames:
 
 
 def update_names(settings: ModelSettings, loaded: LoadedModel) -> UpdateNames:
-    """What updates may have or lack. Random weights are not worth keeping: then an update must have every tensor."""
+    """The names that updates may have or lack. With random weights an update must have every tensor."""
     kept = frozenset() if settings.load_format == "random" else loaded.kept_if_absent()
     return UpdateNames(kept, loaded.spec.unused, loaded.draft_names(), loaded.spec.unused_patterns)
 

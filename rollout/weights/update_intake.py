@@ -100,7 +100,7 @@ class AppliedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class UpdateTargets:
-    """What updates can change: the model's `parameters`, whose bytes go to `destinations`, and adapters."""
+    """The parts that updates can change: the model's `parameters`, whose bytes go to `destinations`, and adapters."""
 
     parameters: ParameterMap
     destinations: UpdateMemories

@@ -154,7 +154,7 @@ class GenerateResult:
     prompt_token_ids: np.ndarray | None = None  # int32 [prompt tokens], with `return_prompt_ids`
     #: With `prompt_top_logprobs=k`: ranks of the same tokens, and the k likeliest tokens at each position.
     prompt_tops: PromptTops | None = None
-    prompt_version: int | None = None  # weights version of `prompt_logprobs`, and of what else is told of the prompt
+    prompt_version: int | None = None  # weights version of all scores of the prompt
     #: float32 [scored tokens, k]: log-probs of `prompt_logprob_token_ids` at each position; -inf: impossible.
     prompt_chosen_logprobs: np.ndarray | None = None
     #: float32 [scored tokens], nats: entropy of the distribution at each position.

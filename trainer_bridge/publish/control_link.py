@@ -95,7 +95,7 @@ class ControlLink:
         if self._connection.connected:
             self._since_s = time.monotonic()
         elif self._found and (lost or waited_s > _LOOK_UP_AGAIN_S):
-            self._move_to(self.endpoint, found=False)  # a worker that comes back may have another weight socket
+            self._move_to(self.endpoint, found=False)  # a worker that returns may have another weight socket
         elif lost:
             self._connection.reopen()
         return lost
@@ -190,7 +190,7 @@ class _Question:
                 header = self.link.receive(self.message_id)
                 if header is not None:
                     self.answer = header if header.get("op") == "ok" else _problem(header, phase, self.link.endpoint)
-                elif lost:  # a worker that comes back does not know the question
+                elif lost:  # a worker that returns does not know the question
                     self.answer = ConnectionLost(f"{phase}: the connection to {self.link.endpoint} was lost")
         except RolloutError as error:
             self.answer = type(error)(f"{phase}: {error}", code=error.code, field=error.field)

@@ -1,6 +1,6 @@
 """One DEALER connection to one worker, and what happens to it.
 
-ZeroMQ reconnects silently, but a worker that comes back is another process and does not know earlier requests. So a
+ZeroMQ reconnects silently, but a worker that returns is another process and does not know earlier requests. So a
 connection that was up and went down is `lost`: its socket is thrown away and a new one is opened. Heartbeats detect a
 worker that vanished. Messages for a worker that is not connected wait here, where they can still be withdrawn.
 

@@ -1,4 +1,4 @@
-"""What the rows of a decode step have in common, as segments for the plan of decode attention (`triton_decode_plan`).
+"""The pages that rows of a decode step share, as segments for the plan of decode attention (`triton_decode_plan`).
 
 Rows that share pages are neighbours in the step. From the number of positions that each row has in common with the next
 one follow the segments, in two levels at most: what a run of rows shares, and what neighbours among them share beyond.

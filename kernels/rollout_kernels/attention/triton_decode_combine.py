@@ -27,7 +27,7 @@ _WORDS = tl.constexpr(ITEM_WORDS)
 
 
 class DecodeHeads(NamedTuple):
-    """What the kernels that write results are compiled for. In attention over latents a block of heads is a KV head."""
+    """The constants of the kernels that write results. In attention over latents a block of heads is a KV head."""
 
     H: int  # query heads
     D: int  # dimension of a head's result
@@ -81,7 +81,7 @@ def read_item(items_ptr, i):
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What a kernel multiplies products of queries and keys by, and the softcap; both for scores in base 2.
+    """The factor of products of queries and keys, and the softcap; both for scores in base 2.
 
     With a softcap the first one is for `softcapped`.
     """

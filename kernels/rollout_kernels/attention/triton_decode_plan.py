@@ -50,7 +50,7 @@ ITEM_WORDS = 8
 _ITEM = tl.constexpr(ITEM_WORDS)
 _SEGMENT = tl.constexpr(SEGMENT_WORDS)
 _LEVELS = tl.constexpr(LEVELS)
-#: What an item costs beside its tiles, in tiles: about 4 us on an H100, where a tile takes 2.7 us of the bandwidth.
+#: The cost of an item without its tiles, in tiles: about 4 us on an H100, where a tile takes 2.7 us of the bandwidth.
 _SHORT_TILES = tl.constexpr(2)
 
 

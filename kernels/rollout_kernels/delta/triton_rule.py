@@ -45,7 +45,7 @@ _BLOCK = 16
 
 
 class StepTile(NamedTuple):
-    """What a program of a decode step works on: a part of a head's values, with all keys."""
+    """The work of a program of a decode step: a part of a head's values, with all keys."""
 
     values: int
     num_warps: int
@@ -403,7 +403,7 @@ def rule_arguments(
     dt_bias_H: torch.Tensor,
     state_NHKV: torch.Tensor,
 ) -> tuple[RuleHeads, tuple[torch.Tensor, ...], tuple[int, int]]:
-    """What the launches of the rule have in common: sizes, tensors of the gates, strides of `b_TH` and `a_TH`."""
+    """The common arguments of the rule's launches: sizes, tensors of the gates, strides of `b_TH` and `a_TH`."""
     assert mixed_TC.is_contiguous() and state_NHKV.is_contiguous() and a_log_H.dtype == torch.float32
     assert b_TH.stride(1) == a_TH.stride(1) == 1 and dt_bias_H.dtype == torch.float32
     sizes = head_sizes(mixed_TC.shape[1], *state_NHKV.shape[1:])

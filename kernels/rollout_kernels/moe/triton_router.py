@@ -62,7 +62,7 @@ class Record:
 
 
 class RouterConstants(NamedTuple):
-    """What the kernels that choose experts are compiled for; from `choice_of`."""
+    """The constants of the kernels that choose experts; from `choice_of`."""
 
     E: int  # experts, without shared ones
     E2: int  # length of a program's vectors of experts: a power of two

@@ -64,9 +64,9 @@ class _Found:
     """The key at which an amount is reached, and amounts of the tokens with this key; int64 [S]."""
 
     key_S: torch.Tensor
-    left_S: torch.Tensor  # what stays
-    found_S: torch.Tensor  # what all ranks have
-    before_S: torch.Tensor  # what the ranks before this one have
+    left_S: torch.Tensor  # the part that stays
+    found_S: torch.Tensor  # the sum over all ranks
+    before_S: torch.Tensor  # the sum over the ranks before this one
 
 
 def _find(

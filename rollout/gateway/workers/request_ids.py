@@ -10,7 +10,7 @@ from typing import Any
 from rollout.gateway.http.http_errors import HttpError, bad_request
 
 _MOST = 16_384  # ids at workers that are known; a worker knows as many
-#: What the gateway puts in front of a client's id of a request.
+#: Prefixes that the gateway adds to a client's id of a request.
 PREFIXES = ("cmpl-", "chatcmpl-", "msg_", "resp_")
 
 #: Ids at the workers, and the number of completions of each, in the order of the prompts.

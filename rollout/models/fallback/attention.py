@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.fallback.probe import LayerFacts
 
-#: What a config names as its attention implementation.
+#: The name of our attention implementation in a config.
 PAGED = "rollout_paged"
 
 

@@ -63,7 +63,7 @@ def by_kernels(
     gate_up_EGH: torch.Tensor,
     down_EHI: torch.Tensor,
 ) -> torch.Tensor:
-    """What `moe_experts` computes, by the kernels; nothing is read on the host."""
+    """The result of `moe_experts`, by the kernels; nothing is read on the host."""
     from rollout_kernels.moe import dispatch
     from rollout_kernels.moe.formats import ExpertWeights
     from rollout_kernels.moe.triton_router import Routing

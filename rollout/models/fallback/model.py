@@ -31,7 +31,7 @@ from rollout.models.spec import KVShape, MoESpec
 
 @dataclass(frozen=True, slots=True)
 class FallbackSpec:
-    """What the engine needs to know of a model; the part of `ModelSpec` that a module of transformers shows."""
+    """The facts about a model that the engine needs; the part of `ModelSpec` that a module of transformers shows."""
 
     architecture: str
     vocab: int
@@ -44,7 +44,7 @@ class FallbackSpec:
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer keeps of a token."""
+        """The KV of a token, for each layer."""
         return tuple(layer.kv for layer in self.layers)
 
     @property

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class TestedArchitecture(NamedTuple):
-    """What is special about a model."""
+    """The special traits of an architecture."""
 
     attention: str  # "plain", or what differs from it
     experts: str  # "none", "ours" or "transformers'": the code that runs them
 
 
 def tested_as(model: TransformersModel) -> TestedArchitecture:
-    """What is special about a model, read off its layers."""
+    """The special traits of a model, from its layers."""
     layers = model.spec.layers
     special = {
         "windows": any(layer.window is not None for layer in layers),
