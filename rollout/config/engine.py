@@ -41,6 +41,11 @@ class StepSettings(SettingsSection):
         description="the same bits whatever else runs; slower; needs a GPU and the fused kernels; no adapters",
     )
 
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether decode steps are CUDA graphs."""
+        return self.cuda_graph_rows > 0
+
 
 class KVSettings(SettingsSection):
     """The KV cache."""

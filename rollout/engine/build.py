@@ -339,7 +339,7 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: _Memo
     kv = memory.kv or _allocate_kv(model, _LEAST_PAGES, engine, memory.states)
     forward = make_forward(model, engine.deterministic)
     step = DeviceStep(model, forward, kv, rows, engine.deterministic, _shares_pages(site), memory.features)
-    captured = engine.cuda_graph_rows > 0 and capturable(model)
+    captured = engine.cuda_graphs and capturable(model)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else 0
     streams = Streams.make(device, [feature.name for feature in memory.features if feature.own_stream])
     mover, state_mover = None, None
