@@ -292,7 +292,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "drafts that equalled the token drawn at their position", _SPECULATION,
     ),
     Metric(
-        "speculation/accepted_pct", "gauge", "%", "accepted drafts, since start",
+        "speculation/accepted_pct", "gauge", "%", "share of the drafts that were accepted, since start",
         _ACCEPTED, top="accepted",
     ),
     *(_accepted_by_drafter(name) for name in DRAFTER_NAMES),
@@ -303,8 +303,8 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "speculation/saved_s", "gauge", "s",
-        "device time saved since start: expected time of plain steps for the same tokens, minus the time of steps "
-        "and guesses", _SAVED, top="saved",
+        "device time that drafts saved since start: the expected time of plain steps for the same tokens, minus the "
+        "time of the steps and guesses", _SAVED, top="saved",
     ),
     Metric(
         "speculation/expected_saved_s", "gauge", "s",
