@@ -53,7 +53,7 @@ SYNONYMS = {
     "--quantization": "write --expert-dtype for experts, --kv-dtype for KV; other weights are not quantised",
     "--block-size": "write --page-size",
     "--enable-prefix-caching": "write --prefix-cache, which is on by default",
-    "--enforce-eager": "write --no-cuda-graphs",
+    "--enforce-eager": "write --cuda-graph-rows 0",
     "--enable-lora": "write --adapter-slots N",
     "--max-loras": "write --adapter-slots",
     "--max-lora-rank": "write --adapter-rank",

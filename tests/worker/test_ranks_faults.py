@@ -369,7 +369,7 @@ def test_a_follower_that_is_lost_while_it_loads_ends_the_worker(
 def test_a_follower_that_hangs_at_the_start_while_it_beats_ends_the_worker(
     tmp_path: Path, points: Points, point: str, said: str
 ) -> None:
-    log = end_of_start(tmp_path / "log", points, point, None, "--rank-start-stall-s=3")
+    log = end_of_start(tmp_path / "log", points, point, None, "--rank-stall-s=1")
     named = "ranks 0, 1 have" if point in ("import", "steps") else "rank 1 has"  # those that wait for it are as far
     assert f"{named} hung at the start: nothing is done in the stage {said}" in log
     assert "Traceback" not in log
