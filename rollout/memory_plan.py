@@ -78,7 +78,7 @@ _STEPS_FIXED, _STEPS_FACTOR = 2 * GIB, 1.6
 
 
 class Machine(NamedTuple):
-    """What a plan is for: a device for each rank."""
+    """The machine of a plan: a device for each rank."""
 
     name: str
     total: int  # bytes that a rank has for everything
@@ -87,7 +87,7 @@ class Machine(NamedTuple):
 
     @classmethod
     def gpu(cls, name: str) -> Machine:
-        """A GPU of the table, or one of so many GiB as `name` says. Raises ValueError for another name."""
+        """A GPU of the table, or one with the GiB that `name` states. Raises ValueError for another name."""
         try:
             known = GPUS.get(name.lower()) or Gpu(float(name), (9, 0))
         except ValueError:
@@ -115,15 +115,15 @@ class MemoryPlan:
     from_headers: bool  # sizes were checked against the tensors' headers; else they follow from config.json alone
     total: int
     weights: int
-    update: int  # of an update, where it is staged
+    update: int  # the staged copy of an update
     staging: Literal["device", "host", "in_place"]
     row_state: int
-    states: int  # of linear attention
+    states: int  # states of linear attention
     adapters: int
     images: int
-    kv_buffers: int  # that KV passes through on its way to the host
+    kv_buffers: int  # buffers for KV on its way to the host
     steps: int  # estimate on a GPU; not measured, and 0, on a CPU
-    kv_room: int  # what a pool may take
+    kv_room: int  # room for a pool
     page_bytes: int
     kv_dtype: str
     pool: PoolSize | None
@@ -135,13 +135,13 @@ class MemoryPlan:
 
     @property
     def before_kv(self) -> int:
-        """What is allocated before the pool."""
+        """Bytes that are allocated before the pool."""
         parts = self.row_state, self.states, self.adapters, self.images, self.kv_buffers
         return self.weights + self.update_on_device + sum(parts)
 
     @property
     def update_on_device(self) -> int:
-        """What a staged update takes of the GPU's memory."""
+        """Bytes of a staged update in the GPU's memory."""
         return self.update if self.staging == "device" else 0
 
     @property
@@ -222,7 +222,7 @@ class Outline(NamedTuple):
 def outline(settings: Settings, folder: Path, draft: Path | None = None) -> Outline:
     """The outline of the model in `folder`, with a model that drafts for it in `draft`.
 
-    A folder without safetensors has shapes, too: those that its config.json says. Raises ValueError as a worker does.
+    A folder without safetensors has the shapes of its config.json. Raises ValueError as a worker does.
     """
     engine, model = settings.engine, settings.model
     on_cpu = model.device == "cpu"
@@ -239,7 +239,7 @@ def outline(settings: Settings, folder: Path, draft: Path | None = None) -> Outl
 
 
 def steps_estimate(engine: EngineSettings, model: Decoder, target: Target) -> StepNeeds:
-    """What the largest steps take: an estimate for a GPU, nothing on a CPU, where workers do not count it.
+    """Bytes of the largest steps: an estimate for a GPU, 0 on a CPU, where workers do not count it.
 
     The largest prefill step has `chunk_tokens` tokens, of which each layer writes the outputs of its products; its
     logits are float32, for the rows and for 128 scored tokens.

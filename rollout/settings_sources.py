@@ -31,14 +31,14 @@ from pydantic.fields import FieldInfo
 from rollout.config import Settings
 from rollout.config.gateway_settings import GatewayFile
 from rollout.config.retired import RETIRED
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 
 ENV_PREFIX = "ROLLOUT_"
 #: The settings that a command line takes as positional arguments, and their names there.
 POSITIONAL = {"model.path": "MODEL", "gateway.endpoints": "ENDPOINT"}
 #: The declarations of the two programs.
-ROOTS: tuple[type[Section], ...] = (Settings, GatewayFile)
-Root = TypeVar("Root", bound=Section)
+ROOTS: tuple[type[SettingsSection], ...] = (Settings, GatewayFile)
+Root = TypeVar("Root", bound=SettingsSection)
 _FLAG = re.compile(r"--[a-z][a-z-]*")
 #: A word that may be the name of a setting, with or without its section; and whether a value is given to it.
 _NAME = re.compile(r"(?<![\w./-])([a-z][a-z_]*(?:\.[a-z_]+)?)(?![\w/-])( = )?")
@@ -57,7 +57,7 @@ class SettingKey:
     """One setting: its declaration, and its name in each source."""
 
     section: str | None  # None: outside of the sections
-    group: str  # what its group of settings is about, for the reader
+    group: str  # the title of its group of settings
     name: str
     flag: str  # "--max-rows", or "MODEL" for the positional argument
     field: FieldInfo
@@ -100,7 +100,7 @@ class SettingKey:
 
 
 @cache
-def setting_keys(root: type[Section] = Settings) -> tuple[SettingKey, ...]:
+def setting_keys(root: type[SettingsSection] = Settings) -> tuple[SettingKey, ...]:
     """All settings of a program, by group. A flag is the name, with the section in front if the name is taken."""
     keys: list[SettingKey] = []
     taken = {"--config", "--help", "--version"}
@@ -116,24 +116,26 @@ def setting_keys(root: type[Section] = Settings) -> tuple[SettingKey, ...]:
     return tuple(keys)
 
 
-def _declared(root: type[Section]) -> Iterable[tuple[str | None, str, str, FieldInfo]]:
+def _declared(root: type[SettingsSection]) -> Iterable[tuple[str | None, str, str, FieldInfo]]:
     """Section, group, name and declaration of every setting. The groups of a section are its bases."""
     for name, field in root.model_fields.items():
         section = field.annotation
         if not _is_section(section):
             yield None, "The worker's process", name, field
             continue
-        groups = [base for base in section.__bases__ if issubclass(base, Section) and base is not Section] or [section]
+        groups = [
+            base for base in section.__bases__ if issubclass(base, SettingsSection) and base is not SettingsSection
+        ] or [section]
         for group in groups:
             title = (group.__doc__ or "").partition("\n")[0].rstrip(".")
             yield from ((name, title, *each) for each in group.model_fields.items())
 
 
-def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
+def _is_section(annotation: Any) -> TypeGuard[type[SettingsSection]]:
+    return isinstance(annotation, type) and issubclass(annotation, SettingsSection)
 
 
-def sections(root: type[Section] = Settings) -> tuple[str, ...]:
+def sections(root: type[SettingsSection] = Settings) -> tuple[str, ...]:
     """Names of the sections of a program, in the order of declaration."""
     return tuple(dict.fromkeys(key.section for key in setting_keys(root) if key.section))
 
@@ -213,12 +215,12 @@ def retired_flags() -> dict[str, str]:
     return {f"--{name.partition('.')[2].replace('_', '-')}": str(retired(name)) for name in RETIRED}
 
 
-def _others(root: type[Section]) -> list[SettingKey]:
+def _others(root: type[SettingsSection]) -> list[SettingKey]:
     """The settings of the other program."""
     return [key for other in ROOTS if other is not root for key in setting_keys(other)]
 
 
-def _from_file(root: type[Section], path: Path) -> dict[str, Any]:
+def _from_file(root: type[SettingsSection], path: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -249,7 +251,7 @@ def _from_file(root: type[Section], path: Path) -> dict[str, Any]:
     return found
 
 
-def _from_environ(root: type[Section], environ: Mapping[str, str]) -> dict[str, Any]:
+def _from_environ(root: type[SettingsSection], environ: Mapping[str, str]) -> dict[str, Any]:
     by_env = {key.env: key for key in setting_keys(root)}
     passed = {key.env for key in _others(root)}
     found: dict[str, Any] = {}
@@ -265,7 +267,7 @@ def _from_environ(root: type[Section], environ: Mapping[str, str]) -> dict[str, 
     return found
 
 
-def _from_flags(root: type[Section], flags: Mapping[str, object]) -> dict[str, Any]:
+def _from_flags(root: type[SettingsSection], flags: Mapping[str, object]) -> dict[str, Any]:
     by_path = {key.path: key for key in setting_keys(root)}
     found: dict[str, Any] = {}
     for path, value in flags.items():

@@ -30,11 +30,11 @@ from typing import Any
 
 from rollout.config import Settings
 from rollout.model_name import readable_name
-from rollout.process.announce import say, write_whole
+from rollout.process.announce import announce, write_atomically
 from rollout.process.child_python import import_path
 from rollout.process.observed_time import ObservedTime
+from rollout.ranks.group_watch import SILENT_S
 from rollout.ranks.thread_stat import is_stopped
-from rollout.ranks.watch import SILENT_S
 from trainer_bridge.client.launch import worker_environment
 from trainer_bridge.scratch import ScratchFolder
 
@@ -49,7 +49,7 @@ KILL_GRACE_S = 30.0
 
 
 @dataclass(slots=True)
-class _Worker:
+class WorkerPlace:
     """One place for a worker: a device, two endpoints, and the present process."""
 
     index: int
@@ -78,45 +78,47 @@ class Supervisor:
     def __init__(self, settings: Settings, command: Sequence[str], devices: Sequence[str | None]) -> None:
         self._settings = settings
         self._command = list(command)
-        self._workers = [
-            _Worker(i, nth_endpoint(settings.service.bind, i), nth_endpoint(settings.weights.bind, i), device)
+        self.workers = [
+            WorkerPlace(i, nth_endpoint(settings.service.bind, i), nth_endpoint(settings.weights.bind, i), device)
             for i, device in enumerate(devices)
         ]
-        self._folder = ScratchFolder("supervisor")
+        self.folder = ScratchFolder("supervisor")
         self._job = secrets.token_hex(4)  # the first part of the ids of the workers' runs in W&B
         self._announced = False
         self._signals = 0
-        self._signals_sent = 0  # to each worker
+        self._signals_sent = 0  # signals sent to each worker
         self._sent_s = self._kill_s = float("inf")
         self._status = 0
 
     def run(self) -> int:
         """Supervise until no worker is left; returns the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        log.info("starting %d workers", len(self._workers))
-        with self._folder:
-            for worker in self._workers:
-                self._start(worker)
+            signal.signal(number, self.on_signal)
+        log.info("starting %d workers", len(self.workers))
+        with self.folder:
+            for worker in self.workers:
+                self.start(worker)
             observed = ObservedTime(_POLL_S)
-            while any(worker.status is None for worker in self._workers):
+            while any(worker.status is None for worker in self.workers):
                 passed_s = observed.passed_s()
-                for worker in self._workers:
-                    self._look_at(worker, passed_s)
+                for worker in self.workers:
+                    self.check(worker, passed_s)
                 self._pass_signals_on()
                 time.sleep(_POLL_S)
-        facts = [{"worker": w.index, "status": w.status, "restarts": w.restarts} for w in self._workers]
-        say({"event": "ended", "workers": facts})
+        facts = [{"worker": w.index, "status": w.status, "restarts": w.restarts} for w in self.workers]
+        announce({"event": "ended", "workers": facts})
         return self._status
 
-    def _on_signal(self, number: int, frame: object) -> None:
+    def on_signal(self, number: int, frame: object) -> None:
+        """Note a signal, which `run` passes on."""
         self._signals += 1
 
     # --- one worker --------------------------------------------------------------------------------------------------
 
-    def _start(self, worker: _Worker) -> None:
+    def start(self, worker: WorkerPlace) -> None:
+        """Start a process at this place."""
         worker.due_s, worker.ready = None, False
-        self._ready_file(worker).unlink(missing_ok=True)
+        self.ready_file_of(worker).unlink(missing_ok=True)
         changes = import_path()
         changes["TERM"] = "dumb"  # lines instead of bars: bars of several workers would overwrite each other
         if worker.device is not None:
@@ -132,44 +134,46 @@ class Supervisor:
             env=worker_environment(os.environ, changes),
         )
 
-    def _own_flags(self, worker: _Worker) -> list[str]:
+    def _own_flags(self, worker: WorkerPlace) -> list[str]:
         flags: dict[str, object] = {
             "workers": 1,
             "bind": worker.bind,
             "weights-bind": worker.weights_bind,
-            "ready-file": self._ready_file(worker),
+            "ready-file": self.ready_file_of(worker),
             "restarts": worker.restarts,
         }
         metrics = self._settings.metrics
         if metrics.jsonl is not None:
             path = Path(metrics.jsonl)
             flags["jsonl"] = path.with_stem(f"{path.stem}-{worker.index}")
-        if metrics.metrics_port:  # with 0 each worker picks a free port
+        if metrics.metrics_port:  # 0: each worker picks a free port
             flags["metrics-port"] = metrics.metrics_port + worker.index
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        totals = self._folder.path / f"totals-{worker.index}.json"
+        totals = self.folder.path / f"totals-{worker.index}.json"
         return [*words, "--continued-run", f"{self._job}-{worker.index}", str(totals), "--exit-with-parent"]
 
-    def _ready_file(self, worker: _Worker) -> Path:
-        return self._folder.path / f"ready-{worker.index}.json"
+    def ready_file_of(self, worker: WorkerPlace) -> Path:
+        """The file that the worker writes when it can serve."""
+        return self.folder.path / f"ready-{worker.index}.json"
 
-    def _look_at(self, worker: _Worker, passed_s: float) -> None:
+    def check(self, worker: WorkerPlace, passed_s: float) -> None:
+        """Act if a worker became ready, ended, was stopped for long, or is due for its restart."""
         if worker.process is None:
             if worker.due_s is not None and self._signals:
                 worker.due_s, worker.status = None, 0  # it waited for its restart
             elif worker.due_s is not None and time.monotonic() >= worker.due_s:
-                self._start(worker)
+                self.start(worker)
             return
         status = worker.process.poll()
         if not worker.ready and (status is None or status == 0):
-            self._look_for_ready(worker)
+            self.read_ready_file(worker)
         if status is not None:
             worker.process = None
             self._ended(worker, status)
         elif (worker.ready or self._announced) and self._settings.engine.rank_stall_s is not None:
             self._end_if_stopped(worker, passed_s)
 
-    def _end_if_stopped(self, worker: _Worker, passed_s: float) -> None:
+    def _end_if_stopped(self, worker: WorkerPlace, passed_s: float) -> None:
         assert worker.process is not None
         pid = worker.process.pid
         worker.stopped_s = worker.stopped_s + passed_s if is_stopped(pid) else 0.0
@@ -179,9 +183,10 @@ class Supervisor:
             log.critical("a worker has been stopped for %g s: it is killed", SILENT_S, extra=facts)
             worker.process.kill()
 
-    def _look_for_ready(self, worker: _Worker) -> None:
+    def read_ready_file(self, worker: WorkerPlace) -> None:
+        """Announce the worker, and with the last one all of them, once its ready file is there."""
         try:
-            worker.announced = json.loads(self._ready_file(worker).read_text())
+            worker.announced = json.loads(self.ready_file_of(worker).read_text())
         except FileNotFoundError:
             return
         assert worker.announced is not None
@@ -189,12 +194,12 @@ class Supervisor:
         worker.bind, worker.weights_bind = worker.announced["endpoint"], worker.announced["weights_endpoint"]
         if self._announced:
             self._write_ready()
-            say({"event": "worker_ready", **self._facts(worker)})
-        elif all(other.ready for other in self._workers):
+            announce({"event": "worker_ready", **self._facts(worker)})
+        elif all(other.ready for other in self.workers):
             self._announced = True
-            say(self._write_ready())
+            announce(self._write_ready())
 
-    def _ended(self, worker: _Worker, status: int) -> None:
+    def _ended(self, worker: WorkerPlace, status: int) -> None:
         if self._signals or status == 0:
             worker.status = status
             if self._announced:
@@ -207,7 +212,7 @@ class Supervisor:
         else:
             self._restart_later(worker, status)
 
-    def _restart_later(self, worker: _Worker, status: int) -> None:
+    def _restart_later(self, worker: WorkerPlace, status: int) -> None:
         now_s, limits = time.monotonic(), self._settings.supervisor
         worker.recent = [when for when in worker.recent if when > now_s - _RECENT_S]
         fact = {"event": "worker_ended", "worker": worker.index, "status": status}
@@ -216,7 +221,7 @@ class Supervisor:
             log.critical("a worker ended too often: it is given up", extra=facts)
             worker.status, self._status = status, 1
             self._write_ready()
-            say(fact | {"restart_in_s": None})
+            announce(fact | {"restart_in_s": None})
             return
         pause_s = min(limits.restart_backoff_s * 2 ** len(worker.recent), _MOST_BACKOFF_S)
         facts = {"index": worker.index, "status": status, "restart_in_s": pause_s}
@@ -224,7 +229,7 @@ class Supervisor:
         worker.recent.append(now_s)
         worker.restarts += 1
         worker.due_s = now_s + pause_s
-        say(fact | {"restart_in_s": pause_s})
+        announce(fact | {"restart_in_s": pause_s})
 
     # --- all workers -------------------------------------------------------------------------------------------------
 
@@ -241,11 +246,11 @@ class Supervisor:
             self._signal_all(signal.SIGKILL)
 
     def _signal_all(self, number: signal.Signals) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.process is not None:
                 worker.process.send_signal(number)
 
-    def _facts(self, worker: _Worker) -> dict[str, Any]:
+    def _facts(self, worker: WorkerPlace) -> dict[str, Any]:
         ready = worker.announced or {}
         facts = {name: ready.get(name) for name in ("endpoint", "weights_endpoint", "pid", "weights_version")}
         if "metrics_url" in ready:
@@ -256,11 +261,11 @@ class Supervisor:
 
     def _write_ready(self) -> dict[str, Any]:
         """Write the common ready file: the first worker's fields, the supervisor's pid, and `workers`."""
-        first = self._workers[0].announced
+        first = self.workers[0].announced
         assert first is not None
-        ready = {**first, "pid": os.getpid(), "workers": [self._facts(worker) for worker in self._workers]}
+        ready = {**first, "pid": os.getpid(), "workers": [self._facts(worker) for worker in self.workers]}
         if self._settings.ready_file is not None:
-            write_whole(Path(self._settings.ready_file), json.dumps(ready))
+            write_atomically(Path(self._settings.ready_file), json.dumps(ready))
         return ready
 
 

@@ -63,15 +63,15 @@ from rollout.process.announce import say, write_whole
 from rollout.process.end import End
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
-from rollout.process.progress import both, stage
+from rollout.process.progress import advance_both, stage
 from rollout.process.threads import hand_over_soon, set_cpu_threads
 from rollout.process.watchdog import Watchdog
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.ranks.follower_processes import FollowerProcesses
+from rollout.ranks.group_watch import LaneName, LaneProgress
 from rollout.ranks.orders import ring_bytes
 from rollout.ranks.processes import ConnectError, OwnProgress, Ranks
-from rollout.ranks.start import PREPARING
-from rollout.ranks.watch import Lane, LaneName
+from rollout.ranks.start_watch import PREPARING
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
@@ -91,11 +91,11 @@ log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.05  # between two looks at deadlines, leases, threads and ranks while nothing runs
 _SINK_DEADLINE_S = 20.0
-_STOP_S = 10.0  # for the loop to end at once
-_CLOSE_S = 60.0  # for threads and sinks to end after the loop
-_NOTICE_S = 1.0  # for the loop to notice by itself that a rank is lost
-_CAUSE_S = 1.0  # to learn which rank is lost, once an operation with it has failed
-_RANKS_CLOSE_S = 15.0  # for threads and sinks to end after that
+_STOP_S = 10.0  # time for the loop to end at once
+_CLOSE_S = 60.0  # time for threads and sinks to end after the loop
+_NOTICE_S = 1.0  # time for the loop to notice by itself that a rank is lost
+_CAUSE_S = 1.0  # time to learn which rank is lost, once an operation with it has failed
+_RANKS_CLOSE_S = 15.0  # time for threads and sinks to end after that
 _FAULTS_WITHIN_S = 3600.0
 _MESSAGE_CHARS = 500
 
@@ -151,7 +151,7 @@ class Worker:
         )
         links = Links(inbox, outbox.put, gate, self.receiver, registry)
         with stage("preparing decode steps") as shown:
-            advance = both(shown, self.ranks.start.advance)
+            advance = advance_both(shown, self.ranks.start.advance)
             lead = self._lead if self.ranks.size > 1 else alone
             self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
         for name, weights in _read_adapters(settings.engine, model, packer).items():
@@ -301,10 +301,12 @@ class Worker:
         """On the watching thread: how far this rank is."""
         steps = self.engine.pipeline.steps()
         busy = any(not step.slot.end.query() for step in steps)
-        lanes: dict[LaneName, Lane] = {"swap": Lane(self.engine.swapper.copying, self._swap_copies.parts_done())}
-        lanes["sleep"] = Lane(self._memory.working, self._memory.parts)
+        lanes: dict[LaneName, LaneProgress] = {
+            "swap": LaneProgress(self.engine.swapper.copying, self._swap_copies.parts_done())
+        }
+        lanes["sleep"] = LaneProgress(self._memory.working, self._memory.parts)
         for queue in self.engine.executor.copy_queues:
-            lanes[queue.name] = Lane(queue.copying, queue.ended)  # type: ignore[index]
+            lanes[queue.name] = LaneProgress(queue.copying, queue.ended)  # type: ignore[index]
         return OwnProgress(self.engine.meter.steps, busy, lanes, self.engine.executor.compute.thread_id)
 
     def _rank_status(self) -> list[RankStatus]:
@@ -374,10 +376,10 @@ class Worker:
         try:
             if not self.ranks.failure:  # then the streams wait for the lost rank
                 self.engine.executor.close()
-        except RuntimeError:  # of a device that has failed
+        except RuntimeError:  # an error of a device that has failed
             log.debug("the streams did not end in order", exc_info=True)
         runs = [sink.run_path for sink in self.sinks if isinstance(sink, WandbSink)]
-        say({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals}, self._supervised)
+        announce({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals}, self._supervised)
 
     def _announce(self) -> None:
         ready = {
@@ -391,8 +393,8 @@ class Worker:
         if (page := _metrics_url(self.sinks)) is not None:
             ready["metrics_url"] = page
         if self.settings.ready_file is not None:
-            write_whole(Path(self.settings.ready_file), json.dumps(ready))
-        say(ready, self._supervised)
+            write_atomically(Path(self.settings.ready_file), json.dumps(ready))
+        announce(ready, self._supervised)
 
 
 def serve(
@@ -428,7 +430,7 @@ def serve(
         try:
             group = ranks.connect(device.torch_device)
             with stage("loading weights") as shown:
-                advance = both(shown, ranks.start.advance)
+                advance = advance_both(shown, ranks.start.advance)
                 experts = settings.engine.expert_format
                 loaded = load_model(
                     settings.model, device.torch_device, advance, folder, experts, group, draft, settings.engine.mtp
@@ -481,7 +483,7 @@ def _metrics_url(sinks: list[Sink]) -> str | None:
 
 
 def eos_ids(declared: tuple[int, ...], text: TextCodec | None, vocab: int) -> tuple[int, ...]:
-    """The tokens that end a completion: those that the checkpoint declares, and the one of its tokenizer, ascending."""
+    """The tokens that end a completion, ascending: the checkpoint's, and its tokenizer's."""
     own = None if text is None else text.eos_id
     if own is not None and own not in declared:
         if own < vocab:

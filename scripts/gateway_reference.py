@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from rollout.gateway.dialects import process_group_bodies as group_bodies
-from rollout.gateway.dialects import vllm_admin, vllm_generate
+from rollout.gateway.dialects import vllm_generate, worker_extensions
 from rollout.gateway.dialects.sglang_generate import SglangParams
 from rollout.gateway.dialects.tinker import bodies as tinker_bodies
 from rollout.gateway.dialects.tinker.target_tokens import TensorBody
@@ -24,13 +24,12 @@ _INTRODUCTION = """\
 # Endpoints of the gateway
 
 How to use them: [gateway](../gateway.md). Each line: path (POST, unless another method is named), the server or trainer
-whose clients use it, what it does, and its fields or a link to them: of the body, or of the URL for a GET, a pause,
-sleep, wake or session.
+whose clients use it, what it does, its fields: of the body, or of the URL for a GET, a pause, sleep, wake or session.
 
-A field has its default after `=`, a type or range, and "required" if it must be there; without a default it is `null`,
-which always means the default. A count is an integer from 0 to 2147483647; ranges are of integers, also of token ids.
-**Ignored** fields change nothing here. Any other field is an error (400) that names it, unless it is one of these
-servers and switches its feature off."""
+A field has its default after `=`, and a type or range where the default does not show the type. `null`, the default of
+the others, means the default. A count is an integer from 0 to 2147483647; ranges are of integers, also of token ids.
+**Ignored** fields change nothing. Any other field is an error (400) that names it, unless these servers have it and its
+value switches the feature off."""
 
 #: Bodies with more lines than this have a section of their own.
 _MOST_LINES = 3
@@ -50,7 +49,7 @@ _INNER: Mapping[type[Body], str] = {
     TensorBody: "`target_prompt_logprobs`",
     group_bodies.InitInfo: "`init_info`",
     group_bodies.UpdateInfo: "`update_info`",
-    vllm_admin.UpdateInfoBody: "`kwargs` of `/collective_rpc` with `update_weights_nccl`",
+    worker_extensions.UpdateInfoBody: "`kwargs` of `/collective_rpc` with `update_weights_nccl`",
 }
 #: The bound of token ids and counts, which the introduction states.
 _MOST = sampling.MAX_TOKEN_ID
@@ -64,7 +63,8 @@ def endpoints_page() -> str:
     """The text of the page."""
     lines = [_INTRODUCTION, ""]
     for (sentence, body), endpoints in groupby(ENDPOINTS, lambda each: (_sentence(each.handler), _beside(each.takes))):
-        fields = "" if body is None else f" {'; '.join(_body(body))}."
+        described = [] if body is None else [*_body(body)]
+        fields = f" {'; '.join(described)}." if described else ""
         lines.append(f"- {', '.join(map(_shown, endpoints))}: {sentence}{fields}")
     for body, title in _titles().items():
         if _beside(body) is None:
@@ -80,7 +80,7 @@ def _beside(body: type[Body] | None) -> type[Body] | None:
 
 
 def _titles() -> dict[type[Body], str]:
-    """All classes of bodies that have fields, and their titles: those of endpoints, shared ones, inner ones."""
+    """The titles of all classes of bodies with fields: bodies of endpoints, shared ones, inner ones."""
     taken: dict[type[Body], list[str]] = {}
     for endpoint in ENDPOINTS:
         if endpoint.takes not in (None, EmptyBody):
@@ -109,23 +109,38 @@ def _to(body: type[Body], text: str) -> str:
 
 
 def _body(body: type[Body]) -> Iterator[str]:
-    """The fields that a class adds to those of its bases."""
+    """The fields that a class adds to its bases."""
     bases = [base for base in body.__mro__[1:] if issubclass(base, Body) and base in _titles()]
     schema = body.model_json_schema()["properties"] if body.model_fields else {}
-    own = [
-        (_defaulted(field.alias or name, field), _of_field(schema[field.alias or name], field))
+    own = {
+        field.alias or name: (_defaulted(field.alias or name, field), _of_field(schema[field.alias or name], field))
         for name, field in body.model_fields.items()
         if not any(name in base.model_fields for base in bases)
-    ]
+    }
+    sampling_fields = {} if body in _SHARED else _described(sampling.SamplingBody)
+    common = [name for name, described in own.items() if sampling_fields.get(name) == described]
+    shared = len(common) > len(sampling_fields) / 2
+    if shared:
+        own = {name: described for name, described in own.items() if name not in common}
     kinds: dict[str, list[str]] = {}
-    for shown, values in own:
+    for shown, values in own.values():
         kinds.setdefault(values, []).append(shown)
     yield from (f"{', '.join(names)}{values}" for values, names in kinds.items())
     if bases:
         yield f"also: {_to(bases[0], _titles()[bases[0]])}"
+    if shared:
+        lacking = ", ".join(f"`{name}`" for name in sampling_fields if name not in common)
+        yield f"also: {_to(sampling.SamplingBody, 'Sampling fields')} without {lacking}"
     ignored = _added(body.ignored, [base.ignored for base in bases])
     if ignored:
         yield f"**Ignored**: {', '.join(f'`{name}`' for name in ignored)}"
+
+
+def _described(body: type[Body]) -> dict[str, tuple[str, str]]:
+    """All fields of a class: the name with its default, and the values."""
+    schema = body.model_json_schema()["properties"]
+    named = {field.alias or name: field for name, field in body.model_fields.items()}
+    return {name: (_defaulted(name, field), _of_field(schema[name], field)) for name, field in named.items()}
 
 
 def _defaulted(name: str, field: FieldInfo) -> str:
@@ -136,10 +151,12 @@ def _defaulted(name: str, field: FieldInfo) -> str:
 
 
 def _of_field(schema: Mapping[str, Any], field: FieldInfo) -> str:
-    """The values of a field; none for a boolean, whose default says the same."""
-    if isinstance(field.default, bool):
+    """The values of a field; none if its default shows their type."""
+    values = _values(schema)
+    shown = {bool: values, float: "number", int: "integer", str: "string", list: "list"}.get(type(field.default))
+    if values == shown or (isinstance(field.default, (dict, Body)) and values == "object"):
         return ""
-    return f": {_values(schema)}{', required' if field.is_required() else ''}"
+    return f": {values}{', required' if field.is_required() else ''}"
 
 
 def _added(named: Mapping[str, Any], earlier: list[Mapping[str, Any]]) -> dict[str, Any]:

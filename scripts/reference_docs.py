@@ -27,7 +27,7 @@ from rollout.config.gateway_settings import GatewayFile
 from rollout.gateway.http.http_errors import from_worker
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.fallback.held import HELD
+from rollout.models.fallback.tested import TESTED
 from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
@@ -40,33 +40,33 @@ from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 _SETTINGS_INTRODUCTION = """\
 # Settings
 
-Settings come from three sources; the later one wins:
+The later source wins:
 
 1. the TOML file of `--config`: `max_rows = 64` below `[engine]`;
-2. the environment: `ROLLOUT_ENGINE__MAX_ROWS=64`, or `ROLLOUT_LOG_LEVEL=debug` for a setting without a section;
-3. a flag: `--max-rows 64`; `--prefix-cache`, `--no-prefix-cache`; `--weights-bind` for `bind` of `[weights]`;
-   `rollout serve MODEL` for `path`.
+2. the environment: `ROLLOUT_ENGINE__MAX_ROWS=64`; without a section `ROLLOUT_LOG_LEVEL=debug`;
+3. flags: `--max-rows 64`, `--prefix-cache`, `--no-prefix-cache`, `--weights-bind` (`bind` of `[weights]`),
+   `rollout serve MODEL` (`path`).
 
-`none` unsets a setting. An unknown name is an error. Words: [glossary](../glossary.md).
+`none` unsets a setting; an unknown name is an error. Words: [glossary](../glossary.md).
 
-Each line: the setting with its default, other choices, its meaning."""
+Each line: setting with default, other choices, meaning."""
 
 _MODELS_INTRODUCTION = """\
 # Models
 
-The families that a worker runs natively, by `architectures` of config.json; others: [fallback](fallback.md).
-Checkpoints are safetensors in 16 or 32 bits; experts of gpt-oss in MXFP4 are decoded to 16.
+The native families, by `architectures` of config.json; others: [fallback](fallback.md). Checkpoints are safetensors in
+16 or 32 bits; MXFP4 experts of gpt-oss are decoded to 16.
 
 - **images**: with `model.images` the worker also serves images and videos; torch runs the vision tower, and updates may
-  omit its tensors. Without the setting, and for other models of text and images, it serves the language model.
-- **MTP**: has layers for multi-token prediction; the first one drafts with `speculation = heads`.
+  omit its tensors. Otherwise it serves the language model alone.
+- **MTP**: layers for multi-token prediction; the first drafts with `speculation = heads`.
 - **MLA**: latent attention. `kv_dtype = fp8_e4m3`, `deterministic` and adapters of `kv_b_proj` are errors;
   `group_attention` changes nothing.
 
-Tests compare each family with transformers' class of the same name, or the named one, in float32 with tiny random
-weights: logits within 1e-4, and the same greedy tokens with several rows, preemptions and a change of weights.
+Tests compare each family with transformers' class of the same or the named name, in float32 with tiny random weights:
+logits within 1e-4, the same greedy tokens with several rows, preemptions and a change of weights.
 
-Lists by how a GPU runs them, with the default config of transformers: models (marks), architecture."""
+By how a GPU runs them, with transformers' default config: models (marks), architecture."""
 
 #: How a GPU runs a family, and what that means.
 _WAYS = {
@@ -79,36 +79,36 @@ _WAYS = {
 _CONFIG = """\
 ## What config.json means
 
-With `tie_word_embeddings` the output layer is the embedding, unless the files have another one: then the log warns. A
-single one of the two tensors serves as both.
+With `tie_word_embeddings` the output layer is the embedding, unless the files have another one: then the log warns. One
+of the two tensors serves as both.
 
-A config is in the **known form**, as transformers saves it for these families, if each of its keys
+A config is in the **known form**, as transformers saves it, if each of its keys
 
-- is read by the family, or is another name that transformers has for such a key;
+- is read by the family, or is transformers' other name for such a key;
 - does not affect the forward (names, token ids, dropout, caches); or
 - switches something off by null, such as `final_logit_softcapping`.
 
-`per_layer_config`, and `is_causal` other than true, are errors. For any other config the worker **compares logits**
-with transformers' class at the start: on the CPU, in float32, with one layer of each kind. If a token's logits differ
-by more than 0.001 of their standard deviation, or an attention window differs, the worker does not start, and the error
-names the keys. For Qwen3-8B this takes about 15 s and 6 GiB of host memory."""
+`per_layer_config`, and `is_causal` other than true, are errors. For other configs the worker **compares logits** with
+transformers' class at the start, on the CPU, in float32, with one layer of each kind. If logits differ by more than
+0.001 of their standard deviation, or an attention window differs, it does not start, and the error names the keys. For
+Qwen3-8B this takes about 15 s and 6 GiB of host memory."""
 
 _LONGROPE = """\
 ## LongRoPE
 
-Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers switches to the long set once a row is
-longer than the original context, so log-probs of earlier tokens change. The worker uses one set for all sequences:
+Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers switches to the long set beyond the
+original context, which changes log-probs of earlier tokens. The worker uses one set:
 
 - `longrope = short`: sequences end at the original context. Log-probs equal transformers' own.
-- `longrope = long`: the whole context, with the long set from the first token on, as in vLLM. A trainer that uses
-  transformers must do the same: copy `long_factor` over `short_factor` in its config.json."""
+- `longrope = long`: the long set from the first token on, as in vLLM. A trainer with transformers does the same: copy
+  `long_factor` over `short_factor` in its config.json."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
 
 An error has `code`, `message` (what to change), `field` and, with `overloaded`, `retry_after_s`. The Python client
-raises a subclass of `RolloutError` with these attributes and `request_id`; if it resumes requests, `partials` are the
-completions so far. The gateway's body is OpenAI's, and `param` names the field.
+raises a subclass of `RolloutError` with these and `request_id`; if it resumes, `partials` are the completions so far.
+The gateway's body is OpenAI's; `param` names the field.
 
 Each line: code, exception, the gateway's HTTP status."""
 
@@ -128,7 +128,9 @@ _API_INTRODUCTION = """\
 
 What `trainer_bridge` exports. Examples, and which worker gets a request: [client](client.md). Exceptions:
 [errors](errors.md). Fields of requests and results: [protocol](protocol.md#generate). Chunks, completions and results
-have `to_dict()`: all fields as plain values, lists for arrays, None for NaN.
+have `to_dict()`: plain values, lists for arrays, None for NaN. Methods for orders to workers also take `endpoint`
+(absent: all, or the one that has the request); `control`, `ping`, `prefetch`, `report`, `sleep` and `wake` take
+`timeout_s`.
 
 `AsyncRolloutClient`, `AsyncStream` and `AsyncSession` have the methods of `RolloutClient`, `Stream` and `Session`, as
 coroutines, with `async for` and `async with`: `async for chunk in await client.generate(prompt, stream="tokens")`."""
@@ -136,56 +138,53 @@ coroutines, with `async for` and `async with`: `async for chunk in await client.
 _METRICS_INTRODUCTION = """\
 # Metrics
 
-A worker reports every `metrics.interval_s` seconds, and once for the whole run when it ends. How to read it:
-[operations](../operations.md#reading-the-dashboard); words: [glossary](../glossary.md). Prometheus calls
-`kv/preemptions` `rollout_kv_preemptions_total` (`_total` after a counter), and also has `rollout_worker_info` (label
-`model`), `rollout_report_time_s` (Unix time) and `rollout_report_step` (steps committed); JSON lines call the last two
-`time` and `step`.
+A worker reports every `metrics.interval_s` seconds, and for the whole run at its end. How to read it:
+[operations](../operations.md#reading-the-dashboard). Words: [glossary](../glossary.md). In Prometheus `kv/preemptions`
+is `rollout_kv_preemptions_total` (`_total` for counters); it also has `rollout_worker_info` (label `model`),
+`rollout_report_time_s` (Unix time) and `rollout_report_step` (steps committed), in JSON lines `time` and `step`.
 
-- A **gauge** (no kind is named) is the present value, or the value for the interval. A mean or percentile without a
-  sample keeps its last value.
-- A **counter** counts since the start of the worker.
-- A **histogram** counts by size: over the interval in W&B and JSON lines (`[begin, bound, count]` without empty
-  buckets), since the start in Prometheus.
-- `gpu/...` also means a CPU that computes. `gpu/run/...` is the same since the start, not of the last 10 s.
+- **Gauges** (no kind is named) have the present value, or that of the interval. A mean or percentile without a sample
+  keeps its last value.
+- **Counters** count since the start.
+- **Histograms** count by size: over the interval in W&B and JSON lines (`[begin, bound, count]`, no empty buckets),
+  since the start in Prometheus.
+- `gpu/...` includes CPUs that compute. `gpu/run/...` is the same since the start.
 
-Each line: name (kind, unit), meaning."""
+Each line: name (kind, unit), meaning. `_pct` is %, `_ms` milliseconds, `_s` seconds."""
 
 _BY_VERSION = """
 ## By weights version
 
-One row for each version, once the next one serves: in W&B with `weights/version` as x-axis, in JSON lines an entry of
-`versions`; not in Prometheus.
+A row for each version, once the next one serves: in W&B over `weights/version`, in JSON lines in `versions`; not in
+Prometheus.
 """
 
 _AT_THE_END = """
 ## Totals
 
-Over the run: in W&B's summary (over restarts), in each JSON line, and in `totals` of the last line that the worker
-prints.
+Over the run: in W&B's summary (over restarts), each JSON line, and `totals` of the last line that the worker prints.
 """
 
 _FALLBACK_INTRODUCTION = """\
 # Models without a native family
 
-A worker runs any other causal LM of transformers by transformers' own code, over the same paged KV cache, and the log
-warns; `model_impl = transformers` runs a native family this way, too. Code of a checkpoint is never run.
+A worker runs other causal LMs of transformers by transformers' own code, over the same paged KV cache, and the log
+warns; `model_impl = transformers` runs a native family so. Code of a checkpoint is never run.
 
-An update may use the names of `save_pretrained` or `named_parameters()`. It may omit buffers, and contain tensors that
+Updates may use the names of `save_pretrained` or `named_parameters()`, omit buffers, and contain tensors that
 transformers does not load, such as `mtp.*`.
 
 **Costs**: steps take about twice as long. If values have another dimension than keys (as MLA has here), torch computes
-attention from gathered pages, which take memory for `max_rows` times `max_context_tokens`. Decode steps are CUDA graphs
-if attention has kernels and no operation waits for the device; otherwise the log gives the reason.
+attention from gathered pages, with memory for `max_rows` times `max_context_tokens`. Decode steps are CUDA graphs if
+attention has kernels and no operation waits for the device; otherwise the log gives the reason.
 
 **Refused at the start**, with the reason:
 
 - the settings `adapter_slots`, `routing`, `deterministic`, `speculation` and `expert_dtype`;
-- layers with a state instead of KV (Mamba, linear attention, convolutions), or that share KV;
-- attention to later tokens, to chunks of the text, to chosen positions, or outside of transformers' attention
-  interface (ALiBi in Bloom and MPT);
-- encoders, quantized checkpoints, and parameters that transformers stores in another order than the checkpoint;
-- a model whose logits over the paged cache differ from its own eager attention: every start compares them.
+- layers with a state instead of KV (Mamba, linear attention, convolutions), or with shared KV;
+- attention to later tokens, chunks or chosen positions, or outside of transformers' interface (ALiBi in Bloom and MPT);
+- encoders, quantized checkpoints, and parameters in another order than the checkpoint's;
+- models whose logits over the paged cache differ from their own eager attention: every start compares them.
 
 LongRoPE: [models](models.md#longrope). Tests compare the architectures below as for [native families](models.md), with
 200 decode steps. Each line: attention; whose code runs experts; architectures without `ForCausalLM`."""
@@ -225,7 +224,7 @@ def metrics_page() -> str:
 
 
 def _metric_lines(metrics: Iterable[Metric]) -> list[str]:
-    """A line for each metric, or for those that share one."""
+    """A line for each metric, or for several that share one."""
     together: dict[str, list[Metric]] = {}
     for metric in metrics:
         begin = next((begin for begin in _TOGETHER if metric.name.startswith(begin)), metric.name)
@@ -238,10 +237,17 @@ def _metric_lines(metrics: Iterable[Metric]) -> list[str]:
         ends = [(metric.name.removeprefix(begin), metric.meaning[len(shared) + 1 :]) for metric in members]
         parts = [f"`{end}`" if end == rest else f"`{end}` {rest}" if end else rest for end, rest in ends]
         meaning = f"{shared.rstrip(':,')}: {'; '.join(parts)}" if shared else first.meaning
-        units = [first.kind if first.kind != "gauge" else "", first.unit if first.unit != "count" else ""]
+        units = [first.kind if first.kind != "gauge" else "", "" if _tells_unit(first) else first.unit]
         unit = ", ".join(filter(None, units))
         lines.append(f"- {name}{f' ({unit})' if unit else ''}: {meaning}")
     return lines
+
+
+def _tells_unit(metric: Metric) -> bool:
+    """Whether name or meaning of a metric has its unit."""
+    ends = {"%": "_pct", "ms": "_ms", "s": "_s", "bytes": "bytes"}
+    named = ends.get(metric.unit, "") in metric.name if metric.unit in ends else metric.unit in metric.name
+    return metric.unit == "count" or named or metric.meaning.startswith(metric.unit)
 
 
 def settings_page() -> str:
@@ -449,9 +455,18 @@ def _signature(thing: Any) -> str:
     except (TypeError, ValueError):  # not a Python function
         return ""
     empty = inspect.Parameter.empty
-    parameters = [each.replace(annotation=empty) for name, each in signature.parameters.items() if name != "self"]
+    hidden = {"self", *(name for name in ("endpoint", "timeout_s") if _is_option(signature, name))}
+    parameters = [each.replace(annotation=empty) for name, each in signature.parameters.items() if name not in hidden]
+    if not any(each.kind is inspect.Parameter.KEYWORD_ONLY for each in parameters):
+        parameters = [each for each in parameters if each.kind is not inspect.Parameter.VAR_POSITIONAL]
     shown = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
     return shown.replace(repr(sys.executable), "sys.executable")  # the page is the same on every machine
+
+
+def _is_option(signature: inspect.Signature, name: str) -> bool:
+    """Whether a parameter is one that the introduction describes for all methods."""
+    parameter = signature.parameters.get(name)
+    return parameter is not None and parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.default is None
 
 
 def _section(metric: Metric) -> str:
@@ -465,7 +480,7 @@ def _section(metric: Metric) -> str:
 def fallback_page() -> str:
     """Every architecture that tests hold against transformers through its own code."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for name, held in HELD.items():
+    for name, held in TESTED.items():
         groups.setdefault((held.attention, held.experts), []).append(name.removesuffix("ForCausalLM"))
     lines = [
         f"- {attention}; {experts}: {', '.join(f'`{name}`' for name in names)}"

@@ -56,7 +56,7 @@ class Norm(nn.Module):
 
 
 class Head(nn.Module):
-    """The head; the names of its parameters are those of a checkpoint."""
+    """The head; its parameters have the names of a checkpoint."""
 
     def __init__(self, hidden: int, vocab: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Head(nn.Module):
         self.lm_head = product(hidden, vocab)
 
     def forward(self, fused_NTH: torch.Tensor, embeds_NTH: torch.Tensor, rounds: int) -> list[torch.Tensor]:
-        """Logits [N, T, V] of each round; `embeds_NTH` are those of the tokens after the positions."""
+        """Logits [N, T, V] of each round; `embeds_NTH` belong to the tokens after the positions."""
         hidden_NTH, keys, values, logits = fused_NTH, [], [], []
         for _ in range(rounds):
             hidden_NTH = self._round(hidden_NTH, embeds_NTH, keys, values)

@@ -154,7 +154,7 @@ def make_model() -> Qwen3ForCausalLM:
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=65_536,
-        # Wavelengths of up to a few windows: with longer ones the positions in a window could not be told apart.
+        # Wavelengths of up to a few windows: with longer ones the positions in a window look alike.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         use_sliding_window=True,
         sliding_window=WINDOW,
@@ -274,7 +274,7 @@ def contexts(upto: int) -> Iterator[tuple[str, Walk]]:
     for step in (1, 2):
         step_N = np.full(upto + 1, step)
         yield f"prompt, steps of {step}", walk(Course(number_N, step_N, never_N, no_N, zero_N), LENGTH, rng)
-        # So many numbers before the swap that the prompt is out of reach, unless the count has just begun.
+        # Enough numbers before the swap that the prompt is out of reach, unless the count has just begun.
         width_N = 1 + _digits(np.maximum(number_N - 2 * REACH, 0))
         before_N = number_N - step * np.minimum(number_N // step, 2 + REACH // width_N)
         course = Course(before_N, step_N, number_N, no_N, zero_N)

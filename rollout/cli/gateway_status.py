@@ -31,7 +31,7 @@ _COUNTS = {
 
 @dataclass(frozen=True, slots=True)
 class GatewayStatus:
-    """The answers of a gateway. `server_info` and `counts` are None if it refused them; `missing` is the reason."""
+    """The answers of a gateway. Without `server_info` or `counts` it refused them; `missing` is the reason."""
 
     health: Mapping[str, Any]  # the answer of /health; of a gateway without a worker in order, `status` and `reason`
     server_info: Mapping[str, Any] | None

@@ -29,7 +29,7 @@ _SENT = (
     ("--deadline-s", float, "seconds after which completions end with their tokens so far"),
     ("--min-version", int, "wait until the weights have at least this version [0]"),
     ("--max-version-span", int, "end completions that would have tokens of more versions: newest minus oldest"),
-    ("--max-kv-age", int, "use KV of earlier requests only if its weights are at most so many versions old"),
+    ("--max-kv-age", int, "most weights versions by which KV of earlier requests may be older"),
     ("--priority", int, "higher is admitted first [0]"),
     ("--adapter", str, "name of a LoRA adapter that the worker has loaded"),
     ("--session", str, "name of a conversation, whose KV the worker keeps for the next turn"),

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from rollout import __version__
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.extras import install
-from rollout.process.logs import complain
+from rollout.process.logs import report_failure
 
 #: Command -> (module, help text). A module has `add_arguments(parser)` and `run(args) -> int`.
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -115,7 +115,7 @@ def _leave(codes: list[int]) -> None:
 
 
 def _fail(error: Exception, code: int) -> int:
-    complain(f"rollout: {' '.join(str(error).split())}")
+    report_failure(f"rollout: {' '.join(str(error).split())}")
     return code
 
 

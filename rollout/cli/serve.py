@@ -13,7 +13,7 @@ from typing import Any
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.cli.setting_flags import add_setting_flags, given_flags
 from rollout.config import Settings
-from rollout.process.announce import withdraw
+from rollout.process.announce import remove_ready_file
 from rollout.process.child_python import module_command
 from rollout.process.logs import set_up, worker_name
 from rollout.settings_sources import (
@@ -53,7 +53,7 @@ SYNONYMS = {
     "--quantization": "write --expert-dtype for experts, --kv-dtype for KV; other weights are not quantised",
     "--block-size": "write --page-size",
     "--enable-prefix-caching": "write --prefix-cache, which is on by default",
-    "--enforce-eager": "write --no-cuda-graphs",
+    "--enforce-eager": "write --cuda-graph-rows 0",
     "--enable-lora": "write --adapter-slots N",
     "--max-loras": "write --adapter-slots",
     "--max-lora-rank": "write --adapter-rank",
@@ -111,13 +111,13 @@ def _run(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any])
     ready_file = Path(settings.ready_file)
     try:
         ready_file.parent.mkdir(parents=True, exist_ok=True)
-        ready_file.unlink(missing_ok=True)  # of an earlier worker: the file means that this worker is ready
+        ready_file.unlink(missing_ok=True)  # an earlier worker's file: this file means that this worker is ready
     except OSError as error:
         raise CommandError(f"cannot write --ready-file {ready_file}: {error.strerror}") from error
     try:
         return _start(settings, args, flags)
     finally:
-        withdraw(ready_file)
+        remove_ready_file(ready_file)
 
 
 def _start(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any]) -> int:

@@ -9,11 +9,11 @@ import argparse
 from typing import Any
 
 from rollout.cli.parser import Parser
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
 
 
-def add_setting_flags(parser: Parser, root: type[Section]) -> None:
+def add_setting_flags(parser: Parser, root: type[SettingsSection]) -> None:
     """Declare `--config`, and a flag for every setting of a program, by group."""
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     groups: dict[tuple[str | None, str], Any] = {}
@@ -25,7 +25,7 @@ def add_setting_flags(parser: Parser, root: type[Section]) -> None:
         _add_flag(groups[place], key)
 
 
-def given_flags(args: argparse.Namespace, root: type[Section]) -> dict[str, Any]:
+def given_flags(args: argparse.Namespace, root: type[SettingsSection]) -> dict[str, Any]:
     """The values that the command line has, by `section.name`."""
     given = vars(args)
     return {key.path: given[key.path] for key in setting_keys(root) if key.path in given}

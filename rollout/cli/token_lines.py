@@ -33,7 +33,7 @@ class TokenLines:
         """A line for each token of a chunk. The last line has the text of the whole chunk."""
         part = chunk.part
         last = len(part) - 1
-        if last < 0 and part.text:  # what was kept back, and turned out to be no stop string
+        if last < 0 and part.text:  # text that was kept back and is no stop string
             yield f"{'':>25}  {part.text!r}"
         for row, (token, logprob) in enumerate(zip(part.token_ids.tolist(), part.logprobs.tolist(), strict=True)):
             text = "" if part.text is None else repr(part.text if row == last else "")

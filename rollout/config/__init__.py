@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from rollout.config.engine import EngineConstants, EngineSettings
 from rollout.config.model import LongRope, ModelConstants, ModelImpl, ModelSettings
 from rollout.config.observe import MetricsSettings
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 from rollout.config.service import ServiceConstants, ServiceSettings
 from rollout.config.weights import WeightsSettings
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-class SecuritySettings(Section):
+class SecuritySettings(SettingsSection):
     """Encryption and authentication of the sockets."""
 
     curve_secret_key: str | None = Field(
@@ -51,18 +51,18 @@ class SecuritySettings(Section):
         return self
 
 
-class SupervisorSettings(Section):
+class SupervisorSettings(SettingsSection):
     """Several workers on one machine, and restarts."""
 
-    workers: int = Field(1, ge=1, le=64, description="worker processes; a supervisor runs and restarts several")
+    workers: int = Field(1, ge=1, le=64, description="worker processes; a supervisor restarts several")
     supervise: bool = Field(False, description="supervise a single worker, too")
     max_restarts: int = Field(5, ge=0, description="restarts of a worker in an hour; then it stays down")
     restart_backoff_s: float = Field(
-        1.0, ge=0, description="seconds before the first restart; doubles with every restart in an hour, up to 60"
+        1.0, ge=0, description="seconds before a restart; doubles with each in an hour, up to 60"
     )
 
 
-class Settings(Section):
+class Settings(SettingsSection):
     """All settings of one worker."""
 
     model: ModelSettings = Field(default_factory=ModelSettings)

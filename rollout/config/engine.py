@@ -11,10 +11,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 
 
-class StepSettings(Section):
+class StepSettings(SettingsSection):
     """Rows and steps."""
 
     max_rows: int = Field(32, ge=1, le=4096, description="sequences that decode at once")
@@ -27,24 +27,27 @@ class StepSettings(Section):
         description="most prompt tokens in a prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
     )
     pipeline_depth: Literal[1, 2] = Field(2, description="steps in flight; 1: host and device do not overlap")
-    cuda_graphs: bool = Field(True, description="capture decode steps as CUDA graphs")
     cuda_graph_rows: int = Field(
         256,
-        ge=1,
+        ge=0,
         le=4096,
-        description="most rows of a captured decode step; larger ones are launched kernel by kernel",
+        description="most rows of a decode step in a CUDA graph; larger ones are launched kernel by kernel; 0: all",
     )
     group_attention: bool = Field(
-        True, description="read KV pages that rows share only once, where that is faster; on a GPU"
+        True, description="read KV pages that rows share once, where that is faster; on a GPU"
     )
     deterministic: bool = Field(
         False,
-        description="the same bits for a completion, whatever else runs; slower; needs a GPU and the fused kernels; "
-        "no adapters",
+        description="the same bits whatever else runs; slower; needs a GPU and the fused kernels; no adapters",
     )
 
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether decode steps are CUDA graphs."""
+        return self.cuda_graph_rows > 0
 
-class KVSettings(Section):
+
+class KVSettings(SettingsSection):
     """The KV cache."""
 
     page_size: int = Field(16, ge=1, le=1024, description="tokens of KV in a page")
@@ -53,18 +56,17 @@ class KVSettings(Section):
         None,
         gt=0.0,
         le=0.98,
-        description="share of the memory that the weights leave free, for KV and, on a GPU, the largest steps; none: "
-        "0.25 on a CPU; on a GPU 5% stay free, at least 3 GiB and at most 15% (15% with sleep); not with kv_pages",
+        description="share of the memory beside the weights for KV and, on a GPU, the largest steps; none: 0.25 on a "
+        "CPU; on a GPU 5% stay free, 3 GiB to 15% (15% with sleep); not with kv_pages",
     )
     kv_memory_max_gib: float | None = Field(
         None, gt=0, description="most GiB of the KV pool; set it if a trainer shares the GPU"
     )
     kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",
-        description="type of the KV cache; fp8_e4m3: half the bytes of bf16, relative error up to 1/16, needs "
-        "compute capability 8.9",
+        description="fp8_e4m3: half the bytes of bf16, relative error up to 1/16, needs compute capability 8.9",
     )
-    prefix_cache: bool = Field(True, description="keep the KV of prompts for requests with the same prefix")
+    prefix_cache: bool = Field(True, description="keep KV for requests with the same prefix")
     state_snapshots: int | None = Field(
         None,
         ge=0,
@@ -73,25 +75,24 @@ class KVSettings(Section):
     )
 
 
-class SwapSettings(Section):
+class SwapSettings(SettingsSection):
     """KV when the weights change."""
 
     kv_on_swap: Literal["keep", "recompute"] = Field(
         "keep",
-        description="KV of running rows after an update: new tokens attend to older KV, or it is computed again",
+        description="after an update running rows attend to older KV, or it is computed again",
     )
     max_kv_age: int = Field(
         0,
         ge=0,
         description="with kv_on_swap=keep: most versions by which KV of the prefix cache, sessions and groups may be "
-        "older than the weights; 0: an update drops it",
+        "older; 0: an update drops it",
     )
     recompute_fraction: float = Field(
         0.3,
         gt=0.0,
         le=1.0,
-        description="with kv_on_swap=recompute: most of the time that this may take; updates wait for it; 1.0: none "
-        "waits",
+        description="with kv_on_swap=recompute: most of the time for it; updates wait; 1.0: none waits",
     )
 
     @model_validator(mode="after")
@@ -101,7 +102,7 @@ class SwapSettings(Section):
         return self
 
 
-class OffloadSettings(Section):
+class OffloadSettings(SettingsSection):
     """Offload and sleep."""
 
     host_kv_gib: float = Field(
@@ -118,7 +119,7 @@ class OffloadSettings(Section):
     disk_kv_folder: str | None = Field(
         None, description="folder on a local disk for disk_kv_gib; each worker has a subfolder, which it deletes"
     )
-    sleep: bool = Field(False, description="allow sleep and wake, which release the device memory of weights and KV")
+    sleep: bool = Field(False, description="allow sleep, which releases the device memory of weights and KV")
 
     @model_validator(mode="after")
     def _disk_is_behind_the_host(self) -> OffloadSettings:
@@ -128,7 +129,7 @@ class OffloadSettings(Section):
         return self
 
 
-class ExpertSettings(Section):
+class ExpertSettings(SettingsSection):
     """Experts, of MoE models."""
 
     expert_dtype: Literal["auto", "mxfp8", "fp8_row", "fp8_block"] = Field(
@@ -137,8 +138,7 @@ class ExpertSettings(Section):
     )
     routing: bool = Field(
         False,
-        description="record the experts of tokens for return_routing: one or two bytes of host memory a token, layer "
-        "and chosen expert",
+        description="record experts for return_routing: one or two bytes of host memory a token, layer and expert",
     )
 
     @property
@@ -154,14 +154,12 @@ def _adapter_folders(text: str) -> list[tuple[str, str]]:
     return [(name.strip(), folder.strip()) for name, _, folder in pairs]
 
 
-class AdapterSettings(Section):
+class AdapterSettings(SettingsSection):
     """LoRA adapters."""
 
-    adapter_slots: int = Field(0, ge=0, le=64, description="adapters on the device at once; 0: no adapters")
-    adapter_rank: int = Field(32, ge=1, le=256, description="largest rank of an adapter; every slot has room for it")
-    max_adapters: int = Field(
-        32, ge=1, le=4096, description="adapters loaded at once; without a slot they are in host memory"
-    )
+    adapter_slots: int = Field(0, ge=0, le=64, description="adapters on the device; 0: none")
+    adapter_rank: int = Field(32, ge=1, le=256, description="largest rank, for which every slot has room")
+    max_adapters: int = Field(32, ge=1, le=4096, description="loaded adapters; without a slot they are in host memory")
     adapter_root: str | None = Field(None, description="load_adapter reads folders below this one; none: it is refused")
     adapters: str = Field("", description="PEFT folders to load at start: name=folder, separated by commas")
 
@@ -184,7 +182,7 @@ class AdapterSettings(Section):
         return self
 
 
-class SpeculationSettings(Section):
+class SpeculationSettings(SettingsSection):
     """Speculation: drafted tokens, several in a decode step."""
 
     speculation: Literal["off", "suffix", "ngram", "heads", "auto"] = Field(
@@ -222,28 +220,28 @@ class SpeculationSettings(Section):
         return self
 
 
-class RankSettings(Section):
+class RankSettings(SettingsSection):
     """Several GPUs for one model."""
 
     tensor_parallel: int = Field(
         1,
         ge=1,
         le=64,
-        description="GPUs of this machine that run the model together (ranks, a process each); heads and widths must "
-        "divide by it; Linux",
+        description="GPUs of this machine for the model (ranks, a process each); heads and widths must divide by it; "
+        "Linux",
     )
     rank_stall_s: float | None = Field(
         8.0,
         gt=0,
-        description="seconds without progress of a rank, after which the worker returns all tokens and exits; none: "
-        "never",
-    )
-    rank_start_stall_s: float | None = Field(
-        120.0,
-        gt=0,
-        description="the same at the start, without visible progress of all ranks; none: never",
+        description="seconds without progress of a rank, after which the worker returns all tokens and exits; 15 times "
+        "as long at the start; none: never",
     )
     check_ranks: bool = Field(False, description="end the worker if ranks draw different tokens; for debugging")
+
+    @property
+    def rank_start_stall_s(self) -> float | None:
+        """Seconds without visible progress of all ranks after which a start has hung; None: never."""
+        return None if self.rank_stall_s is None else 15 * self.rank_stall_s
 
     @model_validator(mode="after")
     def _ranks_can_do_it(self) -> RankSettings:
@@ -252,7 +250,7 @@ class RankSettings(Section):
         return self
 
 
-class FaultSettings(Section):
+class FaultSettings(SettingsSection):
     """Faults and time limits."""
 
     mask_s: float = Field(
@@ -271,7 +269,7 @@ class FaultSettings(Section):
         return 120.0 if self.stall_exit_s is None else self.stall_exit_s / 5
 
 
-class EngineConstants(Section):
+class EngineConstants(SettingsSection):
     """Values of the engine that no source of settings can change. Tests build engines with other values."""
 
     #: Embeddings of images on the device, tokens: one image of the largest size, or many small ones that stay for

@@ -6,15 +6,15 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 
-#: Which log-prob of a sampled token is shown; see `rollout/gateway/answers/logprobs.py`.
+#: The log-prob of a sampled token that is shown; see `rollout/gateway/answers/logprobs.py`.
 LogprobMode = Literal["policy", "processed", "raw"]
 #: How `/inference/v1/generate` shows the experts of tokens; see `rollout/gateway/answers/routed_experts.py`.
 ExpertFormat = Literal["off", "npy", "object"]
 
 
-class GatewaySettings(Section):
+class GatewaySettings(SettingsSection):
     """The gateway."""
 
     endpoints: tuple[str, ...] = Field((), description="addresses of workers, such as tcp://127.0.0.1:5757")
@@ -106,7 +106,7 @@ class GatewaySettings(Section):
         return len(self.endpoints) > 1 if self.resume is None else self.resume
 
 
-class GatewayFile(Section):
+class GatewayFile(SettingsSection):
     """The tables of a settings file that a gateway reads."""
 
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)

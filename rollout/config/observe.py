@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 
 
-class MetricsSettings(Section):
+class MetricsSettings(SettingsSection):
     """Metrics: where they go, and how often."""
 
     interval_s: float = Field(5.0, gt=0, description="seconds between two reports")
     jsonl: str | None = Field(None, description="file for metrics, one JSON object a report")
     wandb: bool = Field(
         True,
-        description="log to Weights & Biases, which reads its variables (WANDB_NAME, WANDB_RUN_GROUP, ...); without "
-        "an API key offline, below WANDB_DIR or runs",
+        description="log to W&B, which reads its variables (WANDB_NAME, WANDB_RUN_GROUP, ...); without an API key "
+        "offline, below WANDB_DIR or runs",
     )
     wandb_project: str = Field("rollout", description="W&B project")
     metrics_port: int | None = Field(

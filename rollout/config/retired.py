@@ -11,6 +11,7 @@ from types import MappingProxyType
 RETIRED: Mapping[str, str] = MappingProxyType(
     {
         "engine.compile_threads": "16 threads compile the kernels at the start on a GPU, at most one a core",
+        "engine.cuda_graphs": "cuda_graph_rows = 0 launches all steps kernel by kernel, without CUDA graphs",
         "engine.fair_queue": "clients of one priority share tokens equally; requests of one client go by arrival",
         "engine.fused_experts": "the kernels run experts wherever they can",
         "engine.host_kv_piece_mib": "a copy of KV between host and device moves at most 32 MiB",
@@ -18,6 +19,7 @@ RETIRED: Mapping[str, str] = MappingProxyType(
         "engine.image_tokens": "the buffer for embeddings of images holds 16384 tokens",
         "engine.mask_threads": "half the cores compute masks of constrained rows",
         "engine.max_faults": "the engine is rebuilt after at most 3 faults in an hour",
+        "engine.rank_start_stall_s": "a start hangs after 15 times rank_stall_s without progress, 120 s by default",
         "engine.session_share": "idle sessions hold at most 0.5 of the KV pages",
         "engine.sleep_kv_s": "KV must reach the host within 60 seconds before a sleep",
         "engine.sleep_requests": "new requests wait during a sleep, unless 'sleep' has requests = refuse",

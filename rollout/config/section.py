@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     """A group of settings: immutable, and an undeclared key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)

@@ -4,46 +4,44 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 
 #: The longest lease of KV that a request may ask for, in seconds. A tool call of a turn rarely takes longer.
 MAX_SESSION_LEASE_S = 3600.0
 
 
-class SocketSettings(Section):
+class SocketSettings(SettingsSection):
     """The request socket."""
 
     bind: str = Field(
         "tcp://127.0.0.1:5757",
-        description="endpoint of the request socket; port 0: a free one; an IPv6 address stands in brackets",
+        description="port 0: a free one; IPv6 addresses stand in brackets",
     )
     max_message_bytes: int = Field(64 << 20, ge=1024, description="most bytes of a message")
     max_stream_buffer_bytes: int = Field(
-        256 << 20, ge=1 << 16, description="most unsent bytes for a slow client, which then gets no more chunks"
+        256 << 20, ge=1 << 16, description="unsent bytes after which a slow client gets no more chunks"
     )
 
 
-class RequestSettings(Section):
+class RequestSettings(SettingsSection):
     """Requests and their clients."""
 
     max_queue: int = Field(4096, ge=1, description="most completions in the queue")
     lease_s: float = Field(
         60.0, ge=0, description="seconds that a named client may be away before its requests are cancelled"
     )
-    drain_s: float = Field(
-        30.0, ge=0, description="seconds of a drain; then unfinished completions are returned as they are"
-    )
+    drain_s: float = Field(30.0, ge=0, description="seconds of a drain; then completions are returned as they are")
 
 
-class MediaSettings(Section):
+class MediaSettings(SettingsSection):
     """Images and videos of requests."""
 
     media_store_bytes: int = Field(
-        2 << 30, ge=1, description="host memory for pixels that requests use or may name by their hash"
+        2 << 30, ge=1, description="host memory for pixels that requests use or name by hash"
     )
 
 
-class ServiceConstants(Section):
+class ServiceConstants(SettingsSection):
     """Limits that no source of settings can change. Tests build services with other limits."""
 
     #: Completions of one request. The largest groups of published recipes have some hundreds.

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 
 
-class WeightsSettings(Section):
+class WeightsSettings(SettingsSection):
     """The worker's side of weights updates."""
 
     bind: str = Field("tcp://127.0.0.1:0", description="endpoint for weights updates; port 0: a free one")

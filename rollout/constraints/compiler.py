@@ -22,7 +22,7 @@ import torch
 
 from rollout.constraints import regex_check, schema_check
 from rollout.constraints.marker import AfterMarker, IdMarker, Marker, TextMarker, TokenTexts, ends_with, find
-from rollout.constraints.matcher import AllowList, Constraint, Ends, GrammarConstraint, mask_of, mask_words
+from rollout.constraints.matcher import AllowList, Constraint, GrammarConstraint, StopTokens, mask_of, mask_words
 from rollout.constraints.spec import ConstraintSpec, choices_grammar
 from rollout.process.deadline_thread import DeadlineThread
 
@@ -205,7 +205,7 @@ class ConstraintCompiler:
         self, matcher: Any, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]
     ) -> Constraint:
         text_W = self._json_W if spec.kind == "json_schema" else self._text_W
-        ends = Ends(frozenset(stop_ids), self._no_text, mask_of(stop_ids, self._vocab))
+        ends = StopTokens(frozenset(stop_ids), self._no_text, mask_of(stop_ids, self._vocab))
         return GrammarConstraint(matcher, text_W, ends, self._after, prior[-1:])
 
     def _keep(self, spec: ConstraintSpec, compiled: _Compiled) -> None:

@@ -87,7 +87,7 @@ class Constraint(Protocol):
         """
 
 
-class Anything(Matcher):
+class Unconstrained(Matcher):
     """The constraint that allows everything. It has no state, so it is its own matcher."""
 
     complete = True
@@ -95,12 +95,12 @@ class Anything(Matcher):
     look_at = NEVER
 
     @property
-    def free(self) -> Anything:
+    def free(self) -> Unconstrained:
         """See `Constraint`; this one never holds."""
         return self
 
     @property
-    def foreseen(self) -> Anything:
+    def foreseen(self) -> Unconstrained:
         """See `free`."""
         return self
 
@@ -108,11 +108,11 @@ class Anything(Matcher):
         """No."""
         return "no"
 
-    def start(self) -> Anything:
+    def start(self) -> Unconstrained:
         """Itself."""
         return self
 
-    def start_after(self, rest: bytes, token: int) -> Anything:
+    def start_after(self, rest: bytes, token: int) -> Unconstrained:
         """Itself."""
         return self
 
@@ -132,7 +132,7 @@ class Anything(Matcher):
         """No-op."""
 
 
-ANYTHING = Anything()
+ANYTHING = Unconstrained()
 
 
 def mask_of(token_ids: Iterable[int], vocab: int) -> torch.Tensor:
@@ -179,7 +179,7 @@ class AllowList(Matcher):
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class StopTokens:
     """The stop tokens of a request, with which a text may end once it is complete.
 
     They may be text of a grammar, too, unless they are among `no_text`, the tokens of the model that never are.
@@ -193,7 +193,7 @@ class Ends:
 class GrammarConstraint:
     """A compiled grammar, from which matchers are forked.
 
-    Two kinds of masks narrow it further: `allowed_W` at every step, and those of `after` for the one step after their
+    Two kinds of masks narrow it further: `allowed_W` at every step, and masks of `after` for the one step after their
     token. `last` is the token before the first step, if there is one.
     """
 
@@ -203,7 +203,7 @@ class GrammarConstraint:
         self,
         matcher: Any,
         allowed_W: torch.Tensor,
-        ends: Ends,
+        ends: StopTokens,
         after: Mapping[int, torch.Tensor] | None = None,
         last: Sequence[int] = (),
     ) -> None:

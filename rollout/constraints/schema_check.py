@@ -86,12 +86,12 @@ def _problems(schema: Any, place: str, root: Any, seen: set[int] | None = None) 
     for name in _ONE:
         yield from _problems(schema.get(name), f"{place}/{name}", root, seen)
     ref = schema.get("$ref")
-    if isinstance(ref, str):  # also outside $defs: the compiler follows it
+    if isinstance(ref, str):  # a reference outside $defs, too: the compiler follows it
         yield from _problems(_followed(ref, root), ref, root, seen)
 
 
 def _beside_others(schema: dict[str, Any], place: str, root: Any) -> Iterator[str]:
-    """Keywords that exclude each other: all but one are ignored."""
+    """Keywords that exclude each other: only one is used."""
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         yield f"'allOf' of several at {place} cannot be enforced; merge them"
     for name in ("anyOf", "oneOf", "allOf", "type"):
@@ -104,7 +104,7 @@ def _beside_others(schema: dict[str, Any], place: str, root: Any) -> Iterator[st
     rules = [name for name in _RULES if name in schema]
     if alone is None:
         if rules and "type" not in schema:
-            yield f"{rules[0]!r} at {place} cannot be enforced without a 'type' beside it; add it"
+            yield f"{rules[0]!r} at {place} cannot be enforced without a 'type'; add it"
         return
     others = [name for name in (*rules, *_PARTS, *_ALONE) if name in schema and name != alone]
     if others:

@@ -134,7 +134,7 @@ class Thoughts:
 
 
 @dataclass(frozen=True)
-class Budgeted:
+class BudgetedConstraint:
     """A constraint, or `ANYTHING`, with a budget for thoughts. `begin`: the place of a completion as it begins."""
 
     inner: Constraint
@@ -235,7 +235,7 @@ def forced_places(thoughts: Thoughts, tokens: Sequence[int]) -> list[int]:
 
 
 def _last(tokens: np.ndarray, mark: tuple[int, ...]) -> int:
-    """The place after the last occurrence of a mark; -1 if there is none."""
+    """The place after the last occurrence of a mark; -1 without one."""
     count = len(tokens) - len(mark) + 1
     if count <= 0:
         return -1

@@ -20,16 +20,16 @@ from rollout.gateway.dialects.handling import Gateway
 from rollout.gateway.dialects.process_group_bodies import TransferState
 from rollout.gateway.dialects.tinker.sessions import Sessions
 from rollout.gateway.endpoints import routes
-from rollout.gateway.history.kept import Kept
+from rollout.gateway.history.expiring_cache import ExpiringCache
 from rollout.gateway.history.responses import StoredResponse
 from rollout.gateway.history.trajectories import Trajectories
 from rollout.gateway.http.access import AccessRule
 from rollout.gateway.http.http_errors import HttpError, answer_error
 from rollout.gateway.orders.catch_up import CatchUp
-from rollout.gateway.orders.control import Control
 from rollout.gateway.orders.folder_updates import FolderUpdates
 from rollout.gateway.orders.group_updates import GroupUpdates
-from rollout.gateway.prompts.served_model import ServedModel
+from rollout.gateway.orders.worker_orders import WorkerOrders
+from rollout.gateway.prompts.gateway_model import GatewayModel
 from rollout.gateway.workers.workers import Workers
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.wire.errors import RolloutError, Unavailable
@@ -60,10 +60,10 @@ def make_app(
         tasks = [asyncio.ensure_future(each.run()) for each in (workers.watch, tinker)]
         model: ServedModel | None = None
         try:
-            model = ServedModel.load(await _first_status(workers, settings.start_s), settings)
+            model = GatewayModel.load(await _first_status(workers, settings.start_s), settings)
             tasks.append(asyncio.ensure_future(CatchUp(workers, folder_updates).run()))
-            control = Control(workers, model.names, folder_updates)
-            group_updates = GroupUpdates(client, control, settings.update_s)
+            orders = WorkerOrders(workers, model.names, folder_updates)
+            group_updates = GroupUpdates(client, orders, settings.update_s)
             trajectories = Trajectories(settings.max_kept_bytes, settings.session_s)
             responses: Kept[StoredResponse] = Kept(settings.max_kept_bytes, settings.session_s)
             gateway = Gateway(

@@ -34,10 +34,12 @@ from rollout.gateway.dialects import (
     responses_body,
     sglang_admin,
     sglang_generate,
+    shared_admin,
     tokenization,
     trajectories,
     vllm_admin,
     vllm_generate,
+    worker_extensions,
 )
 from rollout.gateway.dialects import process_group_bodies as group_bodies
 from rollout.gateway.dialects.handling import Gateway, HttpRequest
@@ -115,37 +117,39 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("GET /v1/loads /get_load", "SGLang", sglang_admin.loads),
     Endpoint("GET /get_world_size", "vLLM", vllm_admin.get_world_size, vllm_admin.WorldSizeQuery),
     # --- pauses and sleep
-    Endpoint("POST /pause", "vLLM", vllm_admin.pause, vllm_admin.PauseQuery, _PAUSED, for_client=True),
+    Endpoint("POST /pause", "vLLM", shared_admin.pause, vllm_admin.PauseQuery, _PAUSED, for_client=True),
     Endpoint(
-        "POST /pause_generation", "SGLang", vllm_admin.pause, sglang_admin.PauseBody, _SGLANG_PAUSED, for_client=True
+        "POST /pause_generation", "SGLang", shared_admin.pause, sglang_admin.PauseBody, _SGLANG_PAUSED, for_client=True
     ),
-    Endpoint("POST /areal_pause_generation", "AReaL", vllm_admin.pause_and_abort, None, _PAUSED, for_client=True),
+    Endpoint(
+        "POST /areal_pause_generation", "AReaL", worker_extensions.pause_and_abort, None, _PAUSED, for_client=True
+    ),
     Endpoint("POST /resume", "vLLM", vllm_admin.resume, answer=_RESUMED),
     Endpoint("POST /continue_generation", "SGLang", sglang_admin.continue_generation, answer=_SGLANG_RESUMED),
     Endpoint("POST /areal_continue_generation", "AReaL", sglang_admin.continue_generation, answer=_SGLANG_RESUMED),
     Endpoint("GET /is_paused", "vLLM", vllm_admin.is_paused),
     Endpoint("POST /sleep", "vLLM", vllm_admin.sleep, vllm_admin.SleepQuery),
-    Endpoint("POST /wake_up", "vLLM", vllm_admin.wake_up, vllm_admin.WakeQuery),
+    Endpoint("POST /wake_up", "vLLM", shared_admin.wake_up, vllm_admin.WakeQuery),
     Endpoint("GET /is_sleeping", "vLLM", vllm_admin.is_sleeping),
     Endpoint("POST /release_memory_occupation", "SGLang", sglang_admin.release_memory, sglang_admin.MemoryBody),
-    Endpoint("POST /resume_memory_occupation", "SGLang", vllm_admin.wake_up, sglang_admin.MemoryBody),
+    Endpoint("POST /resume_memory_occupation", "SGLang", shared_admin.wake_up, sglang_admin.MemoryBody),
     # --- requests, sessions, caches
     Endpoint("POST /abort_requests", "vLLM", vllm_admin.abort_requests, vllm_admin.AbortRequestsBody),
     Endpoint("POST /abort_request", "SGLang", sglang_admin.abort, sglang_admin.AbortBody),
-    Endpoint("POST /finish_session", "SkyRL", vllm_admin.finish_session, vllm_admin.SessionQuery),
+    Endpoint("POST /finish_session", "SkyRL", worker_extensions.finish_session, worker_extensions.SessionQuery),
     Endpoint("GET /v1/trajectories/{session:path}", "rollout", trajectories.read),
     Endpoint("DELETE /v1/trajectories/{session:path}", "rollout", trajectories.delete),
     Endpoint("POST /reset_prefix_cache", "vLLM", vllm_admin.reset_prefix_cache, vllm_admin.ResetBody),
     Endpoint("GET|POST /flush_cache", "SGLang", sglang_admin.flush_cache),
     # --- adapters
-    Endpoint("POST /v1/load_lora_adapter", "vLLM", vllm_admin.load_adapter, vllm_admin.AdapterBody),
-    Endpoint("POST /load_lora_adapter", "prime-rl", vllm_admin.load_adapter, vllm_admin.ReplacingAdapterBody),
-    Endpoint("POST /skyrl/v1/load_lora_adapter", "SkyRL", vllm_admin.load_adapter, vllm_admin.ReplacingAdapterBody),
-    Endpoint("POST /v1/unload_lora_adapter", "vLLM", vllm_admin.unload_adapter, vllm_admin.AdapterBody),
+    Endpoint("POST /v1/load_lora_adapter", "vLLM", shared_admin.load_adapter, shared_admin.AdapterBody),
+    Endpoint("POST /load_lora_adapter", "prime-rl", shared_admin.load_adapter, shared_admin.ReplacingAdapterBody),
+    Endpoint("POST /skyrl/v1/load_lora_adapter", "SkyRL", shared_admin.load_adapter, shared_admin.ReplacingAdapterBody),
+    Endpoint("POST /v1/unload_lora_adapter", "vLLM", shared_admin.unload_adapter, shared_admin.AdapterBody),
     # --- weights from a folder
-    Endpoint("POST /update_weights", "vLLM", vllm_admin.update_weights, vllm_admin.UpdateBody),
-    Endpoint("POST /areal_update_weights", "AReaL", vllm_admin.update_weights, vllm_admin.UpdateBody),
-    Endpoint("POST /update_weights_from_disk", "SGLang", sglang_admin.update_from_disk, vllm_admin.UpdateBody),
+    Endpoint("POST /update_weights", "vLLM", shared_admin.update_weights, shared_admin.UpdateBody),
+    Endpoint("POST /areal_update_weights", "AReaL", shared_admin.update_weights, shared_admin.UpdateBody),
+    Endpoint("POST /update_weights_from_disk", "SGLang", sglang_admin.update_from_disk, shared_admin.UpdateBody),
     Endpoint("GET /weight_info", "vLLM", vllm_admin.weight_info),
     Endpoint("GET /get_weight_version /weight_version", "SGLang", sglang_admin.weight_version),
     # --- weights over a process group
@@ -159,7 +163,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("POST /start_weight_update", "vLLM", process_groups.start, group_bodies.StartBody),
     Endpoint("POST /finish_weight_update", "vLLM", process_groups.finish, group_bodies.FinishBody),
     Endpoint("POST /shutdown_weight_transfer_engine", "vLLM", process_groups.shut_engine_down),
-    Endpoint("POST /collective_rpc", "SkyRL", vllm_admin.collective_rpc, vllm_admin.RpcBody),
+    Endpoint("POST /collective_rpc", "SkyRL", worker_extensions.collective_rpc, worker_extensions.RpcBody),
     Endpoint("POST /init_broadcaster", "prime-rl", process_groups.refuse),
     Endpoint("POST /update_weights_from_tensor", "SGLang", process_groups.refuse),
     # --- Tinker

@@ -18,7 +18,7 @@ from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.app import make_app
 from rollout.gateway.http.access import read_keys
 from rollout.gateway.http.client_connections import IN_USE_S, connection_class
-from rollout.process.announce import say, withdraw, write_whole
+from rollout.process.announce import announce, remove_ready_file, write_atomically
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up
 from rollout.process.open_files import raise_limit
@@ -53,7 +53,7 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
         server.run(sockets=[listening])
     finally:
         if settings.ready_file is not None:
-            withdraw(Path(settings.ready_file))
+            remove_ready_file(Path(settings.ready_file))
     return 0 if server.started else 1
 
 
@@ -139,5 +139,5 @@ class _Server(uvicorn.Server):
             collect_and_freeze()  # transformers' objects: a full collection would take 0.15 s, amid streams
             fact = {"event": "ready", "url": self._url, "pid": os.getpid()}
             if self._ready_file is not None:
-                write_whole(Path(self._ready_file), json.dumps(fact))
-            say(fact)
+                write_atomically(Path(self._ready_file), json.dumps(fact))
+            announce(fact)

@@ -1,4 +1,4 @@
-"""What a worker measures and reports about itself.
+"""The measurements of a worker, and its reports.
 
     definitions      every metric, declared once: name, kind, unit, reader, meaning, where it is shown
     meter            counts steps, swaps and completions in the loop, and makes reports

@@ -24,14 +24,14 @@ from typing import Generic, Literal, TypeVar
 
 from rollout.metrics.histogram import SECONDS, TOKENS, Buckets
 from rollout.metrics.idle import IDLE_CAUSES
-from rollout.metrics.mismatch import Mismatch
+from rollout.metrics.mismatch import MismatchSums
 from rollout.metrics.samples import Samples
 from trainer_bridge.wire.finish_reasons import FINISH_REASONS
 
 #: "gauge": of now, or of the interval. "counter": only grows while the worker runs. "histogram": counts by size.
 Kind = Literal["gauge", "counter", "histogram"]
 
-#: What drafts, by the names in metrics.
+#: The drafters, by their names in metrics.
 DRAFTER_NAMES = {"suffix": "suffix matching", "ngram": "n-grams of the row", "heads": "the draft model"}
 #: Ages of what drafts come from, in weights versions, by the names in metrics; each up to the next one.
 DRAFT_AGES = {"0": 0, "1": 1, "2_to_4": 2, "5_up": 5}
@@ -39,16 +39,16 @@ DRAFT_AGES = {"0": 0, "1": 1, "2_to_4": 2, "5_up": 5}
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What the meter knows of a stretch of time: the interval since the last report, or the whole run at its end."""
+    """The meter's values of a stretch of time: the interval since the last report, or the whole run at its end."""
 
     wall_s: float
     samples: Samples
-    idle_s: Mapping[str, float]  # by cause
-    active_pct: float  # of the last 10 s; of the whole run at its end
-    idle_pct: Mapping[str, float]  # by cause; the same
+    idle_s: Mapping[str, float]  # seconds by cause
+    active_pct: float  # share of the last 10 s; at the end, of the whole run
+    idle_pct: Mapping[str, float]  # shares by cause, of the same time
     run_active_pct: float
     run_idle_pct: Mapping[str, float]
-    mismatch: Mismatch  # of the last interval in which a trainer reported; of the whole run at its end
+    mismatch: MismatchSums  # sums of the last interval with a report; at the end, of the whole run
     compared_tokens: int  # tokens that trainers reported on, since start
     swaps: int  # since start
 
@@ -65,7 +65,7 @@ class Served:
     completions: int = 0
     completion_tokens: float = 0.0
     version_spans: float = 0.0
-    swap_pause_s: float = 0.0  # of the swap that brought the version; 0 in a reading
+    swap_pause_s: float = 0.0  # pause of the swap that brought the version; 0 in a reading
 
     def __sub__(self, other: Served) -> Served:
         return Served(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
@@ -191,16 +191,16 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "pipeline/predicted_speedup", "gauge", "x",
-        "predicted gain of the overlap: the sum of host and device times over the larger one, less zombie rows",
+        "predicted gain of the overlap: host time plus device time, over the larger one, less zombie rows",
         _SPEEDUP, lambda stretch: _speedups(stretch)[0],
     ),
     Metric(
         "pipeline/observed_speedup", "gauge", "x",
-        "observed gain: the sum of host and device times over the time with work to do, without swaps and offloads",
+        "observed gain: the same sum over the time with work, without swaps and offloads",
         _SPEEDUP, lambda stretch: _speedups(stretch)[1],
     ),
     Metric(
-        "rollout/tokens_per_s", "gauge", "tokens/s", "tokens that were committed and kept, of all rows",
+        "rollout/tokens_per_s", "gauge", "tokens/s", "committed and kept tokens of all rows",
         Panel("Rollout", "Tokens"),
         lambda stretch: stretch.samples.tokens / stretch.wall_s if stretch.wall_s > 0 else 0.0,
     ),
@@ -208,11 +208,11 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "rollout/tokens_per_s_per_row", "gauge", "tokens/s", "tokens per second of one row, mean",
         Panel("Rollout", "Tokens of a row"), lambda stretch: stretch.samples.tokens_per_s_per_row(stretch.wall_s),
     ),
-    Metric("rollout/rows", "gauge", "rows", "sequences that hold a row now", _ROWS),
-    Metric("queue/waiting", "gauge", "completions", "completions that wait for a row now", _ROWS),
+    Metric("rollout/rows", "gauge", "rows", "sequences with a row", _ROWS),
+    Metric("queue/waiting", "gauge", "completions", "completions without a row", _ROWS),
     Metric(
         "rollout/zombie_rows_pct", "gauge", "%",
-        "share of launched rows whose sequence had ended before their step was committed",
+        "launched rows whose sequence ended before the step's commit",
         Panel("Rollout", "Zombie rows"), lambda stretch: stretch.samples.zombie_rows_pct(),
     ),
     Metric(
@@ -232,18 +232,18 @@ METRICS: tuple[Metric[Stretch], ...] = (
         Panel("Steps and memory", "Prefill step"), lambda stretch: 1e3 * stretch.samples.prefill.value(),
     ),
     Metric(
-        "step/bookkeeping_ms", "gauge", "ms", "host time of a step, mean: plan, launch and commit together",
+        "step/bookkeeping_ms", "gauge", "ms", "host time of a step (plan, launch, commit), mean",
         Panel("Steps and memory", "Host time of a step"), lambda stretch: 1e3 * stretch.samples.host.value(),
         top="host",
     ),
     Metric(
-        "kv/used_pct", "gauge", "%", "share of the KV pages that rows and sessions hold; cached pages do not count",
+        "kv/used_pct", "gauge", "%", "KV pages of rows and sessions; cached pages do not count",
         _KV,
     ),
-    Metric("kv/session_pct", "gauge", "%", "share of the KV pages that idle sessions hold", _KV),
+    Metric("kv/session_pct", "gauge", "%", "KV pages of idle sessions", _KV),
     Metric(
         "state/snapshots_used_pct", "gauge", "%",
-        "share of the snapshots of linear attention in use", _KV,
+        "snapshots of linear attention in use", _KV,
     ),
     Metric(
         "state/snapshot_loads", "counter", "rows",
@@ -272,7 +272,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "kv/prefix_hit_pct", "gauge", "%",
-        "share of admitted prompt tokens whose KV was cached or shared, since start",
+        "admitted prompt tokens whose KV was cached or shared, since start",
         _KV, top="prefix hits",
     ),
     Metric(
@@ -332,16 +332,16 @@ METRICS: tuple[Metric[Stretch], ...] = (
     *(_ended(reason) for reason in FINISH_REASONS),
     Metric(
         "kv/preemptions", "counter", "count",
-        "sequences that were preempted",
+        "preempted sequences",
         _PREEMPTED, top="preempted",
     ),
     Metric(
         "rollout/reclaimed_rows", "counter", "count",
-        "completions that were ended because their client had vanished", _PREEMPTED,
+        "completions that ended because their client was gone", _PREEMPTED,
     ),
     Metric(
         "kv/host_used_pct", "gauge", "%",
-        "share of the host memory for KV that preempted sequences occupy",
+        "host memory for KV with preempted sequences",
         Panel("KV on the host", "Host memory in use"),
     ),
     Metric(
@@ -357,7 +357,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "kv/host_kept_pct", "gauge", "%",
-        "share of the host memory for KV that has known prefixes, also of idle sessions",
+        "host memory for KV with known prefixes and idle sessions",
         Panel("KV on the host", "Host memory in use"),
     ),
     Metric("kv/kept_bytes", "counter", "bytes", "KV of known prefixes copied to the host", _COPIED),
@@ -368,30 +368,30 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "kv/lost_pages", "counter", "pages",
-        "known pages that were given up before they were copied to the host",
+        "known pages that were dropped before their copy to the host",
         Panel("KV on the host", "Lost"),
     ),
     Metric(
-        "kv/disk_used_pct", "gauge", "%", "share of `disk_kv_gib` that has known prefixes now",
+        "kv/disk_used_pct", "gauge", "%", "part of `disk_kv_gib` with known prefixes",
         Panel("KV on disk", "Disk in use"),
     ),
-    Metric("kv/disk_read_pages", "counter", "pages", "pages of KV that were read from disk", _DISK),
+    Metric("kv/disk_read_pages", "counter", "pages", "pages read from disk", _DISK),
     Metric(
         "kv/disk_failed_pages", "counter", "pages",
-        "pages of KV that could not be written to disk or read; the log says why", _DISK,
+        "pages that could not be written or read; the log says why", _DISK,
     ),
     Metric(
-        "images/encoded", "counter", "count", "images that the vision tower encoded",
+        "images/encoded", "counter", "count", "encoded images",
         Panel("Images", "Encoded"),
     ),
     Metric("images/patches", "counter", "count", "patches of these images"),
     Metric(
         "images/reused", "counter", "count",
-        "images that were found in the buffer",
+        "images found in the buffer",
         Panel("Images", "Found"),
     ),
     Metric(
-        "images/buffer_used_pct", "gauge", "%", "share of the buffer for embeddings of images in use",
+        "images/buffer_used_pct", "gauge", "%", "buffer for embeddings of images in use",
         Panel("Images", "Buffer in use"),
     ),
     Metric(
@@ -408,23 +408,23 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "ranks/steps_behind", "gauge", "steps",
-        "steps that rank 0 has launched and the slowest rank has not completed",
+        "steps launched by rank 0 and not completed by the slowest rank",
         Panel("Tensor group", "Steps behind"),
     ),
     Metric(
-        "weights/version", "gauge", "version", "weights version that new steps run with", Panel("Weights", "Version")
+        "weights/version", "gauge", "version", "version of new steps", Panel("Weights", "Version")
     ),
     Metric(
         "weights/swap_pause_ms", "gauge", "ms", "pause of the compute stream by the last swap",
         Panel("Weights", "Pause of the last swap"),
     ),
     Metric(
-        "weights/bytes", "gauge", "bytes", "bytes that the last swap copied",
+        "weights/bytes", "gauge", "bytes", "bytes of the last swap",
         Panel("Weights", "Copied by the last swap"),
     ),
     Metric(
         "weights/recompute_s", "counter", "s",
-        "time of steps that computed KV again because of updates",
+        "time of steps that recompute KV after updates",
         Panel("Weights", "Computing KV again"),
     ),
     Metric(
@@ -447,7 +447,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         _DIFFERENCE, _mismatch(lambda stretch: stretch.mismatch.max_abs),
     ),
     Metric(
-        "mismatch/tokens", "counter", "count", "tokens that trainers reported on",
+        "mismatch/tokens", "counter", "count", "tokens that trainers reported",
         Panel("Trainer and worker", "Tokens compared"), _mismatch(lambda stretch: stretch.compared_tokens),
     ),
 )  # fmt: skip
@@ -474,7 +474,7 @@ HISTOGRAMS: tuple[Metric[Stretch], ...] = (
 #: Added to the report over the whole run, when the worker ends.
 TOTALS: tuple[Metric[Stretch], ...] = (
     Metric("total/wall_s", "gauge", "s", "time since the start", None, lambda run: run.wall_s),
-    Metric("total/tokens", "counter", "tokens", "tokens that were kept", None, lambda run: run.samples.tokens),
+    Metric("total/tokens", "counter", "tokens", "kept tokens", None, lambda run: run.samples.tokens),
     Metric("total/decode_steps", "counter", "count", "decode steps", None, lambda run: run.samples.decode.count),
     Metric("total/prefill_steps", "counter", "count", "prefill steps", None, lambda run: run.samples.prefill.count),
     Metric("total/completions", "counter", "count", "completions", None, lambda run: run.samples.length.count),
@@ -502,7 +502,7 @@ VERSION_METRICS: tuple[Metric[Served], ...] = (
         lambda served: served.tokens / served.wall_s if served.wall_s > 0 else None,
     ),
     Metric(
-        "by_version/active_pct", "gauge", "%", "share of it in which the compute stream ran a step",
+        "by_version/active_pct", "gauge", "%", "part of it in which the compute stream ran a step",
         _by_version("Active"),
         lambda served: min(100.0, max(0.0, percent(served.busy_s, served.wall_s))) if served.wall_s > 0 else None,
     ),

@@ -61,7 +61,7 @@ class Histogram:
         return list(self.counts[first : last + 1]), [low, *(bound + half for bound in bounds[first : last + 1])]
 
 
-class Counts:
+class HistogramCounts:
     """Counts since the start, read once an interval."""
 
     def __init__(self, buckets: Buckets) -> None:

@@ -15,9 +15,9 @@ from dataclasses import replace
 from rollout.metrics.busy_window import BusyWindow
 from rollout.metrics.by_version import ByVersion, VersionRow
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, Metric, Served, Stretch, percent
-from rollout.metrics.histogram import Counts, Histogram
+from rollout.metrics.histogram import Histogram, HistogramCounts
 from rollout.metrics.idle import IDLE_CAUSES, IdleCauses, IdleWindow
-from rollout.metrics.mismatch import Mismatch
+from rollout.metrics.mismatch import MismatchSums
 from rollout.metrics.samples import Samples
 from rollout.metrics.step_timing import StepTiming, SwapTiming
 
@@ -55,9 +55,14 @@ class Meter:
         self._swaps = 0
         self._values: dict[str, float | None] = {metric.name: metric.first for metric in metrics if metric.read is None}
         self._values["weights/version"] = version
-        self._counts = {metric.name: Counts(metric.buckets) for metric in HISTOGRAMS if metric.buckets is not None}
+        self._counts = {
+            metric.name: HistogramCounts(metric.buckets) for metric in HISTOGRAMS if metric.buckets is not None
+        }
         self._by_version = ByVersion(version, Served(self._started_s))
-        self._mismatch, self._mismatch_run = Mismatch(), Mismatch()  # of the last interval with a report, of the run
+        self._mismatch, self._mismatch_run = (
+            MismatchSums(),
+            MismatchSums(),
+        )  # sums of the last interval with a report, and of the run
         self._mismatch_is_new = False
 
     @property
@@ -125,7 +130,7 @@ class Meter:
         """
         self._idle.stream_held("offload", start_s, end_s)
 
-    def mismatch(self, found: Mismatch) -> None:
+    def mismatch(self, found: MismatchSums) -> None:
         """Count what trainers have reported; an empty mismatch changes nothing."""
         if found.tokens:
             self._mismatch = self._mismatch + found if self._mismatch_is_new else found

@@ -22,7 +22,7 @@ MAX_EXPONENT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class MismatchSums:
     """Sums over tokens; two can be added."""
 
     tokens: int = 0
@@ -30,8 +30,8 @@ class Mismatch:
     abs_sum: float = 0.0
     max_abs: float = 0.0
 
-    def __add__(self, other: Mismatch) -> Mismatch:
-        return Mismatch(
+    def __add__(self, other: MismatchSums) -> MismatchSums:
+        return MismatchSums(
             self.tokens + other.tokens,
             self.k3_sum + other.k3_sum,
             self.abs_sum + other.abs_sum,
@@ -49,26 +49,28 @@ class Mismatch:
         return self.abs_sum / self.tokens if self.tokens else 0.0
 
 
-def compare(worker: np.ndarray, trainer: np.ndarray) -> Mismatch:
+def compare(worker: np.ndarray, trainer: np.ndarray) -> MismatchSums:
     """The mismatch of two rows of log-probs, both float32 [tokens]; an infinite one of the worker counts as unknown."""
     assert worker.shape == trainer.shape and worker.ndim == 1, "both sides have one log-prob for each token"
     difference = trainer.astype(np.float64) - worker
     difference = difference[np.isfinite(difference)]
     if not len(difference):
-        return Mismatch()
+        return MismatchSums()
     capped = np.minimum(difference, MAX_EXPONENT)
     size = np.abs(difference)
     k3 = np.expm1(capped) - capped
-    return Mismatch(len(difference), float(k3.sum()), float(size.sum()), float(size.max()))
+    return MismatchSums(len(difference), float(k3.sum()), float(size.sum()), float(size.max()))
 
 
-def compare_by_version(worker: np.ndarray, trainer: np.ndarray, runs: Iterable[tuple[int, int]]) -> dict[int, Mismatch]:
+def compare_by_version(
+    worker: np.ndarray, trainer: np.ndarray, runs: Iterable[tuple[int, int]]
+) -> dict[int, MismatchSums]:
     """`compare` for each weights version; `runs` are (version, tokens) and add up to all tokens."""
-    found: dict[int, Mismatch] = {}
+    found: dict[int, MismatchSums] = {}
     start = 0
     for version, count in runs:
         part = compare(worker[start : start + count], trainer[start : start + count])
-        found[version] = found.get(version, Mismatch()) + part
+        found[version] = found.get(version, MismatchSums()) + part
         start += count
     assert start == len(worker), "the runs add up to all tokens"
     return found
@@ -79,15 +81,15 @@ class MismatchBox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sum = Mismatch()
+        self._sum = MismatchSums()
 
-    def add(self, found: Mismatch) -> None:
+    def add(self, found: MismatchSums) -> None:
         """Add a mismatch to the sum."""
         with self._lock:
             self._sum += found
 
-    def take(self) -> Mismatch:
+    def take(self) -> MismatchSums:
         """Return the sum since the last call."""
         with self._lock:
-            taken, self._sum = self._sum, Mismatch()
+            taken, self._sum = self._sum, MismatchSums()
         return taken

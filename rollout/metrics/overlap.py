@@ -22,7 +22,7 @@ from rollout.metrics.step_timing import Interval, StepTiming
 
 @dataclass(frozen=True, slots=True)
 class Colour:
-    """What one colour of the picture stands for."""
+    """The meaning of one colour of the picture."""
 
     hexadecimal: str
     name: str

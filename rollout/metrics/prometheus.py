@@ -151,7 +151,7 @@ def _server(host: str, port: int, collector: PrometheusSink, health: Health) -> 
             self.end_headers()
             self.wfile.write(body)
 
-    class Server(ThreadingHTTPServer):
+    class MetricsHttpServer(ThreadingHTTPServer):
         address_family = resolve(host, port, socket.SOCK_STREAM)[0][0]
 
-    return Server((host, port), Handler)
+    return MetricsHttpServer((host, port), Handler)

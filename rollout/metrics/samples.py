@@ -85,12 +85,12 @@ class Quantiles:
 
 
 class Samples:
-    """What the meter counted in a stretch of time: one instance for the interval, one for the whole run."""
+    """The meter's counts of a stretch of time: one instance for the interval, one for the whole run."""
 
     def __init__(self) -> None:
         self.steps = self.tokens = self.rows = self.zombie_rows = 0
         self.decode, self.prefill, self.host = Mean(), Mean(), Mean()  # seconds of a step
-        self.length, self.version_span = Mean(), Mean()  # of a completion
+        self.length, self.version_span = Mean(), Mean()  # means over completions
         self.decode_quantiles, self.length_quantiles = Quantiles(), Quantiles()
         self._zombie_rows_pct = 0.0  # the last value
         self._speedups = 0.0, 0.0  # the last values

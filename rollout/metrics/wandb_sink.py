@@ -24,7 +24,7 @@ from rollout.metrics.definitions import TOTALS
 from rollout.metrics.histogram import Histogram
 from rollout.metrics.sinks import Report
 from rollout.metrics.wandb_mode import wandb_mode
-from rollout.process.announce import write_whole
+from rollout.process.announce import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class WandbSink:
         whole = {name: value + self._earlier.get(name, 0) for name, value in totals.items()}
         self._run.summary.update({**shown, **report.totals, **whole})
         if self._continued is not None and whole:
-            write_whole(self._continued.totals, json.dumps(whole))
+            write_atomically(self._continued.totals, json.dumps(whole))
 
     def close(self) -> None:
         """Finish the run; its file is complete when this returns. Also ends W&B in this process."""

@@ -1,4 +1,4 @@
-"""What a step passes to the model beside its tokens: their places in the paged KV cache, and the cache itself.
+"""The inputs of a step besides its tokens: their places in the paged KV cache, and the cache itself.
 
 An `AttentionBatch` describes one step and is made anew for each. What its layers share (pages to gather, masks) is
 computed by the first layer that needs it, and kept.
@@ -92,7 +92,7 @@ class AttentionBatch:
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
-    def turned_by(self) -> torch.Tensor:
+    def rotary_positions(self) -> torch.Tensor:
         """The positions of the rotary embedding."""
         return self.positions_T if self.rope_positions is None else self.rope_positions
 
@@ -141,7 +141,7 @@ class StepImages:
     """Tokens of a prefill whose embeddings a vision tower made."""
 
     at_N: torch.Tensor  # int64: where they are in the step; each once
-    embeddings_NW: torch.Tensor  # their embedding, then those that are added after the first layers, side by side
+    embeddings_NW: torch.Tensor  # their embedding, then the embeddings added after the first layers, in one row
 
     def replace_in(self, x_TH: torch.Tensor) -> torch.Tensor:
         """The embeddings of the step, changed in place."""
@@ -169,7 +169,7 @@ class KeepsKV(Protocol):
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer that has KV keeps of a token."""
+        """The KV of a token, for each layer that has KV."""
 
 
 class LayerKV(NamedTuple):
@@ -177,7 +177,7 @@ class LayerKV(NamedTuple):
 
     k_PSGD: torch.Tensor
     v_PSGD: torch.Tensor
-    scales_P2GS: torch.Tensor | None  # of keys and values that are e4m3 codes
+    scales_P2GS: torch.Tensor | None  # scales of keys and values that are e4m3 codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class KVCache:
     v: list[torch.Tensor]
     page_size: int
     scales: list[torch.Tensor] = field(default_factory=list)  # empty where there are no codes
-    states: StatePool = NO_STATES  # of the layers without KV
+    states: StatePool = NO_STATES  # states of the layers without KV
     tokens: torch.Tensor | None = None  # int32 [P, S]; None where nothing reads them
 
     def layer(self, index: int) -> LayerKV:

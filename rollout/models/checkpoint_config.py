@@ -53,13 +53,13 @@ _ROPE_NUMBERS = (
     *("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor", "llama_4_scaling_beta"),
 )
 _ROPE_LISTS = ("short_factor", "long_factor")
-#: What the config of a whole checkpoint says about its language model.
+#: Keys of a whole checkpoint's config about its language model.
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """What config.json says, in transformers' terms."""
+    """The content of config.json, in transformers' terms."""
 
     architecture: str
     whole: Any  # transformers' config
@@ -128,7 +128,7 @@ def _checked(
         content = {name: value for name, value in content.items() if name != "vision_config"}
     check_config(text, rules, where)
     for name, part in content.items():
-        if name.endswith("_config") and isinstance(part, dict):  # of a language model, a vision tower
+        if name.endswith("_config") and isinstance(part, dict):  # the config of a language model or a vision tower
             check_config(part, size_rules(), f"{file}: {name}")
     try:
         if read_as is not None:
@@ -148,7 +148,7 @@ def _checked(
         raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
     if not getattr(config, "is_causal", True):
         raise CheckpointError(f"{where}: is_causal is not true, and a model that generates must not see later tokens")
-    # Keys may have other names in the file than in the config, and transformers adds those that are missing.
+    # Keys may have other names in the file than in the config, and transformers adds missing keys.
     check_config(made, rules, where)
     return whole
 

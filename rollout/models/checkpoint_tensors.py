@@ -181,7 +181,7 @@ def stored_dtype(tensors: dict[str, StoredTensor]) -> torch.dtype | None:
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, from its header. Raises CheckpointError for any other file."""
     try:
-        if file.exists() and not file.is_file():  # to open a pipe would wait for its writer
+        if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
             raise CheckpointError(f"{file} is not a file")
         with safe_open(file, framework="pt", device="cpu") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118

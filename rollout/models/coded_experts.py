@@ -17,7 +17,7 @@ from rollout.models.spec import ModelSpec
 
 
 class CodedView(torch.Tensor):
-    """Codes (uint8) of one tensor of a checkpoint; its shape is that of the weights."""
+    """Codes (uint8) of one tensor of a checkpoint, in the shape of the weights."""
 
     _weights: ExpertWeights
     #: Results of operations on it are plain tensors.

@@ -15,7 +15,7 @@ _MAX_NUMBER = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a key may hold, if it is not null."""
+    """The values that a key may have, other than null."""
 
     wanted: str  # ends the sentence "it must be ..."
     allows: Callable[[Any], bool]

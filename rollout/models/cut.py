@@ -47,7 +47,7 @@ class Cut(NamedTuple):
 class CutView(torch.Tensor):
     """A view of what a rank keeps of one tensor of a checkpoint; what is copied into it is the whole tensor.
 
-    Its own shape is that of the memory for the kept part. `whole_shape` gives the shape of the tensor that it takes.
+    It has the shape of the memory for the kept part. `whole_shape` gives the shape of the tensor that it takes.
     """
 
     cut: Cut
@@ -67,7 +67,7 @@ class CutView(torch.Tensor):
 
     @property
     def kept_part(self) -> torch.Tensor:
-        """What takes the kept part itself."""
+        """The memory that takes the kept part itself."""
         return self._kept
 
     def copy_(self, whole: torch.Tensor, non_blocking: bool = False) -> CutView:  # type: ignore[override]
@@ -104,6 +104,6 @@ def whole_shape(view: torch.Tensor) -> tuple[int, ...]:
 
 
 def kept_values(view: torch.Tensor) -> torch.Tensor:
-    """What a view keeps of the tensor that is copied into it, in the order of that tensor."""
+    """The values that a view keeps of a copied tensor, in the order of that tensor."""
     kept = view.kept_part if isinstance(view, CutView) else view
     return kept.reshape(whole_shape(kept))

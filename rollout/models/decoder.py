@@ -124,7 +124,7 @@ class Decoder(Block):
         group: TensorGroup = ONE_RANK,
     ) -> None:
         super().__init__()
-        assert (group.rank, group.size) == (spec.shard or (0, 1)), "the spec is that of another rank"
+        assert (group.rank, group.size) == (spec.shard or (0, 1)), "the spec belongs to another rank"
         self.spec = spec
         self.experts = experts
         self.group = group
@@ -158,7 +158,7 @@ class Decoder(Block):
         images = batch.images
         if images is not None:
             x_TH = images.replace_in(x_TH)
-        cos_sin = tuple(rope(batch.turned_by) for rope in self.ropes)
+        cos_sin = tuple(rope(batch.rotary_positions) for rope in self.ropes)
         context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv, run_experts)
         taps = batch.taps
         for index, layer in enumerate(self.layers):
@@ -182,7 +182,7 @@ class Decoder(Block):
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
-        """Logits of selected hidden states, float32 [S, V]; of a shard, those of its part of the vocabulary."""
+        """Logits of selected hidden states, float32 [S, V]; a shard's logits cover its part of the vocabulary."""
         logits_SV = float32_product(hidden_SH, self.lm_head)
         divisor, softcap = self.spec.logit_divisor, self.spec.logit_softcap
         if divisor != 1.0:

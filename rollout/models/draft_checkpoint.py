@@ -156,7 +156,7 @@ def _taps(content: dict[str, Any], file: Path, layers: int) -> tuple[int, ...]:
 
 
 def fill_draft(head: DraftHead, folder: Path, tensors: dict[str, StoredTensor]) -> None:
-    """Copy the tensors that `read_draft` gave. Raises CheckpointError if its tokens are not those of the target."""
+    """Copy the tensors that `read_draft` gave. Raises CheckpointError if its tokens differ from the target's."""
     needed = {name: stored for name, stored in tensors.items() if name not in _UNUSED}
     copy_tensors(needed, head.views(), None)
     if head.target_ids is None:

@@ -48,7 +48,7 @@ from rollout.models.names import Region, all_views, one_name, with_spellings
 from rollout.models.rope import Rope
 from rollout.models.spec import DraftNames, DraftSpec, LatentSpec, MoESpec
 
-#: What the names of tensors of an EAGLE-3 head begin with in updates.
+#: The prefix of the tensors of an EAGLE-3 head in updates.
 PREFIX = "draft."
 #: Tensors of a checkpoint that say which tokens of the target its vocabulary has: the offset of each, and a flag for
 #: each token of the target, which follows from the offsets.

@@ -118,7 +118,7 @@ class Unsummed(NamedTuple):
     """The result of a product as the kernel that reads it takes it."""
 
     parts_STN: torch.Tensor
-    correction: Correction | None  # of adapters, not yet added
+    correction: Correction | None  # the adapters' part, not yet added
     partial: bool = False  # one rank's part of a sum over the ranks; without a correction
 
 
@@ -178,9 +178,9 @@ class FusedDecoder:
             gluon_experts.takes_gated(model.embed.device, dtype, spec.hidden, spec.intermediate) for spec in dense
         )
         self._kinds = tuple(dict.fromkeys(self._products.values()))
-        # Of the step that is being launched:
+        # Parts of the step that is being launched:
         self._configs: dict[KernelProduct, Config | None] = {}
-        self._tiles: PaddedGroups | None = None  # of its rows, if our own kernel runs the gated products
+        self._tiles: PaddedGroups | None = None  # tiles of its rows, if our own kernel runs the gated products
 
     @torch.inference_mode()
     def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
@@ -190,7 +190,7 @@ class FusedDecoder:
         first, *others = self._ropes
         residual_TH, cos_sin = self._embed(token_ids_T, batch, first)
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
-        context = StepContext((cos_sin, *(rope(batch.turned_by) for rope in others)), slots_T, batch, kv)
+        context = StepContext((cos_sin, *(rope(batch.rotary_positions) for rope in others)), slots_T, batch, kv)
         last, *before = reversed([cast(DecoderLayer, layer) for layer in model.layers])
         added = None
         for index, layer in enumerate(reversed(before)):
@@ -236,7 +236,7 @@ class FusedDecoder:
         self, token_ids_T: torch.Tensor, batch: AttentionBatch, rope: Rope
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """The residual stream before the first layer, and the cosines and sines of the first rotary embedding."""
-        model, positions = self._model, batch.turned_by
+        model, positions = self._model, batch.rotary_positions
         if positions.dim() == 1 and batch.images is None:
             token = None if model.spec.shard is None else model.spec.kept_vocab.start
             tables = (model.embed, rope.inv_freq_D, rope.sign_D)
@@ -256,7 +256,7 @@ class FusedDecoder:
     def _layer(
         self, layer: DecoderLayer, residual_TH: torch.Tensor, last: Unsummed | None, context: StepContext, index: int
     ) -> tuple[torch.Tensor, Unsummed | None]:
-        """One layer; `last` is what is left to add of the one before. Returns the residual, and what this leaves."""
+        """One layer. `last`: product of the layer before, not yet added. Returns the residual and its own `last`."""
         x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
         if context.batch.taps is not None:  # the norm has added what was left
             context.batch.taps.take(index, residual_TH)

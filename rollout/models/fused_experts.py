@@ -95,7 +95,7 @@ class FusedExperts:
         self._unit_offset = unit_offset
         # None: plans for any GPU. Those for this one may have kernels that know SiLU only.
         self._device = first.router.device if spec.clamped is None else None
-        self._rule: ScoreRule | None = None  # of routers that are not plain
+        self._rule: ScoreRule | None = None  # the rule of routers that are not plain
         if not spec.router.plain:
             router = spec.router
             best = (router.groups, router.top_groups, router.group_best)
@@ -108,12 +108,12 @@ class FusedExperts:
         self._format = first.format
         self._scratch = router_scratch(len(first.router), first.router.device)
         self._deterministic = deterministic  # one plan, and one way to the router's logits, for any number of tokens
-        self._plan: Plan | None = None  # of the step that is being launched
+        self._plan: Plan | None = None  # the plan of the step that is being launched
         self._chosen: list[torch.Tensor] | None = None  # its experts, if it is being captured
 
     @classmethod
     def of_model(cls, model: Decoder, deterministic: bool = False, plans: ExpertPlans = PLANS) -> FusedExperts:
-        """Of all sparse layers of a model."""
+        """The experts of all sparse layers of a model."""
         blocks = [cast(DecoderLayer, layer).feed_forward for layer in model.layers]
         sparse = [block for block in blocks if isinstance(block, SparseFeedForward)]
         return cls(sparse, model.spec.eps, model.spec.unit_offset, deterministic, plans)
@@ -219,12 +219,12 @@ class FusedExperts:
         if not self._all_kept:
             routing = keep_experts(routing, self._kept.start, len(self._kept), block.spec.experts)
         parts_STH = run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True, glu=weights.glu)
-        if block.biases is not None and block.adds_bias:  # of the down projection: each token's sum, weighted
+        if block.biases is not None and block.adds_bias:  # biases of the down projection: each token's sum, weighted
             bias_EH = block.down_bias.float()
             weights_TE = bias_EH.new_zeros(len(x_TH), len(bias_EH))
             weights_TE.scatter_add_(1, routing.experts_TK.long(), routing.weights_TK)
             parts_STH[0].addmm_(weights_TE, bias_EH)
-        if block.shared is not None:  # by torch, after the experts: their kernels follow each other without a wait
+        if block.shared is not None:  # torch runs it after the experts, whose kernels follow each other without a wait
             parts_STH = parts_STH.float()
             parts_STH[0] += self._in_one_order(block.shared, x_TH) if self._deterministic else block.shared(x_TH)
         return parts_STH

@@ -16,11 +16,11 @@ import torch
 class JoinedView(torch.Tensor):
     """A view of several experts, which takes the one tensor that a checkpoint has of them.
 
-    Its own shape is that of the memory: one dimension of the checkpoint's tensor is two here, the expert and the place
+    It has the shape of the memory: one dimension of the checkpoint's tensor is two here, the expert and the place
     in its width. `joined_shape` is the shape of that tensor.
     """
 
-    joined_dim: int  # of the checkpoint's tensor
+    joined_dim: int  # a dimension of the checkpoint's tensor
     _memory: torch.Tensor
     #: Results of operations on it are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -116,7 +116,7 @@ class LatentAttention(Block):
         return q_TQX, torch.cat((self.kv_norm(latent_TR), turned_T1D[:, 0]), dim=-1)
 
     def _kv_b(self) -> torch.Tensor:
-        """What each head makes of a latent, keys and then values: [Q, Y, R], a view."""
+        """The weights by which each head makes keys, then values, of a latent: [Q, Y, R], a view."""
         return self.kv_b_proj.weight.unflatten(0, (self.spec.heads, -1))
 
     def _absorb(

@@ -118,7 +118,7 @@ def float32_product(x_SH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor
 class Block(nn.Module):
     """A module that is called without `nn.Module.__call__`.
 
-    That call looks for hooks. There are none here, and the search costs as much as a small model's matrix product.
+    That call looks for hooks. Here are no hooks, and the search costs as much as a small model's matrix product.
     """
 
     #: True if `forward` reads a value from the device on the host: a step with it cannot be captured.
@@ -135,9 +135,9 @@ RunExperts = Callable[["SparseFeedForward", torch.Tensor, ExpertRecord | None], 
 
 
 class StepContext(NamedTuple):
-    """What all layers of a step share."""
+    """The values that all layers of a step share."""
 
-    cos_sin: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # of each rotary embedding of the model
+    cos_sin: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cosines and sines of each rotary embedding of the model
     slots_T: torch.Tensor  # the batch's KV slots as int64
     batch: AttentionBatch
     kv: KVCache
@@ -318,7 +318,7 @@ class Attention(Block):
         if spec.qk_norm == "head":
             self.qk_norm_weight = empty_parameter(2, spec.head_dim, dtype=dtype, device=device)
             kinds = torch.tensor([0] * spec.heads + [1] * spec.kv_heads, device=device)
-            self.head_kinds: torch.Tensor  # which of the two weights a head takes
+            self.head_kinds: torch.Tensor  # the weight, of two, that each head takes
             self.register_buffer("head_kinds", kinds, persistent=False)
         elif spec.qk_norm == "full":
             q_cut, k_cut = (None, None) if spec.shard is None else (spec.q_cut(spec.head_dim), spec.kv_cut)
@@ -528,7 +528,7 @@ class SparseFeedForward(Block):
         self.logit_bias: nn.Parameter | None = None
         if spec.router.logit_bias:
             self.logit_bias = empty_parameter(spec.experts, dtype=dtype, device=device)
-        self.shared: SharedExpert | None = None  # that is kept apart
+        self.shared: SharedExpert | None = None  # the shared expert, if it is kept apart
         if spec.shared is not None and not self.stacked_shared:
             self.shared = SharedExpert(spec.shared, spec.names.shared_gate if spec.shared_gate else None, dtype, device)
         self.gate_up, self.gate_up_scales = self._empty(2 * spec.intermediate, spec.hidden, 2, dtype, device)
@@ -588,7 +588,7 @@ class SparseFeedForward(Block):
         return weights_TK, torch.cat((experts_TK, shared_N.expand(tokens, count)), dim=1)
 
     def _kept(self, experts_TK: torch.Tensor) -> torch.Tensor:
-        """The places of experts in this rank's memory; those that others keep have none."""
+        """The places of experts in this rank's memory; experts of other ranks have no place."""
         spec = self.spec
         kept_TK = experts_TK - spec.kept_experts.start
         if spec.expert_cut is None:
@@ -663,7 +663,7 @@ class SparseFeedForward(Block):
         return regions
 
     def _transposed_regions(self, prefix: str) -> list[Region]:
-        """Of all experts, with inputs before outputs."""
+        """The regions of all experts, with inputs before outputs."""
         names, by_expert = self.spec.names, self.spec.expert_cut
         gate_up, down = self.spec.gate_up_cut, self.spec.width_cut
         return [
@@ -682,7 +682,7 @@ class SparseFeedForward(Block):
         if self.stacked_shared:
             view = view[: len(spec.kept_experts)]
         cut = spec.gate_up_cut if wide and half is None else spec.width_cut
-        cut = cut if wide else _at(cut, 1)  # of one expert
+        cut = cut if wide else _at(cut, 1)  # the cut of one expert
         if expert is None:
             cut = spec.expert_cut or (None if cut is None else cut.at(cut.dim + 1))
         elif expert in spec.kept_experts:

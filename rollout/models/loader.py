@@ -148,7 +148,7 @@ def load_model(
 
 
 def check_cut(settings: ModelSettings, folder: Path, ranks: int, experts: Format = "plain") -> None:
-    """Raise as `load_model` does if the model cannot be cut into so many shards, from its configuration alone.
+    """Raise as `load_model` if the model cannot be cut into this number of shards, from its configuration alone.
 
     Raises ValueError also for `experts` whose scales are of whole rows, which parts of an expert's width would change.
     """
@@ -188,7 +188,7 @@ def _no_shards(architecture: str, ranks: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a model is made from; there are no tensors if its weights are random."""
+    """The source of a model; it has no tensors if the weights are random."""
 
     settings: ModelSettings
     folder: Path
@@ -347,9 +347,9 @@ def _needed(
 
 def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     from rollout.models.fallback.build import make_module, max_positions, module_class
-    from rollout.models.fallback.held import HELD
     from rollout.models.fallback.model import TransformersModel
     from rollout.models.fallback.start import check_start
+    from rollout.models.fallback.tested import TESTED
     from rollout.models.fallback.weights import checkpoint_regions, own_tensors
 
     architecture, config, dtype, device = source.architecture, source.config.whole, source.dtype, source.device
@@ -374,7 +374,7 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
         "%s runs through transformers' own code, not natively: expect about half the speed of a native family; no "
         "adapters, routing, deterministic or expert_dtype",
         architecture,
-        extra={"tested_against_transformers": architecture in HELD},
+        extra={"tested_against_transformers": architecture in TESTED},
     )
     refused = f"{architecture} cannot be served through transformers' code"
     try:

@@ -59,8 +59,8 @@ class CorrectedModule(NamedTuple):
     begin: int  # the first of its outputs in the product
     outputs: int
     inputs: int
-    output_cut: Cut | None = None  # of a shard: what it keeps of the module's outputs
-    input_cut: Cut | None = None  # and of its inputs
+    output_cut: Cut | None = None  # the module's outputs that a shard keeps
+    input_cut: Cut | None = None  # the inputs that it keeps
 
     @property
     def whole_outputs(self) -> int:
@@ -109,7 +109,7 @@ class AdapterWeights:
 
     rank: int  # the largest of its modules
     parts: Mapping[LayerProduct, tuple[torch.Tensor, torch.Tensor]]
-    shared: SharedParts = _NOT_SHARED  # with the other ranks of a tensor group
+    shared: SharedParts = _NOT_SHARED  # parts shared with the other ranks of a tensor group
 
     @property
     def nbytes(self) -> int:

@@ -38,7 +38,7 @@ class PeftConfig:
     rank: int
     alpha: float
     rslora: bool
-    ranks: Mapping[str, int]  # by the end of a module's name
+    ranks: Mapping[str, int]  # ranks by the end of a module's name
     alphas: Mapping[str, float]
 
     def rank_of(self, module: str) -> int:

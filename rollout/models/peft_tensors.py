@@ -113,7 +113,7 @@ class AdapterPacker:
     def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
         """As `AdapterPlan.pack`, for all ranks; None while there is no memory: ask again.
 
-        `since_s` is the `time.monotonic` at which it was asked for. Raises `RolloutError` if none comes free.
+        `since_s` is the `time.monotonic` at which it was asked for. Raises `RolloutError` if no place becomes free.
         """
         return plan.pack(tensors, self._pinned)
 

@@ -25,7 +25,7 @@ from rollout.models.spec import (
     Activation,
     AttentionNames,
     AttentionSpec,
-    ClampedGLU,
+    ClampedGLUSpec,
     DeltaNetNames,
     DeltaNetSpec,
     DenseNames,
@@ -301,7 +301,7 @@ class MoEFamily:
     """The mixture of experts of a family."""
 
     experts: Key = declared(integer(0, 4096))
-    intermediate: Key = declared(_WIDTH)  # of one expert
+    intermediate: Key = declared(_WIDTH)  # width of one expert
     top_k: Key = declared(integer(1, 4096), Key("num_experts_per_tok"))
     renormalize: bool | Key = declared(FLAG)
     scoring: Scoring = "softmax"
@@ -312,11 +312,11 @@ class MoEFamily:
     group_best: int = 2
     grouped: Key | None = declared(TEXT, None)  # "greedy": there are no groups; "group_limited_greedy": there are
     scale: float | Key = declared(NUMBER, 1.0)
-    shared_intermediate: Key | None = declared(_WIDTH, None)  # of the expert that every token takes
-    shared_experts: Key | None = declared(integer(0, 4096), None)  # or: how many experts' width it has
+    shared_intermediate: Key | None = declared(_WIDTH, None)  # width of the expert that every token takes
+    shared_experts: Key | None = declared(integer(0, 4096), None)  # its width in experts, where a config says that
     shared_gate: bool = False
     logit_bias: bool = False
-    clamp_alpha: Key | None = declared(NUMBER, None)  # with the limit: experts have biases and a clamped GLU
+    clamp_alpha: Key | None = declared(NUMBER, None)  # given with the limit: experts have biases and a clamped GLU
     clamp_limit: Key | None = declared(NUMBER, None)
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
@@ -331,12 +331,12 @@ class DeltaNetFamily:
     key_dim: Key = declared(integer(1, 8192), Key("linear_key_head_dim"))
     value_dim: Key = declared(integer(1, 8192), Key("linear_value_head_dim"))
     conv: Key = declared(integer(2, 64), Key("linear_conv_kernel_dim"))
-    eps: float | Key = declared(NUMBER, Key("rms_norm_eps"))  # of the norm of the outputs
+    eps: float | Key = declared(NUMBER, Key("rms_norm_eps"))  # epsilon of the norm of the outputs
     reflects: bool | Key = declared(FLAG, False)  # beta goes up to 2
     interleaved: bool = False
     linear: ByLayer[bool] = linear_by_type
     names: DeltaNetNames = DeltaNetNames()
-    #: Of the layers with DeltaNet.
+    #: Keys of the layers with DeltaNet.
     norms: NormPlace = "before"
     layer_names: LayerNames = LayerNames()
 
@@ -351,7 +351,7 @@ class LatentFamily:
     rope_dim: Key = declared(integer(2, 8192), Key("qk_rope_head_dim"))
     value_dim: Key = declared(integer(1, 8192), Key("v_head_dim"))
     bias: Key = declared(FLAG, Key("attention_bias"))
-    eps: float = 1e-6  # of the norms of latents; transformers' default, whatever `rms_norm_eps` is
+    eps: float = 1e-6  # epsilon of the norms of latents; transformers' default, whatever `rms_norm_eps` is
     names: LatentNames = LatentNames()
 
 
@@ -361,10 +361,10 @@ class MTPFamily:
 
     #: How many there are.
     layers: Key = declared(integer(0, MOST_LAYERS), Key("num_nextn_predict_layers", 0))
-    #: What the names of one's tensors begin with; `{}`: its number, counted on from the layers of the model.
+    #: The prefix of one's tensors; `{}`: its number, counted on from the layers of the model.
     prefix: str = "model.layers.{}."
     from_zero: bool = False  # they have numbers of their own
-    layer: str = ""  # what the names of its blocks begin with, after the prefix
+    layer: str = ""  # the beginning of its blocks' names, after the prefix
     fc: str = "eh_proj"
     embed_norm: str = "enorm"
     hidden_norm: str = "hnorm"
@@ -374,7 +374,7 @@ class MTPFamily:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What differs from Llama without biases. For the fields see the specs that are built from them."""
+    """The differences from Llama without biases. For the fields see the specs that are built from them."""
 
     model_type: str  # in config.json
     models: str = ""  # names of its models, for the docs
@@ -844,7 +844,7 @@ FAMILIES: dict[str, Family] = {
         models="MiniMax-M2",
         qk_norm="full",
         partial_rope=True,
-        rope_width=Key("rotary_dim"),  # which not every release of transformers 5 makes a factor of
+        rope_width=Key("rotary_dim"),  # some releases of transformers 5 make a factor of it
         moe=MoEFamily(
             experts=Key("num_local_experts"),
             intermediate=Key("intermediate_size"),
@@ -1069,7 +1069,7 @@ def family_of(architecture: str, model_type: Any) -> Family:
 
 
 def config_rules(family: Family) -> dict[str, Rule]:
-    """What the keys of config.json that this family reads may hold, where they are not null."""
+    """Rules for the keys of config.json that this family reads, where they are not null."""
     return _COMMON | _rules(family)
 
 
@@ -1087,7 +1087,7 @@ def known_keys(family: Family) -> frozenset[str]:
 
 
 def size_rules() -> dict[str, Rule]:
-    """What the keys of any config.json that sizes follow from may hold, where they are not null."""
+    """Rules for the keys of any config.json that give sizes, where they are not null."""
     return {name: _COMMON[name] for name in _SIZES} | dict.fromkeys(_EXPERT_COUNTS, integer(0, 1 << 14))
 
 
@@ -1173,7 +1173,7 @@ def _unused(config: Any, family: Family, tower: TowerSpec | None) -> tuple[str, 
 
 
 def _mtp_prefixes(config: Any, family: Family) -> tuple[str, ...]:
-    """What the names of the tensors of each layer for the prediction of further tokens begin with."""
+    """The prefixes of the layers for multi-token prediction."""
     mtp = family.mtp
     if mtp is None:
         return ()
@@ -1402,10 +1402,10 @@ def _is_grouped(config: Any, family: MoEFamily) -> bool:
     return True
 
 
-def _clamped(config: Any, family: MoEFamily) -> ClampedGLU | None:
+def _clamped(config: Any, family: MoEFamily) -> ClampedGLUSpec | None:
     if family.clamp_alpha is None:
         return None
-    return ClampedGLU(_value(config, family.clamp_alpha), _value(config, family.clamp_limit))
+    return ClampedGLUSpec(_value(config, family.clamp_alpha), _value(config, family.clamp_limit))
 
 
 def _check_groups(spec: MoESpec) -> None:
@@ -1553,7 +1553,7 @@ def _scaled_rope(config: Any, part: str, params: dict[str, Any]) -> RopeSpec:
 
 
 def _yarn_score_factor(config: Any) -> float:
-    """What latent attention multiplies its scores by where a rotary embedding is scaled and has `mscale_all_dim`."""
+    """The factor of latent attention's scores where a rotary embedding is scaled and has `mscale_all_dim`."""
     params = _rope_parameters(config)
     kind, mscale_all, factor = params.get("rope_type", "default"), params.get("mscale_all_dim"), params.get("factor")
     if kind == "default" or not mscale_all:

@@ -31,7 +31,7 @@ from rollout.models.vision_spec import TowerSpec
 RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope"]
 #: none; each head alone, with one weight for all heads; all heads together.
 QKNorm = Literal["none", "head", "full"]
-#: What a gated feed-forward block applies to its gate: SiLU, GELU, or GELU with tanh in the place of erf.
+#: The activation of a gated feed-forward block: SiLU, GELU, or GELU with tanh in the place of erf.
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 #: How a router turns logits into the weights of experts.
 Scoring = Literal["softmax", "sigmoid"]
@@ -46,9 +46,9 @@ class RopeSpec:
     #: Radians per position of the dimensions that turn, fastest first, where the embedding is scaled: float32 values.
     frequencies: tuple[float, ...] = ()
     amplitude: float = 1.0  # multiplies sine and cosine
-    share: float = 1.0  # of a head's dimensions, the first ones: they turn, the others stay
+    share: float = 1.0  # the share of a head's dimensions that turn, the first ones; the others stay
     interleaved: bool = False  # a dimension turns with its neighbour, and not with the one half of them further on
-    #: Which of three positions each frequency takes, fastest first; empty where a token has one position.
+    #: The position, of three, that each frequency takes, fastest first; empty where a token has one position.
     axes: tuple[int, ...] = ()
 
     def width(self, head_dim: int) -> int:
@@ -57,7 +57,7 @@ class RopeSpec:
 
 
 class KVShape(NamedTuple):
-    """What one layer keeps of a token: a key and a value for each KV head; a `v_dim` of 0 if values are in the keys."""
+    """The KV of a token in one layer: a key and a value for each KV head; a `v_dim` of 0 if values are in the keys."""
 
     heads: int
     k_dim: int
@@ -94,9 +94,9 @@ class LinearSpec(NamedTuple):
     modules: tuple[str, ...]
     widths: tuple[int, ...]  # outputs of each module
     bias: bool
-    #: Of a shard: what it keeps of the outputs of each module, None for all; empty if it keeps all of every module.
+    #: The outputs of each module that a shard keeps, None for all; empty if it keeps all of every module.
     output_cuts: tuple[Cut | None, ...] = ()
-    #: Of a shard: what it keeps of the inputs. The product is then a part of a sum over the ranks.
+    #: The inputs of each module that a shard keeps. The product is then a part of a sum over the ranks.
     input_cut: Cut | None = None
 
     @property
@@ -144,7 +144,7 @@ class HeadShard(NamedTuple):
     """A rank's part of the heads of attention. A KV head belongs to several ranks if there are fewer than ranks."""
 
     shard: Shard
-    kv_heads: int  # of the whole model
+    kv_heads: int  # KV heads of the whole model
 
     def kv_range(self, kept: int) -> tuple[int, int]:
         """The rank's KV heads, of which it keeps `kept`."""
@@ -166,7 +166,7 @@ class AttentionSpec:
     o_bias: bool
     qk_norm: QKNorm
     clip_qkv: float | None  # bounds queries, keys and values
-    eps: float  # of the query and key norms
+    eps: float  # epsilon of the query and key norms
     names: AttentionNames = AttentionNames()
     scale: float | None = None  # factor of the scores; None: the head dimension to the power of -1/2
     softcap: float | None = None  # bounds the scaled scores s: softcap tanh(s / softcap)
@@ -200,13 +200,13 @@ class AttentionSpec:
         return LinearSpec(self.inputs or self.hidden, self.names.qkv, widths, self.qkv_bias, cuts)
 
     def q_cut(self, width: int) -> Cut:
-        """What a shard keeps of a tensor that has `width` entries for each query head."""
+        """A shard's cut of a tensor that has `width` entries for each query head."""
         assert self.shard is not None
         return self.shard.shard.cut(self.heads * width)
 
     @property
     def kv_cut(self) -> Cut:
-        """What a shard keeps of the keys, and of the values."""
+        """A shard's cuts of the keys and of the values."""
         assert self.shard is not None
         begin, end = self.shard.kv_range(self.kv_heads)
         return Cut(0, self.shard.kv_heads * self.head_dim, ((begin * self.head_dim, end * self.head_dim),))
@@ -232,7 +232,7 @@ class AttentionSpec:
 
     @property
     def kv_shape(self) -> KVShape:
-        """What it keeps of a token."""
+        """The KV of a token."""
         return KVShape(self.kv_heads, self.head_dim, self.head_dim)
 
 
@@ -260,13 +260,13 @@ class LatentSpec:
     heads: int
     q_rank: int | None  # width of the queries' own latent; None: they are a product of the token
     kv_rank: int  # width of the latent
-    nope_dim: int  # of a head's queries and keys: what does not turn
-    rope_dim: int  # what does
-    value_dim: int  # of a head
+    nope_dim: int  # dimensions of a head's queries and keys that do not turn
+    rope_dim: int  # dimensions that turn
+    value_dim: int  # dimensions of a head
     rope: RopeSpec
     scale: float  # factor of the scores
-    bias: bool  # of the products that make latents, and of the output product
-    eps: float  # of the norms of latents
+    bias: bool  # biases of the products that make latents, and of the output product
+    eps: float  # epsilon of the norms of latents
     names: LatentNames = LatentNames()
     shard: Shard | None = None  # the heads above are those of one rank; latents are whole on every rank
 
@@ -277,7 +277,7 @@ class LatentSpec:
 
     @property
     def latent_dim(self) -> int:
-        """What is kept of a token: the latent, and the part of its keys that turns."""
+        """The KV of a token: the latent, and the part of its keys that turns."""
         return self.kv_rank + self.rope_dim
 
     @property
@@ -308,7 +308,7 @@ class LatentSpec:
         return LinearSpec(self.heads * self.value_dim, (self.names.o,), (self.hidden,), self.bias, (), cut)
 
     def _head_cuts(self, width: int) -> tuple[Cut, ...]:
-        """What a shard keeps of a module that has `width` outputs for each head."""
+        """A shard's cut of a module that has `width` outputs for each head."""
         return () if self.shard is None else (self.shard.cut(self.heads * width),)
 
     @property
@@ -318,7 +318,7 @@ class LatentSpec:
 
     @property
     def kv_shape(self) -> KVShape:
-        """What it keeps of a token: one head, whose values are the first dimensions of its key."""
+        """The KV of a token: one head, whose values are the first dimensions of its key."""
         return KVShape(1, self.latent_dim, 0)
 
 
@@ -352,10 +352,10 @@ class DeltaNetSpec:
     hidden: int
     key_heads: int
     value_heads: int  # a multiple of the key heads; the value heads of a key head are neighbours
-    key_dim: int  # of a head
-    value_dim: int  # of a head
+    key_dim: int  # dimensions of a head
+    value_dim: int  # dimensions of a head
     conv: int  # tokens that the convolution sees, the present one included
-    eps: float  # of the norm of the outputs
+    eps: float  # epsilon of the norm of the outputs
     interleaved: bool = False  # the input product is sorted by key head: its q, k, v, z; and its b, a
     beta_scale: float = 1.0  # how much of a key's old value a token may replace: 1 all of it, 2 reflects it
     names: DeltaNetNames = DeltaNetNames()
@@ -397,7 +397,7 @@ class DeltaNetSpec:
 
     @property
     def conv_cuts(self) -> tuple[Cut | None, Cut | None, Cut | None, Cut | None]:
-        """What a shard keeps of a convolution over queries, keys and values, and of the one over each of them."""
+        """A shard's cuts of a convolution over queries, keys and values, and of a convolution over each of them."""
         if self.shard is None:
             return None, None, None, None
         q, k, v, *_ = self.input_widths
@@ -405,7 +405,7 @@ class DeltaNetSpec:
 
     @property
     def value_cut(self) -> Cut | None:
-        """What a shard keeps of a tensor with an entry for each value head."""
+        """A shard's cut of a tensor with an entry for each value head."""
         return None if self.shard is None else self.shard.cut(self.value_heads)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -498,7 +498,7 @@ class MoENames(NamedTuple):
     shared_gate: str = "mlp.shared_expert_gate"
 
 
-class ClampedGLU(NamedTuple):
+class ClampedGLUSpec(NamedTuple):
     """The activation of gpt-oss; see `clamped_glu` of the kernels."""
 
     alpha: float
@@ -520,13 +520,13 @@ class MoESpec:
     """
 
     hidden: int
-    experts: int  # of the whole model: those that the router chooses from
-    intermediate: int  # of one expert; of a shard with parts of them, the rank's
+    experts: int  # experts of the whole model, from which the router chooses
+    intermediate: int  # width of one expert; in a shard with parts of experts, the rank's part
     router: RouterSpec
     names: MoENames = MoENames()
-    shared: DenseSpec | None = None  # what every token takes, added to the others: one expert, or several as one
+    shared: DenseSpec | None = None  # the experts that every token takes, added to the others, as one expert
     shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
-    clamped: ClampedGLU | None = None
+    clamped: ClampedGLUSpec | None = None
     shard: ExpertShard | None = None
 
     @property
@@ -538,14 +538,14 @@ class MoESpec:
 
     @property
     def expert_cut(self) -> Cut | None:
-        """What a shard keeps of a tensor of all experts, if it keeps some whole ones."""
+        """A shard's cut of a tensor of all experts, if it keeps some whole ones."""
         if self.shard is None or not self.shard.whole_experts:
             return None
         return self.shard.shard.cut(len(self.kept_experts))
 
     @property
     def width_cut(self) -> Cut | None:
-        """What a shard keeps of an expert's intermediate width, if it keeps a part of each one."""
+        """A shard's cut of an expert's intermediate width, if it keeps a part of each one."""
         if self.shard is None or self.shard.whole_experts:
             return None
         return self.shard.shard.cut(self.intermediate)
@@ -584,7 +584,7 @@ class LayerNames(NamedTuple):
     feed_forward_norm: str = "post_attention_layernorm"
     mixer_output_norm: str = ""
     feed_forward_output_norm: str = ""
-    #: What files or updates may call the first two instead.
+    #: Other names of the first two in files or updates.
     also_mixer_norm: str | None = None
     also_feed_forward_norm: str | None = None
 
@@ -605,7 +605,7 @@ class LayerSpec:
         return isinstance(self.feed_forward, MoESpec)
 
 
-#: What files and updates have for the beginning of a name: (beginning, its spellings). The first spelling is what files
+#: Spellings of the beginning of a name in files and updates: (beginning, spellings). The first spelling is what files
 #: usually have.
 Beginnings = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -622,7 +622,7 @@ class DraftNames(NamedTuple):
     """Modules of a draft model. In updates all names have the prefix; in a checkpoint of its own they have not."""
 
     prefix: str
-    layer: str  # what the names of its layer's blocks begin with
+    layer: str  # the beginning of the names of its layer's blocks
     fc: str
     embed_norm: str
     hidden_norm: str
@@ -630,7 +630,7 @@ class DraftNames(NamedTuple):
     norm: str  # the last one
     mixer_norm: str = ""  # where the mixer has a norm of its own
     lm_head: str = "lm_head"
-    beginnings: Beginnings = ()  # of names without the prefix
+    beginnings: Beginnings = ()  # beginnings of names without the prefix
     prefix_beginnings: Beginnings = ()
 
     def spellings(self, name: str) -> tuple[str, ...]:
@@ -654,7 +654,7 @@ class DraftSpec:
     embedding and hidden state. The layer is one of the model's. Hidden states are read, and passed on, after a norm.
     """
 
-    hidden: int  # of the residual stream, as in the other model
+    hidden: int  # width of the residual stream, as in the other model
     vocab: int  # tokens that it can draft
     eps: float
     #: The layers of the other model before which its residual stream is read; their number is that after the last one.
@@ -688,7 +688,7 @@ class ModelNames(NamedTuple):
     layer: str = "model.layers.{}."
     norm: str = "model.norm"
     lm_head: str = "lm_head"
-    beginnings: Beginnings = ()  # of the names above
+    beginnings: Beginnings = ()  # beginnings of the names above
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """All that files and updates may call a tensor or module of this name; files usually have the first."""
@@ -702,7 +702,7 @@ class ModelSpec:
     architecture: str
     hidden: int
     vocab: int
-    eps: float  # of the norms before blocks, and of the last one
+    eps: float  # epsilon of the norms before blocks, and of the last norm
     max_positions: int  # the longest context that the model was made for
     tied: bool  # the output layer is the embedding
     layers: tuple[LayerSpec, ...]
@@ -717,8 +717,8 @@ class ModelSpec:
     turned_files: tuple[
         str, ...
     ] = ()  # endings of tensors whose files have the last two dimensions the other way round
-    tower: TowerSpec | None = None  # of a model that is served with images
-    draft: DraftSpec | None = None  # of the model that drafts for it
+    tower: TowerSpec | None = None  # the tower of a model that is served with images
+    draft: DraftSpec | None = None  # the model that drafts for it
     #: The draft model that checkpoints may have as layers for the prediction of several tokens; see `draft`.
     mtp: DraftSpec | None = None
     shard: Shard | None = None  # the blocks are those of one rank, and so is its part of the vocabulary
@@ -744,7 +744,7 @@ class ModelSpec:
 
     @property
     def vocab_cut(self) -> Cut | None:
-        """What a shard keeps of embedding and output layer."""
+        """A shard's cut of embedding and output layer."""
         if self.shard is None:
             return None
         return Cut(0, self.vocab, ((self.kept_vocab.start, self.kept_vocab.stop),))
@@ -802,7 +802,7 @@ class ModelSpec:
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer with KV keeps of a token, in the order of `attention_layers`; the draft model is last."""
+        """The KV of a token for each layer with KV, in the order of `attention_layers`; the draft model is last."""
         mixers = (layer.mixer for layer in self.layers)
         shapes = tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, KVMixerSpec))
         return shapes if self.draft is None else (*shapes, self.draft.mixer.kv_shape)

@@ -61,7 +61,7 @@ class _NotCheckedError(Exception):
 
 
 class _Difference(NamedTuple):
-    """What transformers computes otherwise."""
+    """The difference from transformers' result."""
 
     logits: float  # the largest difference of a token's, relative to their standard deviation
     windows: str  # how windows differ; empty if they do not
@@ -98,7 +98,7 @@ def check_start(
         problem = f"with them logits differ from transformers' by {found.logits:.2g} of their standard deviation"
         raise ValueError(_refusal(config, folder, keys, f"{problem} ({_TOLERANCE:g} is allowed)"))
     log.info(
-        "%s/config.json has keys that are not read (%s): logits are those of transformers",
+        "%s/config.json has keys that are not read (%s): logits equal transformers' logits",
         folder,
         keys,
         extra={"difference": found.logits},
@@ -177,7 +177,7 @@ def _one_of_each_kind(layers: nn.ModuleList, text: Any, spec: ModelSpec) -> list
 
 
 def _facts(layer: nn.Module) -> tuple[Any, ...]:
-    """What a layer of transformers computes: shapes of parameters, and plain attributes of its modules."""
+    """The traits of a layer of transformers: shapes of parameters, and plain attributes of its modules."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     attributes = tuple(
         (path, name, value)
@@ -201,14 +201,14 @@ def _with_layers(cls: Any, whole: Any, outline: Any, chosen: Sequence[int]) -> A
 
 
 def _take_parameters(module: Any, model: Decoder) -> None:
-    """Let the parameters and saved buffers of the language model in a module be those of `model`."""
+    """Give the language model in a module the parameters and saved buffers of `model`."""
     views = model.hf_views()
     parts = module.get_decoder(), module.get_output_embeddings()
     needed = {id(tensor) for part in parts for tensor in part.state_dict(keep_vars=True).values()}
     if model.spec.tied:
         views |= {name: views[other] for name, other in model.spec.tied_names.items()}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in needed:  # of a vision tower
+        if id(tensor) not in needed:  # a tensor of a vision tower
             continue
         if name not in views:
             raise ValueError(f"there is no tensor {name}")
@@ -268,7 +268,7 @@ def _logit_difference(model: Decoder, module: Any) -> float:
     positions = torch.tensor(_positions(model.spec.max_positions))
     ids = torch.randint(0, model.spec.vocab, positions.shape, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        # The mask says that the positions are those of one row: transformers takes gaps for the ends of others.
+        # The mask makes all positions one row: transformers takes a gap for the start of another row.
         inputs = {
             "input_ids": ids[None],
             "position_ids": positions[None],

@@ -37,7 +37,7 @@ class StatePool:
 
     recurrent_LNHKV: torch.Tensor
     conv_LNCW: torch.Tensor
-    drafts: DraftInputs | None = None  # of all layers, what a step keeps of its drafts; with speculation
+    drafts: DraftInputs | None = None  # the inputs of a step's drafts, of all layers; with speculation
     layers: list[LayerState] = field(init=False)
     _drafts_by_layer: list[DraftInputs] = field(init=False)
 
@@ -61,7 +61,7 @@ class StatePool:
         return [tensor for layer in self.layers for tensor in layer]
 
     def drafts_of(self, layer: int) -> DraftInputs:
-        """What a step keeps of its drafts in this layer."""
+        """The inputs that a step keeps of its drafts in this layer."""
         return self._drafts_by_layer[layer]
 
     def copy(self, pairs_M2: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ class StatePool:
         )
 
 
-#: Of a model without layers of linear attention.
+#: The pool of a model without layers of linear attention.
 NO_STATES = StatePool(torch.zeros(0, 0, 0, 0, 0), torch.zeros(0, 0, 0, 0))
 
 

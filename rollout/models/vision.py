@@ -57,7 +57,7 @@ class VisionTower(nn.Module):
         return torch.cat([output.pooler_output, *deepstack], dim=-1)
 
     def _of_grids(self, grid_thw: torch.Tensor, device: torch.device) -> dict[str, Any]:
-        """What the module would compute from the grids on its device, and then read back."""
+        """The values that the module would compute from the grids on its device, and then read back."""
         from transformers import vision_utils
 
         module, merge = self.module, self.spec.merge
@@ -125,7 +125,7 @@ def _make_module(spec: TowerSpec, dtype: torch.dtype, device: torch.device) -> A
 
 
 def _embed_patches(proj: nn.Conv3d, patches_NV: torch.Tensor) -> torch.Tensor:
-    """What the module's convolution computes: its kernel is as large as a patch, so it is a product."""
+    """The result of the module's convolution: its kernel is as large as a patch, so it is a product."""
     return F.linear(patches_NV, proj.weight.flatten(1), proj.bias)
 
 
@@ -136,7 +136,7 @@ def _attend(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     **options: Any,
 ) -> torch.Tensor:
-    """What the module's attention computes: each image, or window, attends to itself.
+    """The result of the module's attention: each image, or window, attends to itself.
 
     Neighbours of the same length are one call. Queries and keys turn in place: in torch this takes ten kernels, which
     are a quarter of the time of a tower.

@@ -1,4 +1,4 @@
-"""What a vision tower is, as plain data: its config, the sizes that follow from it, and the positions of an image.
+"""A vision tower as plain data: its config, the sizes that follow from it, and the positions of an image.
 
     image    --processor-->  patches  --tower-->  embeddings, one for each square of `merge` x `merge` patches
              (a trainer's)   [t h w, V]            [t h w / merge^2, (1 + deepstack) H]
@@ -60,11 +60,11 @@ TOKEN_RULES: Mapping[str, Rule] = {
 class TowerFamily:
     """The vision tower of a model of text and images, as `registry` declares it."""
 
-    model_type: str  # of transformers' config of the tower
+    model_type: str  # the model type in transformers' config of the tower
     module: str  # the class of transformers
     #: Each frame of a video stands on its own in a prompt, after a time stamp, so a grid has one frame.
     single_frames: bool
-    #: What the names of its tensors begin with; files usually have the first, and a trainer's module has one of them.
+    #: The prefixes of its tensors; files usually have the first, and a trainer's module has one of them.
     beginnings: tuple[str, ...] = ("model.visual.", "visual.")
 
 
@@ -73,7 +73,7 @@ class TowerSpec:
     """A vision tower, complete: nothing that builds or runs it reads config.json again."""
 
     family: TowerFamily
-    values: tuple[tuple[str, Any], ...]  # of its config; lists are tuples
+    values: tuple[tuple[str, Any], ...]  # values of its config; lists are tuples
     hidden: int  # width of an embedding, as in the language model
     placeholders: tuple[int, ...]  # token ids that stand for its embeddings
     merge: int

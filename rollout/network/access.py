@@ -28,7 +28,7 @@ from trainer_bridge.wire.keys import PUBLIC_SUFFIX, KeyPair, read_pair, read_pub
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
-_ZAP_FRAMES = 7  # of a CURVE request: version, id, domain, address, identity, mechanism, key
+_ZAP_FRAMES = 7  # a CURVE request: version, id, domain, address, identity, mechanism, key
 _DOMAIN = b"rollout"
 _RELOAD_S = 1.0
 _MAX_CLIENT_KEYS = 1 << 16
@@ -159,7 +159,7 @@ class ClientKeyList:
         try:
             while True:
                 frames = socket.recv_multipart()
-                socket.send_multipart(self._answer(frames))
+                socket.send_multipart(self.answer(frames))
         except zmq.ContextTerminated:
             pass
         # Without this thread no client can connect; the log has the reason.
@@ -168,7 +168,8 @@ class ClientKeyList:
         finally:
             socket.close(0)
 
-    def _answer(self, frames: list[bytes]) -> list[bytes]:
+    def answer(self, frames: list[bytes]) -> list[bytes]:
+        """The reply to a question of ZAP, the protocol by which ZeroMQ asks whether a client may connect."""
         if len(frames) != _ZAP_FRAMES or frames[0] != _ZAP_VERSION or frames[5] != b"CURVE" or len(frames[6]) != 32:
             request_id = frames[1] if len(frames) > 1 else b""
             return [_ZAP_VERSION, request_id, b"400", b"not a CURVE request", b"", b""]

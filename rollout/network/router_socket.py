@@ -33,7 +33,7 @@ def bind_router(
     return router
 
 
-class Wake:
+class PollWaker:
     """Lets any thread wake a polling one: `signal` makes the descriptor readable, `clear` makes the thread wait again.
 
     Work is added before `signal`, and looked for after `clear`; so work that is added meanwhile wakes the next poll.

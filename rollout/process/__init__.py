@@ -1,1 +1,1 @@
-"""What concerns a process and not its work: log lines, progress, signals, deadlines, files, garbage collection."""
+"""Parts of a process apart from its work: log lines, progress, signals, deadlines, files, garbage collection."""

@@ -16,7 +16,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-def say(fact: Mapping[str, Any], in_log: bool = False, terminal: bool | None = None) -> None:
+def announce(fact: Mapping[str, Any], in_log: bool = False, terminal: bool | None = None) -> None:
     """Print a fact on stdout, or in the log: one line of JSON for a launcher, or a sentence if stdout is a terminal.
 
     `terminal` says whether it is; None: it is asked.
@@ -50,7 +50,7 @@ def _sentence(fact: Mapping[str, Any]) -> str:
     return json.dumps(fact)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees the whole text or no file.
 
     What a killed process left of it has the name that the next one writes to.
@@ -60,7 +60,7 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def withdraw(path: Path) -> None:
+def remove_ready_file(path: Path) -> None:
     """Remove a ready file if its `pid` is this process."""
     try:
         written = json.loads(path.read_text())

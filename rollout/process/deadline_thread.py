@@ -46,7 +46,7 @@ class DeadlineThread:
         self._name = name
         self._make_call = make_call
         self._late: tuple[DeadlineCall, ...] = ()  # calls that missed their deadline
-        self._calls: SimpleQueue[DeadlineCall | None] | None = None  # of the present thread
+        self._calls: SimpleQueue[DeadlineCall | None] | None = None  # calls for the present thread
 
     @property
     def left_behind(self) -> int:

@@ -65,7 +65,7 @@ def set_up(level: str, form: LogFormat, worker: str) -> None:
     sys.stderr = LineStream(behind, logging.getLogger("stderr")) if form == "json" else behind
 
 
-def complain(text: str) -> None:
+def report_failure(text: str) -> None:
     """Print the one line that explains why a command failed: on stderr, or in the log's format."""
     if isinstance(sys.stderr, LineStream):
         logging.getLogger("rollout").critical("%s", text)
@@ -73,7 +73,7 @@ def complain(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def about(client: str, request: str) -> dict[str, Any]:
+def request_fields(client: str, request: str) -> dict[str, Any]:
     """The fields of a line about a request: its id and its client (the `owner` in `status`)."""
     return {"request": request, "client": client}
 

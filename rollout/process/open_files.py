@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import resource
 
-#: What a worker asks for; the usual limit is 1024.
+#: Open files that a worker asks for; the usual limit is 1024.
 WANTED = 65_536
 _LEAST, _LEAST_A_RANK = 128, 64  # libraries, sockets, devices, a few clients; connections of a rank
 

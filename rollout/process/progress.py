@@ -59,7 +59,7 @@ def stage(what: str, *, quiet: bool = False, quick_s: float = QUICK_S, every_s: 
         _say(f"{what} took {took_s:.1f} s", stage=what, took_s=round(took_s, 1))
 
 
-def both(first: Advance, second: Advance) -> Advance:
+def advance_both(first: Advance, second: Advance) -> Advance:
     """Reports to both."""
 
     def advance(done: int, total: int) -> None:

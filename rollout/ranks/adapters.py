@@ -32,10 +32,10 @@ from rollout.models.peft_tensors import AdapterPacker, AdapterPlan
 from rollout.models.shard import spec_of_rank
 from rollout.models.spec import ModelSpec
 from rollout.ranks.ordered_work import OrderedWork
-from rollout.ranks.orders import Orders, check_alive
-from rollout.ranks.reports import Reports
+from rollout.ranks.orders import OrderWriter, check_alive
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.pinned_memory import Pins, touch
+from rollout.weights.pinned_memory import PinnedMemory, touch
 from trainer_bridge.wire.errors import Overloaded
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _SPARE = 8
 _PLACE_ALIGN = 2 << 20
 _PART_ALIGN, _TENSOR_ALIGN = 4096, 64
-#: A place comes free within this time: loads that the loop has not taken, and followers, need no longer.
+#: A place becomes free within this time: loads that the loop has not taken, and followers, need no longer.
 _PLACE_S = 10.0
 _POLL_S = 0.001
 
@@ -65,8 +65,8 @@ class _Share(SharedParts):
     def __init__(self, number: int, place: int, layout: list[PartTensor]) -> None:
         super().__init__(number)
         self.place, self.layout = place, layout
-        self.order = 0  # by which the followers prepare it
-        self.answered = False  # by all of them
+        self.order = 0  # the order by which the followers prepare it
+        self.answered = False  # all followers have answered
         self.failures: list[str] = []
 
 
@@ -84,7 +84,7 @@ class RankAdapters(AdapterPacker):
         settings: EngineSettings,
         dtype: torch.dtype,
         device: torch.device,
-        orders: Callable[[], Orders | None],
+        orders: Callable[[], OrderWriter | None],
         lost: Callable[[], str],
     ) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ class RankAdapters(AdapterPacker):
         self._map, self._device, self._pins = memory.map(), device, device.type == "cuda"
         self._orders, self._lost = orders, lost
         self._lock = threading.Lock()
-        self._free = list(range(places - 1, -1, -1))
+        self.free_places = list(range(places - 1, -1, -1))
         # Filled wherever the last reference ends, also amid a garbage collection.
         self._unused: SimpleQueue[_Unused] = SimpleQueue()
         self._number = 0
-        self._asked: _Share | None = None  # that the followers are preparing
+        self._asked: _Share | None = None  # the share that the followers are preparing
         threading.Thread(target=self._give_places_back, name="adapter-places", daemon=True).start()
 
     def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
@@ -115,12 +115,12 @@ class RankAdapters(AdapterPacker):
         """
         check_alive(self._lost)
         with self._lock:
-            if not self._free:
+            if not self.free_places:
                 if time.monotonic() - since_s < _PLACE_S:
                     return None
                 raise Overloaded("the memory of adapters is in use; load it again in a moment", retry_after_s=1.0)
             self._number += 1
-            number, place = self._number, self._free.pop()
+            number, place = self._number, self.free_places.pop()
         begin = place * self.place_bytes
         unused = _Unused(place, number, None)
         try:
@@ -177,7 +177,7 @@ class RankAdapters(AdapterPacker):
             except (OSError, RuntimeError):  # the place can be used again, but its memory stays taken meanwhile
                 log.exception("the memory of an adapter cannot be given back")
             with self._lock:
-                self._free.append(unused.place)
+                self.free_places.append(unused.place)
 
 
 class _Unused(NamedTuple):
@@ -185,7 +185,7 @@ class _Unused(NamedTuple):
 
     place: int
     number: int
-    pinned: Pins | None
+    pinned: PinnedMemory | None
 
 
 class _Part:
@@ -212,9 +212,9 @@ def _layout(weights: AdapterWeights, begin: int, memory: mmap.mmap) -> list[Part
     ]
 
 
-def _pin(memory: mmap.mmap, begin: int, nbytes: int, device: torch.device) -> Pins:
+def _pin(memory: mmap.mmap, begin: int, nbytes: int, device: torch.device) -> PinnedMemory:
     """Pin memory until `free`."""
-    pins = Pins()
+    pins = PinnedMemory()
     with torch.cuda.device(device):  # else CUDA would use the first GPU, the device of rank 0
         pins.add(torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=nbytes))
     return pins
@@ -224,11 +224,11 @@ class AdapterCopies:
     """A follower's end: its parts of the adapters that rank 0 has packed. They are mapped in a thread of their own."""
 
     def __init__(
-        self, memory: SharedMemory, rank: int, dtype: torch.dtype, device: torch.device, reports: Reports
+        self, memory: SharedMemory, rank: int, dtype: torch.dtype, device: torch.device, reports: RankReports
     ) -> None:
         self._memory, self._rank, self._dtype, self._device = memory, rank, dtype, device
         self._lock = threading.Lock()
-        self._known: dict[int, tuple[AdapterWeights, Pins | None]] = {}
+        self._known: dict[int, tuple[AdapterWeights, PinnedMemory | None]] = {}
         self._work = OrderedWork("adapters", device, reports, rank - 1)
 
     def carry_out(self, number: int, what: str, *fields: Any) -> None:

@@ -3,7 +3,7 @@
     every quarter of a second    done, parts, fault, beat    in this order: a beat tells that numbers before it are new
 
 Its own thread, so that a long launch, a compilation or a large update does not silence it: a beat that stands still
-means that the whole process does. The other numbers tell whether the loop and the device go on (`watch.py`).
+means that the whole process does. The other numbers tell whether the loop and the device go on (`group_watch.py`).
 
 A follower whose flag is set (`PeerBuffers.fault`), or whose device fails, ends here, also while its loop waits for the
 device. It also kills rank 0 if that process is stopped for `SILENT_S`: its clients would wait, and no other
@@ -26,9 +26,9 @@ from rollout.engine.device.streams import Device
 from rollout.engine.step.slot import Slot
 from rollout.process.compiling import compiling
 from rollout.process.observed_time import ObservedTime
-from rollout.ranks.reports import LaneReport, Reports
+from rollout.ranks.group_watch import BEAT_S, SILENT_S
+from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.thread_stat import is_stopped
-from rollout.ranks.watch import BEAT_S, SILENT_S
 from rollout.weights.staged_weights import SwapCopies
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Beat:
     `rank_0` is the process that is killed if it is stopped; None: none is.
     """
 
-    def __init__(self, reports: Reports, number: int, rank_0: int | None = None) -> None:
+    def __init__(self, reports: RankReports, number: int, rank_0: int | None = None) -> None:
         self._reports, self._number, self._rank_0 = reports, number, rank_0
         self._swap, self._sleep = LaneReport(reports, number, "swap"), LaneReport(reports, number, "sleep")
         self._progress: DeviceProgress | None = None
@@ -87,7 +87,7 @@ class Beat:
         os._exit(_FAILED)
 
     def _end(self, reason: str) -> None:
-        self._reports.say(self._number, "end", reason)
+        self._reports.set_text(self._number, "end", reason)
         log.critical("this rank ends: %s", reason)
         os._exit(_FAILED)
 
@@ -138,7 +138,7 @@ class _FlagCopy:
 
     def __init__(self, device: Device, fault: torch.Tensor) -> None:
         if fault.is_cuda:
-            torch.cuda.set_device(fault.device)  # of this thread
+            torch.cuda.set_device(fault.device)  # the device of this thread
         self._stream, self._copied = device.stream("flag"), device.event()
         self._fault, self._host = fault, device.host_buffer((1,), torch.int32)
         self._begin()

@@ -1,7 +1,7 @@
 """The copies of a follower besides its steps: swaps, adapters, KV to the host and back; and its sleeps.
 
 Rank 0 waits for no copy: it asks whether all followers have acknowledged it. A copy begins when the device has begun
-it, so a copy that hangs is told from one that waits for its turn.
+it, so the watch tells a copy that hangs from one that waits for its turn.
 
     adapter_copies   beside steps: adapters stream, after the steps that were launched before it; steps that read the
                      slot come later. In use: compute stream, between two steps, as on rank 0
@@ -26,9 +26,9 @@ from rollout.engine.kv.page_mover import CopyQueue
 from rollout.engine.schedule.feature import find
 from rollout.engine.step.execute import Executor
 from rollout.ranks.adapters import AdapterCopies
+from rollout.ranks.group_watch import LANES, LaneName
 from rollout.ranks.ordered_work import OrderedWork
-from rollout.ranks.reports import LaneReport, Reports
-from rollout.ranks.watch import LANES, LaneName
+from rollout.ranks.reports import LaneReport, RankReports
 
 
 class FollowerCopies:
@@ -40,7 +40,7 @@ class FollowerCopies:
         adapters: AdapterCopies,
         updates: OrderedWork,
         memory: ReleasableMemory,
-        reports: Reports,
+        reports: RankReports,
         number: int,
     ) -> None:
         self._executor, self._adapters, self._memory = executor, adapters, memory

@@ -23,7 +23,7 @@ READ_BYTES = 64 << 20
 
 
 def device_memory(device: torch.device) -> IpcMemory | None:
-    """Memory of a GPU that other processes can read; None if there is none."""
+    """Memory of a GPU that other processes can read; None on a CPU."""
     if device.type != "cuda":
         return None
     try:
@@ -33,7 +33,7 @@ def device_memory(device: torch.device) -> IpcMemory | None:
         return None
 
 
-class DevicePlace:
+class DeviceBacking:
     """The memory.
 
     `tell` gives the followers its handle and bytes; it returns the number of the order. `answers` tells by this number
@@ -45,7 +45,7 @@ class DevicePlace:
     ) -> None:
         self._memory, self._tell, self._answers = memory, tell, answers
         self._tensor: torch.Tensor | None = None
-        self._old: list[torch.Tensor] = []  # that followers may have mapped, but read no piece of any more
+        self._old: list[torch.Tensor] = []  # memory that followers may have mapped, but do not read any more
         self._order = 0
         self._failed = False
 

@@ -26,7 +26,7 @@ def main() -> None:
         from rollout.ranks.follower import follow
 
     if told := sys.stdin.buffer.read():
-        follow(json.loads(told))
+        run_follower(json.loads(told))
 
 
 def _end_with(parent: int) -> None:

@@ -36,18 +36,18 @@ from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_updates import FollowerUpdates
+from rollout.ranks.group_watch import LaneName
 from rollout.ranks.orders import ANY_VERSION, DRAW, END, EXTRA, LANE, STEP, read_draw, read_step
 from rollout.ranks.processes import connect
-from rollout.ranks.reports import LaneReport, Reports
-from rollout.ranks.ring import Head, RingReader, SharedMemory
-from rollout.ranks.start import CONNECTING, LOADING, PREPARING, READY, StartProgress
-from rollout.ranks.watch import LaneName
+from rollout.ranks.reports import LaneReport, RankReports
+from rollout.ranks.ring import OrderHeader, RingReader, SharedMemory
+from rollout.ranks.start_watch import CONNECTING, LOADING, PREPARING, READY, StartProgress
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.staging import make_staging
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 0.25  # for orders, between two looks at the streams
+_WAIT_S = 0.25  # wait for orders between two looks at the streams
 _COPYING_POLL_S = 0.002  # while a copy is under way, whose end is reported
 
 
@@ -67,10 +67,10 @@ class Follower:
         self._executor, self._slots, self._updates, self._copies = executor, slots, updates, copies
         self._number, self._progress = number, progress
         self._version = settings.weights.initial_version
-        self._extra = bytearray()  # of the next step
+        self._extra = bytearray()  # extra data of the next step
         self._last: tuple[Header, Slot] | None = None
 
-    def serve(self, reader: RingReader, reports: Reports) -> None:
+    def serve(self, reader: RingReader, reports: RankReports) -> None:
         """Carry out orders until the end is ordered. Raises what goes wrong."""
         me = self._number
         reports.set(me, "thread", self._executor.compute.thread_id)
@@ -93,7 +93,7 @@ class Follower:
             reader.done(head)
             reports.set(me, "sequence", head.sequence)
 
-    def _carry_out(self, head: Head, body: memoryview, reports: Reports) -> None:
+    def _carry_out(self, head: OrderHeader, body: memoryview, reports: RankReports) -> None:
         layout, rest = body[: head.layout], body[head.layout :]
         if head.kind == STEP:
             content, self._extra = self._extra, bytearray()
@@ -116,7 +116,7 @@ class Follower:
         elif head.kind == LANE:
             self._carry_out_lane(*msgpack.unpackb(layout))
         else:
-            raise RuntimeError(f"an order is of an unknown kind, {head.kind}")
+            raise RuntimeError(f"an order has the unknown kind {head.kind}")
 
     def _carry_out_lane(self, lane: LaneName, number: int, *fields: Any) -> None:
         if lane == "swap":
@@ -128,7 +128,7 @@ class Follower:
                 self._executor.finish()  # rank 0 holds generation when it writes, and has committed all steps
             self._updates.carry_out(number, *fields)
 
-    def _enqueued(self, reports: Reports) -> None:
+    def _enqueued(self, reports: RankReports) -> None:
         self._progress.enqueued += 1
         reports.set(self._number, "launched", self._progress.enqueued)
 
@@ -138,7 +138,7 @@ class Follower:
         slot.h2d_done.synchronize()  # the upload of two steps before is read
         words = slot.staging.words[: len(upload.words)]
         words.copy_(upload.words)
-        self._executor.h2d.wait(slot.end)  # and so is its copy on the device
+        self._executor.h2d.wait(slot.end)  # its copy on the device is free, too
         self._executor.execute(Upload(upload.header, words, upload.extras), slot)
         self._last = (upload.header, slot)
 
@@ -151,12 +151,12 @@ class Follower:
         self._copies.watch("swap", number, start, end)
 
 
-def follow(told: dict[str, Any]) -> None:
+def run_follower(told: dict[str, Any]) -> None:
     """Be the rank that rank 0 has asked for; never returns."""
     settings, rank = Settings.model_validate(told["settings"]), told["rank"]
     set_up(settings.log_level, settings.log_format, f"{worker_name()} rank {rank}")
     shared = {name: SharedMemory(descriptor) for name, descriptor in told["shared"].items() if name != "eventfd"}
-    reports, number = Reports(shared["reports"], settings.engine.tensor_parallel - 1), rank - 1
+    reports, number = RankReports(shared["reports"], settings.engine.tensor_parallel - 1), rank - 1
     beat = Beat(reports, number, None if settings.engine.rank_stall_s is None else os.getppid())
 
     def report(stage: int, done: int, total: int) -> None:
@@ -178,7 +178,7 @@ def follow(told: dict[str, Any]) -> None:
             model,
             device.torch_device,
             start.advance,
-            folder=Path(told["checkpoint"]),  # what rank 0 has found, which a hub may have changed meanwhile
+            folder=Path(told["checkpoint"]),  # the folder that rank 0 found: a hub may have changed meanwhile
             experts=engine.expert_format,
             group=group,
             draft=None if told["draft"] is None else Path(told["draft"]),
@@ -206,7 +206,7 @@ def follow(told: dict[str, Any]) -> None:
         follower.serve(reader, reports)
     # The other ranks wait for this one: say why it ends, and end, whatever threads still run.
     except BaseException as error:
-        reports.say(number, "end", f"{type(error).__name__}: {error}")
+        reports.set_text(number, "end", f"{type(error).__name__}: {error}")
         log.critical("rank %d failed", rank, exc_info=True)
         os._exit(1)
     os._exit(0)

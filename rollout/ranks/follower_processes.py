@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.process.child_python import import_path, module_command
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
 
 log = logging.getLogger(__name__)
@@ -32,13 +32,13 @@ class FollowerProcesses:
     """
 
     def __init__(self, count: int) -> None:
-        sizes = {"ring": 0, "reports": count * Reports.line_bytes(), "relayed": 0, "manifest": 0, "adapters": 0}
+        sizes = {"ring": 0, "reports": count * RankReports.line_bytes(), "relayed": 0, "manifest": 0, "adapters": 0}
         self.memories = {name: SharedMemory.create(f"rollout-{name}", size) for name, size in sizes.items()}
         self.eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
         self.running = [self._start(eventfd) for eventfd in self.eventfds]
 
-    def tell(self, facts: Mapping[str, Any]) -> None:
-        """Have all go on, with what `rollout.ranks.follower.follow` must know. Once."""
+    def send_facts(self, facts: Mapping[str, Any]) -> None:
+        """Have all go on, with what `rollout.ranks.follower.run_follower` must know. Once."""
         shared = {name: memory.descriptor for name, memory in self.memories.items()}
         for rank, (process, eventfd) in enumerate(zip(self.running, self.eventfds, strict=True), 1):
             assert process.stdin is not None
@@ -47,7 +47,7 @@ class FollowerProcesses:
                 process.stdin.write(json.dumps(told).encode())
                 process.stdin.close()
             except BrokenPipeError:  # the follower has ended, which the watch of the processes reports
-                log.debug("a follower ended before it was told what to run", extra={"rank": rank})
+                log.debug("a follower ended before it got its settings", extra={"rank": rank})
 
     def kill(self) -> None:
         """End all."""
@@ -61,7 +61,7 @@ class FollowerProcesses:
 
     @property
     def pids(self) -> Sequence[int]:
-        """Of all ranks but rank 0."""
+        """The process ids of all ranks except rank 0."""
         return [process.pid for process in self.running]
 
     def _start(self, eventfd: int) -> subprocess.Popen[bytes]:

@@ -16,7 +16,7 @@ import torch
 from rollout.ranks.device_relay import READ_BYTES
 from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.relay import PinnedView
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
 from rollout.weights.delta import WHOLE, DeltaStaging, open_staging, read_update_content
 from rollout.weights.parameter_map import ParameterMap
@@ -37,12 +37,12 @@ class FollowerUpdates:
         staging: Staging,
         relayed: SharedMemory,
         manifest: SharedMemory,
-        reports: Reports,
+        reports: RankReports,
         number: int,
         of_device: IpcMemory | None = None,
     ) -> None:
         self._of_device = of_device
-        self._reader: IpcReader | None = None  # of rank 0's GPU
+        self._reader: IpcReader | None = None  # reads memory of rank 0's GPU
         self._map, self.staging = parameters, staging
         self._relayed, self._manifest, self._reports, self._number = relayed, manifest, reports, number
         self._device = next(iter(parameters.views.values())).device

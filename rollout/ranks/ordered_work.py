@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import torch
 
-from rollout.ranks.reports import LaneName, LaneReport, Reports
+from rollout.ranks.reports import LaneName, LaneReport, RankReports
 from trainer_bridge.wire.errors import WeightsRejected
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class OrderedWork:
     An order fails if its function raises an exception, and rank 0 gets the text. Where it must not fail, the rank ends.
     """
 
-    def __init__(self, lane: LaneName, device: torch.device, reports: Reports, follower: int) -> None:
+    def __init__(self, lane: LaneName, device: torch.device, reports: RankReports, follower: int) -> None:
         self._device, self._reports, self._follower = device, reports, follower
         self._report = LaneReport(reports, follower, lane)
         self._work: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -65,10 +65,12 @@ class OrderedWork:
     def _run(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # of this thread
+                torch.cuda.set_device(self._device)  # the device of this thread
             while True:
                 self._work.get()()
         except BaseException as error:
-            self._reports.say(self._follower, "end", f"thread {self._report.lane}: {type(error).__name__}: {error}")
+            self._reports.set_text(
+                self._follower, "end", f"thread {self._report.lane}: {type(error).__name__}: {error}"
+            )
             log.critical("this rank ends: its thread %s failed", self._report.lane, exc_info=True)
             os._exit(_FAILED)

@@ -40,9 +40,9 @@ from rollout.engine.features.site import OrderSizes
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Extra, Header, Upload
-from rollout.ranks.reports import Reports
+from rollout.ranks.group_watch import LANES, LaneName
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import RingWriter
-from rollout.ranks.watch import LANES, LaneName
 from trainer_bridge.wire.errors import InternalError
 
 STEP, DRAW, EXTRA, LANE, END = range(1, 6)
@@ -68,14 +68,14 @@ class SharedRelay(Protocol):
         """Give it back, once they have; returns its bytes."""
 
 
-class Orders:
-    """The loop's end of the ring, as the executor sees it (`rollout.engine.step.execute.Orders`)."""
+class OrderWriter:
+    """The loop's end of the ring, as the executor sees it (`rollout.engine.step.streams.Orders`)."""
 
     def __init__(
         self,
         ring: RingWriter,
         version: int,
-        reports: Reports,
+        reports: RankReports,
         settle: Callable[[], None],
         relay: SharedRelay | None = None,
     ) -> None:
@@ -184,7 +184,7 @@ def ring_bytes(sizes: OrderSizes) -> int:
 
 
 def read_step(layout: memoryview, words: memoryview, content: bytes | bytearray = b"") -> Upload:
-    """The upload of a STEP; its words are in the ring. `content` is that of the EXTRAs before it."""
+    """The upload of a STEP; its words are in the ring. `content` comes from the EXTRAs before it."""
     fields, told = msgpack.unpackb(layout, strict_map_key=True)
     extras, at = [], 0
     for feature, of_feature, shapes in told:

@@ -3,8 +3,8 @@
     start       a process each (`follower_processes.py`), perhaps before this one has imported its libraries
     connect     a process group over a file store in a private folder: gloo on a CPU, NCCL on GPUs; no port is opened
     lead        the followers are ready: size the ring, give orders
-    watch       a thread: a rank that ended or hangs is the end of the group (`watch.py`; at the start `start.py`)
-    close       kill the followers: they hold nothing that anybody needs
+    watch       a thread: a rank that ended or hangs ends the group (`group_watch.py`; at the start `start_watch.py`)
+    close       kill the followers: they hold nothing of value
 
 A group cannot be made whole: the others wait for the lost rank in a collective operation. So rank 0 hands its requests
 back and ends, and a supervisor starts it again. The kernel ends the followers when rank 0 ends.
@@ -38,21 +38,21 @@ from rollout.ranks.adapters import RankAdapters
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_processes import FollowerProcesses
-from rollout.ranks.orders import Orders
-from rollout.ranks.reports import NUMBERS, Number, Reports
+from rollout.ranks.group_watch import COPY_LANES, FollowerState, GroupState, GroupWatch, LaneName, LaneProgress
+from rollout.ranks.orders import OrderWriter
+from rollout.ranks.reports import NUMBERS, Number, RankReports
 from rollout.ranks.ring import RingWriter
-from rollout.ranks.start import CONNECTING, LOADING, READY, StartLook, StartPlace, StartProgress, StartWatch
+from rollout.ranks.start_watch import CONNECTING, LOADING, READY, StartPosition, StartProgress, StartState, StartWatch
 from rollout.ranks.thread_stat import thread_stat
 from rollout.ranks.updates import RankUpdates
-from rollout.ranks.watch import COPY_LANES, FollowerLook, GroupLook, GroupWatch, Lane, LaneName
-from rollout.weights.destination import Destinations
+from rollout.weights.destination import UpdateMemories
 from rollout.weights.staging import Staging
 from trainer_bridge.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
-#: Of loading a checkpoint and capturing steps. A follower that ends or hangs meanwhile is noticed before.
+#: Seconds for loading a checkpoint and capturing steps. A follower that ends or hangs meanwhile is noticed before.
 _CONNECT_S = 3600.0
 _READY_POLL_S = 0.02
 _BEATS_TO_SETTLE = 3
@@ -60,7 +60,7 @@ _BEATS_TO_SETTLE = 3
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _FLAG_CAUSE_S = 1.0
 _FAILED = 1
-#: Of /dev/shm, which is enough for NCCL. The ring and the relay of updates take none of it.
+#: Bytes of /dev/shm that are enough for NCCL. The ring and the relay of updates take none of them.
 _SHM_BYTES = 1 << 30
 
 
@@ -78,8 +78,8 @@ class OwnProgress:
 
     committed: int = 0  # steps
     busy: bool = False  # a step is not complete on the device
-    lanes: Mapping[LaneName, Lane] = field(default_factory=dict)
-    thread: int = 0  # which computes steps
+    lanes: Mapping[LaneName, LaneProgress] = field(default_factory=dict)
+    thread: int = 0  # id of the thread that computes steps
 
 
 class Ranks:
@@ -100,7 +100,7 @@ class Ranks:
         self.failure = ""
         self.group = TensorGroup.single()
         self.updates: RankUpdates | None = None
-        self.orders: Orders | None = None
+        self.orders: OrderWriter | None = None
         self._settings = settings
         self._own_start = (CONNECTING, 0, 0)
         self.start = StartProgress(self._set_own_start)
@@ -111,11 +111,11 @@ class Ranks:
             return
         self._folder = ScratchFolder("ranks")
         self._followers = FollowerProcesses(self.size - 1) if followers is None else followers
-        self.reports = Reports(self._followers.memories["reports"], self.size - 1)
+        self.reports = RankReports(self._followers.memories["reports"], self.size - 1)
         facts: dict[str, Any] = {"folder": str(self._folder.path), "settings": settings.model_dump(mode="json")}
         for name, folder in (("checkpoint", checkpoint), ("draft", draft)):
             facts[name] = None if folder is None else str(folder)
-        self._followers.tell(facts)
+        self._followers.send_facts(facts)
         self._watch_rules = GroupWatch(self.size - 1, settings.engine.rank_stall_s)
         self._start_rules = StartWatch(settings.engine.rank_start_stall_s)
         watch_compilations()
@@ -130,7 +130,7 @@ class Ranks:
             self.start.enter(LOADING)
         return self.group
 
-    def lead(self, ring_bytes: int, version: int) -> Orders:
+    def lead(self, ring_bytes: int, version: int) -> OrderWriter:
         """Wait until all followers are ready, and give orders from now on. Only of several ranks."""
         self.start.enter(READY)
         while min(self.reports.get("ready")) == 0:
@@ -139,13 +139,13 @@ class Ranks:
         memory, eventfds = self._followers.memories["ring"], self._followers.eventfds
         memory.grow(ring_bytes, reserve=True)
         ring = RingWriter(memory, eventfds, lambda: self.reports.get("position"), lambda: bool(self._why_lost()))
-        self.orders = Orders(ring, version, self.reports, self._settle, self.updates)
+        self.orders = OrderWriter(ring, version, self.reports, self._settle, self.updates)
         return self.orders
 
-    def destinations(self, staging: Staging) -> Destinations:
-        """The destinations of updates, which all ranks take or none; `staging` is that of this rank."""
+    def destinations(self, staging: Staging) -> UpdateMemories:
+        """The memory for updates, which all ranks take or none; `staging` belongs to this rank."""
         if self.size == 1:
-            return Destinations(staging)
+            return UpdateMemories(staging)
         self.updates = RankUpdates(
             staging,
             self._followers.memories,
@@ -157,7 +157,7 @@ class Ranks:
         return self.updates
 
     def adapter_packer(self, model: LanguageModel) -> AdapterPacker:
-        """What gives all ranks their parts of adapters."""
+        """The packer that gives all ranks their parts of adapters."""
         engine, device = self._settings.engine, model.embed.device
         if self.size == 1 or not engine.adapter_slots:
             return AdapterPacker(pinned=device.type == "cuda")
@@ -231,10 +231,10 @@ class Ranks:
             passed_s = observed.passed_s()
             try:
                 look = self._look()
-                failure = self._watch_rules.look(look, passed_s)
+                failure = self._watch_rules.find_stall(look, passed_s)
                 if not failure and self.orders is None:
-                    failure = self._start_rules.look(self._look_at_start(), _compiles(look), passed_s)
-            except RuntimeError as error:  # of the device
+                    failure = self._start_rules.find_stall(self._look_at_start(), _compiles(look), passed_s)
+            except RuntimeError as error:  # an error of the device
                 failure = f"rank 0: {error}"
             if failure and not self._closing.is_set():
                 self.failure = failure
@@ -242,7 +242,7 @@ class Ranks:
                 self._on_lost(failure)
                 return
 
-    def _look(self) -> GroupLook:
+    def _look(self) -> GroupState:
         own, orders = self._progress(), self.orders
         columns = {name: self.reports.get(name) for name in NUMBERS}
         followers, on_cpu = [], self.group.device.type == "cpu"
@@ -251,7 +251,7 @@ class Ranks:
             main = thread_stat(process.pid, process.pid)
             compute_s = thread_stat(process.pid, at["thread"]).cpu_s
             followers.append(
-                FollowerLook(
+                FollowerState(
                     pid=process.pid,
                     status=process.poll(),
                     stopped=main.state == "T",
@@ -268,7 +268,7 @@ class Ranks:
                     compute_s=compute_s if on_cpu else None,
                 )
             )
-        return GroupLook(
+        return GroupState(
             followers,
             ordered=0 if orders is None else orders.ordered,
             done=own.committed,
@@ -278,7 +278,7 @@ class Ranks:
             compute_s=thread_stat(os.getpid(), own.thread).cpu_s if on_cpu else None,
         )
 
-    def _look_at_start(self) -> list[StartLook]:
+    def _look_at_start(self) -> list[StartState]:
         columns = [self.reports.get(name) for name in ("stage", "stage_done", "stage_total")]
         reported = [self._own_start, *zip(*columns, strict=True)]
         pids = [os.getpid(), *self._followers.pids]
@@ -296,7 +296,7 @@ class Ranks:
         if self.group.peers is None:
             return
         before = self.reports.get("beat")
-        # The first beat may have looked before the call, and a look is of the copy that the one before began.
+        # The first beat may be older than the call, and each beat reports the copy that the one before began.
         while min(now - then for now, then in zip(self.reports.get("beat"), before, strict=True)) < _BEATS_TO_SETTLE:
             self.check()
             time.sleep(_READY_POLL_S)
@@ -306,12 +306,12 @@ class Ranks:
         self.check()
 
 
-def look_at_start(pid: int, stage: int, done: int, total: int, on_cpu: bool) -> StartLook:
+def look_at_start(pid: int, stage: int, done: int, total: int, on_cpu: bool) -> StartState:
     """A look at a process that has reported its stage, with parts done and parts in all."""
     main = thread_stat(pid, pid)
     cpu_s = main.cpu_s if on_cpu or stage <= CONNECTING else main.kernel_s
-    place = StartPlace(stage, total > 0, done)
-    return StartLook(place, total, _read_bytes(pid), main.state == "D", cpu_s)
+    place = StartPosition(stage, total > 0, done)
+    return StartState(place, total, _read_bytes(pid), main.state == "D", cpu_s)
 
 
 def _read_bytes(pid: int) -> int:
@@ -324,7 +324,7 @@ def _read_bytes(pid: int) -> int:
     return int(counts.get("rchar", 0)) + int(counts.get("read_bytes", 0))
 
 
-def _compiles(look: GroupLook) -> bool:
+def _compiles(look: GroupState) -> bool:
     return look.compiling or any(follower.compiling for follower in look.followers)
 
 

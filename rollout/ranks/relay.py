@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.pinned_memory import Pins
+from rollout.weights.pinned_memory import PinnedMemory
 
 
 class RelaySizes(NamedTuple):
@@ -50,7 +50,7 @@ class _Piece:
     number: int = 0  # as `give` counts; 0: not given yet
 
 
-class Place(Protocol):
+class RelayBacking(Protocol):
     """Where a relay's memory is."""
 
     def grow(self, nbytes: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Place(Protocol):
         """Give back what all followers have given up; returns its bytes."""
 
 
-class HostPlace:
+class HostBacking:
     """Shared memory."""
 
     usable = True
@@ -97,7 +97,7 @@ class RelayMemory:
 
     def __init__(
         self,
-        place: Place,
+        place: RelayBacking,
         taken: Callable[[], int],
         give: Callable[[int, int, int], int],
         sizes: RelaySizes = RELAY_SIZES,
@@ -212,7 +212,7 @@ class PinnedView:
     """Shared memory as a tensor, pinned with CUDA so that a GPU copies from it at full speed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pins = Pins() if device.type == "cuda" else None
+        self._pins = PinnedMemory() if device.type == "cuda" else None
         self._map: mmap.mmap | None = None
         self._tensor = torch.empty(0, dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""What each follower reports to rank 0: a line of numbers and texts in shared memory, written by that follower alone.
+"""The reports of followers to rank 0: a line of numbers and texts in shared memory, written by that follower alone.
 
 Most numbers only grow. Rank 0 may read an old one: it then waits a little longer than it must.
 
@@ -16,8 +16,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from rollout.ranks.group_watch import LANES, LaneName, LaneProgress
 from rollout.ranks.ring import SharedMemory
-from rollout.ranks.watch import LANES, Lane, LaneName
 
 Number = Literal[
     "beat", "position", "sequence", "launched", "drawn", "done", "mapped", "prepared", "ready", "fault", "compiling",
@@ -28,7 +28,7 @@ Number = Literal[
 #: enqueued. drawn: those that waited for masks. done: those that are complete on the device. mapped: the order by which
 #: this rank last mapped memory of rank 0's GPU. prepared: the last update that is ready to swap. fault: 1 + a rank that
 #: sent nothing. compiling: 1 while a kernel is compiled, then 0 again. memory_freed: bytes that sleeps gave back.
-#: looks: how often the main thread has looked for copies that have begun or ended. stage: of the start (`start.py`),
+#: looks: how often the main thread has looked for copies that began or ended. stage: of the start (`start_watch.py`),
 #: with its parts that are done, of those in all; these begin anew with each stage.
 NUMBERS: tuple[Number, ...] = get_args(Number)
 _PLACES = {name: place for place, name in enumerate(NUMBERS)}
@@ -40,7 +40,7 @@ Topic = Literal["end"] | LaneName
 TOPICS: tuple[Topic, ...] = ("end", *LANES)
 
 
-class Reports:
+class RankReports:
     """The table of all followers; follower i is rank i + 1."""
 
     def __init__(self, memory: SharedMemory, followers: int) -> None:
@@ -74,8 +74,8 @@ class Reports:
         """The last text of the follower about a topic, for people; may be empty."""
         return bytes(self._texts[follower, TOPICS.index(topic)]).split(b"\0")[0].decode(errors="replace")
 
-    def say(self, follower: int, topic: Topic, text: str) -> None:
-        """Leave a text, before the number that tells of it."""
+    def set_text(self, follower: int, topic: Topic, text: str) -> None:
+        """Write a text. The number that announces it is written afterwards."""
         sent = text.encode()[: _TEXT_BYTES - 1]
         line = self._texts[follower, TOPICS.index(topic)]
         line[:] = 0
@@ -96,16 +96,16 @@ class Reports:
         failed = enumerate(self._lanes[:, LANES.index(lane), _FAILED].tolist())
         return [f"rank {i + 1}: {self.text(i, lane)}" for i, number in failed if number >= since]
 
-    def lanes(self, follower: int) -> dict[LaneName, Lane]:
+    def lanes(self, follower: int) -> dict[LaneName, LaneProgress]:
         """How far a follower is in each lane."""
         rows = zip(LANES, self._lanes[follower].tolist(), strict=True)
-        return {lane: Lane(begun > ended, ended + parts) for lane, (begun, ended, _, parts) in rows}
+        return {lane: LaneProgress(begun > ended, ended + parts) for lane, (begun, ended, _, parts) in rows}
 
 
 class LaneReport:
     """A follower's end of a lane. One thread begins orders, one ends them, any one may advance."""
 
-    def __init__(self, reports: Reports, follower: int, lane: LaneName) -> None:
+    def __init__(self, reports: RankReports, follower: int, lane: LaneName) -> None:
         self.lane = lane
         self._reports, self._follower = reports, follower
         self._numbers = reports._lanes[follower, LANES.index(lane)]
@@ -125,6 +125,6 @@ class LaneReport:
     def end(self, number: int, failure: str = "") -> None:
         """An order is carried out; with a `failure` it is not."""
         if failure:
-            self._reports.say(self._follower, self.lane, failure)
+            self._reports.set_text(self._follower, self.lane, failure)
             self._numbers[_FAILED] = number
         self._numbers[_ENDED] = number

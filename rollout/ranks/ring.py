@@ -2,11 +2,11 @@
 
     memory     | record 1 | record 2 | ... | filler |        positions only grow; a record never wraps
                  ^ a reader's position       ^ the writer's
-    record     | Head | body |   padded to 64 bytes         sequence numbers count from 1
+    record     | OrderHeader | body |   padded to 64 bytes         sequence numbers count from 1
     eventfd    one a reader: the number of records that it has not yet been told of
 
 The writer adds 1 to each reader's eventfd after it has written a record. So a reader sleeps in the kernel while there
-is nothing to read, and the kernel orders memory: a reader looks only at records that it was told of. Readers publish
+is nothing to read, and the kernel orders memory: a reader looks only at announced records. Readers publish
 their positions in a table (`reports.py`). The writer waits until all have left the memory of the next record, or
 until the group is lost. Memory and eventfds are inherited: they have no names, and end with their processes.
 """
@@ -29,14 +29,14 @@ _HEAD = struct.Struct("<QIIQqQ")
 _PAUSE_S = 0.0002
 
 
-class Head(NamedTuple):
+class OrderHeader(NamedTuple):
     """The fixed beginning of a record."""
 
     sequence: int
-    kind: int  # from 1
+    kind: int  # counted from 1
     layout: int  # bytes of the body that describe the rest of it
     size: int  # bytes of the body
-    version: int  # of the weights that are in use at this record
+    version: int  # version of the weights in use at this record
     position: int  # where the record begins, by which a reader finds that it reads the right one
 
 
@@ -108,7 +108,7 @@ class RingWriter:
     """The writing end. Any thread may write; records are numbered in the order of their writes.
 
     `positions` returns the positions of all readers. `lost` says that some reader will never make room: then a record
-    is dropped. How long a reader may take is decided elsewhere (`watch.py`).
+    is dropped. How long a reader may take is decided elsewhere (`group_watch.py`).
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RingWriter:
         self._eventfds, self._positions, self._lost = eventfds, positions, lost
         self._lock = threading.Lock()
         self._position = 0
-        self.sequence = 0  # of the last record
+        self.sequence = 0  # number of the last record
 
     @property
     def largest(self) -> int:
@@ -179,7 +179,7 @@ class RingReader:
         self._poll.register(eventfd, select.POLLIN)
         self._told = 0
         self._position = 0
-        self.sequence = 0  # of the last record
+        self.sequence = 0  # number of the last record
 
     def wait(self, timeout_s: float) -> bool:
         """Whether there is a record to read; waits for one in the kernel, up to `timeout_s`."""
@@ -187,23 +187,23 @@ class RingReader:
             self._told = os.eventfd_read(self._eventfd)
         return self._told > 0
 
-    def read(self) -> tuple[Head, memoryview]:
+    def read(self) -> tuple[OrderHeader, memoryview]:
         """The next record, after `wait` was true. Its body is in the ring until `done` is called.
 
         Raises `RingBrokenError` if the memory does not hold that record.
         """
         ring = self._memory.map()
         at = self._position % len(ring)
-        head = Head(*_HEAD.unpack_from(ring, at))
+        head = OrderHeader(*_HEAD.unpack_from(ring, at))
         if head.kind == _FILLER and head.position == self._position:
             self._position += len(ring) - at
-            head, at = Head(*_HEAD.unpack_from(ring, 0)), 0
+            head, at = OrderHeader(*_HEAD.unpack_from(ring, 0)), 0
         if head.position != self._position or head.sequence != self.sequence + 1:
             raise RingBrokenError(f"expected order {self.sequence + 1} at {self._position}, found {head}")
         begin = at + _HEAD.size
         return head, memoryview(ring)[begin : begin + head.size]
 
-    def done(self, head: Head) -> None:
+    def done(self, head: OrderHeader) -> None:
         """The record is not needed any more."""
         self.sequence, self._told = head.sequence, self._told - 1
         self._position += -(-(_HEAD.size + head.size) // _ALIGN) * _ALIGN

@@ -14,7 +14,7 @@ class ThreadStat(NamedTuple):
 
     state: str = ""
     user_s: float = 0.0  # CPU time in its own code
-    kernel_s: float = 0.0  # and in the kernel
+    kernel_s: float = 0.0  # CPU time in the kernel
 
     @property
     def cpu_s(self) -> float:

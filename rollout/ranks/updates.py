@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from rollout.process.observed_time import ObservedTime
-from rollout.ranks.device_relay import DevicePlace
-from rollout.ranks.orders import Orders, check_alive
-from rollout.ranks.relay import RELAY_SIZES, HostPlace, Place, RelayMemory, RelaySizes
-from rollout.ranks.reports import Reports
+from rollout.ranks.device_relay import DeviceBacking
+from rollout.ranks.orders import OrderWriter, check_alive
+from rollout.ranks.relay import RELAY_SIZES, HostBacking, RelayBacking, RelayMemory, RelaySizes
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory, SharedMemoryError
 from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_staging
 from rollout.weights.destination import Destination, Destinations
@@ -42,7 +42,7 @@ _POLL_S = 0.0005
 _LOOK_S = 0.5
 
 
-class RankUpdates(Destinations):
+class RankUpdates(UpdateMemories):
     """Rank 0's end. Belongs to the receiver's thread.
 
     `memories` has `relayed`, for pieces on the host, and `manifest`; both are shared with the followers. `on_device`
@@ -54,8 +54,8 @@ class RankUpdates(Destinations):
         self,
         staging: Staging,
         memories: Mapping[str, SharedMemory],
-        reports: Reports,
-        orders: Callable[[], Orders | None],
+        reports: RankReports,
+        orders: Callable[[], OrderWriter | None],
         on_device: IpcMemory | None = None,
         sizes: RelaySizes = RELAY_SIZES,
         lost: Callable[[], str] = lambda: "",
@@ -65,16 +65,16 @@ class RankUpdates(Destinations):
         self._lost = lost
         self._manifest, self._reports, self._find_orders = memories["manifest"], reports, orders
 
-        def relay(place: Place, on_device: bool) -> RelayMemory:
+        def relay(place: RelayBacking, on_device: bool) -> RelayMemory:
             def take(start: int, nbytes: int, at: int) -> int:
                 return self._orders().give("updates", "take", start, nbytes, at, on_device)
 
             return RelayMemory(place, lambda: min(reports.ended("updates")), take, sizes)
 
-        self._host = relay(HostPlace(memories["relayed"], device), on_device=False)
+        self._host = relay(HostBacking(memories["relayed"], device), on_device=False)
         self._device: RelayMemory | None = None
         if on_device is not None:
-            place = DevicePlace(on_device, self._tell_relay, self._relay_answers)
+            place = DeviceBacking(on_device, self._tell_relay, self._relay_answers)
             self._device = relay(place, on_device=True)
         self._last = 0  # number of the last update that followers were told of
         self._opened = self._prepared = 0  # numbers of its orders
@@ -150,7 +150,7 @@ class RankUpdates(Destinations):
         """Raise `InternalError` if the group is lost: its followers take nothing any more."""
         check_alive(self._lost)
 
-    def _orders(self) -> Orders:
+    def _orders(self) -> OrderWriter:
         self.check_alive()
         orders = self._find_orders()
         if orders is None:
@@ -158,7 +158,7 @@ class RankUpdates(Destinations):
         return orders
 
 
-class GroupDestination(Destination):
+class GroupDestination(UpdateMemory):
     """The memory of one update on all ranks: this rank's, and a relay through which the others get its pieces.
 
     transport --> relay memory, which all ranks read --> staging memory of each rank --swap--> its parameters
@@ -191,7 +191,7 @@ class GroupDestination(Destination):
         """
         self._updates.check_alive()
         try:
-            if self._told:
+            if self._announced:
                 self._updates.check()
             self._told = self._told or self._updates.tell(self._manifest, self._how)
             while len(self._relays) > 1:
@@ -199,19 +199,19 @@ class GroupDestination(Destination):
                 if usable is None:
                     return False
                 self._relays = self._relays[:1] if usable else self._relays[1:]
-            return self._told and self._relays[0].has_room()
+            return self._announced and self._relays[0].has_room()
         except SharedMemoryError as error:
             raise InternalError(str(error)) from error
 
     def wait_for_room(self) -> bool:
-        """As `has_room`; waits a moment if there is none. No event tells: devices and other processes make room."""
+        """As `has_room`; waits a moment without room. No event comes: devices and other processes make room."""
         if has_room := self.has_room:
             return has_room
         time.sleep(_POLL_S)
         return False
 
     def memory(self, start: int, end: int) -> np.ndarray:
-        """As `Destination.memory`: memory of the relay."""
+        """As `UpdateMemory.memory`: memory of the relay."""
         self._arriving = self._relays[0].reserve(end - start)
         return self._arriving.numpy()
 

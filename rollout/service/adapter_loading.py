@@ -105,7 +105,7 @@ class AdapterLoads:
             refuse(peer, BadRequest(f"{error}"[:2000], field="path"))
         # A fault of ours must not end the service for other clients.
         except Exception:
-            logger.exception("an adapter could not be read", extra=peer.about)
+            logger.exception("an adapter could not be read", extra=peer.request_fields)
             refuse(peer, InternalError("a fault in the worker; its log has the trace"))
         finally:
             # The frames of a traceback refer to the future, and keep the read weights until a garbage collection.

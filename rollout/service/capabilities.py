@@ -22,7 +22,7 @@ class WeightControl(Protocol):
         """The way updates apply, and the last update: `status.weights` without the version."""
 
 
-class Views(Protocol):
+class EngineViews(Protocol):
     """Views of the running engine for the service thread. They never wait for the loop."""
 
     def sequences(self, limit: int) -> list[SequenceStatus]:
@@ -35,7 +35,7 @@ class Views(Protocol):
 def default_capabilities(
     text: TextCodec | None,
     receiver: WeightControl | None,
-    views: Views | None = None,
+    views: EngineViews | None = None,
     grammars: bool = False,
     routing: bool = False,
     adapters: bool = False,

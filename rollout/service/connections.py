@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from rollout.process.logs import about
+from rollout.process.logs import request_fields
 from trainer_bridge.wire.codec import join_envelope
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ class ReplyAddress:
     client: str = ""  # the client's key, once it is known
 
     @property
-    def about(self) -> dict[str, Any]:
+    def request_fields(self) -> dict[str, Any]:
         """Fields that identify the request in the log."""
-        return about(self.client or f"connection:{self.connection.hex()}", self.id)
+        return request_fields(self.client or f"connection:{self.connection.hex()}", self.id)
 
 
 @dataclass(slots=True)

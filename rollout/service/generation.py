@@ -29,18 +29,18 @@ from rollout.engine.messages.requests import RequestKey
 from rollout.engine.messages.statuses import EngineStatus
 from rollout.engine.messages.to_engine import Cancel, Command, EndSession, Flush, Prefetch, StopAt, Submit
 from rollout.engine.messages.to_service import Delta, Flushed, Rejected, RequestDone
-from rollout.process.logs import about
+from rollout.process.logs import request_fields
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.delivery.in_flight import InFlight
 from rollout.service.delivery.replies import error_reply, ok_reply, result_reply
 from rollout.service.delivery.store import ResultStore, Stored, StoredCompletion
 from rollout.service.delivery.waiters import Delivery, Position, Waiter, received_positions
+from rollout.service.fork_sources import ForkSources
 from rollout.service.leases import Leases, client_key, may_return
 from rollout.service.requests import schema as requests
 from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.preparation import Preparation
 from rollout.service.requests.request_media import named_only
-from rollout.service.sources import Sources
 from trainer_bridge.wire.codec import encode
 from trainer_bridge.wire.errors import (
     BadRequest,
@@ -103,7 +103,7 @@ class Generation:
         self._by_name: dict[tuple[str, str], InFlight] = {}
         self._by_key: dict[RequestKey, InFlight] = {}
         self._by_client: dict[str, dict[RequestKey, InFlight]] = {}
-        self._sources = Sources(settings, self._by_name, self._by_client, self._media)
+        self._sources = ForkSources(settings, self._by_name, self._by_client, self._media)
         self._pending_bytes = 0  # total of all entries
         self._with_sessions: set[str] = set()  # clients whose sessions end with their connection
 
@@ -148,7 +148,7 @@ class Generation:
             if isinstance(error, RolloutError):
                 self._connections.send(peer, encode(error_reply(peer.id, error)))
             elif error is not None:
-                logger.error("images could not be kept", exc_info=error, extra=peer.about)
+                logger.error("images could not be kept", exc_info=error, extra=peer.request_fields)
                 self._connections.send(peer, encode(error_reply(peer.id, _internal())))
             else:
                 self._connections.send(peer, encode(ok_reply(peer.id)))
@@ -218,15 +218,15 @@ class Generation:
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
-    def heard(self, client: str, connection: bytes) -> None:
+    def renew(self, client: str, connection: bytes) -> None:
         """Note a message of this client: it is connected."""
-        self._leases.heard(client, connection)
+        self._leases.renew(client, connection)
 
     def connection_gone(self, connection: bytes) -> None:
         """Note the end of a connection. A client without a name ends with it."""
         for entry in self._by_key.values():
             entry.waiters = [waiter for waiter in entry.waiters if waiter.peer.connection != connection]
-        self._leases.gone(connection)
+        self._leases.connection_closed(connection)
         client = client_key(None, connection)
         if not may_return(client):
             self.store.forget_client(client)
@@ -270,7 +270,7 @@ class Generation:
             self._handle(entry, event)
         # A fault in one request must not end the service.
         except Exception:
-            logger.exception("a request failed in the service", extra=about(*entry.name))
+            logger.exception("a request failed in the service", extra=request_fields(*entry.name))
             if entry.key in self._by_key:
                 self._inbox.put(Cancel(entry.key))
                 self._fail(entry, _internal())
@@ -410,12 +410,12 @@ class Generation:
             entry.completions = [self._intake.completion(entry.message, request, index) for index in range(request.n)]
         except RolloutError as error:
             if error.code == "internal":
-                logger.error("a prompt could not be prepared", extra=about(*entry.name) | {"why": str(error)})
+                logger.error("a prompt could not be prepared", extra=request_fields(*entry.name) | {"why": str(error)})
             self._fail(entry, error)
             return
         # A fault of ours (in the tokenizer, say) ends this request alone.
         except Exception:
-            logger.exception("a request could not be prepared", extra=about(*entry.name))
+            logger.exception("a request could not be prepared", extra=request_fields(*entry.name))
             self._fail(entry, _internal())
             return
         entry.request = request
@@ -425,7 +425,7 @@ class Generation:
             self._with_sessions.add(client)
         if logger.isEnabledFor(logging.DEBUG):
             facts = {"prompt_tokens": len(prepared.prompt), "n": request.n, "max_tokens": request.max_tokens}
-            logger.debug("a request is taken", extra=about(*entry.name) | facts)
+            logger.debug("a request is taken", extra=request_fields(*entry.name) | facts)
         self._inbox.put(Submit(request))
         if entry.cancelled:
             self._inbox.put(Cancel(entry.key))
@@ -472,7 +472,7 @@ class Generation:
         frames = encode(result)
         if logger.isEnabledFor(logging.DEBUG):
             ended = {"took_s": round(time.monotonic() - entry.arrived_s, 3), "bytes": sum(map(len, frames))}
-            logger.debug("a request has ended", extra=about(*entry.name) | ended)
+            logger.debug("a request has ended", extra=request_fields(*entry.name) | ended)
         self._forget(entry)
         self._retry.ended(len(self._by_key))
         if not entry.reclaimed or any(completion.end != completion.start for completion in entry.completions):
@@ -484,7 +484,9 @@ class Generation:
 
     def _fail(self, entry: InFlight, error: RolloutError) -> None:
         frames = encode(error_reply(entry.name[1], error))
-        logger.debug("a request is refused", extra=about(*entry.name) | {"code": error.code, "why": str(error)})
+        logger.debug(
+            "a request is refused", extra=request_fields(*entry.name) | {"code": error.code, "why": str(error)}
+        )
         self._forget(entry)
         self._delivery.last(entry.waiters, frames, entry.name[1])
 

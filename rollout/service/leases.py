@@ -37,9 +37,9 @@ class Leases:
     def hold(self, client: str, connection: bytes) -> None:
         """Note that the client has a request in flight."""
         self._connections.setdefault(client, {})
-        self.heard(client, connection)
+        self.renew(client, connection)
 
-    def heard(self, client: str, connection: bytes) -> None:
+    def renew(self, client: str, connection: bytes) -> None:
         """Note that a message of the client arrived."""
         connections = self._connections.get(client)
         if connections is not None:
@@ -56,7 +56,7 @@ class Leases:
             if not clients:
                 del self._clients[connection]
 
-    def gone(self, connection: bytes) -> None:
+    def connection_closed(self, connection: bytes) -> None:
         """Note that the connection is closed."""
         for client in self._clients.pop(connection, {}):
             connections = self._connections[client]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from rollout.engine.messages.to_service import Event
-from rollout.network.router_socket import Wake
+from rollout.network.router_socket import PollWaker
 
 Item = Event | Callable[[], None]
 
@@ -20,7 +20,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
-        self._wake = Wake()
+        self._wake = PollWaker()
 
     def put(self, events: list[Event]) -> None:
         """Hand over events, in order. O(events), never blocks; from any thread."""

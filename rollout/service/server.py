@@ -6,7 +6,7 @@
 
 The thread parses, checks and answers. It never waits for the engine, a client or the tokenizer. A wrong message is
 answered with an error, a fault of ours with `internal`; neither ends the thread. `Generation` handles requests,
-`Controls` orders, `Shutdowns` the end, `Reports` the trainer's log-probs, `WorkerStatus` the status.
+`Controls` orders, `Shutdowns` the end, `MismatchReports` the trainer's log-probs, `WorkerStatus` the status.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from rollout.engine.messages.to_service import Done, Failed
 from rollout.metrics.mismatch import MismatchBox
 from rollout.network.access import Access
 from rollout.service.adapter_loading import AdapterFolders
-from rollout.service.capabilities import Views, WeightControl, default_capabilities
+from rollout.service.capabilities import EngineViews, WeightControl, default_capabilities
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.controls import Controls, Order
-from rollout.service.delivery.mismatch_reports import Compare, Reports, compare_result
+from rollout.service.delivery.mismatch_reports import Compare, MismatchReports, compare_result
 from rollout.service.delivery.replies import error_reply, ok_reply
 from rollout.service.disconnects import Disconnects
 from rollout.service.generation import Generation
@@ -72,7 +72,7 @@ class ServedEngine:
     inbox: SimpleQueue[Command]
     status: Callable[[], EngineStatus]
     outbox: Outbox = field(default_factory=Outbox)
-    views: Views | None = None
+    views: EngineViews | None = None
     receiver: WeightControl | None = None
     adapters: AdapterFolders | None = None
 
@@ -143,7 +143,7 @@ class Server:
             connections=self._connections,
             worker=worker_name,
         )
-        self._reports = Reports(settings.constants, self.outbox.post, self._reply, compare)
+        self._reports = MismatchReports(settings.constants, self.outbox.post, self._reply, compare)
         self._controls = Controls(
             engine.inbox,
             self.outbox.post,
@@ -309,14 +309,14 @@ class Server:
             self._send_error(peer, error)
         # A fault of ours must not end the service for other clients.
         except Exception:
-            logger.exception("a message failed in the service", extra=peer.about)
+            logger.exception("a message failed in the service", extra=peer.request_fields)
             self._send_error(peer, InternalError("a fault in the worker; its log has the trace"))
 
     def _dispatch(self, peer: ReplyAddress, header: dict[str, Any], frames: list[bytes]) -> None:
         message = requests.parse_request(header)
         client = client_key(message.client, peer.connection)
         peer = replace(peer, client=client)
-        self._generation.heard(client, peer.connection)
+        self._generation.renew(client, peer.connection)
         match message:
             case requests.GenerateMessage():
                 self._generation.generate(peer, client, message, frames, _content(message, header, frames))
@@ -374,10 +374,10 @@ class Server:
         try:
             frames = encode(header)
         except ValueError:
-            logger.exception("a reply cannot be sent", extra=peer.about)
+            logger.exception("a reply cannot be sent", extra=peer.request_fields)
             frames = encode(error_reply(peer.id, InternalError("a fault in the worker; its log has more")))
         if not self._connections.send(peer, frames):
-            logger.error("a reply is lost: its client does not read", extra=peer.about)
+            logger.error("a reply is lost: its client does not read", extra=peer.request_fields)
 
 
 def _valid_id(header: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.engine.messages.statuses import EngineStatus
-from rollout.service.capabilities import Views, WeightControl
+from rollout.service.capabilities import EngineViews, WeightControl
 from rollout.service.delivery.replies import sequence_fields, status_reply, trace_reply
 from rollout.service.generation import Generation
 from rollout.service.served_model import ServedModel
@@ -22,7 +22,7 @@ class WorkerStatus:
         engine: Callable[[], EngineStatus],
         model: ServedModel,
         receiver: WeightControl | None,
-        views: Views | None,
+        views: EngineViews | None,
         *,
         worker: str,
         metrics_url: str | None,

@@ -32,7 +32,7 @@ _PARTS = {
     "offload": ("o", "yellow"),
     "no_work": ("·", "bright_black"),
 }
-_SHOWN_FROM_PCT = 0.05  # for offload, which most workers never do
+_SHOWN_FROM_PCT = 0.05  # most workers never offload
 _ASCII_SIGNS = {"█": "#", "▓": "!", "▒": "p", "░": "s", "·": "."}
 _STATE_STYLES = {"serving": "green", "paused": "yellow", "asleep": "yellow", "draining": "yellow"}
 
@@ -129,7 +129,7 @@ def _words(part: str) -> str:
 
 
 def _metrics(status: Any) -> str:
-    """The values of the last report that `rollout top` shows, without those of drafts."""
+    """The values of the last report that `rollout top` shows, without drafts."""
     return ", ".join(_values(status, of_drafts=False)) or "no report yet"
 
 
@@ -158,7 +158,7 @@ def _value(value: float, unit: str) -> str:
 
 
 def _legend(width: int, ascii_only: bool) -> list[Text]:
-    """What the parts of the `gpu` bar and the words of the `last` line mean."""
+    """The legend of the `gpu` bar and the `last` line."""
     active = next(metric.meaning for metric in METRICS if metric.name == "gpu/active_pct")
     meanings = {"active": active} | {
         cause: f"share of those seconds in which {IDLE_CAUSES[cause].meaning}" for cause in _PARTS if cause != "active"

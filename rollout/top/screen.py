@@ -43,7 +43,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What identifies the row."""
+        """The key of the row."""
         return (self.endpoint, self.owner, self.id, self.index)
 
 

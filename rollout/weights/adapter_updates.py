@@ -20,8 +20,8 @@ from rollout.models.lora_slots import AdapterSlots, AdapterWeights, model_produc
 from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import AdapterPacker, AdapterPlan, plan_adapter
 from rollout.models.spec import ModelSpec
-from rollout.weights.destination import Destination
-from rollout.weights.parameter_map import Fit
+from rollout.weights.destination import UpdateMemory
+from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staging import Staging
 from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.errors import BadRequest, WeightsRejected
@@ -44,7 +44,7 @@ class AdapterTarget:
     ) -> None:
         self.packer = packer
         self.max_tensors = 2 * _MODULES_A_PRODUCT * len(model_products(spec))
-        # Of each rank: the tensors are those of the whole model.
+        # Each rank needs as much: the tensors belong to the whole model.
         self.max_bytes = packer.size * AdapterSlots.bytes_for(spec, 1, max(most_rank, LEAST_RANK), torch.float32)
         self._spec, self._most_rank, self._dtype = spec, most_rank, dtype
         self._registry = registry
@@ -94,13 +94,13 @@ class IncomingAdapter:
         except ValueError as error:
             raise _rejected(error) from None
 
-    def open(self, manifest: Manifest) -> Destination:
+    def open(self, manifest: Manifest) -> UpdateMemory:
         """The destination of the bytes; `check` has bounded their number."""
         staging = Staging({}, "host")
-        staging.open(manifest, Fit((), ()))
-        return Destination(staging, manifest)
+        staging.open(manifest, ManifestFit((), ()))
+        return UpdateMemory(staging, manifest)
 
-    def update(self, manifest: Manifest, destination: Destination) -> AdapterUpdate | None:
+    def update(self, manifest: Manifest, destination: UpdateMemory) -> AdapterUpdate | None:
         """The update for the loop; all bytes in `destination` are verified. None: other ranks have no parts yet.
 
         Raises `WeightsRejected` when other adapters took the last slot meanwhile, or when a rank cannot have its part,
@@ -116,7 +116,7 @@ class IncomingAdapter:
             raise _rejected(error) from None
         return AdapterUpdate(self.name, manifest.version, manifest.tensor_bytes, weights)
 
-    def _pack(self, plan: AdapterPlan, manifest: Manifest, destination: Destination) -> AdapterWeights | None:
+    def _pack(self, plan: AdapterPlan, manifest: Manifest, destination: UpdateMemory) -> AdapterWeights | None:
         if self._packed is None:
             tensors = {entry.name: typed_view(destination.stream, entry) for entry in manifest.tensors}
             self._since_s = time.monotonic() if self._since_s is None else self._since_s

@@ -17,7 +17,7 @@ from rollout.weights.staging import Staging
 from trainer_bridge.wire.manifest import Manifest
 
 
-class Destination:
+class UpdateMemory:
     """The memory of one update on a worker of one rank."""
 
     def __init__(self, staging: Staging | DeltaStaging, manifest: Manifest, content: str = "") -> None:
@@ -40,7 +40,7 @@ class Destination:
         return True
 
     def wait_for_room(self) -> bool:
-        """As `has_room`; may wait a moment if there is none."""
+        """As `has_room`; may wait a moment without room."""
         return True
 
     def memory(self, start: int, end: int) -> np.ndarray:
@@ -86,7 +86,7 @@ class Destination:
         return update
 
 
-class Destinations:
+class UpdateMemories:
     """Makes the destination of each update of the model. Owned by the receiver's thread."""
 
     def __init__(self, staging: Staging) -> None:

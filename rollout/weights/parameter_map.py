@@ -13,7 +13,7 @@ Two kinds of tensors need not match: one that an update may leave out keeps its 
 use for is received and dropped (`UpdateNames`).
 
 Exact aliases (same memory, shape and strides: tied embeddings) may be sent under one name or under all; in the second
-case their values must be equal, which the receiver checks once they have arrived (`Fit.aliases`).
+case their values must be equal, which the receiver checks once they have arrived (`ManifestFit.aliases`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rollout.models.loader import LoadedModel
 
 _LISTED = 8  # names in one message
-#: What wrappers of a trainer's model put into the names of its tensors.
+#: Prefixes that wrappers of a trainer's model put into the names of its tensors.
 _PREFIXES = {
     "_orig_mod.": "torch.compile",
     "_fsdp_wrapped_module.": "FSDP",
@@ -52,7 +52,7 @@ class UpdateNames:
 
     kept_if_absent: frozenset[str] = frozenset()
     unused: tuple[str, ...] = ()  # beginnings of names that the worker has no use for
-    optional: frozenset[str] = frozenset()  # that may be absent even where an update must be whole
+    optional: frozenset[str] = frozenset()  # names that may be absent even where an update must be whole
     unused_patterns: tuple[str, ...] = ()  # regular expressions that such names contain
 
     def is_unused(self, name: str) -> bool:
@@ -61,13 +61,13 @@ class UpdateNames:
 
 
 def update_names(settings: ModelSettings, loaded: LoadedModel) -> UpdateNames:
-    """What updates may have or lack. Random weights are not worth keeping: then an update must have every tensor."""
+    """The names that updates may have or lack. With random weights an update must have every tensor."""
     kept = frozenset() if settings.load_format == "random" else loaded.kept_if_absent()
     return UpdateNames(kept, loaded.spec.unused, loaded.draft_names(), loaded.spec.unused_patterns)
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class ManifestFit:
     """A manifest that fits: which tensors to copy, and which pairs (copied name, other name) must be equal."""
 
     copied: tuple[str, ...]
@@ -76,8 +76,8 @@ class Fit:
     unused: tuple[str, ...] = ()  # in the manifest, and not copied
 
 
-class Lacks(NamedTuple):
-    """Tensors that an update lacks: some of those that it must have (none: it is whole), and those that it may lack."""
+class AbsentTensors(NamedTuple):
+    """Tensors that an update lacks: some required ones (none: it is whole), and optional ones."""
 
     missing: list[str]
     left_out: list[str]
@@ -105,7 +105,7 @@ class ParameterMap:
             4 * math.prod(whole_shape(view)) + 64 for view in self.views.values()
         )
 
-    def check(self, manifest: Manifest, whole: bool = False) -> Fit:
+    def check(self, manifest: Manifest, whole: bool = False) -> ManifestFit:
         """Decide whether the manifest's tensors make a whole update. With `whole` only optional ones may be left out.
 
         Raises `WeightsRejected`, listing names, when a name is unknown, a shape differs, elements would stay
@@ -146,12 +146,12 @@ class ParameterMap:
         if misshaped:
             raise _rejected("wrong shapes", misshaped, "send each tensor whole, in the checkpoint's shape")
 
-    def lacks(self, manifest: Manifest) -> Lacks:
+    def lacks(self, manifest: Manifest) -> AbsentTensors:
         """The tensors that the manifest, which passes `check_tensors`, lacks of a whole update."""
         copied, _ = self._split_aliases(self._used(manifest))
         intervals, _ = _stack([(name, self._runs[name]) for name in copied])
         written, kept = self._with_kept(_merge(intervals), self.names.kept_if_absent | self.names.optional)
-        return Lacks([] if np.array_equal(written, self._whole) else self._missing(written), kept)
+        return AbsentTensors([] if np.array_equal(written, self._whole) else self._missing(written), kept)
 
     def uses(self, manifest: Manifest) -> bool:
         """Whether the worker has a use for any of the manifest's tensors."""
@@ -164,7 +164,7 @@ class ParameterMap:
         return [entry.name for entry in manifest.tensors if not self._is_unused(entry.name)]
 
     def _with_kept(self, written: np.ndarray, may_lack: frozenset[str]) -> tuple[np.ndarray, list[str]]:
-        """The bytes that are written or keep their value, and the names of those that keep it."""
+        """The bytes that are written or keep their value, and the names of parameters that keep it."""
         kept = []
         for name in (name for name in self.views if name in may_lack):
             if not _overlaps(written, self._runs[name]):  # under this name and under others
@@ -172,7 +172,7 @@ class ParameterMap:
                 written = _union([written, self._runs[name]])
         return written, kept
 
-    def _check_cover(self, names: list[str], unused: tuple[str, ...], may_lack: frozenset[str]) -> Fit:
+    def _check_cover(self, names: list[str], unused: tuple[str, ...], may_lack: frozenset[str]) -> ManifestFit:
         copied, aliases = self._split_aliases(names)
         intervals, owners = _stack([(name, self._runs[name]) for name in copied])
         clash = np.flatnonzero(intervals[1:, 0] < intervals[:-1, 1])
@@ -185,7 +185,7 @@ class ParameterMap:
             if all(name.endswith("lm_head.weight") for name in missing):
                 advice += "; the worker's output layer is not its embedding: send what the trainer's model has for it"
             raise _rejected("missing tensors", missing, advice)
-        return Fit(tuple(copied), tuple(aliases), tuple(kept), unused)
+        return ManifestFit(tuple(copied), tuple(aliases), tuple(kept), unused)
 
     def _split_aliases(self, names: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
         first: dict[tuple, str] = {}

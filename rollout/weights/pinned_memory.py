@@ -20,7 +20,7 @@ _TOUCH_BYTES, _PAGE_BYTES = 256 << 20, 4096
 _log = logging.getLogger(__name__)
 
 
-class Pins:
+class PinnedMemory:
     """Host memory that torch did not allocate, pinned with CUDA until `free`, or until this object is collected.
 
     Memory must be unpinned before it is unmapped: else CUDA takes what is mapped there next for pinned.
@@ -30,7 +30,7 @@ class Pins:
         self, cudart: Callable[[], Any] = torch.cuda.cudart, forget_error: Callable[[], object] = forget_last_error
     ) -> None:
         self._cudart, self._forget_error = cudart, forget_error
-        self._pinned: dict[int, torch.Tensor] = {}  # by address
+        self._pinned: dict[int, torch.Tensor] = {}  # pinned memory by address
         self._refused: set[int] = set()
         # Not at the end of the process, whose CUDA may be gone by then.
         weakref.finalize(self, _unpin, self._pinned, cudart, forget_error).atexit = False
@@ -78,7 +78,7 @@ class HostBlocks:
     """Blocks of host memory, uint8. Each is pinned, if wanted, when its first bytes come."""
 
     def __init__(self, pinned: bool, advance: Callable[[], object] = lambda: None) -> None:
-        self._pins = Pins() if pinned else None
+        self._pins = PinnedMemory() if pinned else None
         self._advance = advance
         self.blocks: list[torch.Tensor] = []
 

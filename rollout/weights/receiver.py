@@ -23,7 +23,7 @@ from rollout.config import SecuritySettings, WeightsSettings
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.network.access import Access
-from rollout.network.router_socket import Wake, bind_router
+from rollout.network.router_socket import PollWaker, bind_router
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.update_intake import Reply, UpdateIntake, UpdateTargets, ended
 from trainer_bridge.transports.bucket_link import BUCKET
@@ -74,7 +74,7 @@ class WeightReceiver:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._post_lock = threading.Lock()
         self._ended = False
-        self._wake = Wake()
+        self._wake = PollWaker()
         self._staging = targets.destinations.staging
         max_update_bytes = max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes)
         self._socket = WeightSocket(settings.bind, max_update_bytes, access)

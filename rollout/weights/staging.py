@@ -42,7 +42,7 @@ from rollout.config import WeightsSettings
 from rollout.models.cut import Cut, CutView, whole_shape
 from rollout.process.host_memory import available_bytes
 from rollout.process.progress import stage
-from rollout.weights.parameter_map import Fit
+from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.pinned_memory import BLOCK_BYTES, HostBlocks
 from rollout.weights.staged_weights import Copy, StagedWeights, SwapCopies
 from trainer_bridge.transports.fingerprint import fingerprint
@@ -127,7 +127,7 @@ class _Kept(NamedTuple):
     entry: TensorEntry
     target: torch.Tensor  # takes the kept part
     cut: Cut | None
-    shape: tuple[int, ...]  # of the kept part
+    shape: tuple[int, ...]  # shape of the kept part
     block: int
     at: int  # in the block
 
@@ -147,10 +147,10 @@ class KeptPart(NamedTuple):
 class _Layout(NamedTuple):
     """The layout of an update, which later ones may share."""
 
-    digest: str = ""  # of the manifest's layout
+    digest: str = ""  # digest of the manifest's layout
     entries: tuple[TensorEntry, ...] = ()
     starts: Sequence[int] = ()
-    fit: Fit = Fit((), ())
+    fit: ManifestFit = ManifestFit((), ())
     order: Sequence[_Kept] = ()
 
 
@@ -185,14 +185,14 @@ class Staging:
             make = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
             self._memory = make(nbytes)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host = HostBlocks(self._stream is not None, advance)  # of a shard
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # of one rank: host memory where bytes arrive
+        self._host = HostBlocks(self._stream is not None, advance)  # host memory of a shard
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # host memory where bytes arrive, with one rank
         self._blocks: Sequence[torch.Tensor] = []
         self._layout = _Layout()
         self._kept: dict[str, _Kept] = {}
         self._missing: dict[str, int] = {}  # bytes of each kept tensor of a shard
         self._copies: list[Copy] | None = None
-        self._event: torch.cuda.Event | None = None  # of the last copy that is enqueued
+        self._event: torch.cuda.Event | None = None  # end of the last copy that is enqueued
         self._lent: StagedWeights | None = None
         self.written = False  # in place: some parameters have bytes of this update
         self._content = ""  # names the bytes that the memory holds; empty: not known
@@ -230,7 +230,7 @@ class Staging:
 
     # --- one update ---------------------------------------------------------------------------------------------------
 
-    def open(self, manifest: Manifest, fit: Fit, on_device: bool = False) -> None:
+    def open(self, manifest: Manifest, fit: ManifestFit, on_device: bool = False) -> None:
         """Begin an update; the one before is not used any more. With `on_device` all bytes arrive there, by `take`."""
         assert not self.busy, "the staging memory still holds an update"
         self.forget()
@@ -379,12 +379,12 @@ class Staging:
 
     # --- layout -------------------------------------------------------------------------------------------------------
 
-    def _set_layout(self, manifest: Manifest, fit: Fit, order: Sequence[_Kept]) -> None:
+    def _set_layout(self, manifest: Manifest, fit: ManifestFit, order: Sequence[_Kept]) -> None:
         starts = [entry.offset for entry in manifest.tensors]
         self._layout = _Layout(manifest.layout_digest, manifest.tensors, starts, fit, order)
         self._copies = None
 
-    def _open_stream(self, manifest: Manifest, fit: Fit, on_device: bool) -> None:
+    def _open_stream(self, manifest: Manifest, fit: ManifestFit, on_device: bool) -> None:
         """Lay the memory out as the stream is."""
         nbytes = manifest.total_bytes
         fits = self._memory is not None and nbytes <= self._memory.numel()
@@ -396,7 +396,7 @@ class Staging:
             order = [_Kept(entry, self.views[entry.name], None, entry.shape, 0, entry.offset) for entry in entries]
             self._set_layout(manifest, fit, order)
 
-    def _lay_out(self, manifest: Manifest, fit: Fit, block_bytes: int | None) -> tuple[list[_Kept], list[int]]:
+    def _lay_out(self, manifest: Manifest, fit: ManifestFit, block_bytes: int | None) -> tuple[list[_Kept], list[int]]:
         """The kept tensors in the order of the parameters, and the sizes of the blocks; None: it is one block."""
         names = [*fit.copied, *(other for _, other in fit.aliases)]
         entries = {entry.name: entry for entry in manifest.tensors}
@@ -532,7 +532,7 @@ class InPlace(Staging):
         """There is no staging memory."""
         return None
 
-    def open(self, manifest: Manifest, fit: Fit, on_device: bool = False) -> None:
+    def open(self, manifest: Manifest, fit: ManifestFit, on_device: bool = False) -> None:
         """Begin an update; the one before is not continued."""
         self._whole.clear()
         self.written = False
@@ -662,7 +662,7 @@ def pin_at_start(staging: Staging, nbytes: int) -> None:
     try:
         with stage("pinning host memory for updates of the weights"):
             staging.reserve(nbytes)
-    except RuntimeError as error:  # of the allocator
+    except RuntimeError as error:  # an error of the allocator
         raise ValueError(
             f"the host does not give {nbytes / (1 << 30):.1f} GiB of pinned memory for updates of the weights: set "
             f"weights.staging to device, or weights.apply to in_place ({error!s:.200})"

@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Commit:
+class PendingCommit:
     """An unanswered `commit`: its publisher waits until the update is in use."""
 
     token: bytes
@@ -72,13 +72,13 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class AppliedUpdate:
     """The update that is in use, and how long its phases took."""
 
     version: int
     transport: str
     nbytes: int
-    pause_s: float  # for which generation stood still
+    pause_s: float  # time for which generation stood still
     phases: Mapping[str, float]  # seconds: receive, verify, wait, apply
     at_s: float = field(default_factory=time.time)  # Unix time
     _clock_s: float = field(default_factory=time.monotonic, repr=False)  # the same moment: Unix time may jump
@@ -101,10 +101,10 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class UpdateTargets:
-    """What updates can change: the model's `parameters`, whose bytes go to `destinations`, and adapters."""
+    """The parts that updates can change: the model's `parameters`, whose bytes go to `destinations`, and adapters."""
 
     parameters: ParameterMap
-    destinations: Destinations
+    destinations: UpdateMemories
     adapters: AdapterTarget | None = None  # None: this worker serves no adapters
 
 
@@ -113,9 +113,9 @@ class UpdatePlan:
     """An accepted `begin`: the update fits its target, and its transport is known."""
 
     manifest: Manifest
-    fit: Fit  # empty for an adapter
+    fit: ManifestFit  # empty for an adapter
     receiver: TransportReceiver
-    options: Mapping[str, Any]  # of the transport
+    options: Mapping[str, Any]  # options of the transport
     adapter: IncomingAdapter | None  # None: an update of the model
     content: UpdateContent = WHOLE
 
@@ -126,7 +126,7 @@ class ReceivedUpdate:
 
     begin: UpdatePlan
     incoming: IncomingUpdate
-    destination: Destination
+    destination: UpdateMemory
     begun_s: float
     commit: Commit | None = None  # came; not all bytes are verified yet
     hold: Literal["early", "late", "asked", "granted"] = "early"  # late: asked for once all bytes are verified
@@ -154,12 +154,12 @@ class UpdateIntake:
         endpoint: str,
         post: Callable[[Callable[[], None]], object],
     ) -> None:
-        self.version = version  # of the weights that were applied last: the loop writes it
-        self.last: Applied | None = None  # replaced as a whole, so any thread may read it
+        self.version = version  # version of the weights that were applied last: the loop writes it
+        self.last: AppliedUpdate | None = None  # replaced as a whole, so any thread may read it
         self.ready: deque[StagedWeights | AdapterUpdate] = deque()  # the loop takes from it
         self.closing = False
         self.current: ReceivedUpdate | None = None
-        self.committed: tuple[StagedWeights | AdapterUpdate, Commit] | None = None  # ready or being applied
+        self.committed: tuple[StagedWeights | AdapterUpdate, PendingCommit] | None = None  # ready or being applied
         self.waiting: dict[str | None, tuple[Mapping[str, Any], Reply]] = {}  # begins, by adapter; None: the model's
         self.failure: tuple[bytes, dict[str, Any]] | None = None  # token and error reply of the last rejected update
         self._parameters = targets.parameters
@@ -186,7 +186,7 @@ class UpdateIntake:
 
     @property
     def waits_for(self) -> UpdateWait | None:
-        """What the ready update waits for; None if there is none, or if the loop takes it with its next step."""
+        """The reason why the ready update waits; None without one, or if the loop takes it with its next step."""
         return self._gate.update_waits_for if self.ready else None
 
     def poll_ms(self) -> int | None:
@@ -332,7 +332,7 @@ class UpdateIntake:
         self.current = ReceivedUpdate(begin, incoming, destination, begun_s)
         return incoming, grant
 
-    def _say_differences(self, fit: Fit) -> None:
+    def _say_differences(self, fit: ManifestFit) -> None:
         """Log once which tensors updates have that are not used, and which ones they leave out."""
         if fit.unused:
             self._say_unused(fit.unused)
@@ -397,7 +397,7 @@ class UpdateIntake:
             raise BadRequest("this update is committed already", field="token")
         now_s = time.monotonic()
         phases = {"receive": now_s - current.begun_s}
-        current.commit = Commit(token, options, reply, current.incoming.transport, phases, now_s)
+        current.commit = PendingCommit(token, options, reply, current.incoming.transport, phases, now_s)
 
     def _abort(self, header: Mapping[str, Any], reply: Reply) -> None:
         token, newer = read_token(header["token"]), header.get("newer")
@@ -475,7 +475,7 @@ class UpdateIntake:
         commit = self._take_committed(update)
         commit.phases["wait"] = max(0.0, time.monotonic() - commit.since_s - pause_s)
         commit.phases["apply"] = pause_s
-        applied = Applied(update.version, commit.transport, update.nbytes, pause_s, commit.phases)
+        applied = AppliedUpdate(update.version, commit.transport, update.nbytes, pause_s, commit.phases)
         if not isinstance(update, AdapterUpdate):
             self.last = applied
         commit.reply({"op": "ok", **applied.reply()})
@@ -484,7 +484,7 @@ class UpdateIntake:
         """The loop did not apply it."""
         self._take_committed(update).reply(error_reply(error))
 
-    def _take_committed(self, update: StagedWeights | AdapterUpdate) -> Commit:
+    def _take_committed(self, update: StagedWeights | AdapterUpdate) -> PendingCommit:
         assert self.committed is not None and self.committed[0] is update, "this update is not being applied"
         commit = self.committed[1]
         self.committed = None

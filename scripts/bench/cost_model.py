@@ -51,7 +51,7 @@ class StepParts:
         return self.pipelined_s - self.device_s
 
     def speedup(self, zombie_share: float = 0.0) -> float:
-        """Tokens per second of the pipeline over those of the blocking loop.
+        """Tokens per second of the pipeline, relative to the blocking loop.
 
         Raises ValueError unless 0 <= zombie_share < 1.
         """

@@ -1,4 +1,4 @@
-"""The vision tower alone: milliseconds to encode images, beside the floor, and the kernels that take the time.
+"""The vision tower alone: milliseconds to encode images, with the floor, and the kernels that take the time.
 
     PYTHONPATH=.:kernels python -m scripts.bench.encode --out FILE
 

@@ -238,7 +238,7 @@ def print_tables(lines: list[dict[str, Any]]) -> None:
                     "kernels": seen["kernel_busy_pct"],
                 }
             active.append(row)
-    print_table("the device's time, percent; the idle causes are of the whole run, prefill included", active)
+    print_table("the device's time, percent; the idle causes cover the whole run, prefill included", active)
     print(f"predictions are off by at most {max(abs(line['error_points']) for line in lines):.2f} points")
     if apart := [abs(row["meter"] - row["profiler"]) for row in active if "meter" in row]:
         print(f"meter and profiler are at most {max(apart):.2f} points apart")

@@ -355,7 +355,7 @@ def bench_layers(quick: bool) -> None:
 def profile_layers(shape: str, prompts: int, layers: int = 3, length: int = 4096) -> dict[str, Any]:
     """Run a model of a few layers of a shape on `prompts` prompts; prints a line for each kernel.
 
-    A kernel is told by its name; the four products of cuBLAS may share names.
+    The name identifies a kernel; the four products of cuBLAS may share names.
     """
     from rollout.config import ModelSettings
     from rollout.models.batch import AttentionBatch, Chunk, KVCache

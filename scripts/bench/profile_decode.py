@@ -43,7 +43,7 @@ _PRODUCTS = ("_linear_kernel", "_stream_kernel", "_gemv_kernel", "nvjet")
 
 
 def weight_bytes(model: Decoder, distinct: float) -> list[tuple[tuple[str, ...], float]]:
-    """The weights that a layer reads from its attention to that of the next layer: kernels and bytes, in order.
+    """The weights that a layer reads from its attention to the next layer's: kernels and bytes, in order.
 
     A layer of experts reads `distinct` experts.
     """

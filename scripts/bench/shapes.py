@@ -134,7 +134,7 @@ _QWEN3_5: dict[str, Any] = {
     "vocab_size": 248320,
 }
 #: Families beside Qwen3, with the whole of their config.json.
-_OTHERS: dict[str, dict[str, Any]] = {
+OTHERS: dict[str, dict[str, Any]] = {
     "qwen3.5-27b": {
         **_QWEN3_5,
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -367,8 +367,8 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "vocab_size": 100278,
     },
 }
-OTHER_SHAPES = tuple(_OTHERS)
-SHAPES = (*_OWN, *_OTHERS)
+OTHER_SHAPES = tuple(OTHERS)
+SHAPES = (*_OWN, *OTHERS)
 #: Sizes of a toy; a config gets those whose names it has.
 _TOY: dict[str, Any] = {
     "head_dim": 16,
@@ -430,8 +430,8 @@ class StepBytes:
 
 def model_config(shape: str, layers: int = 0) -> dict[str, Any]:
     """The `config.json` of a shape, or of its first `layers` layers."""
-    if shape in _OTHERS:
-        config = json.loads(json.dumps(_OTHERS[shape]))  # as a file has it: lists
+    if shape in OTHERS:
+        config = json.loads(json.dumps(OTHERS[shape]))  # as a file has it: lists
     else:
         config = {**_QWEN3, **_OWN[shape], "max_window_layers": _OWN[shape]["num_hidden_layers"]}
     if not layers:

@@ -1,4 +1,4 @@
-"""Measures verify steps: tokens a second with drafts over those of plain steps, in one process and one engine.
+"""Measures verify steps: tokens a second with drafts, relative to plain steps, in one process and one engine.
 
     PYTHONPATH=.:kernels python -m scripts.bench.speculation --shape qwen3-8b --contexts 4096 --out FILE
 
@@ -214,7 +214,7 @@ class Bench:
         return row
 
     def whole(self, rows: int, work: Work, finished: Finished) -> Row:
-        """Figures of a job from its start to its end, on this number of rows; the floor is that of plain steps."""
+        """Figures of a job from its start to its end, on this number of rows; the floor is the plain steps'."""
         row: Row = {
             "total_s": finished.total_s,
             "tail_s": finished.tail_s(),

@@ -71,7 +71,7 @@ def measure_device_parts(engine: Engine) -> DeviceParts:
 def sleeping_steps(engine: Engine, seconds: float) -> Iterator[float]:
     """Replace decode steps by a sleep of about `seconds`; yields the exact seconds on an idle device.
 
-    Outputs are those of the previous step. Rows that decode meanwhile must not continue afterwards.
+    Outputs come from the previous step. Rows that decode meanwhile must not continue afterwards.
     """
     executor, packer = engine.executor, engine.parts.packer
     graphs, captured = executor.graphs, packer.captured

@@ -170,7 +170,7 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def over_rounds(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row from those of the rounds: the spread of rates and waits, the sums of the counts of updates."""
+    """One row from the rows of the rounds: the spread of rates and waits, the sums of the counts of updates."""
     row: dict[str, Any] = {"rounds": len(rows), "tokens_per_s": spread([row["tokens_per_s"] for row in rows])}
     if "published" in rows[0]:
         row |= {name: sum(row[name] for row in rows) for name in ("published", "applied")}

@@ -74,7 +74,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def held_names(shapes: Mapping[str, tuple[int, ...]], layers: int) -> dict[str, str]:
     """For each name the name of the tensor that it has, in a trainer that holds the first `layers` layers (0: all).
 
-    Raises ValueError if a layer's tensors differ in name or shape from those that it would have.
+    Raises ValueError if a layer's tensors have other names or shapes than expected.
     """
     if not layers:
         return {name: name for name in shapes}

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.metrics.mismatch import Mismatch, compare
+from rollout.metrics.mismatch import MismatchSums, compare
 from rollout.process.progress import stage
 from scripts.bench.output import print_table, write_results
 from scripts.bench.reference import FAMILIES, SIZES, all_logits, attention_of, make_checkpoint
@@ -76,9 +76,9 @@ def measure(
     """A row for each precision, and a row that compares the two."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     exact: list[np.ndarray] = []
-    own = Mismatch()
+    own = MismatchSums()
     for dtype in (torch.float32, torch.bfloat16):
-        model, total = load(args.model, dtype, device), Mismatch()
+        model, total = load(args.model, dtype, device), MismatchSums()
         with stage(f"transformers in {dtype}".replace("torch.", "")) as advance:
             for i, (prompt, result) in enumerate(made):
                 (completion,) = result.completions
@@ -95,7 +95,7 @@ def measure(
     yield _row("transformers in bfloat16", "float32", own)
 
 
-def _row(of: str, against: str, total: Mismatch) -> dict[str, Any]:
+def _row(of: str, against: str, total: MismatchSums) -> dict[str, Any]:
     figures = {"tokens": total.tokens, "mean_abs": total.mean_abs, "max_abs": total.max_abs, "k3_kl": total.k3_kl}
     return {"of": of, "against": against, **figures}
 

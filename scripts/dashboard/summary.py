@@ -22,7 +22,7 @@ _SHOWN = [*_TOTALS, "gpu/active_pct", "rollout/tokens_per_s", "step/decode_ms", 
 
 
 def read_runs(folder: Path) -> list[OfflineRun]:
-    """The run in a folder, or all runs in folders below it. Raises ValueError if there is none; OSError."""
+    """The run in a folder, or all runs in folders below it. Raises ValueError without a run, or OSError."""
     if list(folder.glob("*.wandb")):
         return [read_offline_run(folder)]
     found: dict[str, OfflineRun] = {}

@@ -245,7 +245,7 @@ class Comparison:
         return running
 
     def _wait(self, running: Sequence[Running], enough: Callable[[Running], bool]) -> list[Running]:
-        """Wait until each run has ended or is far enough, or the time is over; those that have not ended."""
+        """Wait until each run has ended or is far enough, or the time is over. Returns the runs that have not ended."""
         waiting = list(running)
         while waiting and time.perf_counter() < self.deadline_s - _END_S:
             for run in [run for run in waiting if run.ended or enough(run)]:

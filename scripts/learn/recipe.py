@@ -32,7 +32,7 @@ class Recipe:
     # the batch
     prompts: int = _setting(64, "problems of a step that teach: their completions have different rewards")
     group_size: int = _setting(16, "completions of a problem")
-    rounds: int = _setting(4, "requests for a batch: each asks for new problems in place of those that do not teach")
+    rounds: int = _setting(4, "requests for a batch: each replaces problems that do not teach by new ones")
     max_tokens: int = _setting(0, "most tokens of an answer; 0: the task's own number")
     temperature: float = _setting(1.0, "of the rollouts")
     # the loss

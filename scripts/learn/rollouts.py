@@ -51,7 +51,7 @@ class Group:
 async def answer_batch(
     client: AsyncRolloutClient, task: Task, decode: Decode, problems: Iterator[Problem], how: Draw, recipe: Recipe
 ) -> list[Group]:
-    """Groups for a step: `prompts` or more of them teach, or the rounds are over; with those that do not teach.
+    """Groups for a step: `prompts` or more of them teach, or the rounds are over. Some may not teach.
 
     Each round is answered whole before the next one is asked for, so that short answers are not preferred (dynamic
     sampling of DAPO, arXiv 2503.14476).

@@ -89,7 +89,7 @@ def checkpoint_to_resume(recipe: Recipe, out: Path, resume: bool) -> Path | None
     saved, given = read_progress(found).recipe, asdict(recipe)
     for name in ("task", "seed", "level"):
         if saved[name] != given[name]:
-            raise SystemExit(f"--{name} is {given[name]}, and {found} is of a run with {saved[name]}")
+            raise SystemExit(f"--{name} is {given[name]}, and {found} belongs to a run with {saved[name]}")
     return found
 
 
@@ -150,7 +150,7 @@ class Loop:
         self._written_s = 0.0
 
     def restore(self, progress: Progress) -> None:
-        """Go on after the step of a checkpoint: with its rows, and without those that came after it."""
+        """Go on after the step of a checkpoint: with its rows, without later rows."""
         lines = [json.loads(line) for line in (self.out / "steps.jsonl").read_text().splitlines()]
         self.steps = [line for line in lines if line.get("step", math.inf) <= progress.step]
         self.evaluations = [line for line in lines if line.get("evaluated", math.inf) <= progress.step]

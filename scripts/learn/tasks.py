@@ -81,7 +81,7 @@ _LEAST = 0.02
 
 @dataclass
 class Curriculum:
-    """Chooses the levels of problems: those that are sometimes right teach most.
+    """Chooses the levels of problems: problems that are sometimes solved teach most.
 
     A level is drawn in proportion to p (1 - p), with p its share of right answers, smoothed over problems (sampling
     for learnability, arXiv 2502.12272). A level that is never right or always right is drawn now and then, so that a

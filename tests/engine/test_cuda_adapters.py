@@ -25,7 +25,7 @@ def prompt(length: int, seed: int) -> list[int]:
 def test_rows_are_what_peft_merges(tmp_path, captured):
     reference = make_checkpoint("qwen3", tmp_path / "base")
     model = load(tmp_path / "base", "cuda")
-    bench = Bench(model, make_device("cuda"), cuda_graphs=captured, adapter_slots=3, adapter_rank=16)
+    bench = Bench(model, make_device("cuda"), cuda_graph_rows=256 * captured, adapter_slots=3, adapter_rank=16)
     references = [reference]
     for i in range(3):
         folder = make_adapter(reference, tmp_path / str(i), i)

@@ -14,7 +14,7 @@ from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages.to_service import Done, Failed
 from rollout.models.fused import FusedDecoder
-from rollout.weights.parameter_map import Fit
+from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staging import Staging
 from tests.support.engine.cuda_harness import FUSED_SIZES, assert_steady, load_bf16
 from tests.support.engine.harness import load
@@ -182,7 +182,7 @@ def test_kept_memory_returns_whole_and_a_shadow_goes_on():
     host = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8).pin_memory()
     for _ in range(2):
         assert all(torch.equal(weight, value) for weight, value in zip(weights, values, strict=True))
-        staging.open(manifest, Fit(("x",), ()))
+        staging.open(manifest, ManifestFit(("x",), ()))
         staging.take(0, host)
         staging.abandon()
         assert torch.equal(staging.stream.cpu(), host)

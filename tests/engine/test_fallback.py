@@ -12,7 +12,7 @@ from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.build import sleeping_memory
 from rollout.engine.device.streams import CpuDevice
 from rollout.models import load_model
-from rollout.models.fallback.held import HELD, describe
+from rollout.models.fallback.tested import TESTED, tested_as
 from tests.support.engine.harness import Bench
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.models.fallback import CONFIGS, make_checkpoint
@@ -50,12 +50,12 @@ def logits_of(reference, ids):
 
 
 def test_all_architectures_of_the_table_are_held_here():
-    assert set(HELD) == set(CONFIGS) and len(HELD) >= 25 and set(_ALWAYS) < set(HELD)
+    assert set(TESTED) == set(CONFIGS) and len(TESTED) >= 25 and set(_ALWAYS) < set(TESTED)
 
 
 def test_what_the_table_says_of_a_model_is_so(made):
     (model, _), _ = made
-    assert HELD[model.spec.architecture] == describe(model)
+    assert TESTED[model.spec.architecture] == tested_as(model)
 
 
 def test_prefill_and_decode_give_the_logits_of_eager_attention(made):

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from rollout.gateway.http.http_errors import HttpError
-from rollout.gateway.workers.sources import Sources
+from rollout.gateway.workers.request_ids import RequestIds
 from tests.support.gateway.harness import bystand, events, post, refused
 from tests.support.worker.harness import text_of, token_ids
 
@@ -189,17 +189,17 @@ def test_a_request_without_a_fork_needs_its_prompt_and_a_conversation_takes_none
 
 
 def test_requests_with_many_prompts_are_forgotten_sooner() -> None:
-    known = Sources()
+    known = RequestIds()
     for place in range(40):
         with known.note(f"r{place}", [(f"{place}-{part}", 1) for part in range(1000)]):
             pass
-    assert known.at_worker({"request": "r39", "index": 999})["request"] == "39-999"
+    assert known.worker_fork({"request": "r39", "index": 999})["request"] == "39-999"
     for place in (0, 20):
         with pytest.raises(HttpError):
-            known.at_worker({"request": f"r{place}", "index": 0})
+            known.worker_fork({"request": f"r{place}", "index": 0})
     for _ in range(40):  # a request takes the place of an earlier one with its id
         with known.note("again", [(str(part), 1) for part in range(1000)]):
             pass
-    assert known.at_worker({"request": "r39", "index": 5})["request"] == "39-5"
+    assert known.worker_fork({"request": "r39", "index": 5})["request"] == "39-5"
     with known.note("large", [(str(part), 1) for part in range(20_000)]):
-        assert known.at_worker({"request": "large", "index": 19_999})["request"] == "19999"
+        assert known.worker_fork({"request": "large", "index": 19_999})["request"] == "19999"

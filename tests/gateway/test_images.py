@@ -15,7 +15,7 @@ import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from rollout.gateway.http.http_errors import HttpError
-from rollout.gateway.prompts.image_processor import Images
+from rollout.gateway.prompts.image_processor import ImageProcessor
 from scripts.check.fuzz_gateway import batter
 from tests.support.gateway.harness import gateway
 from tests.support.gateway.hostile_images import data_url, encoded, image_part, item_of, png_header, traffic
@@ -349,7 +349,7 @@ def test_a_request_has_a_limit_of_images(served: Any) -> None:
 
 def test_a_request_has_a_limit_of_patches(served: Any) -> None:
     _, _, _, folder = served
-    images, url = Images.load(folder.parent / "model", None, most_patches=2 * 36), data_url(encoded(24, 24))
+    images, url = ImageProcessor.load(folder.parent / "model", None, most_patches=2 * 36), data_url(encoded(24, 24))
     assert images is not None
     try:
         assert len(asyncio.run(images.process([(url, "first"), (url, "second")]))) == 2

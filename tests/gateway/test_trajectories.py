@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from rollout.gateway.history.kept import Kept
+from rollout.gateway.history.expiring_cache import ExpiringCache
 from rollout.gateway.history.trajectories import AnswerTokens, Trajectories
 from rollout.gateway.prompts.chat_messages import Rendering
 from tests.support.gateway.harness import events, gateway, post, refused
@@ -209,7 +209,7 @@ def test_memory_is_bounded(worker: WorkerProcess) -> None:
 
 def test_values_are_kept_up_to_a_size_and_an_age() -> None:
     now = [0.0]
-    values: Kept[int] = Kept(100, 10.0, lambda: now[0])
+    values: ExpiringCache[int] = ExpiringCache(100, 10.0, lambda: now[0])
     for name, size in (("a", 40), ("b", 40), ("a", 50)):
         values.put(name, size, size)
     assert values.get("a") == 50 and values.get("b") == 40

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rollout.gateway.answers.text_pieces import text_pieces
-from rollout.gateway.answers.views import Views
+from rollout.gateway.answers.views import CompletionViews
 from rollout.gateway.prompts.chat_messages import Rendering, prompt_of
-from rollout.gateway.prompts.text import Text
+from rollout.gateway.prompts.tokenizer import GatewayTokenizer
 from rollout.service.text.codec import TextCodec
 from tests.support.gateway.chat_templates import FAMILIES, tokenizer_with
 from trainer_bridge.client.results import Completion
@@ -68,7 +68,7 @@ class Side:
         self.tokenizer = tokenizer_with(family, source)
         self.tokenizer.save_pretrained(folder)
         self.renderer = renderers.create_renderer(self.tokenizer, getattr(configs, config)())
-        self.text = Text(TextCodec(folder), folder)
+        self.text = GatewayTokenizer(TextCodec(folder), folder)
 
     def drawn(self, message: dict[str, Any]) -> tuple[list[int], list[int]]:
         """A prompt and the tokens of an answer, as the renderer has them, with the token that ends the turn."""
@@ -95,7 +95,7 @@ class Side:
             0, np.array(tokens, np.int32), numbers, numbers, [(0, len(tokens))], None,
             "stop" if ended else "length", tokens[-1] if ended else None,
         )  # fmt: skip
-        piece = Views(pieces, cut.regions, TOOLS, begun).take(part)
+        piece = CompletionViews(pieces, cut.regions, TOOLS, begun).take(part)
         return {
             "reasoning": piece.reasoning.strip(),
             "content": piece.content.strip(),

@@ -22,7 +22,7 @@ from rollout.engine.messages.statuses import EngineStatus
 from rollout.network.access import Access, ClientKeyList, is_loopback
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, Server
-from rollout.weights.destination import Destinations
+from rollout.weights.destination import UpdateMemories
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import make_staging
@@ -174,7 +174,7 @@ def test_only_numbers_of_this_host_count_as_loopback(endpoints: list[str], loopb
 
 def weight_receiver(model: TinyModel, bind: str, security: SecuritySettings) -> WeightReceiver:
     settings = WeightsSettings(bind=bind)
-    targets = UpdateTargets(ParameterMap(model.views), Destinations(make_staging(model.views, settings)))
+    targets = UpdateTargets(ParameterMap(model.views), UpdateMemories(make_staging(model.views, settings)))
     return WeightReceiver(targets, 0, settings, Gate(), security)
 
 
@@ -347,7 +347,7 @@ def test_a_folder_that_vanishes_or_holds_rubbish_lets_nobody_in(keys: Path, tmp_
     ],
 )
 def test_whatever_the_list_is_asked_it_says_no(frames: list[bytes], keys: Path) -> None:
-    answer = ClientKeyList(keys / "clients")._answer(frames)
+    answer = ClientKeyList(keys / "clients").answer(frames)
     assert len(answer) == 6 and answer[2] == b"400"
 
 

@@ -40,7 +40,7 @@ def leases(clock):
 def test_lease_of_a_client_ends_when_it_stayed_away(leases, clock):
     leases.hold(JOB, A)
     assert leases.wait_s() is None
-    leases.gone(A)
+    leases.connection_closed(A)
     assert leases.wait_s() == 60 and leases.take_ended() == []
     clock.now += 59.9
     assert leases.take_ended() == []
@@ -52,12 +52,12 @@ def test_lease_of_a_client_ends_when_it_stayed_away(leases, clock):
 
 def test_client_that_comes_back_keeps_its_lease(leases, clock):
     leases.hold(JOB, A)
-    leases.gone(A)
+    leases.connection_closed(A)
     clock.now += 59
-    leases.heard(JOB, B)
+    leases.renew(JOB, B)
     clock.now += 1000
     assert leases.take_ended() == []
-    leases.gone(B)
+    leases.connection_closed(B)
     clock.now += 59
     assert leases.take_ended() == [], "the lease begins anew"
     clock.now += 1
@@ -66,8 +66,8 @@ def test_client_that_comes_back_keeps_its_lease(leases, clock):
 
 def test_client_is_there_while_one_of_its_connections_is(leases, clock):
     leases.hold(JOB, A)
-    leases.heard(JOB, B)
-    leases.gone(A)
+    leases.renew(JOB, B)
+    leases.connection_closed(A)
     clock.now += 1000
     assert leases.take_ended() == []
 
@@ -76,9 +76,9 @@ def test_clients_leave_in_order_and_one_connection_may_be_several(leases, clock)
     leases.hold(JOB, A)
     leases.hold(OTHER, A)
     leases.hold(OTHER, B)
-    leases.gone(A)
+    leases.connection_closed(A)
     clock.now += 30
-    leases.gone(B)
+    leases.connection_closed(B)
     clock.now += 30
     assert leases.take_ended() == [JOB] and leases.wait_s() == 30
     clock.now += 30
@@ -88,7 +88,7 @@ def test_clients_leave_in_order_and_one_connection_may_be_several(leases, clock)
 def test_client_without_a_name_is_gone_at_once(leases):
     nameless = client_key(None, A)
     leases.hold(nameless, A)
-    leases.gone(A)
+    leases.connection_closed(A)
     assert leases.wait_s() == 0 and leases.take_ended() == [nameless]
 
 
@@ -102,12 +102,12 @@ def test_nothing_is_remembered_of_clients_without_requests(leases):
     def come_and_go(clients: range) -> None:
         for i in clients:
             connection = os.urandom(5)
-            leases.heard(f"client:{i}", connection)
+            leases.renew(f"client:{i}", connection)
             leases.hold(JOB, connection)
             if i % 2:
-                leases.gone(connection)
+                leases.connection_closed(connection)
             leases.release(JOB)
-            leases.gone(connection)
+            leases.connection_closed(connection)
 
     come_and_go(range(100))
     tracemalloc.start()

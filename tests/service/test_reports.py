@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from rollout.metrics.mismatch import Mismatch
+from rollout.metrics.mismatch import MismatchSums
 from rollout.service.delivery.mismatch_reports import compare_result
 from tests.support.patience import PATIENCE_S
 from tests.support.service.harness import serving
@@ -65,14 +65,14 @@ def test_the_answer_and_the_box_have_the_same(bench, client):
     ]
     found = bench.server.mismatch.take()
     assert (found.tokens, found.k3_kl, found.max_abs) == (3, answer["k3_kl"], 0.5)
-    assert bench.server.mismatch.take() == Mismatch()
+    assert bench.server.mismatch.take() == MismatchSums()
 
 
 def test_one_wrong_row_counts_for_none(bench, client):
     finish(bench, client)
     error = client.ask("report", "r", target="a", logprobs=ROW | {"1": [0.0]})
     assert (error["code"], error["field"]) == ("bad_request", "logprobs.1")
-    assert bench.server.mismatch.take() == Mismatch()
+    assert bench.server.mismatch.take() == MismatchSums()
 
 
 def test_the_service_goes_on_while_a_report_is_compared(held, gate):

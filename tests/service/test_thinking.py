@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout.constraints.matcher import ANYTHING, AllowList
-from rollout.constraints.thoughts import Budgeted
+from rollout.constraints.thoughts import BudgetedConstraint
 from rollout.engine.messages.requests import RepetitionRule
 from rollout.engine.messages.to_service import Finish
 from tests.support.service.harness import MODEL, delta, done, serving
@@ -24,7 +24,7 @@ def bench():
 
 def begun(request) -> tuple[bool, int]:
     """Whether a completion begins inside of a thought, and after how many tokens one is forced."""
-    assert isinstance(request.constraint, Budgeted)
+    assert isinstance(request.constraint, BudgetedConstraint)
     return request.constraint.begin.inside, request.constraint.begin.due
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 
-Group = TypeVar("Group", bound=Section)
+Group = TypeVar("Group", bound=SettingsSection)
 
 
 def settings_of(group: type[Group], **fields: Any) -> Group:

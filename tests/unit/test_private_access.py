@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.check.private_access import accesses
+from scripts.check.private_access import accesses, problems
 
 CLOCK = """
 class Clock:
@@ -29,6 +29,18 @@ def test_a_private_name_is_for_its_own_folder_alone(tmp_path: Path) -> None:
     (tmp_path / "tests/test_clock.py").write_text(USER)
     (tmp_path / "tests/test_own.py").write_text(USER + CLOCK)
     product, tests = accesses(tmp_path)
-    assert [str(access.file.relative_to(tmp_path)) for access in product] == ["rollout/other/user.py"]
+    assert [str(access.file) for access in product] == ["rollout/other/user.py"]
     assert [access.file.name for access in tests] == ["test_clock.py"]
     assert product[0].expression == "clock._ticks" and product[0].line == 3
+
+
+def test_an_allowed_access_is_no_problem_and_an_allowed_one_that_is_gone_is(tmp_path: Path) -> None:
+    for file, text in (("rollout/clock.py", CLOCK), ("tests/test_clock.py", USER)):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    used, gone = "tests/test_clock.py: clock._ticks", "tests/test_clock.py: clock._hands"
+    assert problems(tmp_path, {used}) == []
+    (unknown,) = problems(tmp_path, set())
+    assert unknown.startswith("tests/test_clock.py:3: clock._ticks")
+    (unused,) = problems(tmp_path, {used, gone})
+    assert gone in unused

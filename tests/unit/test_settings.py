@@ -11,7 +11,7 @@ import pytest
 from rollout.config import EngineConstants, EngineSettings, ModelConstants, ServiceConstants, Settings
 from rollout.config.gateway_settings import GatewayFile
 from rollout.config.retired import RETIRED
-from rollout.config.section import Section
+from rollout.config.section import SettingsSection
 from rollout.engine.step.rehearsal import COMPILE_THREADS
 from rollout.service.requests.intake import STOP_CHECK_EVERY
 from rollout.settings_sources import (
@@ -221,11 +221,12 @@ def test_what_holds_now_is_what_the_code_has():
         "engine.sleep_requests",
         "engine.fair_queue",
         "engine.fused_experts",
+        "engine.cuda_graphs",
         "model.cpu_threads",
         "metrics.timeline",
     }  # without a number
     words |= {"metrics.wandb_dir", "metrics.wandb_group", "metrics.wandb_name"}
-    elsewhere = {"metrics.timeline_steps", "service.heartbeat_s", "engine.stall_s"}
+    elsewhere = {"metrics.timeline_steps", "service.heartbeat_s", "engine.stall_s", "engine.rank_start_stall_s"}
     never_settings = {"service.max_reports", "service.max_report_bytes"}
     never_settings |= {"engine.shared_saved_bytes", "engine.ahead_saved_bytes", "engine.shared_positions"}
     never_settings |= {"engine.unpaid_share", "service.send_hwm", "service.max_histories", "service.max_history_bytes"}
@@ -253,7 +254,7 @@ def test_every_setting_of_a_large_section_stands_in_one_small_group():
         groups = [key.group for key in keys]
         assert len({key.name for key in keys}) == len(keys)
         assert max(map(groups.count, groups)) <= 10
-    assert all(issubclass(base, Section) for base in EngineSettings.__bases__)
+    assert all(issubclass(base, SettingsSection) for base in EngineSettings.__bases__)
 
 
 # --- a gateway --------------------------------------------------------------------------------------------------------

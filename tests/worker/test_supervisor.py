@@ -308,50 +308,50 @@ def test_a_worker_that_is_back_while_the_first_is_down_keeps_all_endpoints_liste
     supervisor = Supervisor(settings, [sys.executable, "-c", ""], [None, None])
 
     def comes(index: int, pid: int) -> None:
-        worker = supervisor._workers[index]
+        worker = supervisor.workers[index]
         told = {"endpoint": worker.bind, "weights_endpoint": "w", "pid": pid, "weights_version": 0, "model": "m"}
-        supervisor._ready_file(worker).write_text(json.dumps(told))
-        supervisor._look_for_ready(worker)
+        supervisor.ready_file_of(worker).write_text(json.dumps(told))
+        supervisor.read_ready_file(worker)
 
     comes(0, 10), comes(1, 11)
-    for worker in supervisor._workers:
-        supervisor._start(worker)
+    for worker in supervisor.workers:
+        supervisor.start(worker)
         assert worker.process is not None and worker.process.wait(60) == 0
     comes(1, 21)
     told = json.loads(ready.read_text())
     assert told["endpoint"] == "tcp://127.0.0.1:7000"
     assert [(worker["endpoint"][-4:], worker["pid"]) for worker in told["workers"]] == [("7000", 10), ("7001", 21)]
-    supervisor._folder.close()
+    supervisor.folder.close()
 
 
 def test_a_worker_that_is_stopped_during_its_start_is_not_killed(tmp_path: Path) -> None:
     """No client waits yet, and if this worker ended, all workers would be ended."""
     supervisor = Supervisor(Settings(), [sys.executable, "-c", "import time; time.sleep(60)"], [None])
-    (worker,) = supervisor._workers
-    supervisor._start(worker)
+    (worker,) = supervisor.workers
+    supervisor.start(worker)
     assert worker.process is not None
     worker.process.send_signal(signal.SIGSTOP)
     until(lambda: thread_stat(worker.process.pid, worker.process.pid).state == "T", "the stop")
     for _ in range(3):
-        supervisor._look_at(worker, 60.0)
+        supervisor.check(worker, 60.0)
     assert worker.process is not None and worker.process.poll() is None
     worker.ready = True
-    supervisor._look_at(worker, 60.0)
+    supervisor.check(worker, 60.0)
     assert worker.process.wait(60) == -signal.SIGKILL
-    supervisor._folder.close()
+    supervisor.folder.close()
 
 
 def test_a_worker_that_waits_for_its_restart_is_not_started_after_a_signal(tmp_path: Path) -> None:
     supervisor = Supervisor(Settings(supervisor=SupervisorSettings(workers=2)), [sys.executable, "-c", ""], [None] * 2)
-    first, second = supervisor._workers
-    supervisor._start(first)
+    first, second = supervisor.workers
+    supervisor.start(first)
     second.due_s = 0.0
-    supervisor._on_signal(signal.SIGTERM, None)
+    supervisor.on_signal(signal.SIGTERM, None)
     for _ in range(3):  # the other one takes a while to end
-        supervisor._look_at(second, 0.05)
+        supervisor.check(second, 0.05)
     assert (second.process, second.status) == (None, 0)
     assert first.process is not None and first.process.wait(60) == 0
-    supervisor._folder.close()
+    supervisor.folder.close()
 
 
 # --- plain functions -------------------------------------------------------------------------------------------------

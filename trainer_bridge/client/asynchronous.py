@@ -211,10 +211,10 @@ class AsyncRolloutClient(ClientFace):
         return await self._run(calls.control, op, endpoint, timeout_s, **fields)
 
     def is_connected(self, endpoint: str) -> bool:
-        """Whether a worker is connected. A worker that hangs counts as connected for three heartbeats."""
+        """Whether a worker is connected; one that hangs is, for three heartbeats."""
         self._bind()
         self._core.check_known(endpoint)
-        self._core.absorb(endpoint)
+        self._core.read_replies(endpoint)
         return self._core.connections[endpoint].can_send
 
     async def close(self) -> None:
@@ -249,7 +249,7 @@ class AsyncRolloutClient(ClientFace):
         if self._loop is not None:
             raise RuntimeError("this client belongs to another event loop; make one for each loop")
         self._loop = loop
-        self._core.on_unread = lambda endpoint: loop.call_soon(self._core.absorb, endpoint)
+        self._core.on_unread = lambda endpoint: loop.call_soon(self._core.read_replies, endpoint)
         self._core.on_newcomers = lambda seconds: loop.call_later(seconds, self._core.ask_newcomers)
         self._core.on_closing = self._unwatch
         self._core.on_opened = self._watch
@@ -260,8 +260,8 @@ class AsyncRolloutClient(ClientFace):
         assert self._loop is not None
         connection = self._core.connections[endpoint]
         for socket in (connection.socket, connection.monitor):
-            self._loop.add_reader(socket.get(zmq.FD), self._core.absorb, endpoint)
-        self._loop.call_soon(self._core.absorb, endpoint)
+            self._loop.add_reader(socket.get(zmq.FD), self._core.read_replies, endpoint)
+        self._loop.call_soon(self._core.read_replies, endpoint)
 
     def _unwatch(self, endpoint: str) -> None:
         assert self._loop is not None

@@ -95,7 +95,7 @@ def settle_all(
             while waiting and len(flying) < max_in_flight:
                 index = waiting.popleft()
                 watch(index, core.generate(plans[index]))
-            wait_s = _patience(core, flying, later)
+            wait_s = _shortest_wait_s(core, flying, later)
             if not done:
                 yield wait_s
             while done:
@@ -111,8 +111,8 @@ def settle_all(
             core.abandon(call)
 
 
-def _patience(core: ClientCore, flying: dict[int, ClientCall], later: list[tuple[float, int]]) -> float | None:
-    limits = [core.patience(call) for call in list(flying.values())]
+def _shortest_wait_s(core: ClientCore, flying: dict[int, ClientCall], later: list[tuple[float, int]]) -> float | None:
+    limits = [core.remaining_wait_s(call) for call in list(flying.values())]
     if later:
         limits.append(max(0.0, later[0][0] - time.monotonic()))
     return min((limit for limit in limits if limit is not None), default=None)

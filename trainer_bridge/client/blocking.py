@@ -33,18 +33,18 @@ _Value = TypeVar("_Value")
 
 
 class RolloutClient(ClientFace):
-    """Sends requests to one or several workers. Not thread-safe.
+    """Sends requests to workers. Not thread-safe.
 
     Args:
         endpoints: The workers' request sockets.
-        client: A name by which workers know this client across connections.
-        timeout_s: Seconds until `RolloutTimeout`, for requests without their own.
+        client: Its name across connections.
+        timeout_s: Seconds until `RolloutTimeout`, unless a request has its own.
         connect_timeout_s: Seconds until an unreachable endpoint raises `ConnectionLost`. None: 30, or 3 if it refuses
             connections.
         curve: Keys for workers that use CURVE. Wrong ones raise `AccessRefused`.
-        resume: Continue a request whose worker is lost, fails or ends, at any endpoint.
+        resume: Continue requests of lost, failed or ended workers at any endpoint.
         resume_timeout_s: Seconds without a worker before `ResumeFailed`.
-        resume_max_faults: Lost workers in a row without a new token before `ResumeFailed`.
+        resume_max_faults: Workers lost in a row without a new token before `ResumeFailed`.
         journal: A file of requests, tokens and results; turns `resume` on.
         journal_fsync: When the client waits for the disk: `never`, at `results`, or `always`.
         acknowledge: The worker drops a result once the client has it. None: unless the client has a name and no
@@ -101,7 +101,7 @@ class RolloutClient(ClientFace):
     def generate_as_completed(
         self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
     ) -> Generator[Settled, None, None]:
-        """Each outcome of `generate_many` as it comes. Closing the iterator cancels the rest."""
+        """The outcomes of `generate_many` as they come. Closing the iterator cancels the rest."""
         return self._settle(plan_batch(requests, common), max_in_flight)
 
     def session(self, name: str | None = None, *, lease_s: float | None = None) -> Session:
@@ -130,16 +130,16 @@ class RolloutClient(ClientFace):
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[AttachFields],
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
-        """The result of the request `target` of this `client` name, also of an earlier connection.
+        """The result of an earlier request of this `client` name.
 
-        With `stream` the new stream continues after `partials`. Interrupting the call does not cancel the request.
+        With `stream` the stream goes on after `partials`. Interrupting the call does not cancel the request.
         Raises `NotFound` if the worker has no such request or result.
         """
         call = self._core.attach(target, stream, fields)
         return Stream(self, call, stream) if stream else self._run(calls.finish, call)
 
     def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
-        """Have the workers drop results; unknown ids are ignored.
+        """Drop results at the workers; unknown ids are ignored.
 
         Raises `BadRequest`, and drops none, if a request is in flight.
         """
@@ -155,18 +155,16 @@ class RolloutClient(ClientFace):
     ) -> Mismatch:
         """Compare a trainer's own log-probs of a result (or its id) with the worker's.
 
-        `logprobs` has a row for each completion, in order or by index: float32 [tokens], as `Completion.logprobs`; None
-        and NaN: not known. The worker must still have the result: use a client with a name or `acknowledge=False`, and
-        `ack` afterwards. Raises `NotFound` for a dropped result, `BadRequest` for a row of the wrong length.
+        `logprobs` has a row for each completion, in order or by index: float32 [tokens]; None and NaN: not known. The
+        worker must still have the result: use a client with a name or `acknowledge=False`, and `ack` afterwards. Raises
+        `NotFound` for a dropped result, `BadRequest` for a row of the wrong length.
         """
         return self._run(calls.report, target, logprobs, endpoint, timeout_s)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
     def cancel(self, target: str, *, endpoint: str | None = None) -> None:
-        """End a request of this `client` name, by its id, with the tokens it has. Raises `NotFound` if no worker knows
-        it.
-        """
+        """End a request of this `client` name with the tokens it has. Raises `NotFound` for an unknown one."""
         self._run(calls.cancel, target, endpoint)
 
     def prefetch(
@@ -179,10 +177,10 @@ class RolloutClient(ClientFace):
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """Bring KV from host memory to the device before a turn: of these tokens, or of a session's last turn.
+        """Bring KV of these tokens, or of a session's last turn, from host memory to the device.
 
-        It is a hint to the worker that, as far as this client knows, has the KV. Returns the number of tokens whose KV
-        is on the device or on the way; it may be evicted again. Raises `NotFound` for an unknown session.
+        A hint to the worker that has the KV, to this client's knowledge. Returns the tokens whose KV is on the device
+        or on the way; it may be evicted again. Raises `NotFound` for an unknown session.
         """
         fields = {"session": session, "adapter": adapter, "cache_salt": cache_salt}
         return self._run(calls.prefetch, prompt, endpoint, timeout_s, fields)
@@ -196,7 +194,7 @@ class RolloutClient(ClientFace):
         return self._run(calls.statuses)
 
     def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
-        """Return when the endpoint has answered; without `endpoint`, when all have."""
+        """Return when the workers have answered."""
         self._run(calls.control, "ping", endpoint, timeout_s)
 
     def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
@@ -226,7 +224,7 @@ class RolloutClient(ClientFace):
         return self._run(calls.control, "wake", endpoint, timeout_s)
 
     def load_adapter(self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None) -> None:
-        """Load a LoRA adapter from a PEFT folder below the worker's `adapter_root`, or replace it.
+        """Load or replace a LoRA adapter, from a PEFT folder below the worker's `adapter_root`.
 
         `version` must grow; None: the last one plus 1.
         """
@@ -237,13 +235,13 @@ class RolloutClient(ClientFace):
         self._run(calls.control, "unload_adapter", endpoint, None, name=name)
 
     def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
-        """End one worker or all: `drain` finishes running requests, `now` ends them with their tokens."""
+        """End workers: `drain` finishes running requests, `now` ends them with their tokens."""
         self._run(calls.control, "shutdown", endpoint, None, mode=mode)
 
     def control(
         self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
     ) -> list[dict[str, Any]]:
-        """Send a control message of the protocol to one endpoint or all; returns their replies in order."""
+        """Send a control message of the protocol; returns the replies in order."""
         return self._run(calls.control, op, endpoint, timeout_s, **fields)
 
     def close(self) -> None:
@@ -283,7 +281,7 @@ class RolloutClient(ClientFace):
         """Wait until something has come, and take it in."""
         ready = self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000))
         for endpoint in sorted({self._watched[socket] for socket, _ in ready}):
-            self._core.absorb(endpoint)
+            self._core.read_replies(endpoint)
 
     def _run(self, call: Call[_Params, _Value], /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Value:
         """Make a call and wait for its value."""
@@ -309,7 +307,7 @@ def _nothing() -> None:
 
 
 class Stream(StreamView, Generic[_Item]):
-    """The chunks or completions of a request, as they arrive. The end of a `with` block, or `close`, ends it early.
+    """The chunks or completions of a request, as they arrive. Leaving a `with` block, or `close`, ends it early.
 
     A failed request raises its error after the last chunk; `result` is then None.
     """

@@ -28,12 +28,12 @@ from trainer_bridge.wire.errors import NotFound
 _Params = ParamSpec("_Params")
 _Value = TypeVar("_Value")
 
-Wake = Callable[[], object]
+WakeCall = Callable[[], object]
 Waits = Generator[float | None, None, _Value]
-Call = Callable[Concatenate[ClientCore, Wake, _Params], Waits[_Value]]
+Call = Callable[Concatenate[ClientCore, WakeCall, _Params], Waits[_Value]]
 
 
-def finish(core: ClientCore, wake: Wake, call: ClientCall) -> Waits[GenerateResult]:
+def finish(core: ClientCore, wake: WakeCall, call: ClientCall) -> Waits[GenerateResult]:
     """The result of a `generate` or `attach`."""
     with _watched(core, wake, [call]):
         yield from _until_done(core, call)
@@ -41,19 +41,19 @@ def finish(core: ClientCore, wake: Wake, call: ClientCall) -> Waits[GenerateResu
     return call.result
 
 
-def next_chunk(core: ClientCore, wake: Wake, call: ClientCall, keep: bool = False) -> Waits[Chunk | None]:
+def next_chunk(core: ClientCore, wake: WakeCall, call: ClientCall, keep: bool = False) -> Waits[Chunk | None]:
     """The next chunk of a stream, or None at its end. With `keep` the stream goes on if this call is given up."""
     with _watched(core, wake, [call], keep):
         while not call.chunks:
             if call.done:
                 yield from _until_done(core, call)
                 return None
-            yield core.patience(call)
+            yield core.remaining_wait_s(call)
     return call.chunks.popleft()
 
 
 def generate_many(
-    core: ClientCore, wake: Wake, plans: list[RequestPlan], max_in_flight: int, progress: Progress
+    core: ClientCore, wake: WakeCall, plans: list[RequestPlan], max_in_flight: int, progress: Progress
 ) -> Waits[list[GenerateResult]]:
     """The results of many requests, in their order. Raises the first error."""
     results: dict[int, GenerateResult] = {}
@@ -74,7 +74,7 @@ def generate_many(
 
 def report(
     core: ClientCore,
-    wake: Wake,
+    wake: WakeCall,
     target: GenerateResult | str,
     logprobs: TrainerLogprobs,
     endpoint: str | None,
@@ -88,7 +88,7 @@ def report(
     return found
 
 
-def cancel(core: ClientCore, wake: Wake, target: str, endpoint: str | None) -> Waits[None]:
+def cancel(core: ClientCore, wake: WakeCall, target: str, endpoint: str | None) -> Waits[None]:
     """End a request. It is enough that one of several endpoints knows it."""
     calls = core.cancel(target, endpoint)
     missing: list[NotFound] = []
@@ -104,7 +104,7 @@ def cancel(core: ClientCore, wake: Wake, target: str, endpoint: str | None) -> W
 
 def prefetch(
     core: ClientCore,
-    wake: Wake,
+    wake: WakeCall,
     prompt: Sequence[int] | np.ndarray | None,
     endpoint: str | None,
     timeout_s: float | None,
@@ -121,7 +121,7 @@ def prefetch(
     return max(int((call.reply or {}).get("tokens", 0)) for call in calls)
 
 
-def end_stream(core: ClientCore, wake: Wake, call: ClientCall) -> Waits[None]:
+def end_stream(core: ClientCore, wake: WakeCall, call: ClientCall) -> Waits[None]:
     """End the request of a stream, which may be over before the `cancel` comes."""
     if call.done:
         return
@@ -132,20 +132,20 @@ def end_stream(core: ClientCore, wake: Wake, call: ClientCall) -> Waits[None]:
             raise
 
 
-def status(core: ClientCore, wake: Wake, endpoint: str | None) -> Waits[Status]:
+def status(core: ClientCore, wake: WakeCall, endpoint: str | None) -> Waits[Status]:
     """The status of one worker."""
     (reply,) = yield from control(core, wake, "status", core.only_endpoint(endpoint), None)
     return Status(reply)
 
 
-def statuses(core: ClientCore, wake: Wake) -> Waits[dict[str, Status]]:
+def statuses(core: ClientCore, wake: WakeCall) -> Waits[dict[str, Status]]:
     """The status of every worker, by endpoint."""
     replies = yield from control(core, wake, "status", None, None)
     return dict(zip(core.endpoints, map(Status, replies), strict=True))
 
 
 def control(
-    core: ClientCore, wake: Wake, op: str, endpoint: str | None, timeout_s: float | None, /, **fields: Any
+    core: ClientCore, wake: WakeCall, op: str, endpoint: str | None, timeout_s: float | None, /, **fields: Any
 ) -> Waits[list[dict[str, Any]]]:
     """Send a control message to one endpoint or to all; the replies are in the order of the endpoints."""
     calls = core.control(op, endpoint, timeout_s, **fields)
@@ -158,13 +158,13 @@ def control(
 def _until_done(core: ClientCore, call: ClientCall) -> Waits[None]:
     """Wait until a request is done; then raise its error, if any."""
     while not call.done:
-        yield core.patience(call)
+        yield core.remaining_wait_s(call)
     if call.error is not None:
         raise call.error
 
 
 @contextmanager
-def _watched(core: ClientCore, wake: Wake, calls: list[ClientCall], keep: bool = False) -> Iterator[None]:
+def _watched(core: ClientCore, wake: WakeCall, calls: list[ClientCall], keep: bool = False) -> Iterator[None]:
     """Call `wake` for what comes. Abandon the requests if the block fails or is left early, unless `keep`."""
     for call in calls:
         call.on_update = wake

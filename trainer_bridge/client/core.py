@@ -20,7 +20,7 @@ import zmq
 
 from trainer_bridge.client.assembly import Assembler, join_chunks
 from trainer_bridge.client.generate_request import AttachFields, RequestPlan, StreamKind, attach_fields
-from trainer_bridge.client.placement import Fleet, Sent
+from trainer_bridge.client.placement import Fleet, SentRequest
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result, split_chunks
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire import codec as wire
@@ -34,7 +34,7 @@ from trainer_bridge.wire.errors import (
     from_reply,
 )
 from trainer_bridge.wire.keys import ClientCurve
-from trainer_bridge.wire.worker_connection import REFUSED_S, Connection, close_when_dropped
+from trainer_bridge.wire.worker_connection import REFUSED_S, WorkerConnection, close_when_dropped
 
 _CONNECT_S = 30.0
 _LINGER_S = 1.0
@@ -97,7 +97,7 @@ class ClientCall:
         self.deadline = deadline
         self.started = time.monotonic()
         self.target: str | None = None  # the request that `attach` names
-        self.earlier: Sent | None = None  # place of an earlier request with the same id
+        self.earlier: SentRequest | None = None  # place of an earlier request with the same id
         self.ends_session: str | None = None  # the session that its result ends
         self.detached = False  # the worker goes on if this client goes
         self.acknowledged_with_result = True  # false: its owner acknowledges it later
@@ -137,9 +137,9 @@ class ClientCall:
 class ClientCore(ProcessBound):
     """Connections to all endpoints and the calls in flight on them. Not thread-safe.
 
-    `on_unread`, `on_closing` and `on_opened` are called with an endpoint: when there may be more to `absorb`, before
-    its socket is closed, and after another one was opened. `on_newcomers` is called with the seconds after which to
-    call `ask_newcomers` again.
+    `on_unread`, `on_closing` and `on_opened` are called with an endpoint: when `read_replies` may find more, before its
+    socket is closed, and after another socket was opened. `on_newcomers` is called with the seconds after which to call
+    `ask_newcomers` again.
 
     If `acknowledges` is true, results are acknowledged at their worker once they are here, or in the journal. This is
     the default, except for clients with a name and without a journal, which may come back for their results.
@@ -178,8 +178,8 @@ class ClientCore(ProcessBound):
         self._questions: list[ClientCall] = []  # status calls to all workers, while there are newcomers
         self._ask_at = 0.0  # time of the next status calls
         self._context = zmq.Context()
-        self._connect = partial(Connection, self._context, curve=curve, heartbeat_s=heartbeat_s)
-        self.connections: dict[str, Connection] = {}
+        self._connect = partial(WorkerConnection, self._context, curve=curve, heartbeat_s=heartbeat_s)
+        self.connections: dict[str, WorkerConnection] = {}
         close_when_dropped(self, self._context, self.connections)
         try:
             for endpoint in given:
@@ -208,11 +208,11 @@ class ClientCore(ProcessBound):
         gone = {endpoint for endpoint, connection in self.connections.items() if connection.gone}
         fields, home = plan.fields, None
         if "fork" in fields:
-            home, fork = self.fleet.source(fields["fork"])
+            home, fork = self.fleet.locate_fork(fields["fork"])
             fields = fields | {"fork": fork}
         endpoint = self.fleet.choose(plan, gone, avoid, home)
         call = self.start("generate", fields, endpoint, timeout_s, plan.n, plan.request_id)
-        call.earlier = self.fleet.sent(call.id, endpoint)
+        call.earlier = self.fleet.note_sent(call.id, endpoint)
         call.ends_session = plan.session if plan.fields.get("end_of_session") else None
         call.detached = bool(plan.fields.get("detached"))
         return call
@@ -258,13 +258,13 @@ class ClientCore(ProcessBound):
             return
         call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
         if not self.connections[call.endpoint].withdraw(call.id) and call.op == "generate" and not call.detached:
-            self.disown(call.endpoint, call.id)
+            self.drop_request(call.endpoint, call.id)
 
     def acknowledge(self, call: ClientCall) -> None:
         """Acknowledge the result of a call after the messages at hand are taken in."""
         self._to_acknowledge.setdefault(call.endpoint, []).append(call.target or call.id)
 
-    def disown(self, endpoint: str, request_id: str) -> None:
+    def drop_request(self, endpoint: str, request_id: str) -> None:
         """Cancel a request at a worker, unless it was removed. The answer is ignored."""
         if endpoint in self.connections:
             cancel_id = self.next_id()
@@ -410,18 +410,18 @@ class ClientCore(ProcessBound):
         if mode not in ("drain", "now"):
             raise ValueError(f"mode is {mode!r}; use 'drain' or 'now'")
         self.check_known(endpoint)
-        self.fleet.leave(endpoint)
+        self.fleet.drain(endpoint)
         for call in self._calls_at(endpoint) if mode == "now" else ():
             self.abandon(call)
             call.fail(ConnectionLost(f"{endpoint} was removed from this client"))
-        self.absorb(endpoint)
+        self.read_replies(endpoint)
 
     def _calls_at(self, endpoint: str) -> list[ClientCall]:
         return [call for call in self._calls.values() if call.endpoint == endpoint]
 
     def _drop_if_left(self, endpoint: str) -> None:
         """Close the connection of an endpoint that is being removed, once nothing is in flight there."""
-        if self.fleet[endpoint].leaving and not self._calls_at(endpoint):
+        if self.fleet[endpoint].draining and not self._calls_at(endpoint):
             self.on_closing(endpoint)
             self.connections.pop(endpoint).close(_LINGER_S)
             self.fleet.drop(endpoint)
@@ -453,13 +453,13 @@ class ClientCore(ProcessBound):
             for endpoint, version in versions.items()
             if type(version) is int and replies[endpoint].get("state") != "stale"
         }
-        self.fleet.admit(whole)
+        self.fleet.admit_newcomers(whole)
         if self.fleet.newcomers:
             self.on_newcomers(_ASK_AGAIN_S)
 
     # --- replies ------------------------------------------------------------------------------------------------------
 
-    def absorb(self, endpoint: str, most: int = _MESSAGES_A_LOOK) -> None:
+    def read_replies(self, endpoint: str, most: int = _MESSAGES_A_LOOK) -> None:
         """Take in at most `most` messages of one connection, so that others get their turn.
 
         If the connection was lost, its calls fail and another one is opened, over which unsent messages go.
@@ -475,7 +475,7 @@ class ClientCore(ProcessBound):
             self._fail_all(endpoint, AccessRefused, connection.refused, unsent=True)
         if lost:
             self._reopen(endpoint)
-            self.fleet.lost(endpoint)
+            self.fleet.mark_lost(endpoint)
             self._fail_all(endpoint, ConnectionLost, f"the connection to {endpoint} was lost")
         elif connection.connected and not was_connected:
             self.endpoint_came()
@@ -491,7 +491,7 @@ class ClientCore(ProcessBound):
 
     def _absorb_all(self, most: int = _MESSAGES_A_LOOK) -> None:
         for endpoint in list(self.connections):
-            self.absorb(endpoint, most)
+            self.read_replies(endpoint, most)
 
     def endpoint_came(self) -> None:
         """Note that an endpoint can be reached (again)."""
@@ -559,7 +559,7 @@ class ClientCore(ProcessBound):
             if not (error.need and self._send_again(call, error.need)):
                 call.error = error
                 if call.earlier is not None:
-                    self.fleet.refused(call.id, call.earlier)
+                    self.fleet.note_refused(call.id, call.earlier)
         elif op == "chunk" and call.assembler is not None:
             chunk = read_chunk(reply)
             call.assembler.add(chunk)
@@ -621,7 +621,7 @@ class ClientCore(ProcessBound):
             self._forget(call)
             call.fail(kind(message))
 
-    def _connect_s(self, connection: Connection) -> float:
+    def _connect_s(self, connection: WorkerConnection) -> float:
         """Seconds that a call waits for a connection."""
         if self._connect_timeout_s is not None:
             return self._connect_timeout_s
@@ -629,7 +629,7 @@ class ClientCore(ProcessBound):
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
-    def patience(self, call: ClientCall) -> float | None:
+    def remaining_wait_s(self, call: ClientCall) -> float | None:
         """Seconds that a call may go on waiting, None for ever. If its time is up, it ends with an error."""
         if call.done:
             return 0.0
@@ -650,7 +650,7 @@ class ClientCore(ProcessBound):
         return 0.0
 
 
-def _unreachable(connection: Connection, waited_s: float) -> str:
+def _unreachable(connection: WorkerConnection, waited_s: float) -> str:
     if connection.refusing_since_s is None:
         hint = connection.hint or "; is a worker running there?"
         return f"{connection.endpoint} cannot be reached: no connection within {waited_s:g} s{hint}"

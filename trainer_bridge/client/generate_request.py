@@ -64,9 +64,9 @@ class GenerateFields(SamplingFields, total=False):
     metadata: Mapping[str, Any] | None  # echoed as it is
     continue_from: Completion | Mapping[str, Any] | None  # an earlier partial completion; needs n = 1
     priority: int  # higher is admitted first and preempted last
-    # for workers whose `status.capabilities` list them
-    logprobs: int  # also the k likeliest tokens at each position: `top_ids`; the token's own log-prob always comes
-    prompt_logprobs: bool  # also log-probs of the prompt's tokens, in the result
+    # fields for workers whose `status.capabilities` list them
+    logprobs: int  # number of likeliest tokens at each position (`top_ids`); the token's own log-prob always comes
+    prompt_logprobs: bool  # log-probs of the prompt's tokens in the result
     prompt_top_logprobs: int  # these, their ranks, and the k likeliest tokens at each position: `prompt_tops`
     #: These, and log-probs of up to 256 named tokens, int32 [k] or [scored tokens, k]: `prompt_chosen_logprobs`
     prompt_logprob_token_ids: Sequence[int] | Sequence[Sequence[int]] | np.ndarray

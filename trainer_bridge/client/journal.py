@@ -57,7 +57,7 @@ _NOT_MARKED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class JournaledRequest:
     """The journal's records of a request. `texts` are texts of whole completions, with `result` only."""
 
     mark: str  # tells whether a request is the same
@@ -187,7 +187,7 @@ class Journal(ProcessBound):
         """Every recorded request, oldest first, and whether it is finished."""
         return {request_id: index.finished for request_id, index in self._ids.items()}
 
-    def read(self, request_id: str) -> Saved | None:
+    def read(self, request_id: str) -> JournaledRequest | None:
         """The saved part of a request."""
         index = self._ids.get(request_id)
         if index is None:
@@ -195,7 +195,7 @@ class Journal(ProcessBound):
         try:
             records = [self._record_at(offset, size) for offset, size in index.spans]
             first = records[0][1]
-            saved = Saved(
+            saved = JournaledRequest(
                 first["mark"],
                 first["fields"],
                 first["seed"],
@@ -332,7 +332,7 @@ class Journal(ProcessBound):
         return moved
 
 
-def _with_result(saved: Saved, header: dict[str, Any]) -> Saved:
+def _with_result(saved: JournaledRequest, header: dict[str, Any]) -> JournaledRequest:
     texts, extra, endpoint, resumes = (header.pop(name) for name in ("texts", "extra", "endpoint", "resumes"))
     result = read_result({**header, **extra, "completions": []}, endpoint)
     return replace(saved, result=replace(result, resumes=resumes), texts=texts)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trainer_bridge.client.generate_request import RequestPlan
-from trainer_bridge.client.journal import Saved
+from trainer_bridge.client.journal import JournaledRequest
 from trainer_bridge.client.media import MediaItem, MediaPrompt
 from trainer_bridge.client.resumed_call import ResumedCall, Source
 
@@ -45,7 +45,7 @@ class KnownTokens:
     `running` are those in flight, in the order of their beginning; `saved` reads those of earlier processes.
     """
 
-    def __init__(self, running: Mapping[str, ResumedCall], saved: Callable[[str], Saved | None]) -> None:
+    def __init__(self, running: Mapping[str, ResumedCall], saved: Callable[[str], JournaledRequest | None]) -> None:
         self._running, self._saved = running, saved
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
         self._turns: dict[str, str] = {}  # the last ended turn of each session
@@ -142,7 +142,7 @@ class KnownTokens:
             del self._turns[ended.session]
 
 
-def prompt_of(plan: RequestPlan, source: Source | None) -> MediaPrompt | None:
+def continued_prompt(plan: RequestPlan, source: Source | None) -> MediaPrompt | None:
     """The prompt of a request, with what it continues; None if its token ids are not known here."""
     prompt = plan.fields.get("prompt")
     if source is not None:

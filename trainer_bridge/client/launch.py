@@ -136,7 +136,7 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
 
 
 class WorkerProcess(ProcessBound):
-    """A worker that `start_worker` started; with `workers=N` a supervisor and N workers, `endpoint` is the first one's.
+    """A worker of `start_worker`; with `workers=N` a supervisor and N workers, and `endpoint` is the first one's.
 
     It ends at once when a `with` block ends, this object is deleted, or the job ends; `stop` lets requests finish.
     """
@@ -222,7 +222,7 @@ class WorkerProcess(ProcessBound):
         while self._ready is None:
             self._ready = self._read_ready()
             if self._stages is not None:
-                self._stages.tell()
+                self._stages.log_new_lines()
             if self._ready is not None:
                 return
             if self._process.poll() is not None:
@@ -287,7 +287,7 @@ class WorkerProcess(ProcessBound):
             pass
 
     def kill(self) -> int:
-        """Kill the worker, remove its temporary folder, and return the exit status."""
+        """Kill the worker and remove its temporary folder; returns the exit status."""
         self._end()
         return self._process.wait()
 
@@ -321,7 +321,7 @@ class StageLines:
         self._log = log
         self._at = log.stat().st_size
 
-    def tell(self) -> None:
+    def log_new_lines(self) -> None:
         """Print new lines. Never raises for a broken or missing log."""
         try:
             with self._log.open("rb") as file:

@@ -90,7 +90,7 @@ def processor_prompt(inputs: Mapping[str, Any], image_token_id: int | None = Non
 
 
 def processor_prompts(inputs: Mapping[str, Any], image_token_id: int | None = None) -> list[MediaPrompt]:
-    """The prompts of a batch from a Hugging Face processor: `input_ids`, and pixels of images and videos.
+    """The prompts of a batch from a Hugging Face processor.
 
     Arrays are torch's, on any device, or numpy's. Tokens outside of `attention_mask` are dropped. A processor without
     `mm_token_type_ids` needs `image_token_id`. Raises ValueError if placeholders and grids do not fit together.
@@ -118,7 +118,7 @@ def processor_prompts(inputs: Mapping[str, Any], image_token_id: int | None = No
 
 
 def chat_prompt(processor: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> MediaPrompt:
-    """The prompt of chat messages with images, by `processor.apply_chat_template`, which also gets `options`."""
+    """The prompt of chat messages with images; `options` go to `processor.apply_chat_template`."""
     options = {"add_generation_prompt": True, **options}
     inputs = processor.apply_chat_template(
         [dict(message) for message in messages], tokenize=True, return_dict=True, return_tensors="pt", **options

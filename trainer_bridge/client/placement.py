@@ -39,27 +39,27 @@ _FAR_MORE, _FAR_TIMES = 16, 1.5
 
 
 @dataclass(slots=True, eq=False)
-class Member:
-    """One worker of the fleet. `held` are the prompt blocks that were sent to it, the oldest first."""
+class FleetMember:
+    """One worker of the fleet. `blocks` are the prompt blocks that were sent to it, the oldest first."""
 
     endpoint: str
     load: int = 0
-    chosen: int = 0  # number of its last choice; breaks ties
+    last_chosen: int = 0  # number of its last choice; breaks ties
     newcomer: bool = False
-    leaving: bool = False
-    held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    draining: bool = False
+    blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
-    def hold(self, blocks: Iterable[bytes]) -> None:
+    def note_blocks(self, blocks: Iterable[bytes]) -> None:
         """Note that these blocks were sent to the worker."""
         for block in blocks:
-            self.held[block] = None
-            self.held.move_to_end(block)
-        while len(self.held) > _MOST_BLOCKS:
-            self.held.popitem(last=False)
+            self.blocks[block] = None
+            self.blocks.move_to_end(block)
+        while len(self.blocks) > _MOST_BLOCKS:
+            self.blocks.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CompletionAddress:
     """The request that has a completion at its worker, and the completion's index in it."""
 
     endpoint: str
@@ -68,37 +68,37 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
+class SentRequest:
     """The place of a request, and of completions that are at another place."""
 
     endpoint: str
-    moved: dict[int, Place] = field(default_factory=dict)
+    moved: dict[int, CompletionAddress] = field(default_factory=dict)
 
 
 class Fleet:
     """The workers of one client, and where its sessions and requests are."""
 
     def __init__(self, endpoints: Iterable[str]) -> None:
-        self._members = {endpoint: Member(endpoint) for endpoint in endpoints}
+        self._members = {endpoint: FleetMember(endpoint) for endpoint in endpoints}
         self._sessions: dict[str, str] = {}  # endpoints by session
-        self._sent: OrderedDict[str, Sent] = OrderedDict()  # key: request id; oldest first
+        self._sent: OrderedDict[str, SentRequest] = OrderedDict()  # key: request id; oldest first
         self._counter = itertools.count(1)
 
-    def __getitem__(self, endpoint: str) -> Member:
+    def __getitem__(self, endpoint: str) -> FleetMember:
         return self._members[endpoint]
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[FleetMember]:
         return iter(list(self._members.values()))
 
     @property
     def endpoints(self) -> list[str]:
         """The endpoints that are not leaving."""
-        return [member.endpoint for member in self if not member.leaving]
+        return [member.endpoint for member in self if not member.draining]
 
     @property
     def newcomers(self) -> list[str]:
         """The endpoints whose weights have to be looked at before they are used; none while there is no choice."""
-        staying = [member for member in self if not member.leaving]
+        staying = [member for member in self if not member.draining]
         return [member.endpoint for member in staying if member.newcomer] if len(staying) > 1 else []
 
     # --- who belongs to it --------------------------------------------------------------------------------------------
@@ -107,31 +107,31 @@ class Fleet:
         """Add a worker as a newcomer, or keep one that was leaving. False if it was kept. Raises ValueError."""
         known = self._members.get(endpoint)
         if known is None:
-            self._members[endpoint] = Member(endpoint, newcomer=True)
-        elif known.leaving:
-            known.leaving = False
+            self._members[endpoint] = FleetMember(endpoint, newcomer=True)
+        elif known.draining:
+            known.draining = False
         else:
             raise ValueError(f"{endpoint!r} is an endpoint of this client already")
         return known is None
 
-    def leave(self, endpoint: str) -> None:
+    def drain(self, endpoint: str) -> None:
         """Give a worker no new requests; its sessions go on elsewhere. Raises ValueError for the last one."""
         if self.endpoints == [endpoint]:
             raise ValueError(f"{endpoint!r} is the last endpoint of this client; add another one first, or close it")
-        self._members[endpoint].leaving = True
+        self._members[endpoint].draining = True
         self._sessions = {name: home for name, home in self._sessions.items() if home != endpoint}
 
     def drop(self, endpoint: str) -> None:
         """Forget a worker that has left."""
         del self._members[endpoint]
 
-    def lost(self, endpoint: str) -> None:
+    def mark_lost(self, endpoint: str) -> None:
         """Forget the contents of a lost worker. A worker that returns at its endpoint is a newcomer."""
         member = self._members[endpoint]
         member.newcomer = True
-        member.held.clear()
+        member.blocks.clear()
 
-    def admit(self, versions: Mapping[str, int]) -> None:
+    def admit_newcomers(self, versions: Mapping[str, int]) -> None:
         """Use the newcomers whose weights are current. `versions` are the weights versions of workers that serve."""
         settled = [version for endpoint, version in versions.items() if not self._is_newcomer(endpoint)]
         current = max(settled or versions.values(), default=0)
@@ -159,28 +159,28 @@ class Fleet:
         """Forget the place of a session."""
         self._sessions.pop(session, None)
 
-    def sent(self, request_id: str, endpoint: str) -> Sent | None:
+    def note_sent(self, request_id: str, endpoint: str) -> SentRequest | None:
         """Note the place of a request; returns the place of an earlier request with its id."""
         earlier = self._sent.get(request_id)
-        self._sent[request_id] = Sent(endpoint)
+        self._sent[request_id] = SentRequest(endpoint)
         self._sent.move_to_end(request_id)
         while len(self._sent) > _MOST_REQUESTS:
             self._sent.popitem(last=False)
         return earlier
 
-    def refused(self, request_id: str, earlier: Sent) -> None:
+    def note_refused(self, request_id: str, earlier: SentRequest) -> None:
         """Note that a request was refused: its id names the earlier request again."""
         if request_id in self._sent:
             self._sent[request_id] = earlier
 
-    def moved(self, request_id: str, index: int, place: Place) -> None:
+    def note_moved(self, request_id: str, index: int, place: CompletionAddress) -> None:
         """Note the present place of a completion."""
         if request_id not in self._sent:
-            self.sent(request_id, place.endpoint)
+            self.note_sent(request_id, place.endpoint)
         if (place.request_id, place.index) != (request_id, index):
             self._sent[request_id].moved[index] = place
 
-    def source(self, fork: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    def locate_fork(self, fork: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
         """The endpoint that has the source of a request, if it is known, and the `fork` in that worker's terms."""
         known = self._sent.get(str(fork.get("request")))
         if known is None:
@@ -202,8 +202,8 @@ class Fleet:
         member = (
             self._members[plan.endpoint] if plan.endpoint is not None else self._choose(plan, blocks, gone, avoid, home)
         )
-        member.chosen = next(self._counter)
-        member.hold(blocks)
+        member.last_chosen = next(self._counter)
+        member.note_blocks(blocks)
         if plan.session is not None:
             self._sessions[plan.session] = member.endpoint
         return member.endpoint
@@ -215,8 +215,8 @@ class Fleet:
         gone: Collection[str],
         avoid: Collection[str],
         home: str | None,
-    ) -> Member:
-        staying = [member for member in self if not member.leaving]
+    ) -> FleetMember:
+        staying = [member for member in self if not member.draining]
         # A worker that is gone has no load, and would otherwise attract everything.
         there = [member for member in staying if member.endpoint not in gone]
         welcome = [member for member in there if member.endpoint not in avoid]
@@ -234,18 +234,18 @@ class Fleet:
         return least
 
 
-def _least_loaded(members: list[Member]) -> Member:
-    return min(members, key=lambda member: (member.load, member.chosen))
+def _least_loaded(members: list[FleetMember]) -> FleetMember:
+    return min(members, key=lambda member: (member.load, member.last_chosen))
 
 
-def _far_more(member: Member, least: Member) -> bool:
+def _far_more(member: FleetMember, least: FleetMember) -> bool:
     return member.load > max(least.load + _FAR_MORE, least.load * _FAR_TIMES)
 
 
-def _holders(members: list[Member], blocks: list[bytes]) -> list[Member]:
+def _holders(members: list[FleetMember], blocks: list[bytes]) -> list[FleetMember]:
     """The members that hold the longest part of a prompt, if that is half of it or more."""
     for block in reversed(blocks[(len(blocks) - 1) // 2 :]):
-        if holders := [member for member in members if block in member.held]:
+        if holders := [member for member in members if block in member.blocks]:
             return holders
     return []
 

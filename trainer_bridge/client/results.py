@@ -154,7 +154,7 @@ class GenerateResult:
     prompt_token_ids: np.ndarray | None = None  # int32 [prompt tokens], with `return_prompt_ids`
     #: With `prompt_top_logprobs=k`: ranks of the same tokens, and the k likeliest tokens at each position.
     prompt_tops: PromptTops | None = None
-    prompt_version: int | None = None  # weights version of `prompt_logprobs`, and of what else is told of the prompt
+    prompt_version: int | None = None  # weights version of all scores of the prompt
     #: float32 [scored tokens, k]: log-probs of `prompt_logprob_token_ids` at each position; -inf: impossible.
     prompt_chosen_logprobs: np.ndarray | None = None
     #: float32 [scored tokens], nats: entropy of the distribution at each position.
@@ -181,7 +181,7 @@ class Status(dict[str, Any]):
         return f"Status({shown}, and {len(self) - len(main)} more)"
 
 
-class PromptScores(NamedTuple):
+class PromptTokenScores(NamedTuple):
     """The fields of a chunk or a result that describe the prompt's tokens."""
 
     prompt_logprobs: np.ndarray | None = None
@@ -191,7 +191,7 @@ class PromptScores(NamedTuple):
     prompt_entropy: np.ndarray | None = None
 
     @classmethod
-    def of(cls, source: Chunk | GenerateResult) -> PromptScores:
+    def of(cls, source: Chunk | GenerateResult) -> PromptTokenScores:
         """The scores of a chunk or a result."""
         return cls(*(getattr(source, name) for name in cls._fields))
 
@@ -297,7 +297,7 @@ def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         raise ProtocolError("the 'tokens' of a reply's chunks do not match the length of its arrays")
 
 
-def _prompt_scores(header: Mapping[str, Any]) -> PromptScores:
+def _prompt_scores(header: Mapping[str, Any]) -> PromptTokenScores:
     version = header.get("prompt_version")
     if version is not None and type(version) is not int:
         raise ProtocolError(f"the field 'prompt_version' of a reply is {version!r:.40}, not an integer")
@@ -310,7 +310,7 @@ def _prompt_scores(header: Mapping[str, Any]) -> PromptScores:
     for name, rows in (("prompt_chosen_logprobs", chosen), ("prompt_entropy", entropy)):
         if rows is not None and (logprobs is None or len(rows) != len(logprobs)):
             raise ProtocolError(f"the field {name!r} of a reply does not have as many rows as prompt_logprobs")
-    return PromptScores(logprobs, _prompt_tops(header), version, chosen, entropy)
+    return PromptTokenScores(logprobs, _prompt_tops(header), version, chosen, entropy)
 
 
 def _prompt_tops(header: Mapping[str, Any]) -> PromptTops | None:

@@ -8,8 +8,8 @@ that can be reached. A request without any received token is sent again as a who
        ^                                                          |
        +------- suspend: connection lost, unavailable, ... -------+
 
-Replies never trigger a send directly: a lost leg only puts its completions among the waiting; `patience`, which every
-wait of the clients calls, sends. With a journal, tokens are written down before the caller gets them.
+Replies never trigger a send directly: a lost leg only puts its completions among the waiting ones. Every wait of a
+client calls `remaining_wait_s`, which sends them. With a journal, tokens are written before the caller gets them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 from trainer_bridge.client.assembly import Assembler
 from trainer_bridge.client.core import ClientCall, ClientCore, check_id
 from trainer_bridge.client.generate_request import RequestPlan
-from trainer_bridge.client.journal import Fsync, Journal, Saved, fingerprint
-from trainer_bridge.client.known_tokens import KnownTokens, prompt_of
-from trainer_bridge.client.placement import Place
+from trainer_bridge.client.journal import Fsync, Journal, JournaledRequest, fingerprint
+from trainer_bridge.client.known_tokens import KnownTokens, continued_prompt
+from trainer_bridge.client.placement import CompletionAddress
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.client.resumed_call import (
     ResumedCall,
@@ -113,9 +113,9 @@ class ResumingCore(ClientCore):
         self.resumer.cancel(self.resumer.calls[target])
         return []
 
-    def patience(self, call: ClientCall) -> float | None:
+    def remaining_wait_s(self, call: ClientCall) -> float | None:
         """Seconds that a call may go on waiting, None for ever. Sends what is due."""
-        return self.resumer.patience(call) if isinstance(call, ResumedCall) else super().patience(call)
+        return self.resumer.remaining_wait_s(call) if isinstance(call, ResumedCall) else super().remaining_wait_s(call)
 
     def end_session(self, session: str) -> None:
         """End a session at its worker, or at all workers if its worker is unknown."""
@@ -172,7 +172,7 @@ class Resumer:
         if source is not None:
             plan = replace(plan, fields=plan.fields | {"fork": source.fork})
         call = self._new_call(request_id, plan, saved)
-        call.source, call.prompt = source, prompt_of(plan, source)
+        call.source, call.prompt = source, continued_prompt(plan, source)
         if call.done:
             self._known.keep(call)
             return call
@@ -188,7 +188,7 @@ class Resumer:
             raise
         return call
 
-    def patience(self, call: ResumedCall) -> float | None:
+    def remaining_wait_s(self, call: ResumedCall) -> float | None:
         """Seconds that a call may still wait; None: for ever. Sends what is due; ends the call if its time is up."""
         if call.done:
             return 0.0
@@ -198,7 +198,7 @@ class Resumer:
             return 0.0
         if call.waiting:
             self._pump(call)
-        limits = [self._core.patience(leg) for leg in list(call.legs)]
+        limits = [self._core.remaining_wait_s(leg) for leg in list(call.legs)]
         if call.done:
             return 0.0
         now = time.monotonic()
@@ -212,7 +212,7 @@ class Resumer:
         call.cancelled = True
         for leg in list(call.legs):
             if self._core.connections[leg.endpoint].connected:
-                self._core.disown(leg.endpoint, leg.id)
+                self._core.drop_request(leg.endpoint, leg.id)
             else:
                 self._core.abandon(leg)
                 self._leg_lost(call, leg, ConnectionLost("it had not been sent yet"))
@@ -250,13 +250,13 @@ class Resumer:
         if self.journal is not None:
             self.journal.close()
 
-    def _saved(self, request_id: str) -> Saved | None:
+    def _saved(self, request_id: str) -> JournaledRequest | None:
         """The journal's records of a request that does not run."""
         return None if self.journal is None or request_id in self.calls else self.journal.read(request_id)
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
-    def _new_call(self, request_id: str, plan: RequestPlan, saved: Saved | None) -> ResumedCall:
+    def _new_call(self, request_id: str, plan: RequestPlan, saved: JournaledRequest | None) -> ResumedCall:
         deadline = self._core.deadline(plan.timeout_s)
         if saved is None:
             seed = request_seed(plan)
@@ -293,7 +293,7 @@ class Resumer:
             return
         for part in due:
             if part.leg is None and not part.done:  # sending takes in messages, which may change the call
-                plan = continued_plan(call.plan, call.so_far(part), remaining_s, call.scored)
+                plan = continued_plan(call.plan, call.known_part(part), remaining_s, call.scored)
                 self._send(call, [part], self._with_source(call, plan, [part]))
 
     def _with_source(self, call: ResumedCall, plan: RequestPlan, parts: list[ResumedCompletion]) -> RequestPlan:
@@ -301,7 +301,7 @@ class Resumer:
         source = call.source
         if source is None:
             return plan
-        home, _ = self._core.fleet.source(source.fork)
+        home, _ = self._core.fleet.locate_fork(source.fork)
         usable = home is not None and self._core.serves(home) and plan.endpoint in (None, home)
         if not usable or call.by_tokens or home in (part.avoid for part in parts):
             return with_tokens(plan, source)
@@ -319,7 +319,7 @@ class Resumer:
         call.resumes += call.begun or any(part.error is not None for part in parts)
         call.add_leg(leg, parts, time.monotonic(), bool(plan.fields.get("prompt_logprobs")))
         for index, part in enumerate(parts):
-            self._core.fleet.moved(call.id, part.index, Place(leg.endpoint, leg.id, index))
+            self._core.fleet.note_moved(call.id, part.index, CompletionAddress(leg.endpoint, leg.id, index))
         if self.journal is not None:
             self.journal.sent(call.id, leg.endpoint, leg.id)
 
@@ -331,7 +331,7 @@ class Resumer:
     def _disown(self, endpoint: str, leg_id: str) -> None:
         """End requests that a lost connection may have left running: workers keep them for a client with a name."""
         if self._core.client is not None:
-            self._core.disown(endpoint, leg_id)
+            self._core.drop_request(endpoint, leg_id)
 
     def _due(self, call: ResumedCall, part: ResumedCompletion, now: float) -> float:
         """The time of the next look at a waiting completion; `endpoint_came` reports an endpoint that is back."""
@@ -453,7 +453,7 @@ class Resumer:
         least = call.plan.fields.get("min_complete")
         if least is None or call.cancelled or call.done or not (call.resumes or call.waiting):
             return
-        reasons = [call.so_far(part).finish_reason for part in call.parts if part.done]
+        reasons = [call.known_part(part).finish_reason for part in call.parts if part.done]
         if len(reasons) < len(call.parts) and sum(reason in COMPLETE for reason in reasons) >= least:
             self.cancel(call)
 
@@ -461,7 +461,7 @@ class Resumer:
         self._end_if_enough(call)
         if call.done or call.legs or not all(part.done for part in call.parts):
             return
-        result = call.conclude()
+        result = call.build_result()
         if self.journal is not None:
             self.journal.finish(call.id, result)
         self.calls.pop(call.id, None)
@@ -474,7 +474,7 @@ class Resumer:
             return
         self.calls.pop(call.id, None)
         self._drop_legs(call)
-        error.partials = [call.so_far(part) for part in call.parts]
+        error.partials = [call.known_part(part) for part in call.parts]
         error.__cause__ = cause
         call.fail(error)
 

@@ -25,9 +25,9 @@ import numpy as np
 from trainer_bridge.client.assembly import Assembler, tail
 from trainer_bridge.client.core import ClientCall
 from trainer_bridge.client.generate_request import RequestPlan, prior_fields
-from trainer_bridge.client.journal import Saved
+from trainer_bridge.client.journal import JournaledRequest
 from trainer_bridge.client.media import MediaPrompt
-from trainer_bridge.client.results import Chunk, Completion, GenerateResult, PromptScores, Timing
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult, PromptTokenScores, Timing
 from trainer_bridge.wire.errors import ProtocolError, RolloutError
 from trainer_bridge.wire.finish_reasons import FinishReason
 from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD
@@ -104,7 +104,7 @@ class ResumedCall(ClientCall):
 
     @property
     def salt(self) -> str | None:
-        """Its `cache_salt`, or that of its source."""
+        """Its `cache_salt`, or its source's."""
         salt: str | None = self.plan.fields.get("cache_salt", None if self.source is None else self.source.salt)
         return salt
 
@@ -125,13 +125,13 @@ class ResumedCall(ClientCall):
             self.assembler.prompt.all_known or self.scoring in self.legs or not self.plan.fields.get("prompt_logprobs")
         )
 
-    def so_far(self, part: ResumedCompletion) -> Completion:
+    def known_part(self, part: ResumedCompletion) -> Completion:
         """The present part of a completion, with its seed."""
         if not self.assembler.has(part.index):
             return empty_part(part.index, part.seed)
         return replace(self.assembler.joined(part.index), seed=part.seed)
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: JournaledRequest) -> None:
         """Take the records of this request from a journal: all, or the first ones."""
         self.resumes = max(0, len(saved.legs) - 1)
         for chunk in saved.chunks:
@@ -190,18 +190,18 @@ class ResumedCall(ClientCall):
             return None
         if self.assembler.prompt.prompt_logprobs is not None:
             return Chunk(have, tail(whole, have))
-        return Chunk(have, tail(whole, have), *PromptScores.of(result))
+        return Chunk(have, tail(whole, have), *PromptTokenScores.of(result))
 
     def learn_prompt(self, result: GenerateResult) -> None:
         """Take the log-probs of the prompt from a leg's result: its first chunk may have come too early for them."""
-        if PromptScores.of(result).all_known and not self.assembler.prompt.all_known:
-            self.assembler.prompt = PromptScores.of(result)
+        if PromptTokenScores.of(result).all_known and not self.assembler.prompt.all_known:
+            self.assembler.prompt = PromptTokenScores.of(result)
 
     def ending(self, part: ResumedCompletion, reason: FinishReason) -> Chunk:
         """The chunk that ends a completion here, without a worker."""
         return Chunk(self.assembler.length(part.index), empty_part(part.index, part.seed, reason))
 
-    def conclude(self) -> GenerateResult:
+    def build_result(self) -> GenerateResult:
         """The result, once every completion is done."""
         results, completions = list(self.results.values()), self.completions()
         # The completions of a worker that gave them back may have ended here: by a cancel, or by their deadline.
@@ -230,7 +230,7 @@ class ResumedCall(ClientCall):
     def completions(self) -> list[Completion]:
         """Every completion, with its text where a result has brought it."""
         return [
-            replace(self.so_far(part), text=part.text) if part.text is not None else self.so_far(part)
+            replace(self.known_part(part), text=part.text) if part.text is not None else self.known_part(part)
             for part in self.parts
         ]
 

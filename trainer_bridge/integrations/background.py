@@ -82,7 +82,7 @@ class BackgroundClient(ProcessBound):
         return self._run(self._client.generate_many(requests, max_in_flight=max_in_flight, **common))
 
     def run(self, job: Callable[[AsyncRolloutClient], Coroutine[Any, Any, _Value]]) -> Future[_Value]:
-        """Run a coroutine function of yours in the thread, with the asynchronous client as its argument.
+        """Run a coroutine function in the thread, with the asynchronous client as its argument.
 
         It must not block the thread. Cancelling the future cancels the coroutine, and its requests at the worker.
         Raises TypeError if `job` is not a function that makes a coroutine.
@@ -109,7 +109,7 @@ class BackgroundClient(ProcessBound):
         change(*given)
 
     def close(self) -> None:
-        """Cancel all requests, and end the connections and the thread. Idempotent."""
+        """Cancel all requests and end the thread. Idempotent."""
         with self._lock:
             if self._closed:
                 return

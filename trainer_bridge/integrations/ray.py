@@ -74,7 +74,7 @@ class FleetUser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerState:
+class FleetWorker:
     """One worker of a fleet, as `RayFleet.workers` lists it.
 
     `state`: `starting`, `serving`, `waiting` for its next start, `leaving`, or `gone` for good. `endpoint`, `pid` and
@@ -279,7 +279,7 @@ class RayFleet(ProcessBound):
         """The newest weights version that a worker was seen with."""
         return self._newest
 
-    def workers(self) -> list[WorkerState]:
+    def workers(self) -> list[FleetWorker]:
         """All workers, even a worker that is gone for good."""
         with self._changed:
             return [_state_of(worker, worker in self._leave) for worker in self._workers]
@@ -480,9 +480,9 @@ class RayFleet(ProcessBound):
             worker.actor = None
 
 
-def _state_of(worker: _Worker, leaving: bool) -> WorkerState:
+def _state_of(worker: _Worker, leaving: bool) -> FleetWorker:
     started = worker.started
-    return WorkerState(
+    return FleetWorker(
         state="leaving" if leaving else worker.state,
         endpoint=None if started is None else started.endpoint,
         pid=None if started is None else started.pid,

@@ -1,8 +1,8 @@
 """verl 0.9 on workers of this project: `actor_rollout_ref.rollout.name=rollout`.
 
     verl                                            here
-    RolloutReplicaRegistry.get("rollout")           Replica: its Server is a Ray actor that owns a worker process
-    server_handle.generate(prompt_ids, ...)         Server.generate
+    RolloutReplicaRegistry.get("rollout")           Replica: its VerlServer is a Ray actor that owns a worker process
+    server_handle.generate(prompt_ids, ...)         VerlServer.generate
     rollout.update_weights(tensors)                 ServerAdapter: a trainer's rank publishes to the worker on its GPU
     checkpoint_engine.backend=rollout               BridgeEngine: rank 0 of the trainer publishes to all workers
     checkpoint_manager_class=...CheckpointManager   the same, without what verl does around it: abort, release KV
@@ -78,7 +78,7 @@ _SAMPLING = (
 # --- the worker and its actor -----------------------------------------------------------------------------------------
 
 
-class Server:
+class VerlServer:
     """A Ray actor with a worker process: what verl calls a rollout server.
 
     `config` is verl's RolloutConfig; `device` the GPU that the worker sees, or None. `processor` is
@@ -359,7 +359,7 @@ def serve_flags(config: Any, mode: RolloutMode) -> dict[str, Any]:
         "dtype": config.dtype,
         "load_format": "random" if dummy else "auto",
         "min_version": 1 if dummy else 0,  # no token of random weights
-        "cuda_graphs": not config.enforce_eager,
+        "cuda_graph_rows": 0 if config.enforce_eager else None,
         "prefix_cache": config.enable_prefix_caching,
         "routing": config.enable_rollout_routing_replay,
         "sleep": config.free_cache_engine and mode != RolloutMode.STANDALONE,
@@ -385,7 +385,7 @@ class Replica(RolloutReplica):
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
         """The rollout worker of verl that knows the replica's server."""
         return RayClassWithInitArgs(
-            cls=ray.remote(Receiver),
+            cls=ray.remote(ReplicaReceiver),
             rollout_config=self.config,
             model_config=self.model_config,
             replica_rank=self.replica_rank,
@@ -399,7 +399,7 @@ class Replica(RolloutReplica):
         node, device = await rank.__ray_call__.remote(_node_and_device)
         model = self.model_config.get("local_path") or self.model_config.path
         server = (
-            ray.remote(Server)
+            ray.remote(VerlServer)
             .options(
                 name=self.server_name,
                 max_concurrency=self.max_concurrency,
@@ -573,7 +573,7 @@ class BridgeEngine(CheckpointEngine):
         return iter(())
 
 
-class Receiver(CheckpointEngineWorker):
+class ReplicaReceiver(CheckpointEngineWorker):
     """The rollout worker of a standalone replica, whose engine knows the replica's server."""
 
     def __init__(self, *args: Any, server: str, **options: Any) -> None:

@@ -25,7 +25,7 @@ from trainer_bridge.wire.errors import (
     from_reply,
 )
 from trainer_bridge.wire.keys import ClientCurve
-from trainer_bridge.wire.worker_connection import Connection
+from trainer_bridge.wire.worker_connection import WorkerConnection
 
 _HEARTBEAT_S = 5.0
 _MOST_MESSAGES = 64  # taken at a time
@@ -36,8 +36,8 @@ _LOOK_UP_AGAIN_S = 5.0  # time without a weight socket before a new look-up: a r
 class ControlLink:
     """The connection to one worker's weight socket, found through its request socket. Belongs to one thread.
 
-    `endpoint` is the request socket. A worker's last reply before it ends still arrives: see `Connection`. `refused_s`
-    is for how long an endpoint may refuse every connection until messages fail; None: without limit.
+    `endpoint` is the request socket. A worker's last reply before it ends still arrives: see `WorkerConnection`.
+    `refused_s`: messages fail once an endpoint has refused every connection for so long; None: never.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ControlLink:
             return None
         return self._send("weights", fields)
 
-    def tell(self, fields: Mapping[str, Any]) -> None:
+    def send_unanswered(self, fields: Mapping[str, Any]) -> None:
         """Send a message and ignore its answer. Without a connection to the weight socket nothing is sent."""
         if self._found and self._connection.can_send:
             self._send("weights", fields)
@@ -95,7 +95,7 @@ class ControlLink:
         if self._connection.connected:
             self._since_s = time.monotonic()
         elif self._found and (lost or waited_s > _LOOK_UP_AGAIN_S):
-            self._move_to(self.endpoint, found=False)  # a worker that comes back may have another weight socket
+            self._move_to(self.endpoint, found=False)  # a worker that returns may have another weight socket
         elif lost:
             self._connection.reopen()
         return lost
@@ -165,8 +165,8 @@ class ControlLink:
         self._connection, self._found, self._question = connection, found, ""
         self._since_s = time.monotonic()
 
-    def _open(self, address: str) -> Connection:
-        return Connection(zmq.Context.instance(), address, self._curve, _HEARTBEAT_S)
+    def _open(self, address: str) -> WorkerConnection:
+        return WorkerConnection(zmq.Context.instance(), address, self._curve, _HEARTBEAT_S)
 
 
 class _Question:
@@ -190,7 +190,7 @@ class _Question:
                 header = self.link.receive(self.message_id)
                 if header is not None:
                     self.answer = header if header.get("op") == "ok" else _problem(header, phase, self.link.endpoint)
-                elif lost:  # a worker that comes back does not know the question
+                elif lost:  # a worker that returns does not know the question
                     self.answer = ConnectionLost(f"{phase}: the connection to {self.link.endpoint} was lost")
         except RolloutError as error:
             self.answer = type(error)(f"{phase}: {error}", code=error.code, field=error.field)

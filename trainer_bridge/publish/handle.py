@@ -74,7 +74,7 @@ class PublishHandle(ProcessBound):
     def applied(self, timeout: float | None = None) -> list[WorkerReport]:
         """Return when every worker samples from the new weights: a report for each, in the order of the endpoints.
 
-        Once all workers have answered or failed, it raises the first error (`WeightsRejected`, `WeightsReplaced`,
+        When all have answered or failed, it raises the first error (`WeightsRejected`, `WeightsReplaced`,
         `RolloutTimeout`, `ConnectionLost`, with phase and endpoint); `reports` and `errors` have all. `RolloutTimeout`
         after `timeout` seconds leaves the update running.
         """

@@ -92,7 +92,7 @@ class LentBuffer:
         assert self._buffer is not None, "rank 0 has it mapped"
         payload.pack_portion(start, end, self._buffer[at : at + end - start])
 
-    def take_back(self) -> None:
+    def end_loan(self) -> None:
         """Note that rank 0 does not map the buffer any more."""
         self._lent = False
 

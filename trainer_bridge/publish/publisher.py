@@ -77,7 +77,7 @@ class _Change:
 
 
 class WeightPublisher(ProcessBound):
-    """Publishes weights to one or several workers. Closing it ends unfinished updates: wait for `applied` first.
+    """Publishes weights to workers. Closing it ends unfinished updates: wait for `applied` first.
 
     Args:
         endpoints: The workers' request sockets.
@@ -89,7 +89,7 @@ class WeightPublisher(ProcessBound):
         stall_s: Seconds without progress after which a transfer fails.
         apply_s: Seconds from commit until a worker uses the weights, with the longest delay by `recompute_fraction`.
         curve: Keys for workers that use CURVE.
-        keep: Keep the last update in host memory for workers that restart or are stale, also if it failed because
+        keep: Keep the last update in host memory for workers that restart or are stale, also if it failed as
             workers were lost; its version cannot be used again.
         deltas: `host` or `device`: keep the last update as `keep` does, in that memory, and send workers that have it
             what has changed; all others get it whole. `held` then returns before anything is sent. `device` is the
@@ -158,7 +158,7 @@ class WeightPublisher(ProcessBound):
     def publish(
         self, named_tensors: NamedTensors, version: int, *, adapter: str | None = None, adapter_config: Any = None
     ) -> PublishHandle:
-        """Start to publish every parameter, by its Hugging Face name, as `version`, which must grow.
+        """Start to publish all parameters, by Hugging Face names, as `version`, which must grow.
 
         Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device, and are read after the work on the
         current CUDA stream. They must not change before `held`. Raises ValueError for tensors that cannot be sent,
@@ -526,7 +526,7 @@ class WeightPublisher(ProcessBound):
                 return
             offered_s = time.monotonic()
             for link in unanswered:
-                link.tell({"action": "abort", "token": tokens[link], "newer": newer})
+                link.send_unanswered({"action": "abort", "token": tokens[link], "newer": newer})
 
         return offer
 

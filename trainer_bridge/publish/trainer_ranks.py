@@ -93,7 +93,7 @@ class TrainerRanks:
         )
         self.timeout_s = self._timeout_s = timeout_s
 
-    def tell(self, *command: int) -> None:
+    def send_to_ranks(self, *command: int) -> None:
         """Rank 0: send the other ranks a command of up to four numbers. Raises `RolloutError` if one is gone."""
         with self._lock:
             self._tell(command)
@@ -155,7 +155,7 @@ class TrainerRanks:
             self._borrowed = BorrowedParts(self.request, self.wait_packed, readers, manifest)
             return self._borrowed
         if lenders:
-            self.tell(LEND)
+            self.send_to_ranks(LEND)
         if why_not != self._not_lent:
             _log.warning("parts of weights come through host memory, many times slower than over GPUs: %s", why_not)
         self._not_lent = why_not
@@ -181,7 +181,7 @@ class TrainerRanks:
     def release(self) -> None:
         """Rank 0: free the tensors on the other ranks. Their lent memory is no longer read, and is unmapped."""
         with contextlib.suppress(RolloutError):  # the rank's own handle reports it
-            self.tell(RELEASED)
+            self.send_to_ranks(RELEASED)
         borrowed, self._borrowed = self._borrowed, None
         if borrowed is not None:
             borrowed.close()
@@ -225,7 +225,7 @@ class TrainerRanks:
                         self._send(data)
                 case [op, nbytes, host, *_] if op == LEND:
                     if not nbytes:
-                        self._buffer.take_back()
+                        self._buffer.end_loan()
                         self._buffer.free()
                     elif any(shards.mine):
                         self._send(_answer_of(self._lend, payload.device, nbytes, host))
@@ -233,7 +233,7 @@ class TrainerRanks:
                     if any(shards.mine):
                         self._send(_answer_of(self._buffer.pack, payload, start, end, at))
                 case [op, *_] if op == RELEASED:
-                    self._buffer.take_back()
+                    self._buffer.end_loan()
                     payload.release()
                 case [op, length, *_] if op == JOIN:
                     order = self._read_map(length)
@@ -250,7 +250,7 @@ class TrainerRanks:
             self._borrowed.close()
         if self.rank == 0 and self._broken is None:
             with contextlib.suppress(RolloutError):  # they are gone
-                self.tell(CLOSE)
+                self.send_to_ranks(CLOSE)
         self._stop.set()
         if self._part is not None:
             self._part.join(END_S)

@@ -16,7 +16,7 @@ Invariants:
 - Slots are allocated by CUDA directly, not from torch's pool: a handle stands for a whole allocation.
 - A slot is acknowledged when the worker's copies out of it have run, not when they are enqueued.
 - A worker closes the slots before it drops the update. CUDA does not define what happens to memory that is freed while
-  another process has it open: slots that a given-up worker may have open are freed after it is told to abort.
+  another process has it open: slots that a given-up worker may have open are freed after the order to abort.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from trainer_bridge.wire.short_repr import short_fields
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PromptTops:
-    """Row i belongs to scored token i. That of the prompt's first token is unknown, and so are those of a cut prompt.
+    """Row i belongs to scored token i. The rows of the prompt's first token and of a cut prompt are unknown.
 
     A rank is 1 plus the number of likelier tokens; 0 if unknown. The k likeliest tokens come likeliest first, with
     their log-probs at temperature 1; -1 and NaN if unknown.

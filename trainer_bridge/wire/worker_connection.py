@@ -1,6 +1,6 @@
 """One DEALER connection to one worker, and what happens to it.
 
-ZeroMQ reconnects silently, but a worker that comes back is another process and does not know earlier requests. So a
+ZeroMQ reconnects silently, but a worker that returns is another process and does not know earlier requests. So a
 connection that was up and went down is `lost`: its socket is thrown away and a new one is opened. Heartbeats detect a
 worker that vanished. Messages for a worker that is not connected wait here, where they can still be withdrawn.
 
@@ -57,7 +57,7 @@ _NO_AGREEMENT = "and this client do not agree on CURVE: give the client its keys
 _BROKEN_OFF = "; something answers there, but breaks off: is the worker's public key (CURVE) the right one?"
 
 
-class Connection:
+class WorkerConnection:
     """A socket, its monitor, and whether the worker is there.
 
     `connected` and `ending` are as of the last `drain`. `gone`: the connection was lost or is `ending`, or a caller
@@ -234,7 +234,7 @@ class Connection:
         self.socket.close(linger_ms)
 
 
-def close_when_dropped(owner: object, context: zmq.Context, connections: Mapping[str, Connection]) -> None:
+def close_when_dropped(owner: object, context: zmq.Context, connections: Mapping[str, WorkerConnection]) -> None:
     """Close the connections that are in the map by then, and their context, once `owner` is garbage.
 
     A context that the garbage collector finds waits without limit for sockets that are still open. At the end of the
@@ -243,7 +243,7 @@ def close_when_dropped(owner: object, context: zmq.Context, connections: Mapping
     weakref.finalize(owner, _close_all, context, connections, os.getpid()).atexit = False
 
 
-def _close_all(context: zmq.Context, connections: Mapping[str, Connection], process: int) -> None:
+def _close_all(context: zmq.Context, connections: Mapping[str, WorkerConnection], process: int) -> None:
     if os.getpid() != process:  # a fork has a copy of the client, but not its sockets
         return
     for connection in connections.values():

@@ -36,7 +36,7 @@ def takes(
 def fits(
     q_THD: torch.Tensor, chunks: Sequence[tuple[int, int, int]], kv_heads: int, window: int | None, scale: float
 ) -> bool:
-    """What `takes` says on Hopper."""
+    """The result of `takes` on Hopper."""
     return (
         q_THD.dtype in (torch.bfloat16, torch.float16)
         and q_THD.is_contiguous()

@@ -44,7 +44,7 @@ _QUERY_BLOCK = 256
 
 
 class DecodePlan(NamedTuple):
-    """What all layers with one window share in a decode step."""
+    """The plan that all layers with one window share in a decode step."""
 
     pages_N: torch.Tensor  # pages to gather, row by row
     bias_B11C: torch.Tensor  # 0 where a position is visible, else large and negative
@@ -411,6 +411,6 @@ def _window_pages(window: int, page_size: int) -> int:
 
 
 def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to scores: 0 where visible, else the most negative round number that fits `dtype`."""
+    """The addend of scores: 0 where visible, else the most negative round number that fits `dtype`."""
     hidden = -6e4 if dtype == torch.float16 else -1e30
     return torch.where(visible, 0.0, hidden).to(dtype)

@@ -1,4 +1,4 @@
-"""What the rows of a decode step have in common, as segments for the plan of decode attention (`triton_decode_plan`).
+"""The pages that rows of a decode step share, as segments for the plan of decode attention (`triton_decode_plan`).
 
 Rows that share pages are neighbours in the step. From the number of positions that each row has in common with the next
 one follow the segments, in two levels at most: what a run of rows shares, and what neighbours among them share beyond.
@@ -28,7 +28,7 @@ class SharedTile:
     """The tile of decode attention where rows may share pages."""
 
     heads: int  # query heads of the rows that are computed together
-    num_warps: int | None = None  # of a program; None: as where rows share nothing
+    num_warps: int | None = None  # warps of a program; None: as where rows share nothing
 
 
 #: The tile where rows may share pages, by whether the cache has e4m3 codes. On an H100, 32 rows of 16K +

@@ -27,8 +27,8 @@ from rollout_kernels.attention.segments import SHARED_TILES
 from rollout_kernels.attention.triton_decode_combine import (
     HIDDEN,
     LOG2_E,
-    Destination,
-    Heads,
+    DecodeHeads,
+    ResultPointers,
     combine_parts,
     empty_results,
     read_item,
@@ -111,7 +111,7 @@ def _decode_kernel(
         q_ptr, k_base, v_base, sinks_ptr, table_ptr, lens_ptr, scale_log2, softcap_log2, window,
         stride_q_row, stride_q_head, stride_page, stride_slot, stride_table,
     )  # fmt: skip
-    to = Destination(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
+    to = ResultPointers(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
     for i in range(first, last):
         item = read_item(items_ptr, i)
         if BLOCK_OWN == BLOCK_M or item.sharing > 1:
@@ -135,7 +135,7 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `Destination`."""
+    """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `ResultPointers`."""
     D: tl.constexpr = HEADS.D
     GROUP: tl.constexpr = HEADS.GROUP
     BLOCK_D: tl.constexpr = HEADS.BLOCK_D
@@ -150,7 +150,7 @@ def _attend(
     q_at = q_row.to(tl.int64) * given.stride_q_row + (head + m % BLOCK_G)[:, None] * given.stride_q_head + d[None, :]
     is_q = is_head & (shared_row < sharing)[:, None] & (d[None, :] < D)
     q = tl.load(given.q_ptr + q_at, mask=is_q, other=0.0)
-    if HAS_WINDOW:  # which begins at another position in each row
+    if HAS_WINDOW:  # a window begins at another position in each row
         context = tl.load(given.lens_ptr + row + shared_row, mask=shared_row < sharing, other=2147483647).to(tl.int32)
         oldest = tl.min(context, 0)
     table = given.table_ptr + row.to(tl.int64) * given.stride_table
@@ -209,7 +209,7 @@ def default_decode_config(
         config = DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=4)
     else:
         config = DecodeConfig(num_warps=2) if coded else DecodeConfig(num_stages=2)
-    if coded:  # with 8 query heads to a KV head, a second kernel combines the parts 10% faster (H200, 80 rows of 6.5K)
+    if coded:  # at 8 query heads to a KV head, a second kernel combines the parts 10% faster (H200, 80 rows of 6.5K)
         config = replace(config, block_m=8, fused=group <= 4)
     if not shared:
         return config
@@ -264,7 +264,7 @@ def decode_attention(
     coded = scales_P2GS is not None
     block_g, block_d = triton.next_power_of_2(group), max(64 if coded else 16, triton.next_power_of_2(dim))
     block_i = min(max(_COMBINED_VALUES // (block_g * block_d), 1), _COMBINED_PARTS)
-    sizes = Heads(heads, dim, group, block_g, block_d, block_i, config.fused)
+    sizes = DecodeHeads(heads, dim, group, block_g, block_d, block_i, config.fused)
     results = empty_results(q_BHD, sizes, work)
     caches, variants = (k_cache_PSGD, v_cache_PSGD), {}
     third: torch.Tensor | None = sinks_H

@@ -26,8 +26,8 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 _WORDS = tl.constexpr(ITEM_WORDS)
 
 
-class Heads(NamedTuple):
-    """What the kernels that write results are compiled for. In attention over latents a block of heads is a KV head."""
+class DecodeHeads(NamedTuple):
+    """The constants of the kernels that write results. In attention over latents a block of heads is a KV head."""
 
     H: int  # query heads
     D: int  # dimension of a head's result
@@ -46,7 +46,7 @@ class Results(NamedTuple):
     lse_LH: torch.Tensor  # float32
 
 
-class Destination(NamedTuple):
+class ResultPointers(NamedTuple):
     """In a kernel: where results go."""
 
     out_ptr: Any
@@ -81,7 +81,7 @@ def read_item(items_ptr, i):
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What a kernel multiplies products of queries and keys by, and the softcap; both for scores in base 2.
+    """The factor of products of queries and keys, and the softcap; both for scores in base 2.
 
     With a softcap the first one is for `softcapped`.
     """
@@ -154,7 +154,7 @@ def _combine(out_ptr, part_ptr, lse_ptr, row, head, first_slot, count, HEADS: tl
 def store_item(to, item, sharing, kv_head, result_MD, lse_M, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Write an item's normalised result: to the output, or as a part. The last item of a row combines its parts.
 
-    `to` is a `Destination`. `sharing` is the item's, or 1 where the caller knows this when the kernel is compiled.
+    `to` is a `ResultPointers`. `sharing` is the item's, or 1 where the caller knows this when the kernel is compiled.
     """
     if sharing > 1:
         _store_shared(to, item, sharing, kv_head, result_MD, lse_M, HEADS, BLOCK_M)
@@ -237,7 +237,7 @@ def combine_kernel(part_ptr, lse_ptr, out_ptr, slots_ptr, rows, HEADS: tl.conste
         _combine(out_ptr, part_ptr, lse_ptr, row, head, tl.load(slots_ptr + row), count, HEADS)
 
 
-def empty_results(q_BHD: torch.Tensor, heads: Heads, work: DecodeWork) -> Results:
+def empty_results(q_BHD: torch.Tensor, heads: DecodeHeads, work: DecodeWork) -> Results:
     """Memory for the results of these queries."""
     device = q_BHD.device
     return Results(
@@ -252,7 +252,7 @@ def work_arguments(results: Results, work: DecodeWork) -> tuple[torch.Tensor, ..
     return *results, work.items, work.first, work.slots_2B, work.arrivals_BG
 
 
-def combine_parts(results: Results, heads: Heads, work: DecodeWork) -> torch.Tensor:
+def combine_parts(results: Results, heads: DecodeHeads, work: DecodeWork) -> torch.Tensor:
     """The output, after a launch that combines the parts of rows, unless the decode kernel did so."""
     out_BHD, part_LHD, lse_LH = results
     if not heads.FUSED:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from rollout_kernels.attention.triton_decode_combine import HIDDEN, Destination, read_item, store_item
+from rollout_kernels.attention.triton_decode_combine import HIDDEN, ResultPointers, read_item, store_item
 from rollout_kernels.common.triton_fp8 import operand
 from rollout_kernels.common.triton_math import INTERPRETED, dot, follow, narrow
 
@@ -134,7 +134,7 @@ def decode_codes_kernel(
         q_ptr, k_base, v_base, scales_ptr + kv_head * PAGE_SIZE, table_ptr, lens_ptr, scale_log2, window,
         stride_q_row, stride_q_head, stride_page, stride_slot, stride_table,
     )  # fmt: skip
-    to = Destination(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
+    to = ResultPointers(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
     for i in range(first, last):
         item = read_item(items_ptr, i)
         if BLOCK_OWN == BLOCK_M or item.sharing > 1:
@@ -156,7 +156,7 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `Destination`."""
+    """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `ResultPointers`."""
     H: tl.constexpr = HEADS.H
     D: tl.constexpr = HEADS.D
     GROUP: tl.constexpr = HEADS.GROUP
@@ -183,7 +183,7 @@ def _attend(
     q_1 = _queries(q_at + 1, is_q, unit[None, :], dtype)
     q_2 = _queries(q_at + 2, is_q, unit[None, :], dtype)
     q_3 = _queries(q_at + 3, is_q, unit[None, :], dtype)
-    if HAS_WINDOW:  # which begins at another position in each row
+    if HAS_WINDOW:  # a window begins at another position in each row
         context = tl.load(given.lens_ptr + row + shared_row, mask=shared_row < sharing, other=2147483647).to(tl.int32)
         oldest = tl.min(context, 0)
     table = given.table_ptr + row.to(tl.int64) * given.stride_table

@@ -50,7 +50,7 @@ ITEM_WORDS = 8
 _ITEM = tl.constexpr(ITEM_WORDS)
 _SEGMENT = tl.constexpr(SEGMENT_WORDS)
 _LEVELS = tl.constexpr(LEVELS)
-#: What an item costs beside its tiles, in tiles: about 4 us on an H100, where a tile takes 2.7 us of the bandwidth.
+#: The cost of an item without its tiles, in tiles: about 4 us on an H100, where a tile takes 2.7 us of the bandwidth.
 _SHORT_TILES = tl.constexpr(2)
 
 
@@ -62,12 +62,12 @@ class DecodeConfig:
     num_warps: int = 4
     num_stages: int = 3
     programs_per_sm: int = 2
-    min_tiles: int = 0  # of a share; 0: the best number for the rows' mean length
+    min_tiles: int = 0  # tiles of a share; 0: the best number for the rows' mean length
     fused: bool = True  # True: the last program of a row combines its parts; False: a second kernel does
-    max_registers: int | None = None  # of a thread; with fewer, more programs fit on a multiprocessor
+    max_registers: int | None = None  # registers of a thread; with fewer, more programs fit on a multiprocessor
     chunk: int | None = None  # positions of an item, instead of equal shares
     block_m: int = 16  # query heads of a tile: a KV head's, of as many rows as fit
-    block_own: int | None = None  # of a row alone; None: the same, and then its bits depend on no other row
+    block_own: int | None = None  # block of a row alone; None: the same, and then its bits depend on no other row
     plan_rows: int = 32  # rows that the kernel of the plan has room for; more take another one, compiled when needed
 
     def rows_at_once(self, group: int) -> int:
@@ -159,7 +159,7 @@ def _plan_kernel(
         mean = tl.sum(tiles.to(tl.float32) * tiles, 0) / tl.maximum(tl.sum(tiles, 0), 1)
         best = (tl.sqrt(1.5 * GROUP * mean / BLOCK_N) + 0.5).to(tl.int32)
         least = tl.where(min_tiles > 0, min_tiles, tl.maximum(best, 1))
-        least = tl.maximum(least, tl.max(extra, 0) + 1)  # so a share that begins with these has tiles, too
+        least = tl.maximum(least, tl.max(extra, 0) + 1)  # a share that begins with these has tiles, too
         share_tiles = tl.maximum((total + shares - 1) // shares, least)
         left = tl.cumsum(tiles + extra, 0) - tiles
     first_share = left // share_tiles

@@ -20,8 +20,8 @@ import triton.language as tl
 
 from rollout_kernels.attention.triton_decode_combine import (
     HIDDEN,
-    Destination,
-    Heads,
+    DecodeHeads,
+    ResultPointers,
     combine_parts,
     empty_results,
     read_item,
@@ -78,7 +78,7 @@ def _latent_kernel(
     follow()
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
-    to = Destination(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
+    to = ResultPointers(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
     for i in range(first, last):
         item = read_item(items_ptr, i)
         row, length = item.row, item.length
@@ -159,7 +159,7 @@ def decode_latents(
     assert cache_PS1L.dtype == q_BHL.dtype and cache_PS1L.shape[2:] == (1, width)
     assert work.arrivals_BG.shape == (rows, blocks) and len(context_lens_B) == rows
     block_g, block_r = triton.next_power_of_2(group), max(16, triton.next_power_of_2(rank))
-    sizes = Heads(heads, rank, group, block_g, block_r, 1, config.fused)
+    sizes = DecodeHeads(heads, rank, group, block_g, block_r, 1, config.fused)
     results = empty_results(q_BHL, sizes, work)
     _latent_kernel[(blocks, work.first.shape[0] - 1)](
         q_BHL,

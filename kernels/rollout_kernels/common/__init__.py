@@ -1,4 +1,4 @@
-"""What several folders share.
+"""Helpers that several folders share.
 
 device       what kernels ask about a GPU
 gluon_copy   copies of the copy engine, under one name for every Triton

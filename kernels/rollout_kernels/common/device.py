@@ -1,4 +1,4 @@
-"""What kernels ask about a GPU."""
+"""Facts about a GPU that kernels need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a step go through which state, and the numbers that twins and kernels share."""
+"""The state for each token of a step, and the numbers that twins and kernels share."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Spans(NamedTuple):
 
 
 class DraftInputs(NamedTuple):
-    """What states need of the drafts of a step to catch up: of one layer, or of all with a dimension L before.
+    """The inputs of a step's drafts with which states catch up: of one layer, or of all with a dimension L before.
 
     D draft rows, C channels, H value heads; see `drafts.py`.
     """
 
-    inputs_DC: torch.Tensor  # of the convolution, in the model's dtype
+    inputs_DC: torch.Tensor  # inputs of the convolution, in the model's dtype
     mixed_DC: torch.Tensor  # queries, keys and values after it
     gates_D2H: torch.Tensor  # float32: beta and decay
     first: int  # number of the first draft row; draft row r is at r - first

@@ -16,7 +16,7 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import narrow
 from rollout_kernels.delta.spans import Spans
 
-CHANNELS = 256  # of a program
+CHANNELS = 256  # channels of a program
 _TOKENS, _PREFILL_CHANNELS = 32, 64
 
 
@@ -60,7 +60,7 @@ def _conv_step_kernel(
 
 @triton.jit
 def input_or_state(x_ptr, state, at, known, live, stride_x, c, W: tl.constexpr):
-    """What the convolution saw at position `at` of this step's tokens; before these (below 0) it is in the state."""
+    """The convolution's input at position `at` of this step's tokens; before these (below 0) it is in the state."""
     new = tl.load(x_ptr + at.to(tl.int64) * stride_x + c, mask=live & (at >= 0), other=0.0)
     old = tl.load(state + at + W - 1, mask=known & (at < 0), other=0.0)
     return tl.where(at >= 0, new, old)

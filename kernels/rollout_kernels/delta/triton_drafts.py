@@ -184,7 +184,7 @@ def _catch_up_kernel(
         mine = ((tl.arange(0, BLOCK_C) < SHARE) & (c < C))[:, None]
         w = tl.arange(0, PAST)[None, :]
         seen = conv_ptr + (place * C + c[:, None]) * (W - 1) + w
-        at = w + accepted - (W - 1)  # of the drafts; below 0 it is in the state
+        at = w + accepted - (W - 1)  # index among the drafts; below 0 it is in the state
         old = tl.load(seen + accepted, mask=mine & (at < 0), other=0.0)
         drafted = mine & (at >= 0) & (w < W - 1)
         from_rows = kept + tl.load(rows_ptr + at, mask=(at >= 0) & (w < W - 1), other=0) - first

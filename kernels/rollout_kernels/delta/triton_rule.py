@@ -40,12 +40,12 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import narrow
 from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, Spans
 
-_SCAN_VALUES = 32  # of a program
+_SCAN_VALUES = 32  # values of a program
 _BLOCK = 16
 
 
 class StepTile(NamedTuple):
-    """What a program of a decode step works on: a part of a head's values, with all keys."""
+    """The work of a program of a decode step: a part of a head's values, with all keys."""
 
     values: int
     num_warps: int
@@ -63,7 +63,7 @@ def step_tile(states: int, value_dim: int) -> StepTile:
     return SMALL_TILE if few else LARGE_TILE
 
 
-class Heads(NamedTuple):
+class RuleHeads(NamedTuple):
     """The sizes that the kernels of the rule are compiled for."""
 
     H: int  # value heads
@@ -389,10 +389,10 @@ def padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def head_sizes(channels: int, heads: int, key_dim: int, value_dim: int) -> Heads:
+def head_sizes(channels: int, heads: int, key_dim: int, value_dim: int) -> RuleHeads:
     """The sizes of heads whose queries, keys and values take this number of channels."""
     key_heads = (channels - heads * value_dim) // (2 * key_dim)
-    return Heads(heads, key_heads, key_dim, value_dim, padded(key_dim), UNIT_EPS)
+    return RuleHeads(heads, key_heads, key_dim, value_dim, padded(key_dim), UNIT_EPS)
 
 
 def rule_arguments(
@@ -402,8 +402,8 @@ def rule_arguments(
     a_log_H: torch.Tensor,
     dt_bias_H: torch.Tensor,
     state_NHKV: torch.Tensor,
-) -> tuple[Heads, tuple[torch.Tensor, ...], tuple[int, int]]:
-    """What the launches of the rule have in common: sizes, tensors of the gates, strides of `b_TH` and `a_TH`."""
+) -> tuple[RuleHeads, tuple[torch.Tensor, ...], tuple[int, int]]:
+    """The common arguments of the rule's launches: sizes, tensors of the gates, strides of `b_TH` and `a_TH`."""
     assert mixed_TC.is_contiguous() and state_NHKV.is_contiguous() and a_log_H.dtype == torch.float32
     assert b_TH.stride(1) == a_TH.stride(1) == 1 and dt_bias_H.dtype == torch.float32
     sizes = head_sizes(mixed_TC.shape[1], *state_NHKV.shape[1:])

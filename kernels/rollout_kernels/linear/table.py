@@ -1,4 +1,4 @@
-"""Which kernel and configuration a product with few rows uses: a table measured by `scripts/tune/linear.py`.
+"""The kernel and configuration of products with few rows: a table measured by `scripts/tune/linear.py`.
 
 Qwen3 was measured on an H200, Qwen3.5 on an H100.
 

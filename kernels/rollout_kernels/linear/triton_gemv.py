@@ -64,7 +64,7 @@ def _gemv_kernel(
     k = split * PART + tl.arange(0, WIDTH)[None, :]
     # Every row of the tile loads x for itself, so that x has the layout of the weights.
     x_row = x_ptr + n[:, None] * 0
-    sums = ()  # for each token: sums of the gate rows, then of the up rows
+    sums = ()  # sums of the gate rows, then of the up rows, for each token
     for _ in tl.static_range(TOKENS * READS):
         sums += (tl.zeros([ROWS, WIDTH], tl.float32),)
     for start in tl.static_range(0, PART, AT_ONCE * WIDTH):

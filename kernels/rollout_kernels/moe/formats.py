@@ -125,6 +125,6 @@ class ExpertWeights:
 class ClampedGLU:
     """An activation with biases in the place of SiLU, see `clamped_glu`; gate and up rows of the weights alternate."""
 
-    bias_EG: torch.Tensor  # of the gate and up rows, which alternate too; contiguous
+    bias_EG: torch.Tensor  # bias of the gate and up rows, which alternate too; contiguous
     alpha: float
     limit: float

@@ -61,8 +61,8 @@ class Record:
     slots_T: torch.Tensor
 
 
-class Choice(NamedTuple):
-    """What the kernels that choose experts are compiled for; from `choice_of`."""
+class RouterConstants(NamedTuple):
+    """The constants of the kernels that choose experts; from `choice_of`."""
 
     E: int  # experts, without shared ones
     E2: int  # length of a program's vectors of experts: a power of two
@@ -291,18 +291,20 @@ def _choose_many_kernel(
         tl.store(at, experts.to(record_ptr.dtype.element_ty), mask=kept & (slot >= 0))
 
 
-def choice_of(logits: int, top_k: int, renormalize: bool, record: Record | None, shared: Shared) -> Choice:
-    """The constants of a choice from this number of logits, which includes that of a gate."""
+def choice_of(logits: int, top_k: int, renormalize: bool, record: Record | None, shared: Shared) -> RouterConstants:
+    """The constants of a choice from this number of logits, the gate's logit included."""
     experts = logits - shared.gated
     assert 0 < top_k <= experts
     if record is not None:
         dtype = record.experts_RK.dtype
         assert dtype in (torch.uint8, torch.uint16, torch.int32) and record.experts_RK.stride(1) == 1
         assert experts - 1 <= torch.iinfo(dtype).max, f"{experts} experts can't be numbered in {dtype}"
-    return Choice(experts, places(experts), top_k, renormalize, record is not None, shared.experts, shared.gated)
+    return RouterConstants(
+        experts, places(experts), top_k, renormalize, record is not None, shared.experts, shared.gated
+    )
 
 
-def routing_outputs(tokens: int, choice: Choice, device: torch.device, out: Routing | None = None) -> Routing:
+def routing_outputs(tokens: int, choice: RouterConstants, device: torch.device, out: Routing | None = None) -> Routing:
     """`out`, or newly allocated memory for a routing."""
     shape = (tokens, choice.TOP_K + choice.SHARED)
     if out is not None:
@@ -321,7 +323,7 @@ def output_arguments(out: Routing, record: Record | None, tokens: int) -> tuple[
     return out.experts_TK, out.weights_TK, kept, slots, tokens, stride
 
 
-def warps_of(choice: Choice) -> int:
+def warps_of(choice: RouterConstants) -> int:
     """Warps of a program that chooses the experts of one token."""
     return 8 if choice.E > 256 else 4
 

@@ -148,7 +148,7 @@ def _gate_up_kernel(
     scale = scale_ptr + expert * SCALES
     # Every row of the tile loads x for itself, so that x has the layout of the weights.
     x_row = x_ptr + (pair // TOP_K) * STORED + n[:, None] * 0
-    sums = ()  # for each neuron: sums of the gate rows; then sums of the up rows
+    sums = ()  # sums of the gate rows, then sums of the up rows, for each neuron
     for _ in tl.static_range(2 * NEURONS):
         sums += (tl.zeros([ROWS, SUMS], tl.float32),)
     for start in tl.static_range(0, STORED, PIECES * WIDTH):
@@ -222,7 +222,7 @@ def _down_kernel(
     token, block = _split(tl.program_id(0), tokens, BLOCKS, ACROSS)
     n = block * (ROWS * NEURONS) + tl.arange(0, ROWS)
     k = tl.arange(0, WIDTH)
-    sums = ()  # for each neuron, the sum over the experts
+    sums = ()  # the sum over the experts, for each neuron
     for _ in tl.static_range(NEURONS):
         sums += (tl.zeros([ROWS, SUMS], tl.float32),)
     for first in tl.static_range(0, TOP_K, AT_ONCE):

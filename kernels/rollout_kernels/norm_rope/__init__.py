@@ -1,4 +1,4 @@
-"""What lies between the matrix products of a layer: norms, rotary position embedding, the gated activation.
+"""The operations between the matrix products of a layer: norms, rotary position embedding, the gated activation.
 
 elementwise         the torch ops: the CPU path, and the twins of the kernels
 triton_elementwise  the same on a GPU, fused: one kernel between two products

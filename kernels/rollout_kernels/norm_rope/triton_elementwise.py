@@ -1,4 +1,4 @@
-"""What lies between the matrix products of a decode step: one Triton kernel between two products.
+"""The operations between the matrix products of a decode step: one Triton kernel between two products.
 
     add_rms_norm   residual += sum of partial products; returns the norm of the residual
     finish_qkv     sum of partial products [+ bias], q/k norm, rope; writes keys and values [and gates of the queries],

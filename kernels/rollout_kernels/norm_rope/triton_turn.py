@@ -11,7 +11,7 @@ import triton.language as tl
 
 from rollout_kernels.common.triton_math import narrow
 
-_TOKENS = 4  # of a program
+_TOKENS = 4  # tokens of a program
 _BLOCK = 512  # pairs of a token, of a program
 
 

@@ -40,9 +40,11 @@ class TensorGroup:
         self.size = size
         self.device = torch.device("cpu") if device is None else device
         # Where the ranks have been prepared for them:
-        self.peers: PeerBuffers | None = None  # for small sums
-        self.large_peers: PeerBuffers | None = None  # for the other sums of few rows; shares the flag of `peers`
-        self.histogram_peers: PeerBuffers | None = None  # for histograms of few rows that are truncated
+        self.peers: PeerBuffers | None = None  # buffers for small sums
+        self.large_peers: PeerBuffers | None = (
+            None  # buffers for the other sums of few rows; they share the flag of `peers`
+        )
+        self.histogram_peers: PeerBuffers | None = None  # buffers for histograms of few rows that are truncated
 
     @staticmethod
     def single(device: torch.device | None = None) -> TensorGroup:

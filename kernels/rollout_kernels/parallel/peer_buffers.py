@@ -145,7 +145,7 @@ def connect_peers(
 
 
 def on_all(processes: dist.ProcessGroup, device: torch.device, work: Callable[[], T]) -> T:
-    """What `work` returns, once all ranks have done it. If it raises RuntimeError on one rank, raises it on all.
+    """The result of `work`, once all ranks have done it. If it raises RuntimeError on one rank, raises it on all.
 
     So no rank waits in the next exchange for one that has given up. Where `work` exchanges something itself, a rank can
     still wait there for one that fails amid it.

@@ -28,7 +28,7 @@ class VocabShard:
 
     group: TensorGroup
     first_token: int  # a multiple of 4, for the random numbers
-    most_tokens: int  # of any rank
+    most_tokens: int  # largest number of any rank
     vocab: int  # tokens of all ranks
 
 

@@ -50,7 +50,7 @@ def truncate_part(logits_SK: torch.Tensor, rows: SamplingRows, group: TensorGrou
     one_S = _units((_values(pth.key_S) - best_S).exp()).clamp(min=1)
     by_p_S = finite_S & top_p_S.isfinite()
     smallest_S = torch.where(by_p_S, pth.key_S, kth.key_S)
-    # Of the tokens with this key, as many as stay on all ranks, less those on the ranks before.
+    # The number of tokens with this key that stay on all ranks, less the tokens on the ranks before.
     by_p = -(-pth.left_S // one_S) - pth.before_S // one_S
     stay_S = torch.where(by_p_S, by_p, kth.left_S - kth.before_S)
     equal_SK = (key_SK == smallest_S[:, None]).long()
@@ -64,9 +64,9 @@ class _Found:
     """The key at which an amount is reached, and amounts of the tokens with this key; int64 [S]."""
 
     key_S: torch.Tensor
-    left_S: torch.Tensor  # what stays
-    found_S: torch.Tensor  # what all ranks have
-    before_S: torch.Tensor  # what the ranks before this one have
+    left_S: torch.Tensor  # the part that stays
+    found_S: torch.Tensor  # the sum over all ranks
+    before_S: torch.Tensor  # the sum over the ranks before this one
 
 
 def _find(
@@ -85,7 +85,7 @@ def _find(
         own_SB.scatter_add_(1, digit_SK, amount_SK.masked_fill(~here_SK, 0))
         parts_RSB = group.all_gather(own_SB)
         all_SB = parts_RSB.sum(dim=0)
-        reached_SB = all_SB.flip(1).cumsum(dim=1).flip(1)  # by this digit and all larger ones
+        reached_SB = all_SB.flip(1).cumsum(dim=1).flip(1)  # sums over this digit and all larger ones
         if above == 32:
             left_S = bound_of(reached_SB[:, 0])
         over_SB = reached_SB - all_SB

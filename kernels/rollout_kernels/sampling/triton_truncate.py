@@ -365,7 +365,7 @@ def _cut_kernel(
             cut = tl.zeros_like(x) - float("inf")
             if SHARD:
                 lost = (tl.zeros_like(key) + tl.load(state + _LOST)) != 0
-                cut = tl.where(lost, float("nan"), cut)  # so the log-probs of this row are NaN on every rank
+                cut = tl.where(lost, float("nan"), cut)  # the log-probs of this row become NaN on every rank
                 goes = goes | lost
             tl.store(logits_ptr + row * V + v, cut, mask=goes & (v < V))
 

@@ -6,29 +6,31 @@ import re
 from collections.abc import Sequence
 
 from rollout.gateway.prompts.sampling import SamplingBody
-from rollout.gateway.prompts.text import Text, shown_text
+from rollout.gateway.prompts.tokenizer import GatewayTokenizer, shown_text
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.detokenizer import Detokenizer
 from trainer_bridge.client.results import Completion
 
 
-def from_worker(text: Text, body: SamplingBody, shown: frozenset[int] = frozenset()) -> bool:
+def worker_decodes(text: GatewayTokenizer, body: SamplingBody, shown: frozenset[int] = frozenset()) -> bool:
     """True if the worker makes the text of completions. `shown`: special tokens that the text must have.
 
     A worker leaves out all special tokens. It writes the token that ended a completion.
     """
-    return text.there and body.skip_special_tokens and not shown and not body.stop_token_ids
+    return text.available and body.skip_special_tokens and not shown and not body.stop_token_ids
 
 
-def text_pieces(text: Text, body: SamplingBody, keep_stop: bool, shown: frozenset[int] = frozenset()) -> TextPieces:
-    """The text of one completion in pieces; empty without a tokenizer. `shown` is as for `from_worker`."""
-    if not text.there or from_worker(text, body, shown):
+def text_pieces(
+    text: GatewayTokenizer, body: SamplingBody, keep_stop: bool, shown: frozenset[int] = frozenset()
+) -> TextPieces:
+    """The text of one completion in pieces; empty without a tokenizer. `shown` is as for `worker_decodes`."""
+    if not text.available or worker_decodes(text, body, shown):
         return TextPieces(keep_stop)
     codec = text.codec("")
     special = codec.special_tokens
     visible = {name: token for name, token in special.items() if token in shown or not body.skip_special_tokens}
     hidden = frozenset(special.values()).difference(visible.values())
-    return OwnPieces(codec, hidden, list(visible), shown, body.stop, keep_stop)
+    return DecodedPieces(codec, hidden, list(visible), shown, body.stop, keep_stop)
 
 
 class TextPieces:
@@ -47,7 +49,7 @@ class TextPieces:
         return ""
 
 
-class OwnPieces(TextPieces):
+class DecodedPieces(TextPieces):
     """The text of one completion, made here: with some special tokens, and without the token that ended it.
 
     `hidden` are tokens without text, `visible` the texts of special tokens that are shown, `marks` the special tokens

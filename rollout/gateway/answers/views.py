@@ -15,21 +15,21 @@ from typing import Any
 
 from rollout.gateway.answers.text_pieces import TextPieces
 from rollout.gateway.formats.calls import NotACall, demanded_calls
-from rollout.gateway.formats.regions import Region
-from rollout.gateway.formats.segments import Piece, Segments
+from rollout.gateway.formats.regions import AnswerRegion
+from rollout.gateway.formats.segments import AnswerPiece, Segments
 from trainer_bridge.client.results import Completion
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class DemandedCalls:
     """A completion that must be calls: the arguments of this function, or for None a list of calls."""
 
     function: str | None
 
 
-class Views:
+class CompletionViews:
     """The views of one completion, while it arrives.
 
     `regions` are looked for in its text, which goes on with `begun`, the prompt's part of the answer. The arguments of
@@ -40,12 +40,12 @@ class Views:
     def __init__(
         self,
         text: TextPieces,
-        regions: Sequence[Region] = (),
+        regions: Sequence[AnswerRegion] = (),
         tools: Sequence[Mapping[str, Any]] = (),
         begun: str = "",
-        demand: Demand | None = None,
+        demand: DemandedCalls | None = None,
         most_calls: int | None = None,
-        seen: Callable[[Completion, Piece], None] | None = None,
+        seen: Callable[[Completion, AnswerPiece], None] | None = None,
     ) -> None:
         self.missing: dict[str, str] = {}  # why a view is not whole, by its name
         self.calls = 0
@@ -57,7 +57,7 @@ class Views:
         self._seen = seen
         self._said = False
 
-    def take(self, part: Completion) -> Piece:
+    def take(self, part: Completion) -> AnswerPiece:
         """The additions of new tokens to the views; the last part has a finish reason."""
         last = part.finish_reason is not None
         text, end = self._text_of(part)
@@ -96,7 +96,7 @@ class Views:
             self._lose("text", error)
             return "", ""
 
-    def _cut(self, text: str, end: str, last: bool) -> Piece:
+    def _cut(self, text: str, end: str, last: bool) -> AnswerPiece:
         """The text in its regions. The end of a turn may close one; otherwise it is no text."""
         if self._segments is None:
             return _content(text)
@@ -114,7 +114,7 @@ class Views:
             self._segments = None
             return _content(waiting + text)
 
-    def _find_demanded(self, demand: Demand, piece: Piece) -> None:
+    def _find_demanded(self, demand: DemandedCalls, piece: AnswerPiece) -> None:
         try:
             piece.call(demanded_calls(self._demanded, demand.function))
         except NotACall as error:
@@ -127,13 +127,13 @@ class Views:
         self.missing[view] = f"{type(error).__name__}: {error!s:.200}"
 
 
-def _content(text: str) -> Piece:
-    piece = Piece()
+def _content(text: str) -> AnswerPiece:
+    piece = AnswerPiece()
     piece.add("content", text)
     return piece
 
 
-def _without_end(piece: Piece, end: str) -> Piece:
+def _without_end(piece: AnswerPiece, end: str) -> AnswerPiece:
     """The piece without the text of the token that ended the completion, if that text is its last one."""
     if piece.parts and isinstance(piece.parts[-1][1], str):
         kind, text = piece.parts.pop()

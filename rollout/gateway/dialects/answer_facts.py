@@ -34,7 +34,7 @@ def usage(results: list[GenerateResult]) -> dict[str, Any]:
 
 
 def prompt_ids(request: TokenRequest, result: GenerateResult) -> list[int]:
-    """The token ids of a prompt, with those that it continues."""
+    """The token ids of a prompt, after the tokens that it continues."""
     return request.prompt if result.prompt_token_ids is None else result.prompt_token_ids.tolist()
 
 

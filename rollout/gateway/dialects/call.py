@@ -68,7 +68,7 @@ class Call:
 
     def _noted(self) -> AbstractContextManager[None]:
         """Other requests may continue this one."""
-        return self.gateway.workers.sources.note(self.id, [(each.request_id, each.n) for each in self.requests])
+        return self.gateway.workers.request_ids.note(self.id, [(each.request_id, each.n) for each in self.requests])
 
     async def _stream(self, place: int, least_every: int) -> AsyncGenerator[StreamedChunk, None]:
         every = max(least_every, self.gateway.settings.stream_every)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from rollout.gateway.answers.views import Views
+from rollout.gateway.answers.views import CompletionViews
 from rollout.gateway.dialects.answer_facts import end_facts, now, prompt_facts, usage, version_runs
 from rollout.gateway.dialects.call import StreamedChunk
 from rollout.gateway.dialects.chat_body import ChatBody
 from rollout.gateway.dialects.conversation import Conversation, begin, prompt_of
 from rollout.gateway.dialects.handling import HttpRequest
-from rollout.gateway.formats.choice import Formats
+from rollout.gateway.formats.format_chooser import Formats
 from rollout.gateway.http.http_errors import bad_request
 from trainer_bridge.client.results import Completion
 
@@ -97,7 +97,7 @@ class _Answer:
         head = self._head | {"object": "chat.completion.chunk"}
         return self._call.events(head, self._body.stream_options, event)
 
-    def _delta(self, views: Views, part: Completion) -> dict[str, Any]:
+    def _delta(self, views: CompletionViews, part: Completion) -> dict[str, Any]:
         """The part of the message that new tokens add."""
         earlier = views.calls
         piece = views.take(part)
@@ -110,7 +110,7 @@ class _Answer:
             delta["tool_calls"] = [{"index": earlier + place, **call.shown()} for place, call in enumerate(piece.calls)]
         return delta
 
-    def _facts(self, part: Completion, views: Views, start: int) -> dict[str, Any]:
+    def _facts(self, part: Completion, views: CompletionViews, start: int) -> dict[str, Any]:
         """The fields of a choice, or of its new tokens, apart from its text."""
         facts: dict[str, Any] = {
             "logprobs": self._logprobs.content(part) if self._body.logprobs else None,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from rollout.gateway.answers.views import Demand
+from rollout.gateway.answers.views import DemandedCalls
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.prompts.chat_messages import Rendering
 from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, MAX_TOP, CacheSalt, Int32, Number, OpenAiBody, TokenId
@@ -78,9 +78,9 @@ class ChatBody(OpenAiBody):
         return names if self.demand is None else names | {"constraint": "tools", "constraint.json_schema": "tools"}
 
     @property
-    def demand(self) -> Demand | None:
+    def demand(self) -> DemandedCalls | None:
         """The calls that a constraint demands; None without such a constraint."""
-        return Demand(named_tool(self.tool_choice)) if demands_call(self.tool_choice) else None
+        return DemandedCalls(named_tool(self.tool_choice)) if demands_call(self.tool_choice) else None
 
 
 class ExtraFields(Body):

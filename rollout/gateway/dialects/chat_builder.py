@@ -13,7 +13,7 @@ from rollout.gateway.http.http_errors import HttpError, Names, bad_request
 
 
 class ChatBuilder:
-    """The messages of one request. What an assistant says without a pause is one message.
+    """The messages of one request. Consecutive parts of the assistant are one message.
 
     `joins_users`: so is what a user says. `messages`: those before, of an earlier request. `image`: the client's field
     of an image's URL.

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from rollout.gateway.answers.logprobs import LogprobFormat, TextOffsets
-from rollout.gateway.answers.text_pieces import from_worker, text_pieces
-from rollout.gateway.answers.views import Views
+from rollout.gateway.answers.text_pieces import text_pieces, worker_decodes
+from rollout.gateway.answers.views import CompletionViews
 from rollout.gateway.dialects.answer_facts import (
     check_fork,
     end_facts,
@@ -70,7 +70,7 @@ async def complete(request: HttpRequest[CompletionBody]) -> Any:
     fields["logprobs"] = body.logprobs or 0
     if scored:
         fields["prompt_top_logprobs"] = max(body.logprobs or 0, body.prompt_logprobs or 0)
-    fields["return_text"] = from_worker(text, body)
+    fields["return_text"] = worker_decodes(text, body)
     requests = [
         TokenRequest(
             await text.encode(prompt, body.add_special_tokens and body.fork is None, name)
@@ -148,7 +148,9 @@ class _Answer:
 
         return self._call.events(self._head, body.stream_options, event)
 
-    def _choice(self, part: Completion, views: Views, index: int, start: int, offsets: TextOffsets) -> dict[str, Any]:
+    def _choice(
+        self, part: Completion, views: CompletionViews, index: int, start: int, offsets: TextOffsets
+    ) -> dict[str, Any]:
         """A choice, or the new tokens of one."""
         body = self._body
         choice: dict[str, Any] = {
@@ -164,5 +166,5 @@ class _Answer:
             choice["weight_versions"] = version_runs(part, start)
         return choice
 
-    def _views(self) -> Views:
-        return Views(text_pieces(self._gateway.model.text, self._body, self._body.include_stop_str_in_output))
+    def _views(self) -> CompletionViews:
+        return CompletionViews(text_pieces(self._gateway.model.text, self._body, self._body.include_stop_str_in_output))

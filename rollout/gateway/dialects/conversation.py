@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from rollout.gateway.answers.logprobs import sampled
-from rollout.gateway.answers.text_pieces import from_worker, text_pieces
-from rollout.gateway.answers.views import Views
+from rollout.gateway.answers.text_pieces import text_pieces, worker_decodes
+from rollout.gateway.answers.views import CompletionViews
 from rollout.gateway.dialects.answer_facts import fault, finish_reason, now
 from rollout.gateway.dialects.call import Call
 from rollout.gateway.dialects.chat_body import ChatBody
 from rollout.gateway.dialects.handling import Gateway, HttpRequest
-from rollout.gateway.formats.choice import Cut
-from rollout.gateway.formats.segments import Piece, Segments
+from rollout.gateway.formats.format_chooser import SearchedRegions
+from rollout.gateway.formats.segments import AnswerPiece, Segments
 from rollout.gateway.history.trajectories import AnswerTokens, Beginning, reasoning_of, text_of
 from rollout.gateway.http.http_errors import bad_request
 from rollout.gateway.prompts.chat_messages import RenderedChat, render_chat
@@ -29,7 +29,7 @@ from trainer_bridge.client.results import Completion
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ConversationPrompt:
     """The prompt of a conversation. `known`: what the trajectory `kept_as` has of it; None if none is kept."""
 
     chat: RenderedChat
@@ -43,16 +43,16 @@ class Conversation:
 
     call: Call
     body: ChatBody
-    prompt: Prompt
-    cut: Cut
+    prompt: ConversationPrompt
+    cut: SearchedRegions
 
-    def views(self) -> Views:
+    def views(self) -> CompletionViews:
         """The views of one completion, whose tokens are kept at its end if there is a trajectory."""
         body, text, chat = self.body, self.call.gateway.model.text, self.prompt.chat
         pieces = text_pieces(text, body, body.include_stop_str_in_output, self.cut.shown)
         most_calls = None if body.parallel_tool_calls else 1
         seen = None if self.prompt.known is None else _Keeper(self).take
-        return Views(pieces, self.cut.regions, body.tools or (), chat.begun, body.demand, most_calls, seen)
+        return CompletionViews(pieces, self.cut.regions, body.tools or (), chat.begun, body.demand, most_calls, seen)
 
 
 class _Keeper:
@@ -60,10 +60,10 @@ class _Keeper:
 
     def __init__(self, asked: Conversation) -> None:
         self._asked = asked
-        self._answer = Piece()
+        self._answer = AnswerPiece()
         self._parts: list[Completion] = []
 
-    def take(self, part: Completion, piece: Piece) -> None:
+    def take(self, part: Completion, piece: AnswerPiece) -> None:
         """Add new tokens and what they add to the views."""
         self._answer.extend(piece)
         self._parts.append(part)
@@ -104,7 +104,7 @@ def _runs(parts: list[Completion]) -> list[tuple[int, int]]:
     return [(version, sum(count for _, count in same)) for version, same in runs]
 
 
-async def prompt_of(request: HttpRequest[Any], body: ChatBody, kept_as: str | None = None) -> Prompt:
+async def prompt_of(request: HttpRequest[Any], body: ChatBody, kept_as: str | None = None) -> ConversationPrompt:
     """The prompt of a conversation. It goes on with the tokens of the trajectory `kept_as`, else of the session's.
 
     With `keep_tokens` false it is tokenized anew, and its answer is not kept.
@@ -117,7 +117,7 @@ async def prompt_of(request: HttpRequest[Any], body: ChatBody, kept_as: str | No
     if kept and name is not None:
         known = gateway.trajectories.beginning(name, body.messages, body.rendering)
     drawn = None if known is None else known.drawn
-    return Prompt(await render_chat(gateway.model, body.messages, body.rendering, drawn), name, known)
+    return ConversationPrompt(await render_chat(gateway.model, body.messages, body.rendering, drawn), name, known)
 
 
 async def begin(
@@ -155,12 +155,12 @@ async def begin(
             cut = cut.without_reasoning()
         else:
             fields["constraint"] = fields["constraint"] | {"after": after}
-    fields |= {"return_text": from_worker(model.text, body, cut.shown), "logprobs": body.top_logprobs}
+    fields |= {"return_text": worker_decodes(model.text, body, cut.shown), "logprobs": body.top_logprobs}
     asked = TokenRequest(chat.token_ids, fields, body.n, body.worker_names("messages"), chat.media)
     return Conversation(Call(gateway, known_id, [asked], session), body, prompt, cut)
 
 
-def _answer_after(gateway: Gateway, cut: Cut, begun: str) -> str | None:
+def _answer_after(gateway: Gateway, cut: SearchedRegions, begun: str) -> str | None:
     """The mark after which a constraint begins; None if it holds from the first token on."""
     if gateway.settings.constrain_reasoning or not Segments(cut.regions, begun=begun).may_reason:
         return None

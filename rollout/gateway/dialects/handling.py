@@ -16,11 +16,11 @@ from rollout.gateway.history.responses import StoredResponse
 from rollout.gateway.history.trajectories import Trajectories
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import HttpError, bad_request
-from rollout.gateway.orders.control import Control
 from rollout.gateway.orders.group_updates import GroupUpdates
+from rollout.gateway.orders.worker_orders import WorkerOrders
+from rollout.gateway.prompts.gateway_model import GatewayModel
 from rollout.gateway.prompts.kv_hints import ForkField, KvFields
 from rollout.gateway.prompts.sampling import OpenAiBody, SamplingBody
-from rollout.gateway.prompts.served_model import ServedModel
 from rollout.gateway.workers.workers import Workers
 
 _MAX_ID = 128
@@ -34,8 +34,8 @@ class Gateway:
 
     settings: GatewaySettings
     workers: Workers
-    model: ServedModel
-    control: Control
+    model: GatewayModel
+    orders: WorkerOrders
     group_updates: GroupUpdates
     transfers: TransferState
     trajectories: Trajectories
@@ -106,7 +106,9 @@ class HttpRequest(Generic[B]):
         if isinstance(self.body, KvFields):
             fields |= self.body.hints(session)
         fork = self.body.continued(session) if isinstance(self.body, ForkField) else None
-        return session, fields if fork is None else fields | {"fork": self.gateway.workers.sources.at_worker(fork)}
+        return session, fields if fork is None else fields | {
+            "fork": self.gateway.workers.request_ids.worker_fork(fork)
+        }
 
     def _session_and_worker(self) -> tuple[str | None, dict[str, Any]]:
         session = self.headers.get("x-session-id")

@@ -7,14 +7,14 @@ from contextlib import aclosing
 from hashlib import blake2b
 from typing import Any
 
-from rollout.gateway.answers.views import Views
+from rollout.gateway.answers.views import CompletionViews
 from rollout.gateway.dialects.answer_facts import end_facts
 from rollout.gateway.dialects.chat_builder import client_names
 from rollout.gateway.dialects.conversation import Conversation, begin, prompt_of
 from rollout.gateway.dialects.handling import HttpRequest
 from rollout.gateway.dialects.messages_body import CountBody, MessagesBody
 from rollout.gateway.formats.calls import ToolCall
-from rollout.gateway.formats.segments import Piece
+from rollout.gateway.formats.segments import AnswerPiece
 from rollout.gateway.http.event_stream import NamedEvents
 from rollout.gateway.http.http_errors import HttpError, Names
 from trainer_bridge.client.results import Completion, GenerateResult
@@ -107,7 +107,7 @@ class _Answer:
             "signature": _signature(value),
         }
 
-    def _end(self, last: Completion, views: Views, result: GenerateResult) -> dict[str, Any]:
+    def _end(self, last: Completion, views: CompletionViews, result: GenerateResult) -> dict[str, Any]:
         """The end of the message. The completion, or its last part, has a finish reason."""
         tokens = len(result.completions[0])
         facts, reason, sequence = end_facts(last, self._asked.body), "end_turn", None
@@ -138,7 +138,7 @@ class _Blocks:
         self._kind = ""  # type of the open block
         self._text = ""
 
-    def add(self, piece: Piece) -> Iterator[Event]:
+    def add(self, piece: AnswerPiece) -> Iterator[Event]:
         """The events of new parts."""
         for kind, value in piece.parts:
             if isinstance(value, ToolCall):

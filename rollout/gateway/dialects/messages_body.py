@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rollout.gateway.dialects.chat_body import ChatBody, ExtraFields
 from rollout.gateway.dialects.chat_builder import ChatBuilder, listed, named
-from rollout.gateway.formats.choice import Formats
+from rollout.gateway.formats.format_chooser import Formats
 from rollout.gateway.http.http_errors import HttpError, Names, bad_request
 from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, Int32, Number
 
@@ -119,7 +119,7 @@ class CountBody(ExtraFields):
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": given["schema"]}}}
 
     def _thinking(self, formats: Formats) -> dict[str, Any]:
-        """The options of the chat template for thinking, only those that the request names, and its budget."""
+        """The thinking options that the request names, for the chat template, and the budget."""
         budgeted: dict[str, Any] = {}
         options = dict(self.chat_template_kwargs)
         effort = (self.output_config or {}).get("effort")

@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from rollout.gateway.answers.views import Views
+from rollout.gateway.answers.views import CompletionViews
 from rollout.gateway.dialects.answer_facts import finish_reason, now
 from rollout.gateway.dialects.chat_builder import client_names
 from rollout.gateway.dialects.conversation import Conversation, begin
 from rollout.gateway.dialects.handling import Gateway, HttpRequest
 from rollout.gateway.dialects.responses_body import ResponsesBody
 from rollout.gateway.formats.calls import ToolCall
-from rollout.gateway.formats.segments import Piece
+from rollout.gateway.formats.segments import AnswerPiece
 from rollout.gateway.history.responses import StoredResponse
 from rollout.gateway.http.event_stream import NamedEvents
 from rollout.gateway.http.http_errors import HttpError, Names, bad_request
@@ -142,7 +142,7 @@ class _Answer:
         response = self._response("failed", self._items.done) | {"error": {"code": code, "message": str(error)}}
         return self._items.numbered({"type": "response.failed", "response": response})
 
-    async def _ended(self, last: Completion, views: Views, result: GenerateResult) -> dict[str, Any]:
+    async def _ended(self, last: Completion, views: CompletionViews, result: GenerateResult) -> dict[str, Any]:
         """The response at its end; it is stored."""
         reason = finish_reason(last)
         response = self._response("completed" if _is_whole(last) else "incomplete", self._items.done)
@@ -161,7 +161,7 @@ class _Answer:
         return response
 
     async def _usage(self, result: GenerateResult) -> dict[str, Any]:
-        """Tokens; those of reasoning are counted by tokenizing its text again."""
+        """Tokens; reasoning is counted by tokenizing its text again."""
         drawn, reasoning = len(result.completions[0]), self._items.reasoning
         thought = len(await self._gateway.model.text.encode(reasoning, special=False)) if reasoning else 0
         return {
@@ -210,7 +210,7 @@ def _is_whole(last: Completion) -> bool:
 
 
 class _Items:
-    """The items of an answer, and the events that tell of them, numbered one after the other."""
+    """The items of an answer, and their events with consecutive numbers."""
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []
@@ -246,7 +246,7 @@ class _Items:
             answer["reasoning_content"] = self.reasoning
         return answer | {"tool_calls": calls} if calls else answer
 
-    def add(self, piece: Piece) -> Iterator[Event]:
+    def add(self, piece: AnswerPiece) -> Iterator[Event]:
         """The events of new parts."""
         for kind, value in piece.parts:
             if isinstance(value, ToolCall):

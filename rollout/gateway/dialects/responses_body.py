@@ -135,7 +135,7 @@ class ResponsesBody(ExtraFields):
         raise bad_request("use text, json_object or json_schema", "text.format.type")
 
     def _reasoning(self) -> dict[str, Any]:
-        """The options of the chat template for reasoning: only those that the request names."""
+        """The reasoning options that the request names, for the chat template."""
         options, given = dict(self.chat_template_kwargs), dict(self.reasoning or {})
         effort = given.pop("effort", None)
         for name in ("summary", "generate_summary"):  # the whole text is shown instead

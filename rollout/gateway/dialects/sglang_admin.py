@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from rollout.gateway.dialects.handling import HttpRequest
-from rollout.gateway.dialects.vllm_admin import UpdateBody
+from rollout.gateway.dialects.shared_admin import UpdateBody
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
-from rollout.gateway.orders.control import PauseMode
+from rollout.gateway.orders.worker_orders import PauseMode
 
 
 class PauseBody(Body):
@@ -48,7 +48,7 @@ async def continue_generation(request: HttpRequest[Any]) -> None:
     """End a pause. An error while an update lacks tensors: no other call ends such an update."""
     await request.gateway.group_updates.finish_waiting()
     request.gateway.group_updates.check_whole()
-    await request.gateway.control.resume()
+    await request.gateway.orders.resume()
 
 
 async def abort(request: HttpRequest[AbortBody]) -> None:
@@ -56,7 +56,7 @@ async def abort(request: HttpRequest[AbortBody]) -> None:
     body = request.body
     if not body.abort_all and not body.rid:
         raise bad_request("name a request in 'rid', or set 'abort_all'", "rid")
-    await request.gateway.control.abort(None if body.abort_all else body.rid)
+    await request.gateway.orders.abort(None if body.abort_all else body.rid)
 
 
 async def flush_cache(request: HttpRequest[Any]) -> str:
@@ -67,26 +67,26 @@ async def flush_cache(request: HttpRequest[Any]) -> str:
 
 async def release_memory(request: HttpRequest[MemoryBody]) -> None:
     """Release the memory of the workers' devices. The workers keep a copy of the weights."""
-    await request.gateway.control.sleep(1, request.body.tags)
+    await request.gateway.orders.sleep(1, request.body.tags)
 
 
 async def update_from_disk(request: HttpRequest[UpdateBody]) -> dict[str, Any]:
     """Update the weights from a folder."""
     folder, field = request.body.folder
-    version = await request.gateway.control.update_from_folder(folder, request.body.weight_version, field)
+    version = await request.gateway.orders.update_from_folder(folder, request.body.weight_version, field)
     message = f"Succeeded to update model weights to version {version}."
     return {"success": True, "message": message, "num_paused_requests": 0}
 
 
 async def weight_version(request: HttpRequest[Any]) -> dict[str, Any]:
     """Return the version that all workers have at least, as a string."""
-    return {"weight_version": str(await request.gateway.control.version())}
+    return {"weight_version": str(await request.gateway.orders.version())}
 
 
 async def model_info(request: HttpRequest[Any]) -> dict[str, Any]:
     """Return the model and its weights version."""
     path = request.gateway.workers.model_path
-    version = str(await request.gateway.control.version())
+    version = str(await request.gateway.orders.version())
     names = {"model_path": path, "tokenizer_path": path, "served_model_name": request.gateway.model.names[0]}
     return names | {"is_generation": True, "weight_version": version}
 

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from rollout.gateway.answers import routed_experts
 from rollout.gateway.answers.logprobs import finite
-from rollout.gateway.answers.text_pieces import from_worker, text_pieces
-from rollout.gateway.answers.views import Views
+from rollout.gateway.answers.text_pieces import text_pieces, worker_decodes
+from rollout.gateway.answers.views import CompletionViews
 from rollout.gateway.dialects.answer_facts import REPETITION, end_facts, fault, prompt_ids
 from rollout.gateway.dialects.call import Call
 from rollout.gateway.dialects.handling import HttpRequest
@@ -214,7 +214,7 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
     for (name, prompt), (within, each), tokens in zip(prompts.items(), params, chosen, strict=True):
         ids = await text.encode(prompt, body.fork is None, name) if isinstance(prompt, str) else prompt
         fields = each.worker_fields(within) | gateway.thinking_fields(each, within) | common
-        fields |= {"return_text": from_worker(text, each)}
+        fields |= {"return_text": worker_decodes(text, each)}
         if body.return_logprob and each.max_new_tokens != 0:
             fields["logprobs"] = body.top_logprobs_num
         if scored and body.fork is None:
@@ -276,7 +276,7 @@ class _Answer:
             yield self._event(place, whole, texts[place][whole.index], views[place][whole.index], result)
 
     def _event(
-        self, place: int, completion: Completion, text: str, views: Views, result: GenerateResult | None
+        self, place: int, completion: Completion, text: str, views: CompletionViews, result: GenerateResult | None
     ) -> dict[str, Any]:
         event = self._shown(place, completion, text, views, result)
         requests = self._call.requests
@@ -285,7 +285,7 @@ class _Answer:
         return event
 
     def _shown(
-        self, place: int, completion: Completion, text: str, views: Views, result: GenerateResult | None
+        self, place: int, completion: Completion, text: str, views: CompletionViews, result: GenerateResult | None
     ) -> dict[str, Any]:
         """The answer for one completion. `result`: the result of its request, None while the request goes on."""
         request, params = self._call.requests[place], self._params[place]
@@ -348,10 +348,10 @@ class _Answer:
             for ids, values in rows
         ]
 
-    def _views(self, place: int) -> Views:
+    def _views(self, place: int) -> CompletionViews:
         params = self._params[place]
         keep_stop = params.no_stop_trim or params.include_stop_str_in_output
-        return Views(text_pieces(self._gateway.model.text, params, keep_stop))
+        return CompletionViews(text_pieces(self._gateway.model.text, params, keep_stop))
 
 
 def _finish(completion: Completion, params: SglangParams) -> dict[str, Any] | None:

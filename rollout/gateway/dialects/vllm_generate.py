@@ -115,7 +115,7 @@ def media_of(items: list[dict[str, Any]]) -> tuple[MediaItem, ...]:
                 raise ValueError(f"{len(data)} bytes cannot be divided into {patches} patches")
             values = np.frombuffer(data, _PIXELS[item.dtype]).reshape(patches, -1)
             media.append(MediaItem(item.offset, item.length, (frames, height, width), values, item.seconds_per_frame))
-        except ValueError as error:  # also of base64
+        except ValueError as error:  # base64 raises it, too
             raise bad_request(f"change the pixel values: {error!s:.200}", f"media.{place}.pixel_values") from None
     return tuple(media)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.gateway.formats.regions import Region
+from rollout.gateway.formats.regions import AnswerRegion
 from rollout.gateway.formats.values import MOST_NESTED
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -41,7 +41,7 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-def calls_in(region: Region, texts: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+def calls_in(region: AnswerRegion, texts: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
     """The calls in texts of a region, each with the mark that opens it. Raises `NotACall`.
 
     Arguments without quotes have the types of the function's schema in `tools`.

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.gateway.formats.known_formats import REASONING
 from rollout.gateway.formats.regions import compile_regions
-from rollout.gateway.formats.table import REASONING
 from trainer_bridge.wire.errors import RolloutError
 
 Message = dict[str, Any]

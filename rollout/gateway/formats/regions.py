@@ -67,7 +67,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class AnswerRegion:
     """A region of a format. `once`: it opens at the beginning of an answer, or not at all."""
 
     kind: Kind
@@ -86,7 +86,7 @@ def kind_of(name: str) -> Kind:
     return _KINDS.get(name, "content")
 
 
-def compile_regions(fields: Fields) -> tuple[Region, ...]:
+def compile_regions(fields: Fields) -> tuple[AnswerRegion, ...]:
     """The regions of the fields of a response template. Raises ValueError for what is no template."""
     template = _load(fields)
     return tuple(_region(field, fields[name]) for name, field in template.fields.items() if field.open_re is not None)
@@ -103,7 +103,7 @@ def special_marks(fields: Fields, special: Mapping[str, int]) -> frozenset[int]:
     return frozenset(token for name, token in special.items() if name in text)
 
 
-def _region(field: Any, spec: Mapping[str, Any]) -> Region:
+def _region(field: Any, spec: Mapping[str, Any]) -> AnswerRegion:
     kind = kind_of(field.name)
     close = None
     if field.close_re is not None:
@@ -112,7 +112,7 @@ def _region(field: Any, spec: Mapping[str, Any]) -> Region:
     opened = Mark(field.open_re, field.open_literals is not None and not field.open_literal_can_extend)
     kept = {name: item for name, item in spec.items() if name not in ("close", "close_pattern", "repeats", "join")}
     alone = _load({field.name: kept | {"repeats": not field.transform_each}})
-    return Region(
+    return AnswerRegion(
         kind,
         opened,
         close,

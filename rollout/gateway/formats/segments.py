@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.gateway.formats.calls import NotACall, ToolCall, calls_in
-from rollout.gateway.formats.regions import Kind, Region
+from rollout.gateway.formats.regions import AnswerRegion, Kind
 from rollout.gateway.formats.values import MOST_NESTED, ValueScan
 
 _MOST_ENDS = 16  # marks inside of values at which a call does not end
@@ -28,7 +28,7 @@ _NOT_WHOLE = "it is not a whole value"
 
 
 @dataclass(slots=True)
-class Piece:
+class AnswerPiece:
     """The parts of an answer that text adds, in the order in which the model wrote them.
 
     Texts of one kind that follow each other are one part.
@@ -50,7 +50,7 @@ class Piece:
         """Add calls."""
         self.parts += [("calls", call) for call in calls]
 
-    def extend(self, other: Piece) -> None:
+    def extend(self, other: AnswerPiece) -> None:
         """Add the parts of another piece."""
         for kind, value in other.parts:
             if isinstance(value, str):
@@ -80,7 +80,9 @@ class Piece:
 class Segments:
     """The cut of one answer. `begun`: what the prompt has of it already, such as an open `<think>`."""
 
-    def __init__(self, regions: Sequence[Region], tools: Sequence[Mapping[str, Any]] = (), begun: str = "") -> None:
+    def __init__(
+        self, regions: Sequence[AnswerRegion], tools: Sequence[Mapping[str, Any]] = (), begun: str = ""
+    ) -> None:
         self.unparsed: dict[str, str] = {}  # why a view is not whole, by its name
         self.regions = regions
         self._calls = next((region for region in regions if region.kind == "calls"), None)
@@ -88,20 +90,20 @@ class Segments:
         self._text = begun
         self._at = 0  # the text before this place is out
         self._foreign = 0  # the text before this place is the prompt's
-        self._region: Region | None = None
+        self._region: AnswerRegion | None = None
         self._opened_at = 0  # start of the mark that opened the region
         self._body_at = 0  # end of that mark
         self._searched = 0  # no mark that ends the region begins before this place
         self._scan: ValueScan | None = None
         self._ends = 0  # marks that did not end the region
-        self._unclosed: Region | None = None  # the reasoning in which the region of calls began
+        self._unclosed: AnswerRegion | None = None  # the reasoning in which the region of calls began
         self._withdrawn = 0
         self._space = ""  # white space that waits for the text after it
         self._said = False  # there is content
         self._reasoned = False
         self._after_call = False
         self._arrived = False  # text of the model, not of the prompt alone
-        self._advance(Piece(), last=False)
+        self._advance(AnswerPiece(), last=False)
         self._arrived = True
         self._foreign, self._space = len(self._text), ""
 
@@ -123,10 +125,10 @@ class Segments:
         over = self._reasoned or self._said
         return any(region.kind == "reasoning" and not (region.once and over) for region in self.regions)
 
-    def feed(self, text: str, last: bool) -> Piece:
+    def feed(self, text: str, last: bool) -> AnswerPiece:
         """The parts that new text adds. With `last` no text waits for more text."""
         self._text += text
-        piece = Piece()
+        piece = AnswerPiece()
         self._advance(piece, last)
         if last and not self._after_call:
             piece.add("content", self._space)
@@ -134,22 +136,22 @@ class Segments:
             self._forget()
         return piece
 
-    def _advance(self, piece: Piece, last: bool) -> None:
+    def _advance(self, piece: AnswerPiece, last: bool) -> None:
         goes_on = True
         while goes_on:
             match self._region:
                 case None:
                     goes_on = self._outside(piece, last)
-                case Region(kind="calls") as region:
+                case AnswerRegion(kind="calls") as region:
                     goes_on = self._inside_calls(region, piece, last)
                 case region:
                     goes_on = self._inside_text(region, piece, last)
 
     # Each of these goes on with the text at `self._at`, and returns False once further text has to come first.
 
-    def _outside(self, piece: Piece, last: bool) -> bool:
+    def _outside(self, piece: AnswerPiece, last: bool) -> bool:
         """Content, up to the next region."""
-        found: tuple[Region, Any] | None = None
+        found: tuple[AnswerRegion, Any] | None = None
         pending = len(self._text)
         for region in self.regions:
             # Templates write empty reasoning before a message that begins with open reasoning.
@@ -169,7 +171,7 @@ class Segments:
             self._open(region, match)
         return True
 
-    def _open(self, region: Region, match: Any) -> None:
+    def _open(self, region: AnswerRegion, match: Any) -> None:
         self._region = region
         self._opened_at, self._body_at = match.span()
         self._searched = self._body_at
@@ -181,7 +183,7 @@ class Segments:
         if region.kind == "reasoning":
             self._space, self._reasoned = "", True
 
-    def _inside_text(self, region: Region, piece: Piece, last: bool) -> bool:
+    def _inside_text(self, region: AnswerRegion, piece: AnswerPiece, last: bool) -> bool:
         """Reasoning or content in a region of its own, up to its end."""
         close, pending = None, len(self._text)
         if region.close is not None:
@@ -206,7 +208,7 @@ class Segments:
         self._unclosed = region
         return True
 
-    def _inside_calls(self, region: Region, piece: Piece, last: bool) -> bool:
+    def _inside_calls(self, region: AnswerRegion, piece: AnswerPiece, last: bool) -> bool:
         """Calls, once their region has ended."""
         try:
             end = self._end_of_calls(region, last)
@@ -224,7 +226,7 @@ class Segments:
         self._region = self._unclosed = None
         return True
 
-    def _withdraw(self, piece: Piece, reason: str) -> None:
+    def _withdraw(self, piece: AnswerPiece, reason: str) -> None:
         """The mark did not begin a call. The text after it may contain one."""
         if self._unclosed is None:  # thoughts may have the mark without a call
             self.unparsed.setdefault("tool_calls", reason)
@@ -240,7 +242,7 @@ class Segments:
         else:
             self._tell(self._region, piece, text)
 
-    def _end_of_calls(self, region: Region, last: bool) -> tuple[int, int] | None:
+    def _end_of_calls(self, region: AnswerRegion, last: bool) -> tuple[int, int] | None:
         """The places at which the values of the region and the region itself end; None if the end has not arrived.
 
         Raises `NotACall` if a value cannot be whole.
@@ -281,7 +283,7 @@ class Segments:
         if self._scan.most_nested > MOST_NESTED:
             raise NotACall(f"it has more than {MOST_NESTED} levels")
 
-    def _is_whole(self, region: Region, end: int) -> bool:
+    def _is_whole(self, region: AnswerRegion, end: int) -> bool:
         """True if no value of the region is open at this place."""
         if self._scan is not None:
             return self._scan.whole
@@ -305,13 +307,13 @@ class Segments:
         self._at = max(self._at, end)
         return text
 
-    def _tell(self, region: Region, piece: Piece, text: str) -> None:
+    def _tell(self, region: AnswerRegion, piece: AnswerPiece, text: str) -> None:
         if region.kind == "reasoning":
             piece.add("reasoning", text)
         else:
             self._say(piece, text)
 
-    def _say(self, piece: Piece, text: str) -> None:
+    def _say(self, piece: AnswerPiece, text: str) -> None:
         """Add content. White space at its end waits: it is dropped before a call, and before the first reasoning."""
         told = text.rstrip()
         if told:

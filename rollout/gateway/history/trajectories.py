@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from rollout.gateway.answers.logprobs import finite
-from rollout.gateway.history.kept import Kept
+from rollout.gateway.history.expiring_cache import ExpiringCache
 from rollout.gateway.prompts.chat_messages import DrawnTurn, Rendering
 
 _TURN_BYTES = 1024  # memory of a turn without its tokens
@@ -33,7 +33,7 @@ _MESSAGE_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """The tokens of one answer. Arrays are [tokens]; log-probs are of the gateway's `--logprobs`.
+    """The tokens of one answer. Arrays are [tokens]; the gateway's `--logprobs` selects the log-probs.
 
     `forced`: positions of tokens that a budget of thoughts has forced, so that the policy did not choose them.
     """
@@ -46,7 +46,7 @@ class AnswerTokens:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer, and the tokens that its prompt adds to those of `parent`.
+    """One answer, and the tokens that its prompt adds to `parent`.
 
     `place`: the place of the answer among the messages. `common`: the messages that an earlier turn has, too.
     """
@@ -192,7 +192,7 @@ class Trajectories:
 
     def __init__(self, most_bytes: int, idle_s: float) -> None:
         self.keeps = most_bytes > 0
-        self._kept: Kept[Trajectory] = Kept(most_bytes, idle_s)
+        self._kept: ExpiringCache[Trajectory] = ExpiringCache(most_bytes, idle_s)
 
     def beginning(self, session: str, messages: Sequence[Mapping[str, Any]], how: Rendering) -> Beginning:
         """The known tokens of a conversation in this session."""

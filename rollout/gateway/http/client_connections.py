@@ -40,7 +40,7 @@ def connection_class(
     """
     idle: dict[Any, float] = {}  # connections, and since when, the longest first
 
-    class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    class ClientConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         """One connection."""
 
         def connection_made(self, transport: Any) -> None:
@@ -121,7 +121,7 @@ def connection_class(
                 return True
         return False
 
-    return Connection
+    return ClientConnection
 
 
 def _ask_when_silent(transport: Any) -> None:

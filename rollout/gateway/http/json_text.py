@@ -43,13 +43,13 @@ def _encoded(value: Any) -> str:
     try:
         return to_json(value, inf_nan_mode="null").decode()
     except (PydanticSerializationError, UnicodeEncodeError):
-        return to_json(whole(value), inf_nan_mode="null").decode()
+        return to_json(encodable(value), inf_nan_mode="null").decode()
 
 
-def whole(value: Any) -> Any:
+def encodable(value: Any) -> Any:
     """The value with texts that UTF-8 can encode. Raises RecursionError for a value that is nested too deeply."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
-        return {whole(name): whole(item) for name, item in value.items()}
-    return [whole(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {encodable(name): encodable(item) for name, item in value.items()}
+    return [encodable(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -20,7 +20,7 @@ from typing import Any
 
 from rollout.gateway.http.http_errors import HttpError
 from rollout.gateway.orders.folder_updates import FolderUpdates
-from rollout.gateway.workers.watch import Published
+from rollout.gateway.workers.worker_watch import PublishedWeights
 from rollout.gateway.workers.workers import STATUS_S, Workers
 from trainer_bridge.wire.errors import UNANSWERED, RolloutError
 
@@ -38,7 +38,7 @@ class _Late:
     """A worker that does not take the weights: how often it refused them, and when to try again (the loop's time)."""
 
     process: str
-    update: Published
+    update: PublishedWeights
     tries: int = 0
     refusals: int = 0
     due_s: float = 0.0
@@ -81,7 +81,7 @@ class CatchUp:
     async def _repeat_orders(self, endpoint: str, status: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
         """Give a new worker the orders that the other workers have had."""
         orders: list[tuple[str, dict[str, Any]]] = []
-        lasting = self._workers.lasting
+        lasting = self._workers.lasting_order
         if lasting and status["state"] == "serving" and all(each["state"] in ("paused", "asleep") for each in others):
             orders.append(lasting)
         loaded = {adapter["name"] for adapter in status.get("adapters") or ()}
@@ -115,7 +115,7 @@ class CatchUp:
         if late:
             await self._bring_weights(late)
 
-    def _is_due(self, endpoint: str, status: dict[str, Any], update: Published) -> bool:
+    def _is_due(self, endpoint: str, status: dict[str, Any], update: PublishedWeights) -> bool:
         known = self._late.get(endpoint)
         if known is None or known.process != status["worker"] or known.update is not update:
             # The trainer of a worker whose weights were dropped is likely to send new ones.
@@ -158,7 +158,7 @@ class CatchUp:
                     facts = {"endpoint": endpoint, "version": update.version, "folder": str(update.folder.path)}
                     log.info("a worker with older weights was brought up to date", extra=facts | {"seconds": seconds})
 
-    def _failed(self, endpoint: str, update: Published, error: RolloutError) -> None:
+    def _failed(self, endpoint: str, update: PublishedWeights, error: RolloutError) -> None:
         late = self._late[endpoint]
         late.tries += 1
         late.refusals += not isinstance(error, UNANSWERED)
@@ -180,7 +180,7 @@ class CatchUp:
             self._late[endpoint].due_s = float("inf")
 
 
-def _is_late(status: dict[str, Any], update: Published) -> bool:
+def _is_late(status: dict[str, Any], update: PublishedWeights) -> bool:
     """Whether a worker lacks an update: it has an older version, or has lost what it had."""
     version: int = status["weights_version"]
     return version < update.version or (

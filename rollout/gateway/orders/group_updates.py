@@ -19,7 +19,7 @@ from typing import Any
 
 from rollout.extras import install
 from rollout.gateway.http.http_errors import HttpError, bad_request
-from rollout.gateway.orders.control import Control
+from rollout.gateway.orders.worker_orders import WorkerOrders
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.wire.errors import RolloutError
 
@@ -36,10 +36,10 @@ class GroupUpdates:
     `update_s`: seconds that a worker may take for one message.
     """
 
-    def __init__(self, pool: AsyncRolloutClient, control: Control, update_s: float) -> None:
+    def __init__(self, pool: AsyncRolloutClient, orders: WorkerOrders, update_s: float) -> None:
         self._pool = pool
         self._update_s = update_s
-        self._control = control
+        self._orders = orders
         self._one_at_a_time = asyncio.Lock()
         self._rows: Rows = []  # the tensors of the update that is being gathered
         self._parts = 0
@@ -84,7 +84,7 @@ class GroupUpdates:
             part = {"action": "gather", "group": group, "part": self._parts, "tensors": rows}
             try:
                 replies = await self._ask([{**part, "packed_bytes": packed_bytes}] * len(self._pool.endpoints))
-            except BaseException:  # also a gateway that ends: the workers do not know which part comes next
+            except BaseException:  # a gateway that ends raises it, too: the workers do not know which part comes next
                 self._start()
                 raise
             if not replies[0]["gathered"]:
@@ -97,7 +97,7 @@ class GroupUpdates:
 
     async def wait_for_more(self, version: Any) -> list[str]:
         """Some of the tensors for which the whole update waits, to be `version`; empty if it is to be finished now."""
-        if self._left_out and await self._control.is_paused():
+        if self._left_out and await self._orders.is_paused():
             self._waiting = (version,)
             return self._left_out
         return []
@@ -120,7 +120,7 @@ class GroupUpdates:
             self.check_whole()
             rows = self._rows
             self._start()
-            return await self._control.publish_as(version, partial(self._publish, rows), why_not_kept=_NOT_KEPT)
+            return await self._orders.publish_as(version, partial(self._publish, rows), why_not_kept=_NOT_KEPT)
 
     def check_whole(self) -> None:
         """Raise `HttpError` if an update was begun and lacks tensors."""

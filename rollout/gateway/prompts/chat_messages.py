@@ -16,11 +16,11 @@ from typing import Any
 
 from rollout.gateway.formats.chat_turns import ChatTurns
 from rollout.gateway.http.http_errors import bad_request
-from rollout.gateway.http.json_text import json_text, whole
-from rollout.gateway.prompts.image_processor import Images
+from rollout.gateway.http.json_text import encodable, json_text
+from rollout.gateway.prompts.gateway_model import GatewayModel
+from rollout.gateway.prompts.image_processor import ImageProcessor
 from rollout.gateway.prompts.sampling import MAX_TOKEN_ID
-from rollout.gateway.prompts.served_model import ServedModel
-from rollout.gateway.prompts.text import Text, shown_text
+from rollout.gateway.prompts.tokenizer import GatewayTokenizer, shown_text
 from rollout.service.text.codec import TextCodec
 from trainer_bridge.client.media import MediaItem
 
@@ -58,7 +58,7 @@ class DrawnTurn:
 
 
 async def render_chat(
-    model: ServedModel, messages: list[Any], how: Rendering, kept: DrawnTurn | None = None
+    model: GatewayModel, messages: list[Any], how: Rendering, kept: DrawnTurn | None = None
 ) -> RenderedChat:
     """The prompt of messages; `kept` are the tokens of an earlier answer among them. Raises `HttpError`."""
     if not 1 <= len(messages) <= _MAX_MESSAGES:
@@ -79,7 +79,7 @@ async def render_chat(
 
 
 def prompt_of(
-    source: Text, messages: list[dict[str, Any]], how: Rendering, kept: DrawnTurn | None = None
+    source: GatewayTokenizer, messages: list[dict[str, Any]], how: Rendering, kept: DrawnTurn | None = None
 ) -> RenderedChat:
     """The prompt of messages without their images. It may take long. Raises `HttpError` and `RolloutError`.
 
@@ -139,7 +139,7 @@ def _texts(content: Any) -> list[str]:
     return [part["text"] for part in content or () if part["type"] == "text"]
 
 
-async def _with_images(images: Images | None, chat: RenderedChat, urls: list[tuple[str, str]]) -> RenderedChat:
+async def _with_images(images: ImageProcessor | None, chat: RenderedChat, urls: list[tuple[str, str]]) -> RenderedChat:
     """The prompt with the images of its messages."""
     if images is None or not urls:  # the worker reports placeholders without images
         return chat
@@ -225,7 +225,7 @@ def _call(call: Any, field: str, as_text: bool) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            decoded = whole(json.loads(arguments or "{}"))
+            decoded = encodable(json.loads(arguments or "{}"))
         except (ValueError, RecursionError):
             raise bad_request("'arguments' is JSON text", f"{field}.function.arguments") from None
         arguments = arguments if as_text else decoded

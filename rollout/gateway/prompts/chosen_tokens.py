@@ -13,12 +13,12 @@ from rollout.gateway.http.http_errors import bad_request
 from trainer_bridge.client.results import GenerateResult
 
 _NONE = -1  # fills rows up
-_MOST_IDS = 1 << 26  # of all rows, filled up: a short body may ask for any number
+_MOST_IDS = 1 << 26  # ids of all rows, filled up: a short body may ask for any number
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """The tokens for the last tokens of a prompt: int32 [K] for each of `rows` tokens, or [rows, K]; -1 is none."""
+    """The tokens for the last tokens of a prompt: int32 [K] for each of `rows` tokens, or [rows, K]; -1: no token."""
 
     rows: int
     ids: np.ndarray

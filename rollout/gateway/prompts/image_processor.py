@@ -49,7 +49,7 @@ class Image:
     hash: str
 
 
-class Images:
+class ImageProcessor:
     """The image processor of a model.
 
     `token_id`: the placeholder of an image. `root`: the folder below which files are read. `most_patches`: the limit of
@@ -63,7 +63,7 @@ class Images:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
 
     @classmethod
-    def load(cls, folder: Path, root: str | None, most_patches: int = MOST_PATCHES) -> Images | None:
+    def load(cls, folder: Path, root: str | None, most_patches: int = MOST_PATCHES) -> ImageProcessor | None:
         """The processor of a model's folder; None if the model has no images. Raises ValueError for a broken one."""
         names = ("preprocessor_config.json", "config.json")
         if not all((folder / name).is_file() for name in names):

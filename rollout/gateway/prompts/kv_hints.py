@@ -98,7 +98,7 @@ class KvFields(Body):
         return found
 
 
-class Fork(Body):
+class ForkBody(Body):
     """The body's `fork`: the first `offset` tokens of a request and its choice `index`, or of a session's last turn."""
 
     request: Name | None = None
@@ -126,4 +126,4 @@ class ForkField(Body):
 
     def continued(self, session: str | None) -> Mapping[str, Any] | None:
         """The source that the request continues, by the client's names; None without one. Raises `HttpError`."""
-        return None if self.fork is None else Fork.take(self.fork, "fork.").fields(session)
+        return None if self.fork is None else ForkBody.take(self.fork, "fork.").fields(session)

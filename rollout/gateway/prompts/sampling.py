@@ -101,7 +101,7 @@ class ResponseFormat(Body):
         return {"json_schema": json.dumps(JsonSchema.take(self.json_schema, f"{place}json_schema.").schema_)}
 
 
-class RepetitionDetection(Body):
+class RepetitionBody(Body):
     """vLLM's `repetition_detection`."""
 
     max_pattern_size: Int32 = 0
@@ -184,7 +184,7 @@ class SamplingBody(Body):
         if self.prompt_logprobs is not None:
             fields["prompt_top_logprobs"] = self.prompt_logprobs
         if self.repetition_detection is not None:
-            detection = RepetitionDetection.take(self.repetition_detection, f"{place}repetition_detection.")
+            detection = RepetitionBody.take(self.repetition_detection, f"{place}repetition_detection.")
             fields["repetition_detection"] = detection.model_dump()
         return fields
 

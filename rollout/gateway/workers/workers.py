@@ -1,7 +1,7 @@
 """The workers of a gateway: requests to them, their states, and the sessions that they hold.
 
     handlers --> Workers --> AsyncRolloutClient, which balances the fleet --> workers
-                    +------> Watch (what is known of each worker)
+                    +------> WorkerWatch (what is known of each worker)
 
 A request enters by `generate`, `generate_all` or `stream`, which count it, may refuse it (429) or hold it (a pause that
 waits), and cancel it at the worker when the handler's task is cancelled.
@@ -22,8 +22,8 @@ import numpy as np
 
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.http.http_errors import HttpError, Names, from_worker
-from rollout.gateway.workers.sources import PREFIXES, Sources
-from rollout.gateway.workers.watch import Watch, WorkerState
+from rollout.gateway.workers.request_ids import PREFIXES, RequestIds
+from rollout.gateway.workers.worker_watch import WatchedWorker, WorkerWatch
 from trainer_bridge.client.asynchronous import AsyncRolloutClient, AsyncStream
 from trainer_bridge.client.media import MediaItem, MediaPrompt
 from trainer_bridge.client.results import Chunk, GenerateResult
@@ -59,7 +59,7 @@ class TokenRequest:
 
 
 @dataclass(slots=True)
-class Counts:
+class RequestCounts:
     """The requests since the start of the gateway."""
 
     requests: int = 0
@@ -71,15 +71,17 @@ class Workers:
 
     def __init__(self, pool: AsyncRolloutClient, settings: GatewaySettings) -> None:
         self.pool = pool
-        self.counts = Counts()
+        self.counts = RequestCounts()
         self.in_flight = 0  # completions
         silent_s = max(_LEAST_SILENT_S, _SILENT_HEARTBEATS * settings.heartbeat_s)
-        self.watch = Watch(pool, settings.min_version, silent_s)
+        self.watch = WorkerWatch(pool, settings.min_version, silent_s)
         self.publishing = asyncio.Lock()  # held while the weights of a worker change
-        self.lasting: tuple[str, dict[str, Any]] | None = None  # a pause or sleep that has not ended, and its fields
+        self.lasting_order: tuple[str, dict[str, Any]] | None = (
+            None  # a pause or sleep that has not ended, and its fields
+        )
         self.adapters: dict[str, str] = {}  # paths of the adapters that this gateway has loaded, by name
-        self.sessions = Sessions(pool, settings.session_s)
-        self.sources = Sources()
+        self.sessions = SessionTurns(pool, settings.session_s)
+        self.request_ids = RequestIds()
         self._most = settings.max_in_flight
         self._resumes = settings.resumes
         self._running: dict[str, set[str]] = {}  # ids at workers, by the id that the client knows
@@ -162,7 +164,7 @@ class Workers:
 
     # --- states ------------------------------------------------------------------------------------------------------
 
-    async def states(self, fresh: bool = False) -> list[WorkerState]:
+    async def states(self, fresh: bool = False) -> list[WatchedWorker]:
         """The state of every worker, at most half a second old; with `fresh` of now, where workers answer at once."""
         if fresh:
             await self.watch.refresh()
@@ -242,7 +244,7 @@ class Workers:
             raise Unavailable(f"no worker can be reached: {_problems(self.watch.states(), endpoints)}")
 
 
-class Sessions:
+class SessionTurns:
     """The conversations that clients name by `X-Session-ID`, whose KV the pool keeps at one worker each.
 
     One turn at a time uses the session's own KV. Other requests of the session, and those for several completions, go
@@ -294,14 +296,14 @@ class Sessions:
             self.end(session)
 
 
-def _statuses(states: list[WorkerState]) -> list[dict[str, Any]]:
+def _statuses(states: list[WatchedWorker]) -> list[dict[str, Any]]:
     statuses = [state.status for state in states if state.status is not None]
     if not statuses:
         raise Unavailable(f"no worker answers: {_problems(states)}")
     return statuses
 
 
-def _problems(states: list[WorkerState], endpoints: Sequence[str] = ()) -> str:
+def _problems(states: list[WatchedWorker], endpoints: Sequence[str] = ()) -> str:
     """The problems of all workers, or of the workers at these endpoints."""
     return "; ".join(f"{s.endpoint}: {s.problem}" for s in states if not endpoints or s.endpoint in endpoints)
 
@@ -319,5 +321,7 @@ def _arguments(request: TokenRequest) -> dict[str, Any]:
     prompt: Any = request.prompt
     if request.media:
         prompt = MediaPrompt(np.array(request.prompt, np.int32), request.media)
-    fields = {name: value for name, value in request.fields.items() if name != "end_of_session"}  # see `Sessions.turn`
+    fields = {
+        name: value for name, value in request.fields.items() if name != "end_of_session"
+    }  # see `SessionTurns.turn`
     return {"prompt": prompt, "n": request.n, "request_id": request.request_id, **fields}

@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.fallback.probe import LayerFacts
 
-#: What a config names as its attention implementation.
+#: The name of our attention implementation in a config.
 PAGED = "rollout_paged"
 
 
@@ -54,7 +54,7 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer over the paged cache; returns [1, T, Q, V]. The window is that of the probe."""
+    """Attention of one layer over the paged cache; returns [1, T, Q, V]. The probe found the window."""
     step = RUNNING.get()
     facts, batch = step.layers[module], step.batch
     cache = step.kv.layer(facts.index)

@@ -35,7 +35,7 @@ def run_experts(
 
 
 def is_plain(module: Any) -> bool:
-    """True if the experts are those that our kernels know."""
+    """True if our kernels can run these experts."""
     layout = module.has_gate and module.is_concatenated and not module.is_transposed
     extras = module.has_bias or getattr(module, "has_post_expert_norm", False)  # older releases have no such norm
     own_gate = type(module)._apply_gate.__module__ != ExpertsInterface.__module__
@@ -63,7 +63,7 @@ def by_kernels(
     gate_up_EGH: torch.Tensor,
     down_EHI: torch.Tensor,
 ) -> torch.Tensor:
-    """What `moe_experts` computes, by the kernels; nothing is read on the host."""
+    """The result of `moe_experts`, by the kernels; nothing is read on the host."""
     from rollout_kernels.moe import dispatch
     from rollout_kernels.moe.formats import ExpertWeights
     from rollout_kernels.moe.triton_router import Routing

@@ -22,7 +22,7 @@ _QUERIES = (0, 1, 2, 5, 17, 100, 1023, 4097, 20_011, 130_003, 1_048_579, _FARTHE
 
 
 class Visible(NamedTuple):
-    """Which positions the queries of a layer see: `window` tokens, its own included, or all if it is None."""
+    """The positions that the queries of a layer see: `window` tokens, the own one included; None: all."""
 
     window: int | None
 

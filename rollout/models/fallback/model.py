@@ -31,7 +31,7 @@ from rollout.models.spec import KVShape, MoESpec
 
 @dataclass(frozen=True, slots=True)
 class FallbackSpec:
-    """What the engine needs to know of a model; the part of `ModelSpec` that a module of transformers shows."""
+    """The facts about a model that the engine needs; the part of `ModelSpec` that a module of transformers shows."""
 
     architecture: str
     vocab: int
@@ -40,11 +40,11 @@ class FallbackSpec:
     tied_names: Mapping[str, str]  # other names of tied tensors, such as the output layer's, with their first names
     moe: MoESpec | None = None  # routers and experts of a module are not known here
     unused: tuple[str, ...] = ()
-    unused_patterns: tuple[str, ...] = ()  # of names of tensors that its class leaves out of checkpoints
+    unused_patterns: tuple[str, ...] = ()  # patterns of tensors that its class leaves out of checkpoints
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """What each layer keeps of a token."""
+        """The KV of a token, for each layer."""
         return tuple(layer.kv for layer in self.layers)
 
     @property
@@ -129,7 +129,7 @@ class TransformersModel:
 
 
 class _States(MoeModelOutputWithPast):
-    """The result of a base model. Absent fields are None: output layers pass on results of images and more."""
+    """The result of a base model. Absent fields are None; output layers pass them on."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):  # Python's own protocols ask for these

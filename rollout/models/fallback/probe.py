@@ -27,7 +27,7 @@ _KNOWN = {"position_ids", "cache_position"}
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What a layer keeps of each token, and what its tokens see."""
+    """The KV of a layer, and the tokens that its tokens see."""
 
     index: int
     kv: KVShape
@@ -38,7 +38,7 @@ class LayerFacts:
 
 @dataclass(slots=True)
 class _Notes:
-    """What a probe has seen so far."""
+    """The calls that a probe has seen."""
 
     #: Each mask with what it means, or why it cannot be served.
     masks: list[tuple[torch.Tensor, Visible | ValueError]] = field(default_factory=list)
@@ -49,7 +49,7 @@ _NOTES: ContextVar[_Notes] = ContextVar("rollout_probe_notes")
 
 
 def probe_layers(module: Any, vocab: int) -> dict[nn.Module, LayerFacts]:
-    """What the attention layers of a causal LM keep and see, by the module that calls the attention function.
+    """The facts about the attention layers of a causal LM, by the module that calls the attention function.
 
     Raises ValueError that says which layer cannot be served, and why.
     """
@@ -105,7 +105,7 @@ def _probe_attention(
         what = " and ".join(unknown) or "is_causal = False"
         raise ValueError(f"its layer {index} passes {what} to its attention, which the paged cache cannot apply")
     if key.shape[2] != query.shape[2]:
-        raise ValueError(f"its layer {index} attends to other tokens than those of the sequence")
+        raise ValueError(f"its layer {index} attends to tokens outside of the sequence")
     kv = KVShape(key.shape[1], key.shape[3], value.shape[3])
     if value.shape[1] != kv.heads or query.shape[1] % kv.heads or query.shape[3] != kv.k_dim:
         raise ValueError(

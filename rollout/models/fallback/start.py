@@ -1,4 +1,4 @@
-"""What is checked of a fallback model at every start: its steps over the paged cache against its own eager attention.
+"""The check of a fallback model at every start: its steps over the paged cache against its own eager attention.
 
 Two rows get their prompts in chunks, then decode together. Their logits are compared with those of the same module
 under transformers' eager attention and experts, on the same device, with the same weights. If layers take into account

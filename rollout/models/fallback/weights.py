@@ -71,5 +71,5 @@ def checkpoint_regions(module: Any) -> list[Region]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What identifies the memory of a tensor; on the meta device, too."""
+    """A key for the memory of a tensor; on the meta device, too."""
     return tensor.untyped_storage()._cdata

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rollout.config import ServiceConstants
-from rollout.metrics.mismatch import Mismatch, MismatchBox, compare_by_version
+from rollout.metrics.mismatch import MismatchBox, MismatchSums, compare_by_version
 from rollout.service.connections import ReplyAddress
 from rollout.service.delivery.replies import ok_reply
 from rollout.service.delivery.store import Stored
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN_VERSION = -1  # tokens of `continue_from` without versions
 #: From a result's frames and log-probs by index to the mismatch by weights version; see `compare_result`.
-Compare = Callable[[list[bytes], dict[str, np.ndarray]], dict[int, Mismatch]]
+Compare = Callable[[list[bytes], dict[str, np.ndarray]], dict[int, MismatchSums]]
 
 
-class Reports:
+class MismatchReports:
     """Takes reports on the service thread and answers them there. `box`: comparisons that the loop has not taken."""
 
     def __init__(
@@ -83,21 +83,21 @@ class Reports:
     def _finish(self, number: int, refuse: Callable[[ReplyAddress, RolloutError], None], future: Future) -> None:
         peer, _ = self._waiting.pop(number)
         try:
-            versions: dict[int, Mismatch] = future.result()
+            versions: dict[int, MismatchSums] = future.result()
         except RolloutError as error:
             refuse(peer, error)
             return
         # A fault of ours must not end the service for other clients.
         except Exception:
-            logger.exception("a report could not be compared", extra=peer.about)
+            logger.exception("a report could not be compared", extra=peer.request_fields)
             refuse(peer, InternalError("a fault in the worker; its log has the trace"))
             return
-        total = sum(versions.values(), Mismatch())
+        total = sum(versions.values(), MismatchSums())
         self.box.add(total)
         self._answer(peer, ok_reply(peer.id) | report_fields(total, versions))
 
 
-def compare_result(frames: list[bytes], logprobs: dict[str, np.ndarray]) -> dict[int, Mismatch]:
+def compare_result(frames: list[bytes], logprobs: dict[str, np.ndarray]) -> dict[int, MismatchSums]:
     """The mismatch by weights version of a sent `result`; `logprobs` by index, float32 [tokens].
 
     Raises `RolloutError` (`bad_request`) naming the entry that does not fit the result.
@@ -105,11 +105,11 @@ def compare_result(frames: list[bytes], logprobs: dict[str, np.ndarray]) -> dict
     completions = {str(fields["index"]): fields for fields in decode(frames, REPLY_LIMITS)["completions"]}
     for index, values in logprobs.items():
         _check(completions, index, values)
-    found: dict[int, Mismatch] = {}
+    found: dict[int, MismatchSums] = {}
     for index, values in logprobs.items():
         sent = completions[index]
         for version, part in compare_by_version(sent["logprobs"], values, sent["versions"]).items():
-            found[version] = found.get(version, Mismatch()) + part
+            found[version] = found.get(version, MismatchSums()) + part
     return found
 
 
@@ -132,11 +132,11 @@ def _check(completions: dict[str, Any], index: str, values: np.ndarray) -> None:
         )
 
 
-def report_fields(total: Mismatch, versions: dict[int, Mismatch]) -> dict[str, Any]:
+def report_fields(total: MismatchSums, versions: dict[int, MismatchSums]) -> dict[str, Any]:
     """The fields of the reply."""
     known = {version: part for version, part in sorted(versions.items()) if version != UNKNOWN_VERSION}
     return _fields(total) | {"versions": [{"version": version} | _fields(part) for version, part in known.items()]}
 
 
-def _fields(part: Mismatch) -> dict[str, Any]:
+def _fields(part: MismatchSums) -> dict[str, Any]:
     return {"tokens": part.tokens, "k3_kl": part.k3_kl, "mean_abs": part.mean_abs, "max_abs": part.max_abs}

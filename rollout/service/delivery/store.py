@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from rollout.config import ServiceSettings
-from rollout.process.logs import about
+from rollout.process.logs import request_fields
 from rollout.service.delivery.expert_records import last_entries
 from rollout.service.delivery.forced_tokens import forced_field
 from rollout.service.delivery.token_columns import marks_between, runs_between
@@ -82,7 +82,7 @@ class StoredCompletion:
         return part
 
 
-class Kept(Protocol):
+class StoreEntry(Protocol):
     """A store's entry for a request."""
 
     @property
@@ -94,7 +94,7 @@ class Kept(Protocol):
         """Bytes of memory."""
 
 
-Entry = TypeVar("Entry", bound=Kept)
+Entry = TypeVar("Entry", bound=StoreEntry)
 
 
 class Store(Generic[Entry]):
@@ -175,5 +175,5 @@ class ResultStore(Store[Stored]):
         """Keep a result, as long as the limits allow. A result that is larger than the store is not kept."""
         stored = Stored(frames, content, self._clock(), start)
         if not self.keep(name, stored):
-            facts = about(*name) | {"bytes": stored.size, "max_results_bytes": self._max_bytes}
+            facts = request_fields(*name) | {"bytes": stored.size, "max_results_bytes": self._max_bytes}
             logger.warning("a result is too large to be kept", extra=facts)

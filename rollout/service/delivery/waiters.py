@@ -64,7 +64,7 @@ class Waiter:
         default_factory=dict
     )  # the client's position by index; None: it has the whole completion
 
-    def due(self, completion: Streamed) -> bool:
+    def is_due(self, completion: Streamed) -> bool:
         """True if a chunk should be sent."""
         start = self.received.get(completion.index, completion.start)
         if not self.stream or start is None:
@@ -116,7 +116,7 @@ class Delivery:
         waiters = [waiter for waiter in waiters if waiter.stream]
         for completion in completions if waiters else ():
             for waiter in waiters:
-                if not waiter.due(completion):
+                if not waiter.is_due(completion):
                     continue
                 fields = waiter.take(completion)
                 if waiter.joins:
@@ -141,7 +141,7 @@ class Delivery:
         for dropped in self._connections.drop_streams(peer.connection, streams):
             assert isinstance(dropped, Waiter)
             dropped.stream = False
-            logger.warning("a stream is dropped: its client does not read", extra=dropped.peer.about)
+            logger.warning("a stream is dropped: its client does not read", extra=dropped.peer.request_fields)
 
     def last(self, waiters: Iterable[Waiter], frames: list[bytes], request_id: str | None) -> None:
         """Send the final reply of a request, to each waiter under the id of its message.
@@ -152,7 +152,7 @@ class Delivery:
         for waiter in waiters:
             named = frames if waiter.peer.id == request_id else with_id(frames, waiter.peer.id)
             if not self._connections.send(waiter.peer, named):
-                logger.error("a reply is not delivered: its client does not read", extra=waiter.peer.about)
+                logger.error("a reply is not delivered: its client does not read", extra=waiter.peer.request_fields)
 
 
 def with_id(frames: list[bytes], request_id: str) -> list[bytes]:

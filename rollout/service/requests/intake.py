@@ -15,7 +15,7 @@ import numpy as np
 
 from rollout.config import ServiceSettings
 from rollout.constraints.matcher import ANYTHING, Constraint
-from rollout.constraints.thoughts import Budgeted, ThoughtRule
+from rollout.constraints.thoughts import BudgetedConstraint, ThoughtRule
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import (
     MAX_STOP_IDS,
@@ -212,7 +212,7 @@ class Intake:
             return prepared.constraint
         prior = [] if message.continue_from is None else message.continue_from.token_ids.tolist()
         begin = rule.after(prepared.prompt.token_ids, self._model.eos_ids, prior)
-        return Budgeted(prepared.constraint, begin)
+        return BudgetedConstraint(prepared.constraint, begin)
 
     def _routing_column(self, message: GenerateMessage) -> RoutingColumn | None:
         """The column of expert records, if the request wants them."""
@@ -363,7 +363,7 @@ class Intake:
 def _forced_tokens(request: Request, prior: ContinueFrom | None) -> ForcedTokens:
     """The forced tokens of a completion at its start."""
     known = [] if prior is None else prior.forced or []
-    budgeted = request.constraint if isinstance(request.constraint, Budgeted) else None
+    budgeted = request.constraint if isinstance(request.constraint, BudgetedConstraint) else None
     return ForcedTokens(known, None if budgeted is None else budgeted.begin.copy())
 
 

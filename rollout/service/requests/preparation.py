@@ -1,4 +1,4 @@
-"""Prepares a request for the engine: the tokens that it continues, those of its prompt, images, its constraint.
+"""Prepares a request for the engine: the tokens that it continues, prompt, images and constraint.
 
 A prompt of token ids without images and without a constraint needs no preparation, unless an earlier request of its
 client still waits: requests of one client reach the engine in the order in which they came.

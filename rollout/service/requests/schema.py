@@ -63,7 +63,7 @@ def _scored_ids(value: Any) -> np.ndarray | None:
     array = token_id_rows(value)
     if not 1 <= array.shape[-1] <= MAX_PROMPT_TOKENS_SCORED or not array.size:
         raise ValueError(
-            f"name 1 to {MAX_PROMPT_TOKENS_SCORED} tokens, or so many in each row; the shape is {list(array.shape)}"
+            f"name 1 to {MAX_PROMPT_TOKENS_SCORED} tokens, or as many in each row; the shape is {list(array.shape)}"
         )
     return array
 

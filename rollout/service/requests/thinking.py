@@ -24,7 +24,9 @@ class ThinkingFields(BaseModel):
         """The rule for the engine; `text`: the model's tokenizer. Raises `RolloutError`."""
         start, end = self._ids("start", text), self._ids("end", text)
         if start == end:
-            raise BadRequest("'thinking.end' has the tokens of the start; send those of the end", field="thinking.end")
+            raise BadRequest(
+                "'thinking.end' has the tokens of the start; send the tokens of the end", field="thinking.end"
+            )
         return ThoughtRule(budget, start, end)
 
     def _ids(self, name: str, text: TextCodec | None) -> tuple[int, ...]:

@@ -214,7 +214,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--model {args.model}: choose one of {', '.join((*_NAMES, *SHAPES))}")
     http = args.url is not None or args.gateway
     if args.bandwidth is not None and args.seconds is not None:
-        parser.error("--bandwidth: the floor is that of the whole trace; leave --seconds out")
+        parser.error("--bandwidth: the floor covers the whole trace; leave --seconds out")
     if args.url is not None and args.gateway:
         parser.error("--url and --gateway: give one")
     if args.update_every and args.url is not None and not args.workers:

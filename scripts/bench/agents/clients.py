@@ -290,7 +290,7 @@ _SAMPLE = re.compile(r"^([^\s{#]+)(?:\{.*\})? (\S+)")
 
 
 def read_page(url: str) -> dict[str, float]:
-    """The samples of a Prometheus page by name, those of several labels added up."""
+    """The samples of a Prometheus page by name, summed over labels."""
     with urllib.request.urlopen(url, timeout=10) as page:
         lines = page.read().decode().splitlines()
     found: dict[str, float] = {}

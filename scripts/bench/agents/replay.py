@@ -1,4 +1,4 @@
-"""Replays trajectories in a closed loop: so many agents at once, each asks, waits for its tool, and asks again."""
+"""Replays trajectories in a closed loop: N agents at once, each of which asks, waits for its tool, and asks again."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Replay:
         try:
             done, _ = await asyncio.wait(everyone, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # raises; those that watch do not end by themselves
+                task.result()  # raises; tasks that watch do not end by themselves
         finally:
             for task in everyone:
                 task.cancel()

@@ -14,7 +14,7 @@ _BUCKETS = 10
 
 
 def figures(run: Run, workers: int) -> dict[str, Any]:
-    """The figures of a replay over so many workers.
+    """The figures of a replay over a number of workers.
 
     `again_pct` is the share of the sent prompt tokens that was computed although it had been computed before;
     `computed_over_distinct` relates all that was computed to what had to be.

@@ -101,7 +101,7 @@ def write_trace(path: Path, trajectories: Iterable[Trajectory]) -> None:
 
 
 def check_trace(trajectories: Sequence[Trajectory]) -> None:
-    """Check what lines say of each other. Raises TraceError."""
+    """Check that lines agree with each other. Raises TraceError."""
     if not trajectories:
         raise TraceError("the trace has no trajectory")
     known: dict[tuple[int, int], Trajectory] = {}
@@ -112,7 +112,7 @@ def check_trace(trajectories: Sequence[Trajectory]) -> None:
         if groups.setdefault(trajectory.group, trajectory.prompt_len) != trajectory.prompt_len:
             raise TraceError(f"group {trajectory.group}: prompt_len differs between its streams")
         if trajectory.system_len != trajectories[0].system_len:
-            raise TraceError(f"group {trajectory.group}: system_len differs from that of the first line")
+            raise TraceError(f"group {trajectory.group}: system_len differs from the first line's")
         if trajectory.fork is not None:
             parent = known.get((trajectory.group, trajectory.fork[0]))
             if parent is None or not 0 <= trajectory.fork[1] < len(parent.obs_lens):

@@ -27,7 +27,7 @@ def step_floor_s(
 
 @dataclass(frozen=True, slots=True)
 class JobFloor:
-    """Seconds of all decode steps of a job, and of those after all but the last tenth of its completions have ended."""
+    """Seconds of all decode steps of a job, and of the steps in which less than a tenth of its completions run."""
 
     total_s: float
     tail_s: float

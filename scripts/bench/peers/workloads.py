@@ -37,7 +37,7 @@ def completion_lengths(count: int = 256) -> list[int]:
 
 
 def tail_begin(ends: Sequence[float]) -> float:
-    """The time at which all but the last tenth of the completions have ended; `ends` ascend from 0, in any unit."""
+    """The time at which nine tenths of the completions have ended; `ends` ascend from 0, in any unit."""
     before = int(len(ends) * 0.9)
     return ends[before - 1] if before else 0
 

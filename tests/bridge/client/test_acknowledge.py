@@ -11,7 +11,7 @@ from tests.support.bridge.client_script import Connect, Serve, in_reverse, only_
 from tests.support.bridge.model_script import Model, vanish
 from tests.support.bridge.scripted_worker import ScriptedWorker, counting
 from trainer_bridge.wire import errors
-from trainer_bridge.wire.worker_connection import Connection
+from trainer_bridge.wire.worker_connection import WorkerConnection
 
 
 def acknowledged(worker: ScriptedWorker, count: int) -> list[str]:
@@ -34,9 +34,9 @@ def test_a_client_without_a_name_acknowledges_what_it_was_given(connect: Connect
 def test_results_that_come_together_are_acknowledged_together(
     connect: Connect, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drain, held, given = Connection.drain, [], []
+    drain, held, given = WorkerConnection.drain, [], []
 
-    def drain_when_all_are_there(self: Connection, most: int) -> tuple[list[list[bytes]], bool]:
+    def drain_when_all_are_there(self: WorkerConnection, most: int) -> tuple[list[list[bytes]], bool]:
         messages, lost = drain(self, most)
         if given:
             return messages, lost
@@ -47,7 +47,7 @@ def test_results_that_come_together_are_acknowledged_together(
         return held, lost
 
     worker = serve(only_generate(in_reverse(50)))
-    monkeypatch.setattr(Connection, "drain", drain_when_all_are_there)
+    monkeypatch.setattr(WorkerConnection, "drain", drain_when_all_are_there)
     connect(worker.endpoint).generate_many([[token] for token in range(50)], max_tokens=1)
     assert len(set(acknowledged(worker, 50))) == 50
     assert worker.acks < 25

@@ -60,7 +60,7 @@ def test_a_short_prompt_and_one_whose_worker_is_gone_go_by_load() -> None:
     fleet = Fleet("ab")
     assert {sends(fleet, PROMPT[:63], 1) for _ in range(2)} == {"a", "b"}
     first = sends(fleet, OTHER)
-    fleet.lost(first)
+    fleet.mark_lost(first)
     assert sends(fleet, OTHER, gone=(first,)) != first
 
 
@@ -88,17 +88,17 @@ def test_a_newcomer_is_used_once_it_has_the_weights_of_the_others() -> None:
     fleet = Fleet("ab")
     assert fleet.add("c") and fleet.newcomers == ["c"]
     assert "c" not in {sends(fleet, [i], 1) for i in range(9)}
-    fleet.admit({"a": 7, "b": 6, "c": 6})
+    fleet.admit_newcomers({"a": 7, "b": 6, "c": 6})
     assert fleet.newcomers == ["c"]
-    fleet.admit({"a": 7, "b": 6, "c": 7})
+    fleet.admit_newcomers({"a": 7, "b": 6, "c": 7})
     assert not fleet.newcomers and sends(fleet, [1]) == "c"
 
 
 def test_newcomers_are_used_if_there_is_no_other_worker_and_the_newest_weights_count() -> None:
     fleet = Fleet("ab")
-    fleet.lost("a"), fleet.lost("b")
+    fleet.mark_lost("a"), fleet.mark_lost("b")
     assert {sends(fleet, [i], 1) for i in range(4)} == {"a", "b"}
-    fleet.admit({"a": 3, "b": 5})
+    fleet.admit_newcomers({"a": 3, "b": 5})
     assert fleet.newcomers == ["a"]
 
 

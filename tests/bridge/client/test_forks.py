@@ -62,9 +62,9 @@ def test_a_fork_goes_to_the_worker_that_has_what_it_continues(connect: Connect, 
 
 def test_a_branch_that_becomes_a_session_stays_where_it_began() -> None:
     fleet = Fleet("abc")
-    fleet.sent("r", "b")
+    fleet.note_sent("r", "b")
     plan = plan_request(None, {"fork": {"request": "r"}, "session": "s"})
-    home, _ = fleet.source(plan.fields["fork"])
+    home, _ = fleet.locate_fork(plan.fields["fork"])
     assert fleet.choose(plan, (), (), home) == "b" == fleet.session_home("s")
 
 
@@ -80,8 +80,8 @@ def test_what_this_client_has_not_sent_may_be_anywhere_and_the_worker_says_so(co
 def test_the_places_of_requests_are_forgotten_oldest_first() -> None:
     fleet = Fleet("ab")
     for i in range(40_000):
-        fleet.sent(f"r{i}", "b")
-    assert fleet.source({"request": "r0"})[0] is None and fleet.source({"request": "r39999"})[0] == "b"
+        fleet.note_sent(f"r{i}", "b")
+    assert fleet.locate_fork({"request": "r0"})[0] is None and fleet.locate_fork({"request": "r39999"})[0] == "b"
 
 
 def test_a_completion_that_changed_workers_is_continued_where_it_ended(connect: Connect, serve: Serve) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollout.models.cut import Cut, CutView
-from rollout.weights.parameter_map import Fit
-from rollout.weights.pinned_memory import Pins
+from rollout.weights.parameter_map import ManifestFit
+from rollout.weights.pinned_memory import PinnedMemory
 from rollout.weights.staging import Staging
 from tests.support.bridge.harness import TinyModel, new_tensors
 from tests.support.bridge.tensor_group import GroupWorker
@@ -61,7 +61,7 @@ def test_large_tensors_are_cut_on_their_way(staging: str, source: str) -> None:
     memory = Staging(views, staging, shard=True)  # type: ignore[arg-type]
     draws = random.Random(0)
     for _ in range(2):
-        memory.open(payload.manifest, Fit(tuple(shapes), ()))
+        memory.open(payload.manifest, ManifestFit(tuple(shapes), ()))
         marks = sorted({0, stream.numel(), *(64 * draws.randrange(stream.numel() // 64) for _ in range(9))})
         pieces = list(zip(marks[:-1], marks[1:], strict=True))
         draws.shuffle(pieces)
@@ -82,18 +82,18 @@ def test_large_tensors_are_cut_on_their_way(staging: str, source: str) -> None:
 
 def test_memory_is_pinned_until_it_is_collected_and_a_refusal_is_no_error_of_later_kernels() -> None:
     pages = torch.frombuffer(mmap.mmap(-1, 3000), dtype=torch.uint8)  # no whole number of pages
-    pins = Pins()
+    pins = PinnedMemory()
     for _ in range(2):
         pins.add(pages)
         assert pages.is_pinned()
-    again = Pins()
+    again = PinnedMemory()
     again.add(pages)  # CUDA refuses what is pinned already
     assert torch.ones(8, device="cuda").sum().item() == 8
     del again
     assert pages.is_pinned()
     del pins
     assert not pages.is_pinned()
-    once_more = Pins()
+    once_more = PinnedMemory()
     once_more.add(pages)
     assert pages.is_pinned()
 

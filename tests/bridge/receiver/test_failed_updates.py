@@ -10,7 +10,7 @@ import pytest
 
 from rollout.config import WeightsSettings
 from rollout.engine.gate import Gate
-from rollout.weights.destination import Destination, Destinations
+from rollout.weights.destination import UpdateMemories, UpdateMemory
 from rollout.weights.staging import make_staging
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected, publish
@@ -18,12 +18,12 @@ from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import WeightsRejected
 
 
-class Seen(Destinations):
+class Seen(UpdateMemories):
     """Keeps the destination of the last update in sight."""
 
-    last: weakref.ref[Destination]
+    last: weakref.ref[UpdateMemory]
 
-    def open(self, *update: Any) -> Destination:
+    def open(self, *update: Any) -> UpdateMemory:
         destination = super().open(*update)
         self.last = weakref.ref(destination)
         return destination

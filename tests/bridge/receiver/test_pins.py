@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from rollout.weights.pinned_memory import Pins
+from rollout.weights.pinned_memory import PinnedMemory
 from trainer_bridge.transports import cuda_ipc
 
 
@@ -33,8 +33,8 @@ class Runtime:
     def forget(self) -> None:
         self.forgotten += 1
 
-    def pins(self) -> Pins:
-        return Pins(lambda: self, self.forget)
+    def pins(self) -> PinnedMemory:
+        return PinnedMemory(lambda: self, self.forget)
 
 
 @pytest.fixture

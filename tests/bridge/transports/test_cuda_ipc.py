@@ -17,8 +17,8 @@ import torch
 import zmq
 
 from rollout.network.access import Access
-from rollout.weights.destination import Destination
-from rollout.weights.parameter_map import Fit
+from rollout.weights.destination import UpdateMemory
+from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.receiver import WeightSocket
 from rollout.weights.staging import Staging
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
@@ -184,8 +184,8 @@ class ByHand:
         self.zmq = ZmqReceiver(self.socket)
         self.receiver = receiver_type(self.zmq, self.memory)
         staging = Staging({}, "host")
-        staging.open(self.payload.manifest, Fit((), ()))
-        self.stream, destination = staging.stream, Destination(staging, self.payload.manifest)
+        staging.open(self.payload.manifest, ManifestFit((), ()))
+        self.stream, destination = staging.stream, UpdateMemory(staging, self.payload.manifest)
         self.incoming = IncomingUpdate(self.payload.manifest, "cuda_ipc", bytes(16), destination)
         self.incoming.open.set()
         self.receiver.begin(self.incoming, options)

@@ -18,7 +18,7 @@ from tests.support.ports import free_port, needs_ipv6
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.group import StoreServer, connect, reach
-from trainer_bridge.wire.worker_connection import Connection
+from trainer_bridge.wire.worker_connection import WorkerConnection
 
 pytestmark = needs_ipv6
 TRANSPORTS = ["auto", "zmq", "shm", "nccl", "disk"]
@@ -88,7 +88,7 @@ def test_an_ipv6_address_without_brackets_is_named_in_the_error() -> None:
 def test_a_name_is_tried_by_both_families_until_there_is_a_connection() -> None:
     """`127.1` is looked up like a name. By IPv6 it is a mapped address, which the worker takes, too."""
     port, context = free_port(), zmq.Context()
-    connection = Connection(context, f"tcp://127.1:{port}")
+    connection = WorkerConnection(context, f"tcp://127.1:{port}")
     families = set()
 
     def turned() -> bool:

@@ -27,7 +27,7 @@ from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.base import Recipient, TransferRules
 from trainer_bridge.transports.nccl import member as group_member
 from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, StoreServer, connect
-from trainer_bridge.transports.nccl.member import Member
+from trainer_bridge.transports.nccl.member import NcclMember
 from trainer_bridge.transports.nccl.transport import NcclSender
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.address import LOOPBACK
@@ -153,15 +153,15 @@ def test_a_publisher_that_closes_behind_the_last_bucket_keeps_no_group(monkeypat
 def test_a_worker_whose_update_is_dropped_behind_the_last_bucket_keeps_no_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    groups, plain = Groups(monkeypatch), Member._take_buckets
+    groups, plain = Groups(monkeypatch), NcclMember._take_buckets
 
-    def take_buckets(self: Member, *arguments: Any) -> None:
+    def take_buckets(self: NcclMember, *arguments: Any) -> None:
         plain(self, *arguments)
         assert self._cancelled.wait(20)
 
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", apply_s=3.0) as publisher:
         with monkeypatch.context() as patch:
-            patch.setattr(Member, "_take_buckets", take_buckets)
+            patch.setattr(NcclMember, "_take_buckets", take_buckets)
             with pytest.raises(RolloutError, match="commit"):
                 publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
             wait_for(lambda: not named("weights-nccl"), "the end of the worker's thread")

@@ -123,7 +123,7 @@ def broadcast(
     for thread in threads:
         thread.join()
     for job in jobs:  # one that gave up returns before its sending thread has logged why
-        assert job._over.wait(20.0)
+        assert job.ended.wait(20.0)
     return jobs, given_up(server.store)
 
 

@@ -80,7 +80,13 @@ def test_offloaded_rows_come_back_with_their_adapters(tmp_path, prompt_of, captu
     base = make_checkpoint("qwen3", tmp_path / "base")
     model, references = load(tmp_path / "base", "cuda"), []
     bench = cuda_bench(
-        model, cuda_graphs=captured, kv_pages=40, adapter_slots=2, adapter_rank=16, host_kv_gib=0.01, page_size=4
+        model,
+        cuda_graph_rows=256 * captured,
+        kv_pages=40,
+        adapter_slots=2,
+        adapter_rank=16,
+        host_kv_gib=0.01,
+        page_size=4,
     )
     for i in range(2):
         folder = make_adapter(base, tmp_path / str(i), i)

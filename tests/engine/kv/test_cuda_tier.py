@@ -33,7 +33,9 @@ def crowd_out(bench: Bench, prompt_of) -> None:
 
 @pytest.mark.parametrize(("depth", "captured"), [(1, False), (2, True)])
 def test_a_sessions_kv_leaves_and_returns_beside_running_steps(folders, prompt_of, greedy, depth, captured):
-    bench = tiered(folders[0], make_device("cuda"), pipeline_depth=depth, cuda_graphs=captured, host_kv_piece_mib=0.2)
+    bench = tiered(
+        folders[0], make_device("cuda"), pipeline_depth=depth, cuda_graph_rows=256 * captured, host_kv_piece_mib=0.2
+    )
     check_return(bench, prompt_of, greedy)
 
 

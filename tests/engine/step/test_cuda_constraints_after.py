@@ -7,7 +7,7 @@ import pytest
 
 from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import ANYTHING
-from rollout.constraints.thoughts import Budgeted, ThoughtRule
+from rollout.constraints.thoughts import BudgetedConstraint, ThoughtRule
 from rollout.engine.device.streams import make_device
 from rollout.engine.sequence.row_needs import RowNeeds
 from tests.support.engine.constraints import SIZE, AlwaysMasked, AlwaysMaskedBudget, Cycle, X, Y
@@ -41,7 +41,7 @@ def submit(bench: Bench, always: bool) -> None:
     for i, budget in enumerate((0, 7, 40)):
         prompt = [*prompt_of(30, i), MARK]
         begin = ThoughtRule(budget, (MARK,), (STOP, STOP + 1)).after(np.array(prompt, np.int32), ())
-        budgeted = AlwaysMaskedBudget if always else Budgeted
+        budgeted = AlwaysMaskedBudget if always else BudgetedConstraint
         sampling = {"temperature": 1.0, "seed": i, "logit_bias": ((MARK, 6.0),), **rules[i]}
         bench.submit(f"budget{i}", prompt, 90, sampling=sampling, constraint=budgeted(ANYTHING, begin))
 

@@ -76,7 +76,7 @@ def test_its_drafts_by_kernels_are_those_of_torch(folders, monkeypatch):
         model = load_drafted(folders)
         assert model.draft.fused
         model.draft.fused = fused
-        fields = {"deterministic": True, "cuda_graphs": False}
+        fields = {"deterministic": True, "cuda_graph_rows": 0}
         bench = Bench(model, make_device("cuda"), **HEADS, **fields)
         prompts = [prompt_of(60 + 70 * i, i) for i in range(5)]
         with monkeypatch.context() as patch:
@@ -145,7 +145,7 @@ def test_captured_drafts_are_those_of_eager_steps(folders):
     """Up to rounding: these products have another number of rows."""
     found = []
     for graphs in (True, False):
-        bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS, cuda_graphs=graphs)
+        bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS, cuda_graph_rows=256 * graphs)
         prompts = [prompt_of(60 + 7 * i, i) for i in range(5)]
         found.append(_drafts(bench, prompts, 60, [0.7 * i for i in range(5)]))
     _assert_equal_first_drafts(*found, share=0.9)

@@ -206,7 +206,7 @@ def test_logprobs_are_as_close_to_float32_as_those_of_the_generic_path(checkpoin
             for choice in ("supports", "experts_alone"):
                 monkeypatch.setattr(f"rollout.engine.step.device_step.{choice}", lambda model: False)
         model = load_bf16(folder)
-        bench = bench_of(model, max_rows=12, prefill_chunk_tokens=300, cuda_graphs=fused)
+        bench = bench_of(model, max_rows=12, prefill_chunk_tokens=300, cuda_graph_rows=256 * fused)
         assert isinstance(bench.engine.executor.step.forward, FusedDecoder | DecoderWithFusedExperts) == fused
         assert bench.engine.executor.captures == fused and capturable(model)
         for i, (name, ids) in enumerate(prompts.items()):
@@ -337,7 +337,7 @@ def test_forwards_that_slots_share_hand_their_record_on(mixtrals):
     """Rows that are sampled outside the graph report the same as rows of a step without a graph."""
     runs = []
     for graphs in (True, False):
-        bench = bench_of(load_bf16(mixtrals[0]), max_rows=4, routing=True, cuda_graphs=graphs)
+        bench = bench_of(load_bf16(mixtrals[0]), max_rows=4, routing=True, cuda_graph_rows=256 * graphs)
         for i in range(4):
             bench.submit(
                 f"r{i}", prompt(9 + i, i), 12, routing_from=0, sampling={"temperature": 1.0, "top_k": 9, "seed": i}

@@ -24,7 +24,11 @@ def prompt(length: int, seed: int) -> list[int]:
 def test_tops_and_prompts_are_transformers(tmp_path, captured):
     hf_model = make_checkpoint("qwen3", tmp_path, max_position_embeddings=1024).to("cuda")
     bench = Bench(
-        load(tmp_path, "cuda"), make_device("cuda"), kv_pages=90, prefill_chunk_tokens=150, cuda_graphs=captured
+        load(tmp_path, "cuda"),
+        make_device("cuda"),
+        kv_pages=90,
+        prefill_chunk_tokens=150,
+        cuda_graph_rows=256 * captured,
     )
     wishes = [(140, 20), (300, 3), (7, 0), (33, 1), (1, 5)]
     for i, (length, k) in enumerate(wishes):

@@ -116,7 +116,7 @@ def replays(recorder) -> list[tuple[str, int]]:
 
 def run(model, prompt_of, **fields) -> list[list[int]]:
     bench = Bench(model, max_rows=11, **fields)
-    assert bench.engine.executor.captures == fields.get("cuda_graphs", True)
+    assert bench.engine.executor.captures == (fields.get("cuda_graph_rows", 256) > 0)
     for i in range(9):
         shaped = SHAPED if i == 4 else {}
         bench.submit(f"r{i}", prompt_of(5 + 3 * i, i), 12 + i, sampling={"temperature": 1.0, "seed": i, **shaped})
@@ -127,7 +127,7 @@ def run(model, prompt_of, **fields) -> list[list[int]]:
 
 
 def test_captured_steps_give_the_tokens_of_launched_ones(model, prompt_of, replays):
-    launched = run(model, prompt_of, cuda_graphs=False)
+    launched = run(model, prompt_of, cuda_graph_rows=0)
     assert not replays
     assert run(model, prompt_of) == launched
     kinds = set(replays)
@@ -140,7 +140,7 @@ def test_captured_steps_tell_the_experts_of_launched_ones(tmp_path, prompt_of, r
     make_checkpoint("mixtral", tmp_path)
     model, told = load(tmp_path), []
     for captured in (False, True):
-        bench = Bench(model, max_rows=6, cuda_graphs=captured, routing=True)
+        bench = Bench(model, max_rows=6, cuda_graph_rows=256 * captured, routing=True)
         for i in range(6):
             prompt = [token % 71 for token in prompt_of(5 + 3 * i, i)]
             shaped = SHAPED if i == 4 else {}
@@ -155,7 +155,7 @@ def test_captured_steps_tell_the_experts_of_launched_ones(tmp_path, prompt_of, r
 def test_rows_that_ask_for_the_likeliest_tokens_take_the_graph_that_ends_at_the_logits(model, prompt_of, replays):
     told = []
     for captured in (False, True):
-        bench = Bench(model, max_rows=6, cuda_graphs=captured)
+        bench = Bench(model, max_rows=6, cuda_graph_rows=256 * captured)
         for i in range(6):
             sampling = {"temperature": 1.0, "seed": i, **(SHAPED if i == 2 else {})}
             bench.submit(f"r{i}", prompt_of(9 + i, i), 8 + 4 * i, sampling=sampling, top_logprobs=(0, 2, 3, 0, 1, 0)[i])
@@ -170,7 +170,7 @@ def test_rows_that_ask_for_the_likeliest_tokens_take_the_graph_that_ends_at_the_
 def test_steps_with_adapters_take_graphs_of_their_own(model, prompt_of, replays):
     told = []
     for captured in (False, True):
-        bench = Bench(model, max_rows=6, cuda_graphs=captured, adapter_slots=2, adapter_rank=4)
+        bench = Bench(model, max_rows=6, cuda_graph_rows=256 * captured, adapter_slots=2, adapter_rank=4)
         for i in range(2):
             weights = random_adapter(model.spec, 4, torch.float32, i, scale=0.3)
             bench.engine.inbox.put(PutAdapter(f"a{i}", weights))
@@ -187,13 +187,13 @@ def test_steps_with_adapters_take_graphs_of_their_own(model, prompt_of, replays)
 
 
 def test_larger_steps_than_captured_are_launched_singly(model, prompt_of, replays):
-    launched = run(model, prompt_of, cuda_graphs=False)
+    launched = run(model, prompt_of, cuda_graph_rows=0)
     assert run(model, prompt_of, cuda_graph_rows=4) == launched
     assert replays and {size for _, size in replays} <= {1, 2, 3, 4}
 
 
 def test_progress_is_reported_for_every_size_largest_first(model, recorder):
-    bench, told = Bench(model, max_rows=6, cuda_graphs=False), []
+    bench, told = Bench(model, max_rows=6, cuda_graph_rows=0), []
     executor = bench.engine.executor
     made = RecordedGraphs(recorder, executor.step, executor.compute, 1024, 6)
     made.capture(list(bench.engine.pipeline.free_slots), lambda done, total: told.append((done, total)))

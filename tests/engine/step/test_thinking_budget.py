@@ -8,7 +8,7 @@ import pytest
 from rollout.config import EngineSettings
 from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import ANYTHING, AllowList
-from rollout.constraints.thoughts import MOST_IN_FLIGHT, Budgeted, ThoughtRule, forced_places
+from rollout.constraints.thoughts import MOST_IN_FLIGHT, BudgetedConstraint, ThoughtRule, forced_places
 from rollout.engine.messages.requests import Prior
 from tests.support.engine.constraints import SIZE, AlwaysMaskedBudget, Cycle, X, Y
 from tests.support.engine.drafting import drafting
@@ -50,7 +50,7 @@ def expected_force(prompt: list[int], tokens: list[int], kind: str, budget: int)
 
 def submit_all(bench: Bench, prompt_of, always: bool, **more) -> dict[str, tuple]:
     """Requests of every kind and budget between rows without one; returns what was asked, by name."""
-    made, asked = AlwaysMaskedBudget if always else Budgeted, {}
+    made, asked = AlwaysMaskedBudget if always else BudgetedConstraint, {}
     for i, (kind, budget) in enumerate((kind, budget) for kind in RULES for budget in BUDGETS):
         name, prompt = f"{kind}{budget}", prompt_of(7 + i % 5, i)
         prompt += [(), RULES[kind][0], (*RULES[kind][0], 3, 4), RULES[kind][0][:1]][i % 4]
@@ -178,7 +178,7 @@ def test_a_completion_is_continued_from_any_of_its_tokens(model, prompt_of, refe
                 36,
                 sampling=sampling | {"seed": done.seed},
                 **given,
-                constraint=Budgeted(ANYTHING, begin),
+                constraint=BudgetedConstraint(ANYTHING, begin),
                 prior=Prior(np.array(prior, np.int32), 0, 0),
             )
     bench.run()
@@ -201,7 +201,7 @@ def test_models_with_states_have_masks_only_near_the_end_of_a_budget(tmp_path, p
     for always in (False, True):
         bench = Bench(model, speculation=speculation)
         waits = watch_draws(bench)
-        made = AlwaysMaskedBudget if always else Budgeted
+        made = AlwaysMaskedBudget if always else BudgetedConstraint
         for i in range(3):
             begin = rule("one", budget).after(np.array([3, OPEN], np.int32), ())
             sampling = {"temperature": 1.0, "seed": i, "logit_bias": bias}
@@ -228,7 +228,7 @@ def test_only_the_steps_at_the_end_of_a_budget_wait_for_masks(model, prompt_of):
     for i in range(4):
         begin = rule("one", 20).after(np.array([3, OPEN], np.int32), ())
         sampling = {"temperature": 1.0, "seed": i, "logit_bias": bias}
-        bench.submit(f"r{i}", [3, OPEN], 40, sampling=sampling, constraint=Budgeted(ANYTHING, begin))
+        bench.submit(f"r{i}", [3, OPEN], 40, sampling=sampling, constraint=BudgetedConstraint(ANYTHING, begin))
     bench.run()
     assert all(bench.tokens(f"r{i}").index(CLOSE) == 20 for i in range(4))
     assert 1 <= sum(waits) <= 3, "of 40"
@@ -243,7 +243,7 @@ def test_a_constraint_begins_after_a_forced_end(model, prompt_of, drafts):
         begin = rule("one", 4).after(np.array([3, OPEN], np.int32), ())
         inner = AfterMarker(Cycle([X, Y, SIZE], STOP), IdMarker((CLOSE,)))
         sampling = {"temperature": 1.0, "seed": i, "logit_bias": ((STOP, -100.0), (CLOSE, -100.0))}
-        bench.submit(f"r{i}", [3, OPEN], 24, sampling=sampling, constraint=Budgeted(inner, begin))
+        bench.submit(f"r{i}", [3, OPEN], 24, sampling=sampling, constraint=BudgetedConstraint(inner, begin))
     bench.run()
     for i in range(6):
         tokens = bench.tokens(f"r{i}")
@@ -258,7 +258,7 @@ def test_a_constraint_that_forbids_the_end_is_stronger(model, prompt_of):
     bench = Bench(model)
     for name, allowed in (("without", (10, 11, 12)), ("with", (10, 11, 12, CLOSE))):
         begin = rule("one", 4).after(np.array([3, OPEN], np.int32), ())
-        constraint = Budgeted(AllowList(allowed, VOCAB), begin)
+        constraint = BudgetedConstraint(AllowList(allowed, VOCAB), begin)
         bench.submit(
             name,
             [3, OPEN],
@@ -282,7 +282,7 @@ def test_a_forced_end_that_is_a_stop_token_ends_the_completion(model, prompt_of)
             [3, OPEN],
             12,
             sampling={"temperature": 1.0, "logit_bias": ((CLOSE, -50.0),)},
-            constraint=Budgeted(ANYTHING, begin),
+            constraint=BudgetedConstraint(ANYTHING, begin),
             stop={"token_ids": (CLOSE,), "min_tokens": least},
         )
     bench.run()

@@ -11,9 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rollout.gateway.formats.chat_turns import CallForm, ChatTurns
-from rollout.gateway.formats.choice import Formats
+from rollout.gateway.formats.format_chooser import Formats
 from rollout.gateway.prompts.chat_messages import DrawnTurn, Rendering, prompt_of
-from rollout.gateway.prompts.text import Text, shown_text
+from rollout.gateway.prompts.tokenizer import GatewayTokenizer, shown_text
 from rollout.service.text.codec import TextCodec
 from tests.support.gateway.chat_templates import FAMILIES, families_with, tokenizer_of, tokenizer_with
 from tests.support.gateway.cuts import cut
@@ -39,12 +39,12 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Text]]:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, GatewayTokenizer]]:
     found = {}
     for name in FAMILIES:
         folder: Path = tmp_path_factory.mktemp("tokenizer")
         tokenizer_of(name).save_pretrained(folder)
-        found[name] = Text(TextCodec(folder), folder)
+        found[name] = GatewayTokenizer(TextCodec(folder), folder)
     yield found
     for text in found.values():
         text.close()
@@ -57,11 +57,11 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def text(family: str, texts: dict[str, Text]) -> Text:
+def text(family: str, texts: dict[str, GatewayTokenizer]) -> GatewayTokenizer:
     return texts[family]
 
 
-def shown(text: Text, formats: Formats, rendered: str) -> str:
+def shown(text: GatewayTokenizer, formats: Formats, rendered: str) -> str:
     """A rendered answer as a completion's text: without special tokens that no format needs."""
     for name, token in text.codec("").special_tokens.items():
         if token not in formats.cuts[True].shown:
@@ -82,7 +82,7 @@ def call_message(arguments: tuple[dict[str, Any], ...], form: CallForm) -> dict[
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
-def test_auto_finds_the_formats_of_a_family(family: str, text: Text) -> None:
+def test_auto_finds_the_formats_of_a_family(family: str, text: GatewayTokenizer) -> None:
     formats = text.formats("auto", "auto")
     assert (formats.tools, formats.reasoning) == (FAMILIES[family].tools, FAMILIES[family].reasoning)
     assert text.formats("none", "none") == Formats()
@@ -90,13 +90,13 @@ def test_auto_finds_the_formats_of_a_family(family: str, text: Text) -> None:
         text.formats("unknown", "none")
 
 
-def rendered(text: Text, messages: list[dict[str, Any]], **options: Any) -> str:
+def rendered(text: GatewayTokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
     """What the template writes, as text with special tokens."""
     how = Rendering([TOOL], {"add_generation_prompt": False, **options}, None, False)
     return shown_text(text.codec(""), prompt_of(text, messages, how).token_ids)
 
 
-def answer_of(text: Text, message: dict[str, Any]) -> str:
+def answer_of(text: GatewayTokenizer, message: dict[str, Any]) -> str:
     """What the template writes for an answer to the question, from its header on."""
     answered = rendered(text, [QUESTION, message]).partition(QUESTION["content"])[2]
     header = text.turns(None).header()
@@ -106,7 +106,7 @@ def answer_of(text: Text, message: dict[str, Any]) -> str:
 @pytest.mark.parametrize("family", list(families_with("tools")), indirect=True)
 @pytest.mark.parametrize("arguments", [ARGUMENTS[:1], ARGUMENTS[1:2], ARGUMENTS[2:], ARGUMENTS, ({"city": ""},)])
 def test_calls_are_read_out_of_what_the_template_writes(
-    family: str, text: Text, arguments: tuple[dict[str, Any], ...]
+    family: str, text: GatewayTokenizer, arguments: tuple[dict[str, Any], ...]
 ) -> None:
     if family in ("llama-3.1", "llama-3.2", "gpt-oss"):
         arguments = arguments[-1:]  # their templates take one call
@@ -121,7 +121,7 @@ def test_calls_are_read_out_of_what_the_template_writes(
 
 
 @pytest.mark.parametrize("family", list(families_with("reasoning")), indirect=True)
-def test_reasoning_is_read_out_of_what_the_template_writes(family: str, text: Text) -> None:
+def test_reasoning_is_read_out_of_what_the_template_writes(family: str, text: GatewayTokenizer) -> None:
     formats = text.formats("auto", "auto")
     message = {
         "role": "assistant",
@@ -138,7 +138,7 @@ def test_reasoning_is_read_out_of_what_the_template_writes(family: str, text: Te
     assert (answer.reasoning.strip(), answer.content.strip(), answer.calls) == ("Hm, so.", "It rains.", ())
 
 
-def test_reasoning_that_the_prompt_opens_or_closes(family: str, text: Text) -> None:
+def test_reasoning_that_the_prompt_opens_or_closes(family: str, text: GatewayTokenizer) -> None:
     formats, turns = text.formats("auto", "auto"), text.turns(None)
     for options in ({}, {"enable_thinking": False}, {"enable_thinking": True}, {"thinking": True}):
         prompt = rendered(text, [QUESTION], add_generation_prompt=True, **options)
@@ -149,7 +149,7 @@ def test_reasoning_that_the_prompt_opens_or_closes(family: str, text: Text) -> N
 
 
 @pytest.mark.parametrize("family", list(families_with("reasoning")), indirect=True)
-def test_a_message_that_goes_on_within_its_reasoning(family: str, text: Text) -> None:
+def test_a_message_that_goes_on_within_its_reasoning(family: str, text: GatewayTokenizer) -> None:
     formats = text.formats("auto", "auto")
     if formats.reasoning != "think" or family == "deepseek-v3.1":
         pytest.skip("its template has no header, channels, or the end of reasoning before the message")
@@ -159,7 +159,7 @@ def test_a_message_that_goes_on_within_its_reasoning(family: str, text: Text) ->
     assert (answer.reasoning, answer.content) == (" that", "so")
 
 
-def turns_of(text: Text, family: str, calls: bool) -> list[dict[str, Any]]:
+def turns_of(text: GatewayTokenizer, family: str, calls: bool) -> list[dict[str, Any]]:
     """Messages after the question: an answer, and what follows it."""
     if not calls:
         return [{"role": "assistant", "content": "It rains."}, {"role": "user", "content": "And tomorrow?"}]
@@ -173,7 +173,7 @@ def turns_of(text: Text, family: str, calls: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("calls", [False, True])
 def test_the_next_prompt_goes_on_with_the_tokens_that_were_drawn(
-    family: str, text: Text, calls: bool, ended: bool
+    family: str, text: GatewayTokenizer, calls: bool, ended: bool
 ) -> None:
     """Whatever was drawn stays, and what follows it is what the template writes there: each turn's end once."""
     if calls and (FAMILIES[family].tools is None or not ended):
@@ -206,7 +206,7 @@ def test_a_template_that_begins_with_the_end_token_has_each_turn_once(tmp_path: 
     tokenizer = tokenizer_with("qwen3", "")
     tokenizer.chat_template = "{{- eos_token }}" + str(tokenizer.chat_template)
     tokenizer.save_pretrained(tmp_path)
-    text = Text(TextCodec(tmp_path), tmp_path)
+    text = GatewayTokenizer(TextCodec(tmp_path), tmp_path)
     codec, how = text.codec(""), Rendering(None, {}, None, False)
     prompt = prompt_of(text, [QUESTION], how).token_ids
     drawn = [*codec.encode_rendered("It ra").tolist(), *codec.encode_rendered("ins.").tolist()]
@@ -219,7 +219,7 @@ def test_a_template_that_begins_with_the_end_token_has_each_turn_once(tmp_path: 
     text.close()
 
 
-def test_content_reaches_the_template_as_transformers_passes_it(family: str, text: Text) -> None:
+def test_content_reaches_the_template_as_transformers_passes_it(family: str, text: GatewayTokenizer) -> None:
     tokenizer: PreTrainedTokenizerFast = tokenizer_of(family)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     takes_text, takes_parts = text.turns(None).takes("user")
@@ -247,7 +247,7 @@ def test_a_template_that_takes_lists_alone_gets_lists() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5", "glm-4.5", "kimi-k2"])
-def test_a_thought_that_goes_on_in_its_own_tokens_is_open(texts: dict[str, Text], family: str) -> None:
+def test_a_thought_that_goes_on_in_its_own_tokens_is_open(texts: dict[str, GatewayTokenizer], family: str) -> None:
     """The template closes the thought of the message, which was cut short."""
     text, asking = texts[family], Rendering(None, {}, None, False)
     first = prompt_of(text, [QUESTION], asking)

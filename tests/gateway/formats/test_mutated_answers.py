@@ -17,11 +17,11 @@ import pytest
 from pydantic_core import from_json
 
 from rollout.gateway.answers.text_pieces import text_pieces
-from rollout.gateway.answers.views import Views
-from rollout.gateway.formats.choice import Formats
+from rollout.gateway.answers.views import CompletionViews
+from rollout.gateway.formats.format_chooser import Formats
 from rollout.gateway.http.json_text import json_text
 from rollout.gateway.prompts.sampling import OpenAiBody
-from rollout.gateway.prompts.text import Text, shown_text
+from rollout.gateway.prompts.tokenizer import GatewayTokenizer, shown_text
 from rollout.service.text.codec import TextCodec
 from tests.support.gateway.chat_templates import FAMILIES, tokenizer_of
 from trainer_bridge.client.results import Completion
@@ -106,12 +106,12 @@ def mutated(text: str, chance: random.Random) -> str:
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Text, Formats]]]:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[GatewayTokenizer, Formats]]]:
     found = {}
     for name in FAMILIES:
         folder: Path = tmp_path_factory.mktemp("tokenizer")
         tokenizer_of(name).save_pretrained(folder)
-        text = Text(TextCodec(folder), folder)
+        text = GatewayTokenizer(TextCodec(folder), folder)
         found[name] = text, text.formats("auto", "auto")
     yield found
     for text, _ in found.values():
@@ -124,7 +124,7 @@ def completion(tokens: list[int], stop: int | None, last: bool) -> Completion:
     return Completion(0, np.array(tokens, np.int32), numbers, numbers, [(0, len(tokens))], None, reason, stop)  # type: ignore[arg-type]
 
 
-def joined(views: Views, parts: list[Completion]) -> dict[str, Any]:
+def joined(views: CompletionViews, parts: list[Completion]) -> dict[str, Any]:
     """All fields of a message that arrives in these parts."""
     pieces = [views.take(part) for part in parts]
     calls = [(call.name, call.arguments) for piece in pieces for call in piece.calls]
@@ -137,7 +137,7 @@ def joined(views: Views, parts: list[Completion]) -> dict[str, Any]:
     }
 
 
-def check(text: Text, formats: Formats, said: str, family: str, chance: random.Random) -> bool:
+def check(text: GatewayTokenizer, formats: Formats, said: str, family: str, chance: random.Random) -> bool:
     """Check one answer; true if it has a call."""
     body = OpenAiBody.take({"skip_special_tokens": chance.random() < 0.9})
     # Without stop tokens the worker would write the text of some formats.
@@ -151,8 +151,8 @@ def check(text: Text, formats: Formats, said: str, family: str, chance: random.R
     begun = chance.choice(("", "", "<think>\n", "[THINK]", "<think>\n\n</think>\n\n", "I see <thi"))
     cut = formats.cuts[chance.random() < 0.95]
 
-    def views() -> Views:
-        return Views(text_pieces(text, body, False, cut.shown), cut.regions, TOOLS, begun)
+    def views() -> CompletionViews:
+        return CompletionViews(text_pieces(text, body, False, cut.shown), cut.regions, TOOLS, begun)
 
     whole = joined(views(), [completion(tokens, stop, True)])
     assert "text" not in whole["missing"] and "message" not in whole["missing"], whole["missing"]
@@ -172,7 +172,7 @@ def check(text: Text, formats: Formats, said: str, family: str, chance: random.R
     return bool(whole["calls"])
 
 
-def run(texts: dict[str, tuple[Text, Formats]], count: int, seed: int) -> None:
+def run(texts: dict[str, tuple[GatewayTokenizer, Formats]], count: int, seed: int) -> None:
     chance = random.Random(seed)
     calls = 0
     for number in range(count):
@@ -187,7 +187,7 @@ def run(texts: dict[str, tuple[Text, Formats]], count: int, seed: int) -> None:
 
 
 def test_no_answer_fails_and_streams_equal_whole_answers(
-    texts: dict[str, tuple[Text, Formats]], caplog: pytest.LogCaptureFixture
+    texts: dict[str, tuple[GatewayTokenizer, Formats]], caplog: pytest.LogCaptureFixture
 ) -> None:
     run(texts, 1_500, random.SystemRandom().randrange(1 << 30))
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -195,5 +195,5 @@ def test_no_answer_fails_and_streams_equal_whole_answers(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
-def test_no_answer_of_very_many_fails(texts: dict[str, tuple[Text, Formats]], seed: int) -> None:
+def test_no_answer_of_very_many_fails(texts: dict[str, tuple[GatewayTokenizer, Formats]], seed: int) -> None:
     run(texts, 20_000, seed)

@@ -10,7 +10,7 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 from trl import chat_template_utils as trl_templates
 
-from rollout.gateway.prompts.text import Text
+from rollout.gateway.prompts.tokenizer import GatewayTokenizer
 from rollout.service.text.codec import TextCodec
 from tests.support.gateway.chat_templates import tokenizer_of
 from tests.support.gateway.cuts import cut
@@ -58,7 +58,7 @@ def test_an_answer_is_read_as_transformers_reads_it(
         tokenizer.save_pretrained(tmp_path)
     finally:
         tokenizer.response_template = None
-    text = Text(TextCodec(tmp_path))
+    text = GatewayTokenizer(TextCodec(tmp_path))
     formats = text.formats("auto", "auto")
     assert (formats.tools, formats.reasoning) == ("template", "template")
     theirs = parse_response(said, template, prefix="", tools=TOOLS)
@@ -75,7 +75,7 @@ def test_an_answer_is_read_as_transformers_reads_it(
 
 def test_a_template_that_is_none_is_an_error_if_it_is_asked_for(tmp_path: Path) -> None:
     tokenizer_of("qwen3").save_pretrained(tmp_path)
-    text = Text(TextCodec(tmp_path))
+    text = GatewayTokenizer(TextCodec(tmp_path))
     with pytest.raises(ValueError, match="response template"):
         text.formats("template", "none")
     text.close()

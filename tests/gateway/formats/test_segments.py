@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout.gateway.formats.table import THOUGHTS
+from rollout.gateway.formats.known_formats import THOUGHTS
 from tests.support.gateway.cuts import Answer, cut, format_of, in_pieces
 
 HERMES = format_of("hermes", "think")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rollout.gateway.answers.text_pieces import TextPieces
-from rollout.gateway.answers.views import Views
-from rollout.gateway.formats.regions import Mark, Region
+from rollout.gateway.answers.views import CompletionViews
+from rollout.gateway.formats.regions import AnswerRegion, Mark
 from tests.support.gateway.cuts import format_of
 from trainer_bridge.client.results import Completion
 from trainer_bridge.wire.finish_reasons import FinishReason
@@ -22,10 +22,10 @@ REGIONS = format_of(tools="hermes", reasoning="think")
 
 
 def shown(
-    text: str, seed: int, most_calls: int | None = None, regions: Sequence[Region] = REGIONS
+    text: str, seed: int, most_calls: int | None = None, regions: Sequence[AnswerRegion] = REGIONS
 ) -> tuple[str, str, list[str], dict[str, str]]:
     """Reasoning, content, calls and what is missing of an answer that arrives in pieces."""
-    views, chance = Views(TextPieces(False), regions, most_calls=most_calls), random.Random(seed)
+    views, chance = CompletionViews(TextPieces(False), regions, most_calls=most_calls), random.Random(seed)
     reasoning, content, calls = "", "", []
     while text:
         count = chance.randint(1, len(text))

@@ -16,7 +16,7 @@ from rollout.config import WeightsSettings
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.weights.adapter_updates import AdapterTarget
-from rollout.weights.destination import Destinations
+from rollout.weights.destination import UpdateMemories
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staged_weights import StagedWeights
@@ -108,7 +108,7 @@ class Worker:
         adapters: AdapterTarget | None = None,
         shared: Path | None = None,
         names: UpdateNames = UpdateNames(),  # noqa: B008 -- frozen
-        destinations: Destinations | None = None,
+        destinations: UpdateMemories | None = None,
         host: str = "127.0.0.1",
         **settings: Any,
     ) -> None:
@@ -120,7 +120,7 @@ class Worker:
         self.model = model or TinyModel()
         self.engine_gate = Gate(takes_weights=True)
         weights = WeightsSettings(**{"bind": f"tcp://{bracketed(host)}:0", **settings})
-        self.destinations = destinations or Destinations(make_staging(self.model.views, weights))
+        self.destinations = destinations or UpdateMemories(make_staging(self.model.views, weights))
         self.staging = self.destinations.staging
         targets = UpdateTargets(ParameterMap(self.model.views, names), self.destinations, adapters)
         self.receiver = WeightReceiver(targets, version, weights, self.engine_gate)

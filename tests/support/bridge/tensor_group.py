@@ -13,9 +13,9 @@ import torch
 
 from rollout.models.cut import Cut, CutView
 from rollout.ranks.follower_updates import FollowerUpdates
-from rollout.ranks.orders import END, Orders
+from rollout.ranks.orders import END, OrderWriter
 from rollout.ranks.relay import RELAY_SIZES, RelaySizes
-from rollout.ranks.reports import LaneReport, Reports
+from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates
 from rollout.weights.parameter_map import ParameterMap
@@ -108,8 +108,8 @@ class GroupWorker(Worker):
     ) -> None:
         self.shards = [TinyShard(rank, size, device=device) for rank in range(size)]
         count, ring = size - 1, SharedMemory.create("orders", 1 << 20)
-        table = SharedMemory.create("lines", count * Reports.line_bytes())
-        self.reports = Reports(table, count)
+        table = SharedMemory.create("lines", count * RankReports.line_bytes())
+        self.reports = RankReports(table, count)
         self.relayed, manifest = SharedMemory.create("pieces", 0), SharedMemory.create("manifest", 0)
         eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
         self._descriptors = [*eventfds, *(memory.descriptor for memory in (ring, table, self.relayed, manifest))]
@@ -125,7 +125,7 @@ class GroupWorker(Worker):
         sizes = RelaySizes(relay_bytes, piece_bytes)
         memories = {"relayed": self.relayed, "manifest": manifest}
         ranks = RankUpdates(self.stagings[0], memories, self.reports, lambda: self.orders, mine, sizes)
-        self.orders = Orders(writer, 0, self.reports, lambda: None, ranks)
+        self.orders = OrderWriter(writer, 0, self.reports, lambda: None, ranks)
         self.reading = threading.Event()
         self.reading.set()
         self.swapping = threading.Event()

@@ -11,7 +11,7 @@ import torch
 
 from rollout.constraints.marker import AfterMarker
 from rollout.constraints.matcher import AllowList, Matcher
-from rollout.constraints.thoughts import Budgeted
+from rollout.constraints.thoughts import BudgetedConstraint
 from rollout.engine.step.masks import MaskBuilder, MaskClock, usual_threads
 from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
 from tests.support.engine.harness import VOCAB, Bench
@@ -63,7 +63,7 @@ class AlwaysMasked(AfterMarker):
     free = None
 
 
-class AlwaysMaskedBudget(Budgeted):
+class AlwaysMaskedBudget(BudgetedConstraint):
     """A budget of thoughts for which every token has a mask."""
 
     free = foreseen = None

@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollout.gateway.formats.regions import Region, compile_regions
-from rollout.gateway.formats.segments import Piece, Segments
-from rollout.gateway.formats.table import REASONING, TOOL_CALLS
+from rollout.gateway.formats.known_formats import REASONING, TOOL_CALLS
+from rollout.gateway.formats.regions import AnswerRegion, compile_regions
+from rollout.gateway.formats.segments import AnswerPiece, Segments
 
 
 class Answer(NamedTuple):
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
         return [call[:2] for call in self.calls]
 
 
-def format_of(tools: str | None = None, reasoning: str | None = None) -> tuple[Region, ...]:
+def format_of(tools: str | None = None, reasoning: str | None = None) -> tuple[AnswerRegion, ...]:
     """The regions of formats by name."""
     fields: dict[str, Any] = dict(REASONING["gpt_oss"]) if "gpt_oss" in (tools, reasoning) else {}
     if reasoning is not None:
@@ -35,17 +35,17 @@ def format_of(tools: str | None = None, reasoning: str | None = None) -> tuple[R
 
 
 def in_pieces(
-    regions: Sequence[Region], pieces: Sequence[str], begun: str = "", tools: Sequence[Mapping[str, Any]] = ()
+    regions: Sequence[AnswerRegion], pieces: Sequence[str], begun: str = "", tools: Sequence[Mapping[str, Any]] = ()
 ) -> Answer:
     """An answer that arrives in these pieces."""
     return ordered(regions, pieces, begun, tools)[0]
 
 
 def ordered(
-    regions: Sequence[Region], pieces: Sequence[str], begun: str = "", tools: Sequence[Mapping[str, Any]] = ()
+    regions: Sequence[AnswerRegion], pieces: Sequence[str], begun: str = "", tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Answer, list[tuple[str, str]]]:
     """The same, and its parts in their order: the kind of each, and its text or its name."""
-    segments, whole = Segments(regions, tools, begun), Piece()
+    segments, whole = Segments(regions, tools, begun), AnswerPiece()
     for place, text in enumerate(pieces):
         whole.extend(segments.feed(text, place == len(pieces) - 1))
     assert all(call.id for call in whole.calls)
@@ -64,7 +64,7 @@ def pieces_of(text: str, seed: int, count: int) -> Iterator[list[str]]:
 
 
 def cut(
-    regions: Sequence[Region], text: str, begun: str = "", tools: Sequence[Mapping[str, Any]] = (), ways: int = 20
+    regions: Sequence[AnswerRegion], text: str, begun: str = "", tools: Sequence[Mapping[str, Any]] = (), ways: int = 20
 ) -> Answer:
     """An answer, which must be the same in whatever pieces it arrives."""
     whole, order = ordered(regions, [text], begun, tools)

@@ -113,7 +113,7 @@ def test_the_benchmark_of_drafts_compares_all_modes_with_plain_steps(tmp_path):
 def test_the_benchmark_of_drafts_replays_guesses_of_a_draft_model(monkeypatch, tmp_path, draft):
     out = tmp_path / "s.json"
     if draft == "mtp":
-        monkeypatch.setitem(shapes._OTHERS, "toy", shapes.shrunk(shapes.model_config("glm-4.5-air", 2)))
+        monkeypatch.setitem(shapes.OTHERS, "toy", shapes.shrunk(shapes.model_config("glm-4.5-air", 2)))
     sizes = ("--rows", "2", "--contexts", "64", "--new", "60", "--lengths", "3.3", "--modes", "heads", "unpaid")
     options = ("--shape", "toy", "--device", "cpu", *sizes, "--draft-model", draft, "--out", str(out))
     assert load_script("bench.speculation").main(options) == 0

@@ -24,7 +24,7 @@ import zmq
 
 from rollout.cli.main import main
 from rollout.cli.serve import SYNONYMS
-from rollout.process.announce import say
+from rollout.process.announce import announce
 from rollout.settings_sources import retired_flags, setting_keys
 from tests.support.patience import PATIENCE_S
 from trainer_bridge.wire import codec as wire
@@ -64,7 +64,7 @@ def test_nothing_heavy_is_imported_for_help_or_a_wrong_command_line():
     )
     script = f"""
 import sys
-from rollout.process.announce import say
+from rollout.process.announce import announce
 from rollout.cli.main import main
 from rollout.cli.serve import SYNONYMS
 for line in {lines!r}:
@@ -227,7 +227,7 @@ def test_synonyms_name_flags_that_exist():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_facts_are_sentences_on_a_terminal_and_json_elsewhere(terminal, capsys):
     ready = {"event": "ready", "endpoint": "tcp://127.0.0.1:5757", "model": "folder", "weights_version": 3}
-    say(ready, terminal=terminal)
+    announce(ready, terminal=terminal)
     shown = capsys.readouterr().out
     assert "tcp://127.0.0.1:5757" in shown and shown.startswith("ready" if terminal else "{")
 

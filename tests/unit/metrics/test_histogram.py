@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.metrics.definitions import VERSION_METRICS
 from rollout.metrics.health import Health
-from rollout.metrics.histogram import SECONDS, TOKENS, Counts
+from rollout.metrics.histogram import SECONDS, TOKENS, HistogramCounts
 from rollout.metrics.meter import Meter
 from rollout.metrics.prometheus import PrometheusSink
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Report
@@ -31,7 +31,7 @@ def test_every_length_is_in_the_bucket_that_holds_it():
     largest = TOKENS.bounds[-1]
     draw = random.Random(4)
     lengths = [0, 1, 2, 3, 5, 4096, 4097, 16_384, largest, largest + 5] + [draw.randrange(1 << 20) for _ in range(500)]
-    counts = Counts(TOKENS)
+    counts = HistogramCounts(TOKENS)
     for length in lengths:
         counts.add(length)
     reading = counts.read()
@@ -46,7 +46,7 @@ def test_every_length_is_in_the_bucket_that_holds_it():
 
 
 def test_a_reading_ends_the_interval_and_the_run_goes_on():
-    counts = Counts(TOKENS)
+    counts = HistogramCounts(TOKENS)
     counts.add(5)
     assert list(counts.read().filled()) == [(5, 6, 1)]
     counts.add(100)
@@ -57,7 +57,7 @@ def test_a_reading_ends_the_interval_and_the_run_goes_on():
 
 
 def test_seconds_are_counted_by_decade_up_to_their_bound():
-    counts = Counts(SECONDS)
+    counts = HistogramCounts(SECONDS)
     for seconds in (0.0, 0.001, 0.0011, 3.0, 5.0, 1e9):
         counts.add(seconds)
     reading = counts.read()

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.metrics.definitions import METRICS
 from rollout.metrics.meter import Meter
-from rollout.metrics.mismatch import Mismatch
+from rollout.metrics.mismatch import MismatchSums
 from rollout.metrics.step_timing import StepTiming
 from tests.support.reported_metrics import needs_no_drafts
 

@@ -9,11 +9,11 @@ import sys
 import pytest
 
 SAY = """
-from rollout.process.announce import say
+from rollout.process.announce import announce
 from rollout.process.logs import set_up
 set_up("info", {form!r}, "box:1")
-say({{"event": "ready", "endpoint": "tcp://127.0.0.1:1", "pid": 7}}, {supervised})
-say({{"event": "ended", "wandb_run": None, "totals": {{"total/tokens": 36, "gpu/active_pct": 1.5}}}}, {supervised})
+announce({{"event": "ready", "endpoint": "tcp://127.0.0.1:1", "pid": 7}}, {supervised})
+announce({{"event": "ended", "wandb_run": None, "totals": {{"total/tokens": 36, "gpu/active_pct": 1.5}}}}, {supervised})
 """
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.process.logs import JsonFormatter, TextFormatter, about
+from rollout.process.logs import JsonFormatter, TextFormatter, request_fields
 
 ROOT = Path(__file__).parents[3]
 STEPS = [{"step": 7, "kind": "decode", "device_ms": 1.25}, {"step": 8, "kind": "prefill", "device_ms": None}]
@@ -29,7 +29,7 @@ def record(message: str = "it failed", error: BaseException | None = None, **ext
 
 
 def test_a_text_line_has_moment_level_worker_logger_message_and_fields():
-    line = TextFormatter("box:7").format(record(**about("client:trainer", "a 1"), seconds=0.25, none=None))
+    line = TextFormatter("box:7").format(record(**request_fields("client:trainer", "a 1"), seconds=0.25, none=None))
     assert line == (
         "2026-02-02T02:40:00.062Z WARNING box:7 rollout.x: it failed "
         '[request="a 1" client=client:trainer seconds=0.25 none=null]'
@@ -38,7 +38,7 @@ def test_a_text_line_has_moment_level_worker_logger_message_and_fields():
 
 def test_a_json_line_has_the_same_as_data():
     line = json.loads(
-        JsonFormatter("box:7").format(record(**about("client:trainer", "a 1"), seconds=0.25, steps=STEPS))
+        JsonFormatter("box:7").format(record(**request_fields("client:trainer", "a 1"), seconds=0.25, steps=STEPS))
     )
     assert line == {
         "time": "2026-02-02T02:40:00.062Z", "level": "warning", "logger": "rollout.x", "worker": "box:7",
@@ -60,7 +60,7 @@ def test_a_table_and_a_traceback_stand_indented_below_their_line():
 
 @given(st.text(max_size=60), st.text(max_size=60))
 def test_whatever_a_client_chose_makes_one_line_in_both_forms(text: str, name: str):
-    made = record(text, **about(name, text), odd={text: float("nan"), "x": object()})
+    made = record(text, **request_fields(name, text), odd={text: float("nan"), "x": object()})
     assert len(JsonFormatter("w").format(made).splitlines()) == 1
     told = json.loads(JsonFormatter("w").format(made), parse_constant=pytest.fail)
     assert (told["message"], told["request"], told["client"]) == (text, text, name)
@@ -72,7 +72,7 @@ def test_whatever_a_client_chose_makes_one_line_in_both_forms(text: str, name: s
 _CHATTER = """
 import logging, sys, threading, warnings
 import transformers
-from rollout.process.logs import complain, set_up
+from rollout.process.logs import report_failure, set_up
 set_up("info", {form!r}, "box:7")
 transformers.utils.logging.get_logger("transformers.models.x").warning("from transformers")
 import huggingface_hub.utils
@@ -84,7 +84,7 @@ thread = threading.Thread(target=lambda: 1 / 0, name="worker-bee"); thread.start
 logging.getLogger("rollout.x").info("ours", extra={{"request": "r1"}})
 logging.getLogger("rollout.x").debug("not shown")
 logging.getLogger("other").info("not shown")
-complain("rollout: no such thing")
+report_failure("rollout: no such thing")
 raise KeyError("at the end")
 """
 

@@ -14,8 +14,8 @@ from rollout.engine.device.streams import CpuDevice, Stream
 from rollout.engine.step.slot import Slot
 from rollout.engine.step_output import StepOutput
 from rollout.ranks.beat import DeviceProgress
-from rollout.ranks.orders import Orders
-from rollout.ranks.reports import Reports
+from rollout.ranks.orders import OrderWriter
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import RingWriter, SharedMemory
 from tests.support.worker.harness import until
 
@@ -70,8 +70,8 @@ def test_log_probs_that_are_nan_make_rank_0_ask_the_others(logprobs: list[float]
     def settle() -> None:
         raise LostError
 
-    reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1)
+    reports = RankReports(SharedMemory.create("reports", RankReports.line_bytes()), 1)
     ring = RingWriter(SharedMemory.create("ring", 4096), [], lambda: [0], 1.0)
     output = StepOutput([1] * len(logprobs), logprobs, logprobs, logprobs)
     with pytest.raises(LostError) if asks else nullcontext():
-        Orders(ring, 0, reports, settle).confirm(output)
+        OrderWriter(ring, 0, reports, settle).confirm(output)

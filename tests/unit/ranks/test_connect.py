@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rollout.ranks.processes import connect_error
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
 
 #: As NCCL 2.27 says it.
@@ -19,8 +19,8 @@ NCCL = RuntimeError(
 
 def test_too_little_shared_memory_is_named_where_a_follower_s_text_is_not_cut() -> None:
     error = connect_error(NCCL, 12 << 20)
-    reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1)
-    reports.say(0, "end", f"{type(error).__name__}: {error}")
+    reports = RankReports(SharedMemory.create("reports", RankReports.line_bytes()), 1)
+    reports.set_text(0, "end", f"{type(error).__name__}: {error}")
     assert "/dev/shm has 12 MiB free" in reports.text(0, "end") and "--shm-size" in reports.text(0, "end")
     assert str(NCCL) in str(error)
 

@@ -18,8 +18,8 @@ from rollout.engine.step.execute import Executor, Streams
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.ordered_work import OrderedWork
-from rollout.ranks.orders import END, Orders, SharedRelay
-from rollout.ranks.reports import Reports
+from rollout.ranks.orders import END, OrderWriter, SharedRelay
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from tests.support.engine.strict_pages import StrictPages
 
@@ -59,10 +59,10 @@ class Two:
 
     def __init__(self, relay: SharedRelay | None = None) -> None:
         self.mine, self.other = Rank(1.0), Rank(2.0)
-        self.reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1)
+        self.reports = RankReports(SharedMemory.create("reports", RankReports.line_bytes()), 1)
         ring, eventfd, device = SharedMemory.create("ring", 1 << 16), os.eventfd(0), CpuDevice()
         position = lambda at: self.reports.set(0, "position", at)  # noqa: E731
-        self.orders = Orders(
+        self.orders = OrderWriter(
             RingWriter(ring, [eventfd], lambda: self.reports.get("position")), 0, self.reports, lambda: None, relay
         )
         self.reader = RingReader(ring, eventfd, position)

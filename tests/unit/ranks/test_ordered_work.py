@@ -9,20 +9,20 @@ import threading
 import pytest
 import torch
 
+from rollout.ranks.group_watch import LaneProgress
 from rollout.ranks.ordered_work import OrderedWork
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
-from rollout.ranks.watch import Lane
 from trainer_bridge.wire.errors import WeightsRejected
 
 FAILS = """
 import sys, time
 import torch
 from rollout.ranks.ordered_work import OrderedWork
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
 
-reports = Reports(SharedMemory(int(sys.argv[1])), 2)
+reports = RankReports(SharedMemory(int(sys.argv[1])), 2)
 work = OrderedWork("updates", torch.device("cpu"), reports, 1)
 work.put(1, lambda: {}["no such piece"])
 work.finish()
@@ -30,7 +30,7 @@ work.finish()
 
 
 def test_work_is_done_in_order() -> None:
-    reports, done = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1), list[int]()
+    reports, done = RankReports(SharedMemory.create("reports", RankReports.line_bytes()), 1), list[int]()
     work = OrderedWork("updates", torch.device("cpu"), reports, 0)
     for i in range(100):
         work.put(1 + i, lambda i=i: done.append(i))  # type: ignore[misc]
@@ -39,15 +39,15 @@ def test_work_is_done_in_order() -> None:
 
 
 def test_work_that_hangs_and_work_that_goes_on_are_reported() -> None:
-    reports, goes_on = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1), threading.Event()
+    reports, goes_on = RankReports(SharedMemory.create("reports", RankReports.line_bytes()), 1), threading.Event()
     work = OrderedWork("adapters", torch.device("cpu"), reports, 0)
     for number, wait in enumerate((goes_on.wait, work.advance), 1):
         work.put(number, wait)
-    assert reports.lanes(0)["adapters"] == Lane(True, 0)
+    assert reports.lanes(0)["adapters"] == LaneProgress(True, 0)
     goes_on.set()
     work.finish()
-    assert reports.lanes(0)["adapters"] == Lane(False, 3), "two orders and a part"
-    assert reports.lanes(0)["updates"] == Lane(False, 0)
+    assert reports.lanes(0)["adapters"] == LaneProgress(False, 3), "two orders and a part"
+    assert reports.lanes(0)["updates"] == LaneProgress(False, 0)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_work_that_may_fail_is_acknowledged_with_the_reason(error: Exception, wh
     def fails() -> None:
         raise error
 
-    reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), 1)
+    reports = RankReports(SharedMemory.create("reports", RankReports.line_bytes()), 1)
     work = OrderedWork("updates", torch.device("cpu"), reports, 0)
     work.put(1, fails, "a piece cannot be kept")
     work.put(2, lambda: None)
@@ -66,8 +66,8 @@ def test_work_that_may_fail_is_acknowledged_with_the_reason(error: Exception, wh
 
 
 def test_a_rank_ends_with_the_reason_when_one_of_its_threads_fails() -> None:
-    memory = SharedMemory.create("reports", 2 * Reports.line_bytes())
+    memory = SharedMemory.create("reports", 2 * RankReports.line_bytes())
     command = [sys.executable, "-c", FAILS, str(memory.descriptor)]
     ended = subprocess.run(command, pass_fds=(memory.descriptor,), capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1 and "no such piece" in ended.stderr
-    assert Reports(memory, 2).text(1, "end") == "thread updates: KeyError: 'no such piece'"
+    assert RankReports(memory, 2).text(1, "end") == "thread updates: KeyError: 'no such piece'"

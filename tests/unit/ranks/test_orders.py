@@ -11,10 +11,10 @@ import pytest
 
 from rollout.config import Settings
 from rollout.ranks.follower import Follower
-from rollout.ranks.orders import ANY_VERSION, END, Orders
-from rollout.ranks.reports import LaneReport, Reports
+from rollout.ranks.group_watch import LANES, LaneName
+from rollout.ranks.orders import ANY_VERSION, END, OrderWriter
+from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
-from rollout.ranks.watch import LANES, LaneName
 
 
 class Ring:
@@ -22,11 +22,11 @@ class Ring:
 
     def __init__(self) -> None:
         memory = SharedMemory.create("ring", 1 << 14)
-        self.reports = Reports(SharedMemory.create("reports", 2 * Reports.line_bytes()), 2)
+        self.reports = RankReports(SharedMemory.create("reports", 2 * RankReports.line_bytes()), 2)
         self.eventfds = [os.eventfd(0) for _ in range(2)]
         self.writer = RingWriter(memory, self.eventfds, lambda: self.reports.get("position"))
         self.reader = RingReader(memory, self.eventfds[0], lambda position: self.reports.set(0, "position", position))
-        self.orders = Orders(self.writer, 0, self.reports, lambda: None)
+        self.orders = OrderWriter(self.writer, 0, self.reports, lambda: None)
 
 
 @pytest.fixture

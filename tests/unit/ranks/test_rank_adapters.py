@@ -27,8 +27,8 @@ from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import CONFIG, WEIGHTS, AdapterPlan, load_peft_folder, plan_adapter
 from rollout.models.shard import shard_spec, spec_of_rank
 from rollout.ranks.adapters import AdapterCopies, RankAdapters
-from rollout.ranks.orders import Orders
-from rollout.ranks.reports import LaneReport, Reports
+from rollout.ranks.orders import OrderWriter
+from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
 from rollout.service.connections import ReplyAddress
@@ -58,11 +58,11 @@ class Group:
     def __init__(self, spec: Any, blind: bool = False) -> None:
         self.spec = spec
         self.lost = ""  # why
-        self.reports = Reports(SharedMemory.create("reports", Reports.line_bytes()), SIZE - 1)
+        self.reports = RankReports(SharedMemory.create("reports", RankReports.line_bytes()), SIZE - 1)
         self.memory, ring = SharedMemory.create("adapters", 0), SharedMemory.create("ring", 1 << 18)
         eventfd = os.eventfd(0)
         writer = RingWriter(ring, [eventfd], lambda: self.reports.get("position"))
-        self.orders = Orders(writer, 0, self.reports, lambda: None)
+        self.orders = OrderWriter(writer, 0, self.reports, lambda: None)
         self.reader = RingReader(ring, eventfd, lambda position: self.reports.set(0, "position", position))
         engine, shard = EngineSettings(adapter_slots=1, adapter_rank=4, max_adapters=MOST), shard_spec(spec, 0, SIZE)
         orders, lost = lambda: self.orders, lambda: self.lost
@@ -434,7 +434,7 @@ def test_a_place_whose_memory_stays_taken_is_used_again(start: Any, caplog: pyte
     for _ in range(2 * (MOST + 8)):
         group.pack(plan, tensors)  # it is dropped at once
         group.adapters._map, memory = Stubborn(), group.adapters._map  # type: ignore[assignment]
-        until(lambda: group.carry_out() or len(group.adapters._free) == MOST + 8, "the place")
+        until(lambda: group.carry_out() or len(group.adapters.free_places) == MOST + 8, "the place")
         group.adapters._map = memory
     assert "cannot be given back" in caplog.text
 
@@ -458,7 +458,7 @@ def test_a_refused_load_leaves_nothing_to_the_collector(start: Any, made: Any) -
             until(lambda: group.carry_out() or not posted.empty(), "the refusal")
             finish = posted.get()
             finish()
-            until(lambda: group.carry_out() or len(group.adapters._free) == MOST + 8, "the place")
+            until(lambda: group.carry_out() or len(group.adapters.free_places) == MOST + 8, "the place")
     finally:
         gc.enable()
         loads.close()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.ranks.device_relay import DevicePlace
-from rollout.ranks.relay import HostPlace, RelayMemory, RelaySizes
+from rollout.ranks.device_relay import DeviceBacking
+from rollout.ranks.relay import HostBacking, RelayMemory, RelaySizes
 from rollout.ranks.ring import SharedMemory
 from tests.support.bridge.file_memory import FileMemory
 
@@ -48,7 +48,7 @@ def followers() -> Followers:
 
 
 def relay_of(followers: Followers, most: int) -> RelayMemory:
-    place = HostPlace(SharedMemory.create("pieces", 0), torch.device("cpu"))
+    place = HostBacking(SharedMemory.create("pieces", 0), torch.device("cpu"))
     return RelayMemory(place, lambda: followers.taken, followers.give, RelaySizes(most, KIB))
 
 
@@ -124,7 +124,7 @@ def test_memory_on_a_device_is_freed_once_all_followers_have_unmapped_it(tmp_pat
     def answer(follower: int, mapped: bool = True) -> None:
         answers[follower] = mapped
 
-    place = DevicePlace(FileMemory(tmp_path), tell, answered)
+    place = DeviceBacking(FileMemory(tmp_path), tell, answered)
 
     place.grow(64)
     assert place.usable is None

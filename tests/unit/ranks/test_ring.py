@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rollout.ranks.reports import Reports
+from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import RingBrokenError, RingReader, RingWriter, SharedMemory, SharedMemoryError
 
 
@@ -25,7 +25,7 @@ class Ring:
     def __init__(self, size: int, readers: int = 1) -> None:
         self.lost = False
         self.memory = SharedMemory.create("ring", size)
-        self.reports = Reports(SharedMemory.create("reports", readers * Reports.line_bytes()), readers)
+        self.reports = RankReports(SharedMemory.create("reports", readers * RankReports.line_bytes()), readers)
         self.eventfds = [os.eventfd(0) for _ in range(readers)]
         self.writer = RingWriter(self.memory, self.eventfds, lambda: self.reports.get("position"), lambda: self.lost)
         self.readers = [self._reader(i, eventfd) for i, eventfd in enumerate(self.eventfds)]
@@ -152,16 +152,16 @@ print(head.sequence, bytes(body).decode(), flush=True)
 
 
 def test_reports_of_followers_and_of_topics_do_not_touch_one_another() -> None:
-    memory = SharedMemory.create("reports", 3 * Reports.line_bytes())
-    reports = Reports(memory, 3)
-    reports.say(1, "end", "ä" * 400)
-    reports.say(1, "updates", "no")
+    memory = SharedMemory.create("reports", 3 * RankReports.line_bytes())
+    reports = RankReports(memory, 3)
+    reports.set_text(1, "end", "ä" * 400)
+    reports.set_text(1, "updates", "no")
     reports.set(1, "launched", 5)
     reports.add(1, "launched")
     assert reports.get("launched") == [0, 6, 0] and reports.get("ready") == [0, 0, 0]
     assert reports.text(1, "end").startswith("äää") and reports.text(0, "end") == reports.text(2, "end") == ""
-    reports.say(1, "end", "short")
-    seen = Reports(SharedMemory(memory.descriptor), 3)  # as another process maps them
+    reports.set_text(1, "end", "short")
+    seen = RankReports(SharedMemory(memory.descriptor), 3)  # as another process maps them
     assert seen.text(1, "end") == "short" and seen.text(1, "updates") == "no"
 
 

@@ -56,7 +56,7 @@ class Broadcasts:
         self.fingerprints = torch.zeros(payload.manifest.bucket_count, dtype=torch.int64)
         self._payload, self._store, self._place = payload, store, place
         self._address, self._rules, self._kept, self._runs, self._member = address, rules, kept, runs, member
-        self._over = threading.Event()
+        self.ended = threading.Event()
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards `_stop`: after it the thread keeps no group
         self._moved_s = self._rules.clock()
@@ -65,7 +65,7 @@ class Broadcasts:
         """Return when everything is sent or `error` is set. `watch` is a client of the store."""
         thread = threading.Thread(target=self._main, name="weights-group", daemon=True)
         thread.start()
-        while not self._over.wait(0.02):
+        while not self.ended.wait(0.02):
             still_s = self._rules.clock() - self._moved_s
             if self._rules.closing.is_set():
                 self.error = "the publisher was closed"
@@ -90,7 +90,7 @@ class Broadcasts:
         except Exception as error:
             _log.exception("sending weights failed")
             self.error = f"the publisher failed in its group: {error!r:.300}"
-        self._over.set()
+        self.ended.set()
 
     def _send(self) -> None:
         place = self._place

@@ -44,7 +44,7 @@ _MAX_NAME = 64
 _log = logging.getLogger(__name__)
 
 
-class Member:
+class NcclMember:
     """One worker's part in one group. After `done`, `digest` is the digest of all buckets' fingerprints."""
 
     def __init__(

@@ -60,7 +60,7 @@ from trainer_bridge.transports.nccl.group import (
     reach,
 )
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
-from trainer_bridge.transports.nccl.member import Member
+from trainer_bridge.transports.nccl.member import NcclMember
 from trainer_bridge.transports.nccl.trainer_ranks import OtherRanks
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, ConnectionLost, RolloutError, WeightsRejected
@@ -88,8 +88,8 @@ class NcclReceiver(TransportReceiver):
     ) -> None:
         self.on_device = device.type == "cuda"
         self._device, self._timeout_s, self._wake = device, timeout_s, wake
-        self._member: Member | None = None
-        self._members: list[Member] = []  # members with a running thread
+        self._member: NcclMember | None = None
+        self._members: list[NcclMember] = []  # members with a running thread
         self._kept = KeptGroup(group_type)
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class NcclReceiver(TransportReceiver):
         except GroupError as error:
             raise BadRequest(f"this worker does not reach the publisher: {error}", field="options.hosts") from error
         grant = {"kept": self._kept.name, "columns": True}
-        self._member = Member(incoming, (host, port), self._kept, self._device, self._timeout_s, self._wake)
+        self._member = NcclMember(incoming, (host, port), self._kept, self._device, self._timeout_s, self._wake)
         self._member.start()
         self._members = [*(member for member in self._members if member.alive), self._member]
         return grant

@@ -35,7 +35,7 @@ from typing import Any
 import tests.support.quick_transformers.sitecustomize  # noqa: F401 -- Python imports one file of this name
 
 _BUSY_S = 9.0
-_SLOW_S = 0.15
+_SLOW_S = float(os.environ.get("SLOW_S", "0.15"))
 
 
 def _install(folder: Path) -> None:
@@ -47,7 +47,7 @@ def _install(folder: Path) -> None:
     from rollout.ranks.adapters import AdapterCopies
     from rollout.ranks.copies import FollowerCopies
     from rollout.ranks.follower_updates import FollowerUpdates
-    from rollout.ranks.start import LOADING, StartProgress
+    from rollout.ranks.start_watch import LOADING, StartProgress
     from rollout.weights import staged_weights
 
     def stand_at(point: str) -> None:

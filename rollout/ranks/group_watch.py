@@ -14,7 +14,7 @@ A healthy group must not be ended, however slow it is:
 - Time counts as far as both sides have seen it pass: the watching thread, and the beat of the rank. A machine that was
   stopped or is overloaded delays them, too.
 - The beat is a thread of its own, so only a process that does not run at all is silent. It counts once a follower is
-  ready: the imports and the loading before are seconds under Python's lock. Until then `start.py` has the rules.
+  ready: the imports and the loading before are seconds under Python's lock. Until then `start_watch.py` has the rules.
 - No time counts while a rank compiles a kernel.
 - Work that moves gigabytes (updates, swaps, sleeps) is done in parts, and each part that is done begins the time anew.
   So no order needs a longer limit than another.
@@ -36,7 +36,7 @@ from typing import Any, Literal, NamedTuple, get_args
 BEAT_S = 0.25
 #: Seconds after which a stopped or silent process is lost.
 SILENT_S = 6.0
-_LEAST_CPU = 0.05  # of one core: the ranks compute
+_LEAST_CPU = 0.05  # share of a core; above it the ranks compute
 _CPU_EVERY_S = 1.0
 
 #: Lanes besides that of the orders themselves.
@@ -46,18 +46,18 @@ LANES: tuple[LaneName, ...] = get_args(LaneName)
 COPY_LANES: tuple[LaneName, ...] = ("adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")
 
 
-class Lane(NamedTuple):
+class LaneProgress(NamedTuple):
     """How far a lane is."""
 
     busy: bool  # something is begun, and has not ended
     done: int  # grows with each order that ended, and with each part of a long one
 
 
-_EMPTY = Lane(False, 0)
+_EMPTY = LaneProgress(False, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class FollowerLook:
+class FollowerState:
     """A look at a follower at one moment."""
 
     pid: int
@@ -66,30 +66,30 @@ class FollowerLook:
     said: str = ""
     beat: int = 0
     ready: bool = True
-    sequence: int = 0  # of the last order that it has carried out
+    sequence: int = 0  # number of the last order that it has carried out
     launched: int = 0
     done: int = 0  # steps that are complete on its device
-    lanes: Mapping[LaneName, Lane] = field(default_factory=dict)  # without orders; a sleep is one of these
-    looks: int = 0  # of its main thread, for copies
+    lanes: Mapping[LaneName, LaneProgress] = field(default_factory=dict)  # without orders; a sleep is one of these
+    looks: int = 0  # looks of its main thread for copies
     compiling: bool = False
     main_s: float | None = None  # CPU time of its main thread; None for a rank on a GPU
     compute_s: float | None = None  # CPU time of the thread that computes its steps, as above
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLook:
+class GroupState:
     """A look at a group at one moment."""
 
-    followers: Sequence[FollowerLook]
+    followers: Sequence[FollowerState]
     ordered: int = 0  # sequence number of the last order; 0 before there are any
     done: int = 0  # steps that rank 0 has committed
     busy: bool = False  # a step of rank 0 is not complete on its device
-    lanes: Mapping[LaneName, Lane] = field(default_factory=dict)  # of rank 0
+    lanes: Mapping[LaneName, LaneProgress] = field(default_factory=dict)  # lanes of rank 0
     compiling: bool = False  # rank 0
     compute_s: float | None = None  # CPU time of the thread that computes its steps; None for a rank on a GPU
 
 
-class Clock:
+class StallClock:
     """Seconds for which something stands still."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Clock:
         self._done: object = None
         self._cpu = (0.0, 0.0)  # `still_s` and the CPU time at the last question whether a rank computes
 
-    def look(self, done: object, counts: bool, passed_s: float, cpu_s: float | None = None) -> float:
+    def update(self, done: object, counts: bool, passed_s: float, cpu_s: float | None = None) -> float:
         """`done` changes with progress; time counts while `counts` is true. Returns the seconds without progress."""
         self.still_s += passed_s
         if done != self._done or not counts or self._computes(cpu_s):
@@ -121,13 +121,13 @@ class GroupWatch:
         self._beats = [-1] * followers
         self.silent_s = [0.0] * followers  # seconds since each beat
         self._stopped_s = [0.0] * followers
-        self._steps = Clock()
-        self._lanes: dict[tuple[int, str], Clock] = {}
+        self._steps = StallClock()
+        self._lanes: dict[tuple[int, str], StallClock] = {}
         self._looks = [-1] * followers
 
-    def look(self, seen: GroupLook, passed_s: float) -> str:
+    def find_stall(self, seen: GroupState, passed_s: float) -> str:
         """Why the group is lost; empty if it is not. `passed_s` are the seconds since the last look."""
-        lived_s = [passed_s]  # by rank: the seconds that it has seen pass
+        lived_s = [passed_s]  # the seconds that each rank has seen pass
         for i, follower in enumerate(seen.followers):
             beats = follower.beat - self._beats[i]
             lived_s.append(min(beats * BEAT_S, 2 * passed_s) if self._beats[i] >= 0 else 0.0)
@@ -136,7 +136,7 @@ class GroupWatch:
         compiles = seen.compiling or any(follower.compiling for follower in seen.followers)
         return self._hung_lane(seen, compiles, lived_s) or self._still(seen, compiles, passed_s)
 
-    def _lost(self, i: int, seen: FollowerLook, passed_s: float) -> str:
+    def _lost(self, i: int, seen: FollowerState, passed_s: float) -> str:
         beats = seen.beat != self._beats[i]
         self.silent_s[i] = 0.0 if beats else self.silent_s[i] + passed_s
         self._stopped_s[i] = self._stopped_s[i] + passed_s if seen.stopped and not beats else 0.0
@@ -149,29 +149,29 @@ class GroupWatch:
             return f"(process {seen.pid}) has hung for {self.silent_s[i]:.0f} s"
         return ""
 
-    def _hung_lane(self, seen: GroupLook, compiles: bool, lived_s: list[float]) -> str:
+    def _hung_lane(self, seen: GroupState, compiles: bool, lived_s: list[float]) -> str:
         looks = [follower.looks for follower in seen.followers]
         looked = [True, *(now != before for now, before in zip(looks, self._looks, strict=True))]
         self._looks = looks
-        ranks: list[tuple[Mapping[Any, Lane], float | None]] = [(seen.lanes, None)]
+        ranks: list[tuple[Mapping[Any, LaneProgress], float | None]] = [(seen.lanes, None)]
         ranks += [({**f.lanes, "orders": _orders(seen.ordered, f)}, f.main_s) for f in seen.followers]
         for rank, (lanes, main_s) in enumerate(ranks):
             for name, lane in lanes.items():
-                clock = self._lanes.setdefault((rank, name), Clock())
+                clock = self._lanes.setdefault((rank, name), StallClock())
                 computes = main_s if name == "orders" else None
                 passed_s = 0.0 if name in COPY_LANES and not looked[rank] else lived_s[rank]
-                still_s = clock.look(lane.done, lane.busy and not compiles, passed_s, computes)
+                still_s = clock.update(lane.done, lane.busy and not compiles, passed_s, computes)
                 if self._stall_s is not None and still_s > self._stall_s:
                     return f"rank {rank} has hung: it has completed nothing in its lane {name} for {still_s:.0f} s"
         return ""
 
-    def _still(self, seen: GroupLook, compiles: bool, passed_s: float) -> str:
+    def _still(self, seen: GroupState, compiles: bool, passed_s: float) -> str:
         ranks = [seen.lanes, *(follower.lanes for follower in seen.followers)]
         swaps = [lanes.get("swap", _EMPTY).done for lanes in ranks]  # steps wait for them
         completed = (seen.done, *(number for f in seen.followers for number in (f.launched, f.done)), *swaps)
         waits = seen.busy or any(f.done < f.launched for f in seen.followers)
         used = [s for s in (seen.compute_s, *(f.compute_s for f in seen.followers)) if s is not None]
-        still_s = self._steps.look(completed, waits and not compiles, passed_s, sum(used) if used else None)
+        still_s = self._steps.update(completed, waits and not compiles, passed_s, sum(used) if used else None)
         if self._stall_s is None or still_s <= self._stall_s:
             return ""
         late = [i for i, f in enumerate(seen.followers, 1) if f.sequence < seen.ordered]
@@ -180,7 +180,7 @@ class GroupWatch:
         return f"no rank has completed anything for {still_s:.0f} s; {named} {'have' if late[1:] else 'has'} hung"
 
 
-def _orders(ordered: int, seen: FollowerLook) -> Lane:
+def _orders(ordered: int, seen: FollowerState) -> LaneProgress:
     """The lane of a follower's main thread, which may wait for steps on its device, and these for other ranks."""
     sleeps, updates = (seen.lanes.get(name, _EMPTY).done for name in ("sleep", "updates"))  # a sleep waits for updates
-    return Lane(seen.sequence < ordered and seen.done >= seen.launched, seen.sequence + sleeps + updates)
+    return LaneProgress(seen.sequence < ordered and seen.done >= seen.launched, seen.sequence + sleeps + updates)

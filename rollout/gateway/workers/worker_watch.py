@@ -1,6 +1,6 @@
 """The states of all workers, as the gateway knows them. Endpoints that only ask for state never wait for a worker.
 
-    Watch --status, again and again--> every worker
+    WorkerWatch --status, again and again--> every worker
       |---> states: what is known now
       +---> the log: a line when a worker is lost, hangs, is started again, has older weights, is in order again
 
@@ -39,7 +39,7 @@ _LINES = {
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerState:
+class WatchedWorker:
     """A worker's last `status` reply, or None if it does not answer.
 
     `word` and `problem` say why it is not in order; both are empty if it is.
@@ -52,7 +52,7 @@ class WorkerState:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedWeights:
     """Weights that this gateway has brought to the workers. `folder`: their source; None: they cannot be sent again."""
 
     version: int
@@ -83,16 +83,16 @@ class _Watched:
         return self.connected and all(now - since_s < _PROMPT_S for since_s in self.questions.values())
 
 
-class Watch:
+class WorkerWatch:
     """The states of all workers, and the weights that they should have.
 
     `silent_s`: seconds after which a worker that does not answer hangs.
     """
 
     def __init__(self, pool: AsyncRolloutClient, min_version: int, silent_s: float) -> None:
-        self.published = Published(min_version)
+        self.published = PublishedWeights(min_version)
         #: Weights that did not reach all workers. They count as published once a worker uses them.
-        self.attempt: Published | None = None
+        self.attempt: PublishedWeights | None = None
         #: By endpoint, for a worker with older weights: what the gateway does about it, or what an operator can do.
         self.outlook: dict[str, str] = {}
         self._pool = pool
@@ -105,7 +105,7 @@ class Watch:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def states(self) -> list[WorkerState]:
+    def states(self) -> list[WatchedWorker]:
         """The last known state of every worker."""
         states = list(map(self._answering, self._workers))
         floor = self.floor(states)
@@ -126,7 +126,7 @@ class Watch:
             states[place] = replace(state, word=word, problem=problem)
         return states
 
-    def floor(self, states: Sequence[WorkerState]) -> int:
+    def floor(self, states: Sequence[WatchedWorker]) -> int:
         """The version that a worker in order has at least.
 
         It is the newest of `--min-version`, what this gateway has published, and the workers' own `min_version`.
@@ -147,7 +147,7 @@ class Watch:
             if worker.endpoint == endpoint
         )
 
-    def _answering(self, worker: _Watched) -> WorkerState:
+    def _answering(self, worker: _Watched) -> WatchedWorker:
         """The worker's status, or why it does not answer."""
         now = self._loop.time()
         word = problem = ""
@@ -162,7 +162,7 @@ class Watch:
             silent_s = now - self._lag_s(now) - (worker.since_s if worker.status is None else worker.answered_s)
             if worker.status is None or silent_s > self._silent_s:
                 word, problem = "silent", f"no answer for {silent_s:.1f} s"
-        return WorkerState(worker.endpoint, None if word else worker.status, word, problem)
+        return WatchedWorker(worker.endpoint, None if word else worker.status, word, problem)
 
     def _look_at(self, worker: _Watched) -> bool:
         """Whether it is connected now. A change of the connection clears the status."""
@@ -186,7 +186,7 @@ class Watch:
 
     # --- what is published -------------------------------------------------------------------------------------------
 
-    def has_published(self, update: Published) -> None:
+    def has_published(self, update: PublishedWeights) -> None:
         """A worker uses these weights."""
         self.attempt = None
         if update.version >= self.published.version:

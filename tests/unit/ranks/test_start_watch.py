@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from rollout.ranks.processes import look_at_start
-from rollout.ranks.start import (
+from rollout.ranks.start_watch import (
     CONNECTING,
     IMPORTING,
     LOADING,
     PREPARING,
     READY,
-    StartLook,
-    StartPlace,
+    StartPosition,
     StartProgress,
+    StartState,
     StartWatch,
 )
 from rollout.ranks.thread_stat import thread_stat
@@ -35,12 +35,12 @@ class Start:
     """Three ranks that start, and are looked at every quarter of a second."""
 
     def __init__(self, *stages: int, limit_s: float | None = LIMIT_S) -> None:
-        self.ranks = [StartLook(StartPlace(stage)) for stage in stages]
+        self.ranks = [StartState(StartPosition(stage)) for stage in stages]
         self.watch = StartWatch(limit_s)
         self.now_s, self.compiles = 0.0, False
 
     def at(self, rank: int, stage: int, done: int = 0, total: int = 0) -> None:
-        self.change(rank, place=StartPlace(stage, total > 0, done), total=total)
+        self.change(rank, place=StartPosition(stage, total > 0, done), total=total)
 
     def change(self, rank: int, **fields: Any) -> None:
         self.ranks[rank] = self.ranks[rank]._replace(**fields)
@@ -51,7 +51,7 @@ class Start:
             self.now_s += LOOK_S
             for rank, cores in (cpu or {}).items():
                 self.change(rank, cpu_s=self.ranks[rank].cpu_s + cores * LOOK_S)
-            if failure := self.watch.look(self.ranks, self.compiles, LOOK_S):
+            if failure := self.watch.find_stall(self.ranks, self.compiles, LOOK_S):
                 return failure
         return ""
 
@@ -161,8 +161,8 @@ if pid == 0:
 
 
 def looks_of(
-    code: str, path: Path, enough: Callable[[list[StartLook]], bool], state: str = "", on_cpu: bool = True
-) -> list[StartLook]:
+    code: str, path: Path, enough: Callable[[list[StartState]], bool], state: str = "", on_cpu: bool = True
+) -> list[StartState]:
     """Looks at a process that runs this code, until they are enough; from when it is in a state, if one is given."""
     command, looks = [sys.executable, "-c", code, str(path)], []
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
@@ -185,13 +185,13 @@ def test_a_process_that_sleeps_shows_no_sign(tmp_path: Path) -> None:
     looks = looks_of(_SLEEPS, tmp_path, lambda looks: len(looks) == 20, state="S")
     assert looks[-1].read_bytes == looks[0].read_bytes > 0  # of its imports
     assert looks[-1].cpu_s - looks[0].cpu_s < 0.05 and not any(look.waits_for_disk for look in looks)
-    assert looks[0].place == StartPlace(LOADING, True, 1) and looks[0].total == 2
+    assert looks[0].place == StartPosition(LOADING, True, 1) and looks[0].total == 2
 
 
 def test_a_process_that_reads_shows_bytes_and_time_of_the_kernel(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * (8 << 20))
 
-    def both(looks: list[StartLook]) -> bool:
+    def both(looks: list[StartState]) -> bool:
         return looks[-1].read_bytes > looks[0].read_bytes and looks[-1].cpu_s > looks[0].cpu_s
 
     assert both(looks_of(_READS, tmp_path / "file", both, on_cpu=False))
@@ -205,4 +205,4 @@ def test_a_process_in_the_kernel_that_cannot_be_interrupted_waits_for_a_disk(tmp
 def test_a_process_that_has_ended_shows_nothing() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass
-    assert look_at_start(process.pid, IMPORTING, 0, 0, on_cpu=True) == StartLook()
+    assert look_at_start(process.pid, IMPORTING, 0, 0, on_cpu=True) == StartState()

@@ -10,14 +10,14 @@ from typing import Any
 from rollout.gateway.http.http_errors import HttpError, bad_request
 
 _MOST = 16_384  # ids at workers that are known; a worker knows as many
-#: What the gateway puts in front of a client's id of a request.
+#: Prefixes that the gateway adds to a client's id of a request.
 PREFIXES = ("cmpl-", "chatcmpl-", "msg_", "resp_")
 
 #: Ids at the workers, and the number of completions of each, in the order of the prompts.
 Parts = tuple[tuple[str, int], ...]
 
 
-class Sources:
+class RequestIds:
     """Ids at the workers, by the id that the client knows; the oldest is forgotten first."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Sources:
                 self._keep(known_id, earlier)
             raise
 
-    def at_worker(self, fork: Mapping[str, Any]) -> Mapping[str, Any]:
+    def worker_fork(self, fork: Mapping[str, Any]) -> Mapping[str, Any]:
         """A fork as the workers know it: `index` counts the choices of an answer. Raises `HttpError`."""
         known_id = fork.get("request")
         if known_id is None:

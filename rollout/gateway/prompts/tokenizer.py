@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout.gateway.formats.chat_turns import ChatTurns
-from rollout.gateway.formats.choice import Choice, Formats
+from rollout.gateway.formats.format_chooser import FormatChooser, Formats
 from rollout.gateway.http.http_errors import HttpError, bad_request
 from rollout.gateway.prompts.token_bytes import TokenBytes
 from rollout.service.text.codec import TextCodec, check_chars, load_text_codec
@@ -26,7 +26,7 @@ _MAX_DECODED = 1 << 20  # tokens of one call of `decode`
 _MAX_TEMPLATES = 16  # chat templates of requests that are kept
 
 
-class Text:
+class GatewayTokenizer:
     """A tokenizer and its chat template, or neither (`codec` None): then only token ids can be used."""
 
     def __init__(self, codec: TextCodec | None, folder: Path | None = None) -> None:
@@ -39,7 +39,7 @@ class Text:
         self._bytes = None if codec is None else TokenBytes(codec.tokenizer)
 
     @classmethod
-    def load(cls, model: str | None) -> Text:
+    def load(cls, model: str | None) -> GatewayTokenizer:
         """The tokenizer of a folder or hub id, or of no model at all. Raises ValueError if it cannot be read."""
         if model is None:
             return cls(None)
@@ -51,7 +51,7 @@ class Text:
         return cls(load_text_codec(folder), folder)
 
     @property
-    def there(self) -> bool:
+    def available(self) -> bool:
         """True if there is a tokenizer."""
         return self._codec is not None
 
@@ -64,7 +64,7 @@ class Text:
             if codec is None:
                 raise ValueError("--tool-parser and --reasoning-parser need a tokenizer: name one with --model")
         own = getattr(codec.tokenizer, "response_template", None)
-        return Choice(self.turns(None), own, codec.special_tokens).formats(tools, reasoning)
+        return FormatChooser(self.turns(None), own, codec.special_tokens).formats(tools, reasoning)
 
     async def encode(self, text: str, special: bool = True, name: str = "prompt") -> list[int]:
         """Token ids of a text; with `special` also the special tokens that the tokenizer adds.

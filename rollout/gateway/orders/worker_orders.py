@@ -1,6 +1,6 @@
 """Orders of trainers, in every dialect: pauses, sleep, adapters, weights. Every order goes to all workers.
 
-The endpoints of `vllm_admin.py`, `sglang_admin.py` and `process_groups.py` are names for these orders.
+The admin endpoints of all dialects (`dialects/*_admin.py`, `process_groups.py`) are names for these orders.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from rollout.gateway.http.http_errors import HttpError, bad_request
 from rollout.gateway.orders.folder_updates import FolderUpdates
-from rollout.gateway.workers.watch import Published
 from rollout.gateway.workers.weights_folder import WeightsFolder
+from rollout.gateway.workers.worker_watch import PublishedWeights
 from rollout.gateway.workers.workers import STATUS_S, Workers
 from trainer_bridge.wire.errors import UNANSWERED, RolloutError
 
@@ -22,7 +22,7 @@ Publish = Callable[[int, Sequence[str]], Awaitable[None]]
 _VERSION_END = 2**62
 
 
-class Control:
+class WorkerOrders:
     """Orders to all workers. Every method raises `HttpError` and `RolloutError`.
 
     `names`: the names of the model, which no adapter may have. `updates`: publishes folders of weights.
@@ -53,7 +53,7 @@ class Control:
     async def resume(self) -> None:
         """End a pause."""
         self._workers.admit()
-        self._workers.lasting = None
+        self._workers.lasting_order = None
         await self._order("resume")
 
     async def is_paused(self) -> bool:
@@ -70,7 +70,7 @@ class Control:
     async def wake(self, tags: list[str] | None = None) -> None:
         """Take all memory again, whichever tag is named first; awake workers stay as they are."""
         _check_tags(tags)
-        self._workers.lasting = None
+        self._workers.lasting_order = None
         await self._order("wake")
 
     async def is_sleeping(self) -> bool:
@@ -150,7 +150,7 @@ class Control:
         async with workers.publishing:
             newest = max(status["weights_version"] for status in await workers.ask())
             wanted = max(newest, watch.published.version) + 1 if version is None else _version(version)
-            update = Published(wanted, folder, why_not_kept)
+            update = PublishedWeights(wanted, folder, why_not_kept)
             if endpoints := self._without(update):
                 try:
                     await publish(wanted, endpoints)
@@ -164,7 +164,7 @@ class Control:
                 await watch.refresh(STATUS_S)  # `/health` would compare an old status with the new version
             return wanted
 
-    def _without(self, update: Published) -> tuple[str, ...]:
+    def _without(self, update: PublishedWeights) -> tuple[str, ...]:
         """The endpoints of all workers; if some have this version already, of the workers that lack it.
 
         Raises `HttpError` if the version is in use from another folder.
@@ -187,9 +187,9 @@ class Control:
         try:
             await self._order(op, **fields)
         except UNANSWERED:
-            self._workers.lasting = op, fields  # the workers that answer have carried it out
+            self._workers.lasting_order = op, fields  # the workers that answer have carried it out
             raise
-        self._workers.lasting = op, fields
+        self._workers.lasting_order = op, fields
 
     async def _order(self, op: str, endpoints: Sequence[str] | None = None, **fields: Any) -> None:
         """Give an order to all workers, or to some. Raises the first error, once all have answered."""

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway.formats.choice import Formats
-from rollout.gateway.prompts.image_processor import Images
-from rollout.gateway.prompts.text import Text
+from rollout.gateway.formats.format_chooser import Formats
+from rollout.gateway.prompts.image_processor import ImageProcessor
+from rollout.gateway.prompts.tokenizer import GatewayTokenizer
 from rollout.model_name import readable_name
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class GatewayModel:
     """The model of all workers. `names`: what requests may call it, the shown name first. `images`: None without them.
 
     `trusts_templates`: requests may bring chat templates.
@@ -25,23 +25,23 @@ class ServedModel:
 
     names: tuple[str, ...]
     context_tokens: int
-    text: Text
+    text: GatewayTokenizer
     formats: Formats
-    images: Images | None
+    images: ImageProcessor | None
     trusts_templates: bool
 
     @classmethod
-    def load(cls, status: dict[str, Any], settings: GatewaySettings) -> ServedModel:
+    def load(cls, status: dict[str, Any], settings: GatewaySettings) -> GatewayModel:
         """The model of a worker with this status. Raises ValueError for files or flags that cannot be used."""
         path = settings.model
         if path is None and Path(status["model"]).expanduser().is_dir():
             path = status["model"]
-        text = Text.load(path)
-        if not text.there:
+        text = GatewayTokenizer.load(path)
+        if not text.available:
             log.warning("there is no tokenizer: only token ids can be sent and received; name one with --model")
         images = None
         if text.folder is not None and "media" in (status.get("capabilities") or ()):
-            images = Images.load(text.folder, settings.images_root)
+            images = ImageProcessor.load(text.folder, settings.images_root)
         return cls(
             names=settings.served_model_name or tuple(dict.fromkeys((readable_name(status["model"]), status["model"]))),
             context_tokens=status["max_context_tokens"],

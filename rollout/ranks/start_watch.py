@@ -17,7 +17,7 @@ A slow rank must not be taken for one that hangs. So no time counts while a rank
   kernel counts, as for memory that is pinned
 
 On a GPU a rank may compute on its CPU in a stage, or wait for threads of its driver, and show none of this. So the
-limit (`engine.rank_start_stall_s`) is long: no client waits for tokens yet, and a start that is ended begins anew.
+limit (15 times `engine.rank_stall_s`) is long: no client waits for tokens yet, and a start that is ended begins anew.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from rollout.ranks.watch import Clock
+from rollout.ranks.group_watch import StallClock
 
 STAGES = ("importing", "connecting", "loading weights", "preparing steps", "ready")
 IMPORTING, CONNECTING, LOADING, PREPARING, READY = range(5)
 
 
-class StartPlace(NamedTuple):
+class StartPosition(NamedTuple):
     """How far a rank is. Places of ranks can be compared."""
 
     stage: int = IMPORTING
@@ -39,12 +39,12 @@ class StartPlace(NamedTuple):
     done: int = 0  # parts
 
 
-class StartLook(NamedTuple):
+class StartState(NamedTuple):
     """A look at a rank at one moment of its start."""
 
-    place: StartPlace = StartPlace()
+    place: StartPosition = StartPosition()
     total: int = 0  # parts of its stage; 0: not known
-    read_bytes: int = 0  # by its main thread
+    read_bytes: int = 0  # bytes that its main thread has read
     waits_for_disk: bool = False
     cpu_s: float = 0.0  # CPU time of its main thread that shows that it does something
 
@@ -70,15 +70,15 @@ class StartWatch:
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
-        self._least = Clock()
-        self._loading: dict[int, Clock] = {}
+        self._least = StallClock()
+        self._loading: dict[int, StallClock] = {}
 
-    def look(self, ranks: Sequence[StartLook], compiles: bool, passed_s: float) -> str:
+    def find_stall(self, ranks: Sequence[StartState], compiles: bool, passed_s: float) -> str:
         """Which rank hangs, and where; empty if none does. `passed_s` are the seconds since the last look."""
         if self._limit_s is None:
             return ""
         for rank, seen in enumerate(ranks):
-            clock = self._loading.setdefault(rank, Clock())
+            clock = self._loading.setdefault(rank, StallClock())
             loads = seen.place.stage == LOADING and 0 < seen.place.done < seen.total
             still_s = self._still_s(clock, [seen], loads and not compiles, passed_s)
             if still_s > self._limit_s:
@@ -90,14 +90,14 @@ class StartWatch:
         return _sentence(least, judged[0], still_s) if still_s > self._limit_s else ""
 
     def _still_s(
-        self, clock: Clock, judged: list[StartLook], counts: bool, passed_s: float, key: object = None
+        self, clock: StallClock, judged: list[StartState], counts: bool, passed_s: float, key: object = None
     ) -> float:
         counts = counts and not any(seen.waits_for_disk for seen in judged)
         done = key, [(seen.place, seen.read_bytes) for seen in judged]
-        return clock.look(done, counts, passed_s, sum(seen.cpu_s for seen in judged))
+        return clock.update(done, counts, passed_s, sum(seen.cpu_s for seen in judged))
 
 
-def _sentence(ranks: list[int], seen: StartLook, still_s: float) -> str:
+def _sentence(ranks: list[int], seen: StartState, still_s: float) -> str:
     named, stage = ", ".join(map(str, ranks)), STAGES[seen.place.stage]
     hung = f"ranks {named} have hung" if ranks[1:] else f"rank {named} has hung"
     share = ""

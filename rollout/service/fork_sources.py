@@ -1,4 +1,4 @@
-"""Tokens that a request may continue by name (`fork`): those of requests in flight, and of recently ended ones.
+"""Tokens of requests in flight and of recently ended ones, which a request may continue by name (`fork`).
 
 Tokens of a running completion are in the engine until a delta brings them, so the service asks for them (`Flush`) and
 then reads what it has. A stop string that it has found cuts a completion here, too.
@@ -29,7 +29,7 @@ _OVERHEAD_BYTES = 1024  # memory of an entry besides its tokens; a generous esti
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class EndedRequest:
     """The tokens of a request that has ended."""
 
     key: RequestKey
@@ -44,7 +44,7 @@ class History:
         return _OVERHEAD_BYTES + self.prompt.token_ids.nbytes + sum(array.nbytes for array in self.completions)
 
 
-class Sources(Store[History]):
+class ForkSources(Store[EndedRequest]):
     """The sources of each client's requests. `by_name` and `by_client` have the requests in flight."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Sources(Store[History]):
         self.forget(entry.name)  # an earlier request with this id
         client, session = entry.name[0], entry.message.session
         completions = tuple(completion.tokens() for completion in entry.completions)
-        history = History(entry.key, without_pixels(entry.request.prompt), completions, session, self._clock())
+        history = EndedRequest(entry.key, without_pixels(entry.request.prompt), completions, session, self._clock())
         kept = self.keep(entry.name, history)
         if session is not None:
             self._turns.pop((client, session), None)
@@ -143,7 +143,7 @@ class Sources(Store[History]):
             )
         return joined(history.prompt, history.completions[0])
 
-    def _history(self, client: str, fork: Fork, asked: RequestKey | None) -> History:
+    def _history(self, client: str, fork: Fork, asked: RequestKey | None) -> EndedRequest:
         target = fork.request if fork.session is None else self._turns.get((client, fork.session))
         history = None if target is None else self.get((client, target))
         if history is None or (fork.request is not None and asked not in (None, history.key)):

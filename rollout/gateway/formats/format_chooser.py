@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.gateway.formats.chat_turns import PROBE_NAME, PROBE_TOOL, ChatTurns, probe_call
-from rollout.gateway.formats.regions import Fields, Region, compile_regions, kind_of, special_marks
-from rollout.gateway.formats.segments import Piece, Segments
-from rollout.gateway.formats.table import ALIASES, ANSWER_AFTER, OWN, REASONING, THOUGHTS, TOOL_CALLS
+from rollout.gateway.formats.known_formats import ALIASES, ANSWER_AFTER, OWN, REASONING, THOUGHTS, TOOL_CALLS
+from rollout.gateway.formats.regions import AnswerRegion, Fields, compile_regions, kind_of, special_marks
+from rollout.gateway.formats.segments import AnswerPiece, Segments
 
 log = logging.getLogger(__name__)
 
@@ -25,15 +25,15 @@ _THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUG
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SearchedRegions:
     """The regions that answers are searched for. `shown`: ids of the special tokens that the text must have for it."""
 
-    regions: tuple[Region, ...] = ()
+    regions: tuple[AnswerRegion, ...] = ()
     shown: frozenset[int] = frozenset()
 
-    def without_reasoning(self) -> Cut:
+    def without_reasoning(self) -> SearchedRegions:
         """The same for answers without thoughts."""
-        return Cut(tuple(region for region in self.regions if region.kind != "reasoning"), self.shown)
+        return SearchedRegions(tuple(region for region in self.regions if region.kind != "reasoning"), self.shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Formats:
 
     tools: str | None = None
     reasoning: str | None = None
-    cuts: tuple[Cut, Cut] = (Cut(), Cut())
+    cuts: tuple[SearchedRegions, SearchedRegions] = (SearchedRegions(), SearchedRegions())
     answer_after: str | None = None
     thoughts: tuple[str, str] | None = None
 
 
-class Choice:
+class FormatChooser:
     """Chooses among the formats for one model.
 
     `own`: the response template of its tokenizer; `special`: ids of its special tokens by text.
@@ -74,9 +74,13 @@ class Choice:
         cuts = self._cut_by(self._fields(None, thoughts)), self._cut_by(self._fields(calls, thoughts))
         return Formats(calls, thoughts, cuts, self._answer_after(thoughts), self._marks_of(thoughts))
 
-    def _cut_by(self, fields: Fields) -> Cut:
+    def _cut_by(self, fields: Fields) -> SearchedRegions:
         try:
-            return Cut(compile_regions(fields), special_marks(fields, self._special)) if fields else Cut()
+            return (
+                SearchedRegions(compile_regions(fields), special_marks(fields, self._special))
+                if fields
+                else SearchedRegions()
+            )
         except ValueError as error:
             raise ValueError(f"the installed transformers cannot read this format; update it: {error}") from error
 
@@ -99,7 +103,7 @@ class Choice:
         """The fields of the response template that has both formats."""
         fields: dict[str, Mapping[str, Any]] = {}
         for name in (calls, thoughts):
-            if name == OWN:  # also regions of content and of other kinds
+            if name == OWN:  # the tokenizer's own format has regions of content and of other kinds, too
                 fields |= {field: spec for field, spec in self._own.items() if kind_of(field) == "content"}
             elif name == "gpt_oss":  # every message is on a channel
                 fields |= REASONING[name]
@@ -157,7 +161,7 @@ class Choice:
         history = self._turns.render([question, {"role": "assistant", "content": said}, question])
         return history is not None and _ANSWER in history and _THOUGHT not in history
 
-    def _cut(self, fields: Fields, answer: str | None, tools: Any = ()) -> Piece | None:
+    def _cut(self, fields: Fields, answer: str | None, tools: Any = ()) -> AnswerPiece | None:
         """An answer cut by a format; None without a format, or if transformers is too old for it."""
         if answer is None:
             return None

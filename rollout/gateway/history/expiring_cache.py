@@ -12,7 +12,7 @@ _MOST = 65_536  # values
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
+class ExpiringCache(Generic[T]):
     """At most `most_bytes` of values, each until it has not been used for `idle_s` seconds."""
 
     def __init__(self, most_bytes: int, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:

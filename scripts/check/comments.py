@@ -1,0 +1,66 @@
+"""Checks that comments and docstrings are sentences or noun phrases: `python -m scripts.check.comments`.
+
+Half a sentence, such as `x: int  # of its upload`, leaves its subject to the reader. A comment that begins with one of
+these words is one, unless it goes on a comment of the line before.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGES = "rollout", "trainer_bridge", "kernels"
+#: Files that are not checked yet.
+EXCEPTIONS = {"rollout/engine/kv/offload.py"}
+_WORDS = "of by for with which whose that so and or but than to from also"
+#: A capital begins a sentence, as in "With tied embeddings the output ...", except with these words.
+_CAPITALS = "Of Whose And Or Than"
+_HALF = re.compile(rf"#?:?\s*(?:{'|'.join(_WORDS.split())}|{'|'.join(_CAPITALS.split())})\b(?!-)")
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    """The first line of each comment: its line number, and its text from `#` on."""
+    last = -1
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            alone = not token.line[: token.start[1]].strip()
+            if not (alone and last == token.start[0] - 1):
+                yield token.start[0], token.string
+            last = token.start[0] if alone else -1
+
+
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+    """The docstrings: the line of the definition, and the text."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            found = ast.get_docstring(node)
+            if found:
+                yield getattr(node, "lineno", 1), found
+
+
+def problems(root: Path) -> list[str]:
+    """A line for each comment and docstring that begins in the middle of a sentence."""
+    found = []
+    for file in (file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))):
+        name, text = str(file.relative_to(root)), file.read_text(encoding="utf-8")
+        if name not in EXCEPTIONS:
+            for line, comment in (*comments(text), *docstrings(text)):
+                if _HALF.match(comment):
+                    found.append(f"{name}:{line}: half a sentence; begin with a noun: {comment.splitlines()[0]}")
+    return found
+
+
+def main() -> int:
+    """Print the problems; returns 1 if there is any."""
+    found = problems(Path.cwd())
+    print(*found, sep="\n", end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
