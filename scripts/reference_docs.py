@@ -178,7 +178,7 @@ if attention has kernels and no operation waits for the device; otherwise the lo
 
 **Refused at the start**, with the reason:
 
-- the settings `adapter_slots`, `routing`, `deterministic`, `speculation` and `expert_dtype`;
+- the settings `adapter_slots`, `routing`, `deterministic`, `speculation` and `weight_dtype`;
 - layers with a state instead of KV (Mamba, linear attention, convolutions), or that share KV;
 - attention to later tokens, to chunks of the text, to chosen positions, or outside of transformers' attention
   interface (ALiBi in Bloom and MPT);

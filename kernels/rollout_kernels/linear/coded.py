@@ -6,7 +6,7 @@ first row, so its codes and scales are those that a checkpoint has of it.
     codes   |===== q =====|== k ==|== v ==|     uint8 [N, K]
     scales  |-- of q --|- of k -|- of v -|      one row for each block of rows of a module
 
-Products of few tokens read codes (`triton_linear`). For more tokens, `dense` makes 16-bit weights for one product.
+Products of few tokens read codes (`triton_linear`). For more tokens, `products.dense` makes 16-bit weights.
 
 Legend: N outputs, K inputs, M tokens.
 """
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from rollout_kernels.moe.formats import BLOCK, GROUP, ExpertWeights, Format, scale_shape
 from rollout_kernels.moe.quantize import quantize_to
@@ -47,6 +46,10 @@ class CodedMatrix:
         Else a module that is not the last one ends within a block of rows.
         """
         return self.format != "fp8_block" or all(width % BLOCK == 0 for width in self.widths[:-1])
+
+    def kernels_take(self, dtype: torch.dtype) -> bool:
+        """Whether the kernels multiply these weights with activations of `dtype`."""
+        return self.in_step and not (self.format == "mxfp8" and dtype == torch.float16)
 
     def parts(self) -> Iterator[ExpertWeights]:
         """Each module by itself, [1, N of the module, K], as a view."""
@@ -91,19 +94,3 @@ def scale_dtype(format: Format) -> torch.dtype:
 def scale_block(format: Format, inputs: int) -> tuple[int, int]:
     """Rows and columns of weights that share a scale."""
     return {"fp8_block": (BLOCK, BLOCK), "fp8_row": (1, inputs), "mxfp8": (1, GROUP)}[format]
-
-
-def dense(weights: Weights, dtype: torch.dtype) -> torch.Tensor:
-    """The weights [N, K] in `dtype`: as they are, or made from codes into memory of their own."""
-    if isinstance(weights, torch.Tensor):
-        return weights
-    if weights.codes_NK.is_cuda:
-        from rollout_kernels.linear.triton_decode_codes import decode_codes
-
-        return decode_codes(weights, dtype)
-    return weights.dequantized(dtype)
-
-
-def product(x_MK: torch.Tensor, weights: Weights, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ w.T + bias` by torch, [M, N]."""
-    return F.linear(x_MK, dense(weights, x_MK.dtype), bias)

@@ -9,9 +9,9 @@ the memory stays busy while the predecessor ends. The kernel allows its successo
 successor may read only weights before its own wait. The exception is BESIDE: the successor reads x and runs next to
 this kernel, so it may start only when x is complete.
 
-Weights may be e4m3 codes with scales of rows or of blocks. A tile of codes goes to registers, where it is decoded without
-loss while the product of the tile before runs; the tensor cores read it from there. Their sums of a tile are multiplied
-by the scales and added in float32.
+Weights may be e4m3 codes with scales of rows or of blocks. A tile of codes goes to registers. It is decoded there
+without loss while the product of the tile before runs, and the tensor cores read it from there. Their sums of a tile
+are multiplied by the scales and added in float32.
 
 Legend: M tokens, N outputs, K inputs.
 """

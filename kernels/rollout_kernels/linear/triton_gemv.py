@@ -132,9 +132,7 @@ def takes(x_MK: torch.Tensor, weights: Weights, config: GemvConfig) -> bool:
     return rows <= MOST_ROWS and x_MK.dtype in (torch.bfloat16, torch.float16) and aligned and whole
 
 
-def gemv(
-    x_MK: torch.Tensor, weights: Weights, out: torch.Tensor, outputs: int, config: GemvConfig, silu: bool
-) -> None:
+def gemv(x_MK: torch.Tensor, weights: Weights, out: torch.Tensor, outputs: int, config: GemvConfig, silu: bool) -> None:
     """Write a product to `out`, as `triton_linear.multiply_into` does."""
     assert takes(x_MK, weights, config), f"{config} does not fit {tuple(x_MK.shape)}"
     blocks = triton.cdiv(outputs, config.num_warps * config.neurons)

@@ -10,8 +10,8 @@ chip never waits for a new program to start. The weights are the first operand o
 to BLOCK_M, are the second (swap AB). More than 128 tokens are computed 128 at a time and read all weights each time.
 This pays only where a result must not depend on the number of tokens.
 
-Weights may be e4m3 codes (`coded`). A tile of codes is decoded in registers, without loss, and its scales are applied to
-float32 sums (`common.triton_coded_tiles`). Activations are not rounded.
+Weights may be e4m3 codes (`coded`). A tile of codes is decoded in registers, without loss, and its scales are applied
+to float32 sums (`common.triton_coded_tiles`). Activations are not rounded.
 
 A split product leaves float32 partial sums, which the consuming kernel adds up in a fixed order. So a row's result
 depends on the configuration, but never on timing or on the other rows. With `beside`, the next kernel may read x before

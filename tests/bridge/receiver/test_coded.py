@@ -1,4 +1,4 @@
-"""Weights that arrive over the bridge at a model whose experts are kept as codes: real sockets, threads and staging."""
+"""Weights that arrive over the bridge at a model whose weights are kept as codes: real sockets, threads and staging."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.support.models.families import make_checkpoint
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import WeightsRejected
 
-SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
 CODED = ["mxfp8", "fp8_row", "fp8_block"]
 
 
 class Served:
     """A decoder as the harness takes it."""
 
-    def __init__(self, folder: Path, experts: str, device: str = "cpu", dtype: str = "bfloat16") -> None:
+    def __init__(self, folder: Path, weights: str, device: str = "cpu", dtype: str = "bfloat16") -> None:
         settings = ModelSettings(path=str(folder), dtype=dtype)
-        self.model: Decoder = load_model(settings, torch.device(device), experts=experts).model
+        self.model: Decoder = load_model(settings, torch.device(device), weights=weights).model
         self.views = self.model.hf_views()
 
     def equals(self, other: Served) -> bool:

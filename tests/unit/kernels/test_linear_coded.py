@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_kernels.linear import coded as coded_weights
 from rollout_kernels.linear.coded import CodedMatrix, scale_dtype, scales_shape
+from rollout_kernels.linear.products import dense
 from rollout_kernels.linear.triton_decode_codes import decode_codes
 from rollout_kernels.linear.triton_gemv import GemvConfig
 from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
@@ -66,7 +66,7 @@ def test_decoded_weights_are_those_of_torch_bit_for_bit(format, widths, inputs):
     weights = coded(w, format, widths)
     for dtype in (torch.bfloat16, torch.float32):
         assert torch.equal(decode_codes(weights, dtype), weights.dequantized(dtype))
-        assert torch.equal(coded_weights.dense(weights, dtype), weights.dequantized(dtype))
+        assert torch.equal(dense(weights, dtype), weights.dequantized(dtype))
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -90,7 +90,7 @@ def test_experts_in_codes_are_those_of_the_same_seed(shared: int, tmp_path: Path
     sizes |= {"shared_expert_intermediate_size": shared}
     plain = _random(tmp_path, "Qwen2Moe", dtype="bfloat16", **sizes)
     settings = ModelSettings(path=str(tmp_path), load_format="random", dtype="bfloat16")
-    coded = load_model(settings, torch.device("cpu"), experts="mxfp8")
+    coded = load_model(settings, torch.device("cpu"), weights="mxfp8")
     views = plain.trainer_views()
     for name, view in coded.trainer_views().items():
         if ".experts." not in name:

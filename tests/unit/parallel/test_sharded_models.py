@@ -213,8 +213,8 @@ def _tensors(whole: LoadedModel) -> dict[str, torch.Tensor]:
 def _update_shard(group: TensorGroup, folder: Path, other: Path, names: list[str], experts: str) -> bool:
     """Load one checkpoint, copy the whole tensors of another one into it: the same as loading the other one."""
     settings = ModelSettings(path=str(folder))
-    ours = load_model(settings, CPU, experts=experts, group=group)
-    fresh = load_model(ModelSettings(path=str(other)), CPU, experts=experts, group=group)
+    ours = load_model(settings, CPU, weights=experts, group=group)
+    fresh = load_model(ModelSettings(path=str(other)), CPU, weights=experts, group=group)
     views, tensors = ours.trainer_views(), _tensors(_load(other))
     parameters = ParameterMap(views, UpdateNames(ours.kept_if_absent(), ours.spec.unused))
     for name in ours.kept_if_absent():
@@ -224,7 +224,7 @@ def _update_shard(group: TensorGroup, folder: Path, other: Path, names: list[str
         assert whole_shape(views[name]) == tuple(tensors[name].shape)
         views[name].copy_(tensors[name])
     expected, got = _parameters(fresh.model), _parameters(ours.model)
-    before = _parameters(load_model(settings, CPU, experts=experts, group=group).model)
+    before = _parameters(load_model(settings, CPU, weights=experts, group=group).model)
     return all(torch.equal(got[name], expected[name]) for name in expected) and any(
         not torch.equal(got[name], before[name]) for name in expected
     )
