@@ -120,8 +120,9 @@ def check_format(spec: ModelSpec, format: Format) -> None:
     if odd:
         raise ValueError(f"weight_dtype = {format} needs widths that are multiples of {GROUP}, not {odd[0]}: {other}")
     for product in products:
-        for cut in (product.input_cut, *product.output_cuts):
-            _check_cut(cut, format, product, spec)
+        _check_cut(product.input_cut, format, product.modules[0], spec)
+        for cut, module in zip(product.output_cuts, product.modules, strict=False):
+            _check_cut(cut, format, module, spec)
     experts = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoESpec)]
     if format == "fp8_row" and any(block.width_cut for block in experts):
         raise ValueError(_CUT_ROWS.format(spec.shard.size if spec.shard else 1))
@@ -132,7 +133,7 @@ _CUT_ROWS = (
 )
 
 
-def _check_cut(cut: Cut | None, format: Format, product: LinearSpec, spec: ModelSpec) -> None:
+def _check_cut(cut: Cut | None, format: Format, module: str, spec: ModelSpec) -> None:
     if cut is None or spec.shard is None:
         return
     block = _BLOCKS[format][cut.dim]
@@ -141,5 +142,5 @@ def _check_cut(cut: Cut | None, format: Format, product: LinearSpec, spec: Model
     if any(edge % block and edge != cut.whole for cut_range in cut.ranges for edge in cut_range):
         raise ValueError(
             f"weight_dtype = {format} has a scale for {block} neighbours, and {spec.shard.size} ranks cut "
-            f"{product.modules[0]} within them: use fewer ranks, another format, or bf16"
+            f"{module} within them: use fewer ranks, another format, or bf16"
         )

@@ -77,12 +77,13 @@ class LoadedModel:
 
     def trainer_views(self) -> dict[str, torch.Tensor]:
         """Views by the names that a trainer may send: the checkpoint's, and a tied output layer, as in a state_dict."""
-        views = self.model.hf_views()
+        views = self.model.hf_views() | self.scale_views()
         return views | {alias: views[name] for alias, name in self.spec.tied_names.items()}
 
     def scale_views(self) -> dict[str, torch.Tensor]:
-        """Views of the scales of weights that are codes, by the names that a trainer may send."""
-        views = self.model.scale_views() if isinstance(self.model, Decoder) else {}
+        """Views of the scales of blocks, by the names that a trainer may send with codes."""
+        blocks = isinstance(self.model, Decoder) and self.model.format == "fp8_block"
+        views = self.model.scale_views() if isinstance(self.model, Decoder) and blocks else {}
         return {name + SCALES: view for name, view in views.items()}
 
     def kept_if_absent(self) -> frozenset[str]:
