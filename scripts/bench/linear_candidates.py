@@ -147,24 +147,20 @@ def _gemv(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
 def _coded(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
     """Tiles of codes: streamed, and some by Triton's own pipeline. One tile has columns of one scale."""
     found = []
-    for (block_n, warps), split, (programs, ring), streamed, stagger in itertools.product(
-        ((64, 4), (128, 4), (128, 8), (256, 8)),
+    for (block_n, warps), split, (programs, ring, streamed) in itertools.product(
+        ((64, 4), (128, 8)),
         (1, 2, 4),
-        ((132, 110_000), (132, 200_000), (264, 100_000)),
-        (True, False),
-        (False, True),
+        ((264, 100_000, True), (132, 200_000, True), (132, 200_000, False)),
     ):
         items, block_k = -(-outputs // block_n) * split, 128
         tile_bytes = block_k * (block_n + 2 * max(8, rows))
-        if inputs % (block_k * split) or (kind != "parts" and split > 1) or items < min(programs, 96):
+        if inputs % (block_k * split) or (kind != "parts" and split > 1) or not 64 <= items <= 8 * programs:
             continue
-        if block_n * rows > 2048 * warps or (stagger and (rows > 32 or not streamed)) or ring < 3 * tile_bytes:
+        if block_n * rows > 2048 * warps or ring < 3 * tile_bytes or (programs > 132 and items < programs):
             continue
-        if not streamed and (programs > 132 or ring < 200_000):
-            continue
-        stages = min(16 if streamed else 8, ring // tile_bytes)
-        found.append(LinearConfig(block_n, block_k, split, warps, stages, programs, streamed, stagger))
-    return list(dict.fromkeys(found))
+        stages = min(16 if streamed else 6, ring // tile_bytes)
+        found.append(LinearConfig(block_n, block_k, split, warps, stages, programs, streamed, kind == "silu"))
+    return found
 
 
 def _coded_gemv(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
@@ -172,7 +168,7 @@ def _coded_gemv(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Co
     found = []
     for split, neurons, at_once, warps in itertools.product((1, 2, 3), (1, 2), (2, 4, 8), (4, 8)):
         reads = at_once * neurons * (2 if kind == "silu" else 1)
-        fits = rows <= MOST_ROWS and inputs % (512 * at_once * split) == 0 and 4 <= reads <= 16
+        fits = rows <= MOST_ROWS and inputs % (512 * at_once * split) == 0 and reads == 8
         if fits and (kind == "parts" or split == 1):
             found.append(GemvConfig(split, neurons, at_once, warps))
     return found

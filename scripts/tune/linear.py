@@ -7,8 +7,8 @@ For every shape and number of rows it times cuBLAS, the table's configuration an
 graphs rotate over several copies of the weights, so that no weights are read from the L2 cache. It reports
 microseconds, the floor (the bytes of the weights over the read bandwidth of the same run), the best time for each split
 of K (one split is chosen for all numbers of rows), and the best configuration of all. The best of each split are
-printed. Every candidate is checked against float64 once. With a format, weights are codes, and cuBLAS multiplies the
-decoded weights of the same step.
+printed. Every candidate is checked against float64 once; a wrong one is printed and left out. With a format, weights
+are codes, and cuBLAS multiplies the decoded weights of the same step.
 """
 
 from __future__ import annotations
@@ -75,8 +75,12 @@ def measure(
     for config in itertools.compress(configs, usable):
         got = run(x, weights[0], config).double()
         error = (((got.sum(0) if kind == "parts" else got) - exact).norm() / exact.norm()).item()
-        assert error < 1e-2, (name, config, error)
+        if not error < (1e-4 if kind == "parts" else 1e-2):
+            print(f"  WRONG by {error:.1e}: {config}", flush=True)
+            continue
         timed[config] = graph_us(functools.partial(_all, run, x, weights, config), runs=5) / copies
+    if not timed:
+        return {"shape": name, "rows": rows, "format": format, "best": None}
     by_split = {
         split: min((config for config in timed if config.split == split), key=timed.__getitem__)
         for split in sorted({config.split for config in timed})
@@ -88,7 +92,7 @@ def measure(
         "format": format,
         "floor_us": nbytes / bandwidth * 1e6,
         "cublas_us": graph_us(lambda: [product(x, w) for w in weights]) / copies,
-        "table_us": None if table is None else timed[table],  # None: the product is left to cuBLAS
+        "table_us": None if table is None else timed.get(table),  # None: the product is left to cuBLAS
         "best_us": timed[best],
         "splits_us": {split: timed[config] for split, config in by_split.items()},
         "best": dataclasses.asdict(best),
@@ -96,6 +100,9 @@ def measure(
     print(json.dumps(row), flush=True)
     for split, config in by_split.items():
         print(f"  split {split}: {timed[config]:.2f} us, {config}", flush=True)
+    if format != "plain":
+        for config in sorted(timed, key=timed.__getitem__):
+            print(f"    {timed[config]:.2f} us, {config}", flush=True)
     return row
 
 

@@ -10,8 +10,8 @@ successor may read only weights before its own wait. The exception is BESIDE: th
 this kernel, so it may start only when x is complete.
 
 Weights may be e4m3 codes with scales of rows or of blocks. A tile of codes goes to registers. It is decoded there
-without loss while the product of the tile before runs, and the tensor cores read it from there. Their sums of a tile
-are multiplied by the scales and added in float32.
+without loss, and the tensor cores read it from there. Their sums of a tile are multiplied by the scales and added in
+float32. Two programs of a multiprocessor take turns: one decodes while the other multiplies.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -179,15 +179,17 @@ def _coded_kernel(
             tile, k = _column(step, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
             next_scale = _scales(scale_ptr, tile, k, N, BLOCK_N, SILU, SCALE_ROWS, SCALE_COLUMNS, K, MMA)
             mbarrier.wait(full.index(place), step // STAGES & 1)
-            w_tile = _decoded(w_smem.index(place).reshape([BLOCK_N, BLOCK_K]), MMA, x_desc.dtype)
             total = total + warpgroup_mma_wait(0, deps=(product,)) * scale[:, None]
-            meet()  # the product of step - 1 has ended in all warps, so refill its stage
+            # The product of step - 1 has ended in all warps, so refill its stage. It read the registers of `w_tile`
+            # while it ran, and the barrier keeps loads to these below it.
+            meet()
             ahead = step + STAGES - 1
             free = ahead % STAGES
             tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
             mbarrier.expect(full.index(free), LOADED, ahead < steps)
             _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, 1, SILU)
             load_tile(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
+            w_tile = _decoded(w_smem.index(place).reshape([BLOCK_N, BLOCK_K]), MMA, x_desc.dtype)
             product = warpgroup_mma(w_tile, x_smem.index(place).permute((1, 0)), zero, use_acc=False, is_async=True)
             scale = next_scale
         total = total + warpgroup_mma_wait(0, deps=(product,)) * scale[:, None]
@@ -316,13 +318,14 @@ def stream(
     block = block_n // blocks
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     bits = 8 * w_NK.element_size()
+    swizzle = min(128, block_k * w_NK.element_size())  # no wider than a row of the tile
     if silu:
         row = w_NK.stride(0)
         shape, strides = [outputs // 8, 2, 8, inputs], [8 * row, outputs * row, row, 1]
-        paired = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=4)
+        paired = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=4)
         tensor = TensorDescriptor(w_NK, shape, strides, [block // 16, 2, 8, block_k], paired)
     else:
-        flat = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+        flat = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
         tensor = TensorDescriptor.from_tensor(w_NK, [block, block_k], flat)
     options = {
         "K": inputs,

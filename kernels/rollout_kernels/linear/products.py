@@ -50,5 +50,6 @@ def _by_kernel(x_MK: torch.Tensor, weights: Weights) -> torch.Tensor | None:
     from rollout_kernels.linear.table import linear_config
     from rollout_kernels.linear.triton_linear import linear
 
-    config = linear_config(*weights.codes_NK.shape, "whole", len(x_MK), format=weights.format)
+    outputs, inputs = weights.codes_NK.shape
+    config = linear_config(outputs, inputs, "whole", len(x_MK), format=weights.format)
     return linear(x_MK, weights, config) if config is not None and weights.kernels_take(x_MK.dtype) else None

@@ -160,7 +160,7 @@ def linear_config(
     if format == "plain" or found is None:
         return found
     narrowest = min(config.block_k for _, config in bands if isinstance(config, LinearConfig))
-    return replace(found, block_k=narrowest)  # type: ignore[type-var]
+    return replace(found, block_k=narrowest) if isinstance(found, LinearConfig) else found
 
 
 def _other_coded(outputs: int, inputs: int, kind: Kind) -> Bands:
@@ -169,8 +169,8 @@ def _other_coded(outputs: int, inputs: int, kind: Kind) -> Bands:
     if cut is None:
         return ()
     split, block_k = cut
-    few = ((32, LinearConfig(64, block_k, split, 4, 12, _PROGRAMS, True)),)
-    many = ((MOST_ROWS, LinearConfig(128, block_k, split, 8, 6, _PROGRAMS, True)),)
+    few = _streamed(split, (32, 64, block_k, 6, 2 * _PROGRAMS))
+    many = ((MOST_ROWS, LinearConfig(128, block_k, split, 8, 4, _PROGRAMS, True)),)
     return *_alone_coded(inputs, kind), *few, *many
 
 
