@@ -4,8 +4,8 @@
     PYTHONPATH=.:kernels python -m scripts.check.weight_formats --shape qwen3-8b --layers 2 --vocab 8192
 
 The first form reads a real model, and the tokens are text of this repository. The second one has random weights of a
-real model's sizes, and random tokens. The reference is the same model in float32 with 16-bit weights. For each format it
-is given the values that the codes stand for:
+real model's sizes, and random tokens. The reference is the same model in float32 with 16-bit weights. For each format
+it is given the values that the codes stand for:
 
     float32    the error of the format alone
     bfloat16   with activations in bf16, as a worker computes; the row `bf16` is a worker without codes
