@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,10 @@ def compare(got_TV: torch.Tensor, exact_TV: torch.Tensor, next_T: torch.Tensor) 
     }
 
 
-def measure(folder: Path, tokens: Sequence[int], random: bool) -> list[dict[str, Any]]:
+def measure(folder: Path, tokens: Sequence[int], random: bool) -> Iterator[dict[str, Any]]:
     """A row for each format and dtype."""
     exact_TV = log_probs(load(folder, "float32", "plain", random), tokens)
-    next_T, rows = torch.tensor(tokens[1:]), []
+    next_T = torch.tensor(tokens[1:])
     cases: list[tuple[Format, str]] = [("plain", "bfloat16")]
     cases += [(format, dtype) for format in _FORMATS for dtype in ("float32", "bfloat16")]
     for format, dtype in cases:
@@ -100,9 +100,7 @@ def measure(folder: Path, tokens: Sequence[int], random: bool) -> list[dict[str,
         model = load(folder, dtype, "plain", random)
         decode_into(model, coded)
         name = "bf16" if format == "plain" else format
-        rows.append({"format": name, "computed_in": dtype, **compare(log_probs(model, tokens), exact_TV, next_T)})
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        yield {"format": name, "computed_in": dtype, **compare(log_probs(model, tokens), exact_TV, next_T)}
 
 
 def text_tokens(folder: Path, count: int) -> list[int]:
@@ -135,9 +133,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             tokens = torch.randint(args.vocab, (args.tokens,), generator=generator).tolist()
         else:
             tokens = text_tokens(folder, args.tokens)
-        rows = measure(folder, tokens, args.shape is not None)
-    if args.out is not None:
-        write_results(args.out, rows, model=args.shape or str(args.folder), tokens=len(tokens))
+        rows = []
+        for row in measure(folder, tokens, args.shape is not None):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if args.out is not None:
+                write_results(args.out, rows, model=args.shape or args.folder.name, tokens=len(tokens))
 
 
 if __name__ == "__main__":
