@@ -947,7 +947,7 @@ def _correctness() -> list[Table]:
                 note,
             )
             for model, name, note in (
-                ("SmolLM2-135M, English text", "smollm2", "Its weights were 4 bits once, and it is small: a hard case."),
+                ("SmolLM2-135M, English text", "smollm2", "Its weights had 4 bits once; a small model is a hard case."),
                 ("two layers of 8B, random weights", "8b", "A vocabulary of 8,192."),
             )
         ),
