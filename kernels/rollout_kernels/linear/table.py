@@ -169,8 +169,8 @@ def _other_coded(outputs: int, inputs: int, kind: Kind) -> Bands:
     if cut is None:
         return ()
     split, block_k = cut
-    few = _streamed(split, (32, 64, block_k, 6, 2 * _PROGRAMS))
-    many = ((MOST_ROWS, LinearConfig(128, block_k, split, 8, 4, _PROGRAMS, True)),)
+    few = ((32, LinearConfig(64, block_k, split, 4, 6, _PROGRAMS)),)
+    many = ((MOST_ROWS, LinearConfig(128, block_k, split, 8, 4, _PROGRAMS)),)
     return *_alone_coded(inputs, kind), *few, *many
 
 
