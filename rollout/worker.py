@@ -59,7 +59,7 @@ from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
 from rollout.network.access import Access
 from rollout.network.ports import check_free
-from rollout.process.announce import say, write_whole
+from rollout.process.announce import announce, write_atomically
 from rollout.process.end import End
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
@@ -424,16 +424,16 @@ def serve(
     if settings.engine.speculation_model is not None:
         with stage(f"fetching {settings.engine.speculation_model}") as advance:
             draft = fetch_draft(settings, advance)
-    check_cut(settings.model, folder, settings.engine.tensor_parallel, settings.engine.expert_format)
+    check_cut(settings.model, folder, settings.engine.tensor_parallel, settings.engine.weight_format)
     ranks = Ranks(settings, folder, draft, followers)
     try:
         try:
             group = ranks.connect(device.torch_device)
             with stage("loading weights") as shown:
                 advance = advance_both(shown, ranks.start.advance)
-                experts = settings.engine.expert_format
+                weights = settings.engine.weight_format
                 loaded = load_model(
-                    settings.model, device.torch_device, advance, folder, experts, group, draft, settings.engine.mtp
+                    settings.model, device.torch_device, advance, folder, weights, group, draft, settings.engine.mtp
                 )
             worker = Worker(settings, loaded, sinks, health, restarts, ranks)
         except (RuntimeError, ConnectError) as error:  # perhaps a rank was lost, which the watching thread finds

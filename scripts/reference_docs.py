@@ -180,7 +180,7 @@ attention has kernels and no operation waits for the device; otherwise the log g
 
 **Refused at the start**, with the reason:
 
-- the settings `adapter_slots`, `routing`, `deterministic`, `speculation` and `expert_dtype`;
+- the settings `adapter_slots`, `routing`, `deterministic`, `speculation` and `weight_dtype`;
 - layers with a state instead of KV (Mamba, linear attention, convolutions), or with shared KV;
 - attention to later tokens, chunks or chosen positions, or outside of transformers' interface (ALiBi in Bloom and MPT);
 - encoders, quantized checkpoints, and parameters in another order than the checkpoint's;

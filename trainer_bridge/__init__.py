@@ -54,6 +54,8 @@ _MODULES = {
     "chat_prompt": "client.media",
     "processor_prompt": "client.media",
     "processor_prompts": "client.media",
+    "quantize_fp8_block": "quantize",
+    "quantize_fp8_row": "quantize",
     "start_worker": "client.launch",
     **dict.fromkeys(_ERRORS, "wire.errors"),
 }

@@ -135,16 +135,16 @@ def _advice(settings: Settings, machine: Machine, folder: Path, draft: Path | No
     while (context := context // 2) >= 1024:
         contexts.append({"max_context_tokens": context})
     kv = [{"kv_dtype": "fp8_e4m3"}] if engine.kv_dtype == "auto" else []
-    experts = [{"expert_dtype": "mxfp8"}] if engine.expert_dtype == "auto" and spec.moe is not None and on_gpu else []
-    both = [{**a, **b} for a in kv for b in experts]
+    coded = [{"weight_dtype": "fp8_block"}] if shapes.model.format == "plain" and on_gpu else []
+    both = [{**a, **b} for a in kv for b in coded]
     gpus = [{"tensor_parallel": n} for n in (2, 4, 8) if n > engine.tensor_parallel and on_gpu]
     flags = {key.path: key.flag for key in setting_keys()}
-    outlines = {(engine.expert_dtype, engine.tensor_parallel): shapes}
+    outlines = {(engine.weight_dtype, engine.tensor_parallel): shapes}
     found = False
-    for sizes in (contexts, kv, experts, both, gpus):
+    for sizes in (contexts, kv, coded, both, gpus):
         for change in sizes:
             tried = settings.model_copy(update={"engine": engine.model_copy(update=change)})
-            made_for = tried.engine.expert_dtype, tried.engine.tensor_parallel
+            made_for = tried.engine.weight_dtype, tried.engine.tensor_parallel
             try:
                 if made_for not in outlines:
                     outlines[made_for] = outline(tried, folder, draft)

@@ -50,7 +50,7 @@ SYNONYMS = {
     "--gpu-memory-utilization": "write --kv-memory-fraction, a share of the memory that the weights leave free",
     "--mem-fraction-static": "write --kv-memory-fraction, a share of the memory that the weights leave free",
     "--kv-cache-dtype": "write --kv-dtype",
-    "--quantization": "write --expert-dtype for experts, --kv-dtype for KV; other weights are not quantised",
+    "--quantization": "write --weight-dtype for weights, --kv-dtype for KV",
     "--block-size": "write --page-size",
     "--enable-prefix-caching": "write --prefix-cache, which is on by default",
     "--enforce-eager": "write --cuda-graph-rows 0",

@@ -129,22 +129,28 @@ class OffloadSettings(SettingsSection):
         return self
 
 
+class WeightFormatSettings(SettingsSection):
+    """The format of weights."""
+
+    weight_dtype: Literal["auto", "bf16", "fp8_block", "fp8_row", "mxfp8"] = Field(
+        "auto",
+        description="weights of attention, MLP and experts; bf16: model.dtype; the others: e4m3 with a scale for 128 x "
+        "128, an output, or 32 inputs; auto: fp8_block of a block-fp8 checkpoint, else bf16",
+    )
+
+    @property
+    def weight_format(self) -> Literal["auto", "plain", "fp8_block", "fp8_row", "mxfp8"]:
+        """`weight_dtype` as the kernels name it."""
+        return "plain" if self.weight_dtype == "bf16" else self.weight_dtype
+
+
 class ExpertSettings(SettingsSection):
     """Experts, of MoE models."""
 
-    expert_dtype: Literal["auto", "mxfp8", "fp8_row", "fp8_block"] = Field(
-        "auto",
-        description="type of the experts' weights; not auto: e4m3 with a scale for 32 inputs, an output, or 128 x 128",
-    )
     routing: bool = Field(
         False,
         description="record experts for return_routing: one or two bytes of host memory a token, layer and expert",
     )
-
-    @property
-    def expert_format(self) -> Literal["plain", "mxfp8", "fp8_row", "fp8_block"]:
-        """`expert_dtype` as the kernels name it."""
-        return "plain" if self.expert_dtype == "auto" else self.expert_dtype
 
 
 def _adapter_folders(text: str) -> list[tuple[str, str]]:
@@ -311,6 +317,7 @@ class EngineSettings(
     KVSettings,
     SwapSettings,
     OffloadSettings,
+    WeightFormatSettings,
     ExpertSettings,
     AdapterSettings,
     SpeculationSettings,

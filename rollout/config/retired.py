@@ -12,6 +12,7 @@ RETIRED: Mapping[str, str] = MappingProxyType(
     {
         "engine.compile_threads": "16 threads compile the kernels at the start on a GPU, at most one a core",
         "engine.cuda_graphs": "cuda_graph_rows = 0 launches all steps kernel by kernel, without CUDA graphs",
+        "engine.expert_dtype": "engine.weight_dtype is the format of experts and of other weights",
         "engine.fair_queue": "clients of one priority share tokens equally; requests of one client go by arrival",
         "engine.fused_experts": "the kernels run experts wherever they can",
         "engine.host_kv_piece_mib": "a copy of KV between host and device moves at most 32 MiB",

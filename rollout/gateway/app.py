@@ -58,16 +58,16 @@ def make_app(
         folder_updates = FolderUpdates(settings.weights_root, settings.update_s, curve)
         tinker: Sessions[Any] = Sessions()
         tasks = [asyncio.ensure_future(each.run()) for each in (workers.watch, tinker)]
-        model: ServedModel | None = None
+        model: GatewayModel | None = None
         try:
             model = GatewayModel.load(await _first_status(workers, settings.start_s), settings)
             tasks.append(asyncio.ensure_future(CatchUp(workers, folder_updates).run()))
             orders = WorkerOrders(workers, model.names, folder_updates)
             group_updates = GroupUpdates(client, orders, settings.update_s)
             trajectories = Trajectories(settings.max_kept_bytes, settings.session_s)
-            responses: Kept[StoredResponse] = Kept(settings.max_kept_bytes, settings.session_s)
+            responses: ExpiringCache[StoredResponse] = ExpiringCache(settings.max_kept_bytes, settings.session_s)
             gateway = Gateway(
-                settings, workers, model, control, group_updates, TransferState(), trajectories, responses, tinker
+                settings, workers, model, orders, group_updates, TransferState(), trajectories, responses, tinker
             )
             app.router.routes.extend(routes(gateway))
             yield

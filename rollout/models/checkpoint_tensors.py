@@ -1,19 +1,26 @@
 """Tensors of a checkpoint folder: one model.safetensors, or shards with an index. Those in MXFP4 are decoded.
 
+Weights in fp8 are e4m3 codes, with a scale for each block of 128 x 128 (`name` + "_scale_inv"). They stay codes where
+the model keeps them in this format; else they are decoded.
+
 All names and shapes are checked before the first tensor is read, so a wrong checkpoint leaves the model as it was.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
+from rollout_kernels.moe.formats import BLOCK
 from safetensors import SafetensorError, safe_open
 
 from rollout.models.checkpoint_folder import CheckpointError, Progress, read_json
+from rollout.models.coded import SCALES as FP8_SCALES
+from rollout.models.coded import CodedView, decoded
 from rollout.models.cut import CutView, whole_shape
 from rollout.models.mxfp4 import BLOCKS, SCALES, decode_into, decoded_shape
 from rollout.models.names import Region, all_views, check_names
@@ -31,8 +38,8 @@ class StoredTensor:
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # as safetensors names it, or "MXFP4"
-    scales: Path | None = None  # the file with the scales of MXFP4; `file` has the blocks
+    dtype: str  # as safetensors names it, or "MXFP4", or "FP8_BLOCK"
+    scales: Path | None = None  # the file with the scales of the latter two; `file` has the blocks or codes
     turned: bool = False  # the file has its last two dimensions the other way round
     name: str | None = None  # in its file, where it stands for a tensor of another name
 
@@ -86,6 +93,19 @@ def join_mxfp4(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     return joined
 
 
+def join_fp8(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors, with one in the place of two that hold its codes and the scales of their blocks."""
+    joined = dict(tensors)
+    for name, codes in tensors.items():
+        scales = tensors.get(name + FP8_SCALES)
+        if codes.dtype != "F8_E4M3" or scales is None or scales.dtype not in _DTYPES:
+            continue
+        if scales.shape == tuple(-(-size // BLOCK) for size in codes.shape):
+            del joined[name + FP8_SCALES]
+            joined[name] = replace(codes, dtype="FP8_BLOCK", scales=scales.file)
+    return joined
+
+
 def turn(
     tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], endings: tuple[str, ...]
 ) -> dict[str, StoredTensor]:
@@ -109,7 +129,7 @@ def check_tensors(folder: Path, tensors: dict[str, StoredTensor], regions: Seque
         for name, stored in wanted.items()
         if stored.shape != whole_shape(views[name])
     ]
-    readable = {*_DTYPES, "MXFP4"}
+    readable = {*_DTYPES, "MXFP4", "FP8_BLOCK"}
     types = [f"{name} {stored.dtype}" for name, stored in wanted.items() if stored.dtype not in readable]
     problems: dict[str, Sequence[str]] = {
         "missing": check.missing,
@@ -121,8 +141,16 @@ def check_tensors(folder: Path, tensors: dict[str, StoredTensor], regions: Seque
     _refuse(folder, problems)
 
 
-def copy_tensors(tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], progress: Progress | None) -> None:
-    """Copy checked tensors into the model, converted to its dtype; `progress` gets (values done, values in all)."""
+def copy_tensors(
+    tensors: dict[str, StoredTensor],
+    views: dict[str, torch.Tensor],
+    progress: Progress | None,
+    scale_views: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> None:
+    """Copy checked tensors into the model, converted to its dtype; `progress` gets (values done, values in all).
+
+    `scale_views` are those of weights that the model keeps as codes.
+    """
     names = sorted(tensors, key=lambda name: str(tensors[name].file))
     total = sum(tensors[name].values for name in names)
     done = 0
@@ -132,17 +160,33 @@ def copy_tensors(tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor
                 if tensors[name].file == file:
                     view = views[name]
                     own_name = tensors[name].name or name
-                    if tensors[name].scales is not None:
+                    if tensors[name].dtype == "MXFP4":
                         _decode(own_name, tensors[name], view)
+                    elif tensors[name].dtype == "FP8_BLOCK" and not _keeps_codes(view):
+                        view.copy_(decoded(reader.get_tensor(own_name), _fp8_scales(own_name, tensors[name])))
                     elif isinstance(view, CutView) and not tensors[name].turned:
                         if view.cut.kept:
                             view.copy_kept(view.cut.read(reader.get_slice(own_name)))
                     else:
                         tensor = reader.get_tensor(own_name)
                         view.copy_(tensor.mT if tensors[name].turned else tensor)
+                    if tensors[name].dtype == "FP8_BLOCK" and _keeps_codes(view):
+                        scale_views[name].copy_(_fp8_scales(own_name, tensors[name]))
                     done += tensors[name].values
                     if progress is not None:
                         progress(done, total)
+
+
+def _keeps_codes(view: torch.Tensor) -> bool:
+    """Whether a view takes codes of blocks as they are. That of a part which another rank keeps takes anything."""
+    kept = view.kept_part if isinstance(view, CutView) else view
+    return not kept.numel() or (isinstance(kept, CodedView) and kept.format == "fp8_block")
+
+
+def _fp8_scales(name: str, stored: StoredTensor) -> torch.Tensor:
+    assert stored.scales is not None
+    with safe_open(stored.scales, framework="pt") as reader:
+        return reader.get_tensor(name + FP8_SCALES)
 
 
 def _decode(name: str, stored: StoredTensor, view: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ class DecoderLayer(Block):
         index: int,
         dtype: torch.dtype,
         device: torch.device,
-        experts: Format = "plain",
+        format: Format = "plain",
         group: TensorGroup = ONE_RANK,
     ) -> None:
         super().__init__()
@@ -62,15 +62,15 @@ class DecoderLayer(Block):
         else:
             kv_index, rope = spec.attention_layers.index(index), spec.ropes.index(mixer.turned)
             if isinstance(mixer, LatentSpec):
-                self.mixer = LatentAttention(mixer, index, kv_index, rope, dtype, device, group)
+                self.mixer = LatentAttention(mixer, index, kv_index, rope, dtype, device, group, format)
             else:
-                self.mixer = Attention(mixer, index, kv_index, rope, dtype, device, group)
+                self.mixer = Attention(mixer, index, kv_index, rope, dtype, device, group, format)
         self.feed_forward: DenseFeedForward | SparseFeedForward
         if isinstance(layer.feed_forward, MoESpec):
             sparse_index = spec.sparse_layers.index(index)
-            self.feed_forward = SparseFeedForward(layer.feed_forward, sparse_index, dtype, device, experts, group)
+            self.feed_forward = SparseFeedForward(layer.feed_forward, sparse_index, dtype, device, format, group)
         else:
-            self.feed_forward = DenseFeedForward(layer.feed_forward, index, dtype, device, group)
+            self.feed_forward = DenseFeedForward(layer.feed_forward, index, dtype, device, group, format)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The residual stream after this layer."""
@@ -111,7 +111,8 @@ def _norm_region(prefix: str, names: tuple[str, str | None], norm: RMSNorm) -> R
 class Decoder(Block):
     """A language model over a paged KV cache. Its parameters are uninitialised until a loader has filled them.
 
-    `experts` is the format of the experts' weights; everything else is of `dtype`, save routers' biases (float32).
+    `format` is that of the weights that may be codes (`rollout.models.coded`); everything else is of `dtype`, save
+    routers' biases (float32).
     With a spec of a shard, `group` has the ranks of the other shards, which run the same steps.
     """
 
@@ -120,18 +121,18 @@ class Decoder(Block):
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
-        experts: Format = "plain",
+        format: Format = "plain",
         group: TensorGroup = ONE_RANK,
     ) -> None:
         super().__init__()
         assert (group.rank, group.size) == (spec.shard or (0, 1)), "the spec belongs to another rank"
         self.spec = spec
-        self.experts = experts
+        self.format = format
         self.group = group
         kept = len(spec.kept_vocab)
         self.embed = empty_parameter(kept, spec.hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, index, dtype, device, experts, group) for index in range(len(spec.layers))
+            DecoderLayer(spec, index, dtype, device, format, group) for index in range(len(spec.layers))
         )
         self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
         # A tied output layer is the embedding itself: one parameter, one name.
@@ -142,7 +143,7 @@ class Decoder(Block):
         self.tower = None if spec.tower is None else VisionTower(spec.tower, dtype, device)
         self.draft: DraftHead | None = None
         if spec.draft is not None:
-            self.draft = DraftHead(spec.draft, len(spec.attention_layers), spec.vocab, dtype, device, experts)
+            self.draft = DraftHead(spec.draft, len(spec.attention_layers), spec.vocab, dtype, device, format)
 
     @torch.inference_mode()
     def forward(
@@ -215,10 +216,19 @@ class Decoder(Block):
         """Hugging Face names of all layouts, and for each name a view of its part of a fused parameter.
 
         Names of different layouts cover the same memory; `check_names(hf_regions(), names, ...)` checks whether a set
-        of names covers everything once. A copy into a view changes the model; one into coded experts is quantised. The
+        of names covers everything once. A copy into a view changes the model; one into coded weights is quantised. The
         views of a shard take whole tensors and copy the shard's part (`CutView`).
         """
         return all_views(self.hf_regions())
+
+    def scale_views(self) -> dict[str, torch.Tensor]:
+        """What takes the scales of coded weights as checkpoints have them, by the names of the weights."""
+        views: dict[str, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            prefix = self.spec.names.layer.format(index)
+            views |= layer.mixer.scale_views(prefix)  # type: ignore[operator,union-attr]
+            views |= layer.feed_forward.scale_views(prefix)  # type: ignore[operator,union-attr]
+        return {name: view for stem, view in views.items() for name in self.spec.names.spellings(stem)}
 
     def draft_names(self) -> frozenset[str]:
         """Names of the tensors of the draft model in updates."""

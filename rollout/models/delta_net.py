@@ -79,6 +79,10 @@ class DeltaNet(Block):
         mixed_TC = torch.cat([part.flatten(1) for part in qkv], dim=1)
         return mixed_TC, z_TGV.flatten(1), b_TGH.flatten(1), a_TGH.flatten(1)
 
+    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
+        """None: its products are never coded."""
+        return {}
+
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
         names = self.spec.names

@@ -9,9 +9,10 @@ blocks is the same for both: the residual stream, which only the norms read and 
 not yet added to it (`Unsummed`).
 
 Decode and prefill differ in the attention, few and many tokens in the products. Products of few tokens are our own, as
-far as `rollout_kernels.linear.table` goes; where their sum belongs to the residual stream they come in parts, float32
-where there are several. The other products are cuBLAS's, which add to the residual stream at once (`ADDED_FROM`). On
-Hopper the gated product of many tokens is our own again (`GATED`). The residual stream is kept in the model's dtype.
+far as `rollout_kernels.linear.table` goes, and read codes if the weights are codes; where their sum belongs to the
+residual stream they come in parts, float32 where there are several. The other products are cuBLAS's, which add to the
+residual stream at once (`ADDED_FROM`); codes are decoded for them first. On Hopper the gated product of many tokens is
+our own again (`GATED`). The residual stream is kept in the model's dtype.
 
 A step with adapters has a small kernel beside each product, and SiLU is then a kernel of its own: the kernel that reads
 a product adds its correction. With many tokens, or before experts, products are corrected in place. Where queries and
@@ -31,11 +32,14 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.linear.table import Config, last_rows, linear_config
+from rollout_kernels.linear.coded import CodedMatrix
+from rollout_kernels.linear.products import dense
+from rollout_kernels.linear.table import Config, Kind, last_rows, linear_config
 from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
 from rollout_kernels.lora import Correction
 from rollout_kernels.lora.triton_lora import adds_later, shrink_beside
 from rollout_kernels.moe import gluon_experts
+from rollout_kernels.moe.formats import Format
 from rollout_kernels.moe.triton_padded_groups import PaddedGroups
 from rollout_kernels.moe.triton_router import sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
@@ -134,6 +138,20 @@ class Queries(NamedTuple):
         return Queries(self.q_TQD.index_select(0, at_S), None if gate_TK is None else gate_TK.index_select(0, at_S))
 
 
+class FormattedProduct(NamedTuple):
+    """A product, the format of its weights, and whether kernels know that: else it is computed as for many tokens."""
+
+    product: KernelProduct
+    format: Format
+    by_kernels: bool
+
+
+def _formatted(module: Linear, kind: Kind, dtype: torch.dtype) -> FormattedProduct:
+    stored = module.stored
+    by_kernels = not isinstance(stored, CodedMatrix) or stored.kernels_take(dtype)
+    return FormattedProduct(kernel_product(module.spec, kind), module.format, by_kernels)
+
+
 class FusedDecoder:
     """Runs steps of a `Decoder` with the fused kernels; shares its parameters and stands in for it.
 
@@ -161,25 +179,25 @@ class FusedDecoder:
             raise ValueError(f"deterministic is not possible for this {architecture}: not all its blocks have kernels")
         sparse = any(isinstance(block, SparseFeedForward) for block in feed_forwards)
         self._experts = FusedExperts.of_model(model, deterministic, plans) if sparse else None
-        self._products: dict[Linear, KernelProduct] = {}
+        self._products: dict[Linear, FormattedProduct] = {}
         for mixer in mixers:
             if isinstance(mixer, Attention):
-                self._products[mixer.qkv_proj] = kernel_product(mixer.spec.qkv, "parts")
-                self._products[mixer.o_proj] = kernel_product(mixer.spec.o, "parts")
+                self._products[mixer.qkv_proj] = _formatted(mixer.qkv_proj, "parts", dtype)
+                self._products[mixer.o_proj] = _formatted(mixer.o_proj, "parts", dtype)
             elif isinstance(mixer, DeltaNet):
-                self._products[mixer.in_proj] = kernel_product(mixer.spec.inputs, "whole")
-                self._products[mixer.o_proj] = kernel_product(mixer.spec.out, "parts")
+                self._products[mixer.in_proj] = _formatted(mixer.in_proj, "whole", dtype)
+                self._products[mixer.o_proj] = _formatted(mixer.o_proj, "parts", dtype)
         for block in feed_forwards:
             if isinstance(block, DenseFeedForward):
-                self._products[block.gate_up_proj] = kernel_product(block.spec.gate_up, "silu")
-                self._products[block.down_proj] = kernel_product(block.spec.down, "parts")
+                self._products[block.gate_up_proj] = _formatted(block.gate_up_proj, "silu", dtype)
+                self._products[block.down_proj] = _formatted(block.down_proj, "parts", dtype)
         dense = [block.spec for block in feed_forwards if isinstance(block, DenseFeedForward)]
         self._gates = not deterministic and any(
             gluon_experts.takes_gated(model.embed.device, dtype, spec.hidden, spec.intermediate) for spec in dense
         )
         self._kinds = tuple(dict.fromkeys(self._products.values()))
         # Parts of the step that is being launched:
-        self._configs: dict[KernelProduct, Config | None] = {}
+        self._configs: dict[FormattedProduct, Config | None] = {}
         self._tiles: PaddedGroups | None = None  # tiles of its rows, if our own kernel runs the gated products
 
     @torch.inference_mode()
@@ -247,7 +265,10 @@ class FusedDecoder:
 
     def _begin(self, tokens: int) -> None:
         """Choose how `tokens` tokens are computed, from here on."""
-        self._configs = {product: linear_config(*product, tokens, self._deterministic) for product in self._kinds}
+        self._configs = {
+            kind: linear_config(*kind.product, tokens, self._deterministic, kind.format) if kind.by_kernels else None
+            for kind in self._kinds
+        }
         device = self._model.embed.device
         self._tiles = gluon_experts.all_rows(tokens, device) if tokens in GATED and self._gates else None
         if self._experts is not None:
@@ -348,8 +369,11 @@ class FusedDecoder:
         """`x W^T` in parts. Unless the correction may be added `later`, the first part contains it already."""
         config = self._configs[self._products[module]]
         beside = later and not module.partial and adapters is not None and _adds_later(adapters, layer, name)
-        weight = module.weight
-        parts = F.linear(x_TK, weight)[None] if config is None else linear_parts(x_TK, weight, config, beside)
+        weight = module.stored
+        if config is None:
+            parts = F.linear(x_TK, dense(weight, x_TK.dtype))[None]
+        else:
+            parts = linear_parts(x_TK, weight, config, beside)
         return Unsummed(parts, _correct(adapters, layer, name, parts[0], x_TK, beside), module.partial)
 
     def _output(
@@ -370,7 +394,7 @@ class FusedDecoder:
         if cublas and adapters is None and len(x_TK) >= ADDED_FROM and not module.partial:
             if module.bias is not None:
                 residual_TH += module.bias
-            residual_TH.addmm_(x_TK, module.weight.T)
+            residual_TH.addmm_(x_TK, dense(module.stored, x_TK.dtype).T)
             return None
         result = self._product(name, x_TK, module, layer, adapters, later)
         if module.bias is not None and (not module.partial or self._model.group.rank == 0):
@@ -379,16 +403,17 @@ class FusedDecoder:
 
     def _gated(self, x_TH: torch.Tensor, block: DenseFeedForward, adapters: StepAdapters | None) -> torch.Tensor:
         """The gated input of the down product, [T, I]."""
-        config, weight_2IH = self._configs[self._products[block.gate_up_proj]], block.gate_up_proj.weight
+        config, weights = self._configs[self._products[block.gate_up_proj]], block.gate_up_proj.stored
         if adapters is not None:  # they correct the input of SiLU, so it cannot be a part of the product
             beside = _adds_later(adapters, block.layer, "gate_up")
             if config is None:
-                gate_up = F.linear(x_TH, weight_2IH)
+                gate_up = F.linear(x_TH, dense(weights, x_TH.dtype))
             else:
-                gate_up = linear(x_TH, weight_2IH, config, beside=beside)
+                gate_up = linear(x_TH, weights, config, beside=beside)
             return silu_mul(gate_up, _correct(adapters, block.layer, "gate_up", gate_up, x_TH, beside))
         if config is not None:
-            return gate_up_silu(x_TH, weight_2IH, config)
+            return gate_up_silu(x_TH, weights, config)
+        weight_2IH = dense(weights, x_TH.dtype)
         if self._tiles is not None and gluon_experts.takes_gated(
             x_TH.device, x_TH.dtype, block.spec.hidden, block.spec.intermediate
         ):

@@ -232,12 +232,12 @@ class FusedExperts:
     def _in_one_order(self, shared: SharedExpert, x_TH: torch.Tensor) -> torch.Tensor:
         """The output of a shared expert, whose products are added in one order for any number of tokens."""
         configs = {
-            name: linear_config(*product, len(x_TH), deterministic=True)
+            name: linear_config(*product, len(x_TH), True, "plain" if name == "shared gate" else self._format)
             for name, product in shared_products(shared.spec).items()
         }
         gate_up, down, gate = (configs[f"shared {name}"] for name in ("gate_up", "down", "gate"))
         assert gate_up is not None and down is not None and gate is not None, "check_deterministic"
-        y_TH = linear(gate_up_silu(x_TH, shared.gate_up_proj.weight, gate_up), shared.down_proj.weight, down)
+        y_TH = linear(gate_up_silu(x_TH, shared.gate_up_proj.stored, gate_up), shared.down_proj.stored, down)
         return y_TH if shared.gate is None else y_TH * torch.sigmoid(linear(x_TH, shared.gate.weight, gate))
 
 

@@ -5,7 +5,7 @@
     decode, short spans   queries absorb the keys' product, attend to (c, r), and sums of c meet the values' product
     long spans            keys and values of the context are made of c first
 
-`kv_b` is used as it lies in the checkpoint, so an update is a copy and nothing follows from it.
+`kv_b` is used as it lies in the checkpoint, so an update is a copy and nothing follows from it. It is never coded.
 
 Legend: T tokens, H hidden, Q query heads, X dimensions of a head, R width of the latent, L what is kept of a token, Y
 keys and values that a head makes of a latent, V dimension of a head's values.
@@ -25,6 +25,7 @@ from rollout_kernels.attention.latent import (
     plan_latent_decode,
     write_latent,
 )
+from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch, Chunk
@@ -57,18 +58,19 @@ class LatentAttention(Block):
         dtype: torch.dtype,
         device: torch.device,
         group: TensorGroup = ONE_RANK,
+        format: Format = "plain",
     ) -> None:
         super().__init__()
         self.spec, self.layer, self.kv_index, self.rope = spec, layer, kv_index, rope
-        self.in_proj = Linear(spec.inputs, dtype, device)
+        self.in_proj = Linear(spec.inputs, dtype, device, format=format)
         self.q_norm: RMSNorm | None = None
         self.q_b_proj: Linear | None = None
         if spec.q_rank is not None and spec.q_b is not None:
             self.q_norm = RMSNorm(spec.q_rank, spec.eps, dtype, device)
-            self.q_b_proj = Linear(spec.q_b, dtype, device)
+            self.q_b_proj = Linear(spec.q_b, dtype, device, format=format)
         self.kv_norm = RMSNorm(spec.kv_rank, spec.eps, dtype, device)
         self.kv_b_proj = Linear(spec.kv_b, dtype, device)
-        self.o_proj = Linear(spec.o, dtype, device, group)
+        self.o_proj = Linear(spec.o, dtype, device, group, format)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""
@@ -137,6 +139,11 @@ class LatentAttention(Block):
             q_TQL, cache_PS1L, rows.page_table_BP, rows.context_lens_B, rank=spec.kv_rank, scale=spec.scale, plan=plan
         )
         return torch.bmm(sums_TQR.transpose(0, 1), value_QVR.transpose(1, 2)).transpose(0, 1)
+
+    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
+        """As `Linear.scale_views`."""
+        q_b = {} if self.q_b_proj is None else self.q_b_proj.scale_views(prefix)
+        return self.in_proj.scale_views(prefix) | q_b | self.o_proj.scale_views(prefix)
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""

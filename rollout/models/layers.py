@@ -29,13 +29,15 @@ from rollout_kernels import (
     silu_mul,
     write_kv,
 )
+from rollout_kernels.linear.coded import CodedMatrix, Weights, scale_dtype, scales_shape
+from rollout_kernels.linear.products import add_product, product
 from rollout_kernels.moe import clamped_glu
 from rollout_kernels.moe.formats import ExpertWeights, Format, Shared, scale_shape
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 from torch import nn
 
 from rollout.models.batch import AttentionBatch, ExpertRecord, KVCache, LayerKV
-from rollout.models.coded_experts import CodedView
+from rollout.models.coded import CodedView, scale_cut
 from rollout.models.cut import Cut, CutView
 from rollout.models.joined import JoinedView
 from rollout.models.lora_slots import Product, StepAdapters
@@ -190,19 +192,29 @@ class LastProduct(NamedTuple):
 
 
 class Linear(Block):
-    """`x W^T + b`, optionally added to a residual.
+    """`x W^T + b`, optionally added to a residual. Its weight is of `dtype`, or codes with scales in a format.
 
     Where a shard has a part of the inputs only, `product` is this rank's part of the sum that `complete` makes.
     """
 
     def __init__(
-        self, spec: LinearSpec, dtype: torch.dtype, device: torch.device, group: TensorGroup = ONE_RANK
+        self,
+        spec: LinearSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TensorGroup = ONE_RANK,
+        format: Format = "plain",
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.format = spec, format
         self.partial = spec.input_cut is not None
         self.group = group
-        self.weight = empty_parameter(spec.outputs, spec.inputs, dtype=dtype, device=device)
+        self.weight_scales: nn.Parameter | None = None
+        if format != "plain":
+            scales, dtype_of_scales = scales_shape(spec.widths, spec.inputs, format), scale_dtype(format)
+            self.weight_scales = empty_parameter(*scales, dtype=dtype_of_scales, device=device)
+        stored = dtype if format == "plain" else torch.uint8
+        self.weight = empty_parameter(spec.outputs, spec.inputs, dtype=stored, device=device)
         self.bias = empty_parameter(spec.outputs, dtype=dtype, device=device) if spec.bias else None
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
@@ -211,7 +223,14 @@ class Linear(Block):
 
     def product(self, x_TK: torch.Tensor) -> torch.Tensor:
         """The result, [T, N], or this rank's part of it without the bias."""
-        return F.linear(x_TK, self.weight, None if self.partial else self.bias)
+        return product(x_TK, self.stored, None if self.partial else self.bias)
+
+    @property
+    def stored(self) -> Weights:
+        """The weight as the kernels take it."""
+        if self.weight_scales is None:
+            return self.weight
+        return CodedMatrix(self.weight.data, self.weight_scales.data, self.format, self.spec.widths)
 
     def complete(self, y_TN: torch.Tensor) -> torch.Tensor:
         """The whole result of what `product` made on each rank."""
@@ -223,22 +242,40 @@ class Linear(Block):
     def add_to(self, residual_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
         """`residual_TN` plus the result, in one operation where there is no bias; not for a part of a sum."""
         assert not self.partial
-        if self.bias is None:
-            return torch.addmm(residual_TN, x_TK, self.weight.t())
-        return residual_TN + F.linear(x_TK, self.weight, self.bias)
+        return add_product(residual_TN, x_TK, self.stored, self.bias)
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
         modules, widths = self.spec.modules, self.spec.widths
         cuts: tuple[Cut | None, ...] = self.spec.output_cuts or (None,) * len(modules)
-        weights = zip(modules, self.weight.split(widths), cuts, strict=True)
         regions = [
-            one_name(f"{prefix}{module}.weight", weight, self.spec.input_cut or cut) for module, weight, cut in weights
+            Region(({f"{prefix}{module}.weight": CutView.of(view, self.spec.input_cut or cut)},))
+            for module, view, cut in zip(modules, self._views(), cuts, strict=True)
         ]
         if self.bias is not None:
             biases = zip(modules, self.bias.split(widths), cuts, strict=True)
             regions += [one_name(f"{prefix}{module}.bias", bias, cut) for module, bias, cut in biases]
         return regions
+
+    def _views(self) -> list[torch.Tensor]:
+        """What takes the weights of each module."""
+        stored = self.stored
+        if not isinstance(stored, CodedMatrix):
+            return [view.detach() for view in stored.split(self.spec.widths)]
+        return [CodedView.of(part, tuple(part.values_ENK.shape[1:])) for part in stored.parts()]
+
+    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
+        """What takes the scales of each module as a checkpoint has them, by the name of its weight; none if plain."""
+        stored, modules = self.stored, self.spec.modules
+        if not isinstance(stored, CodedMatrix):
+            return {}
+        cuts: tuple[Cut | None, ...] = self.spec.output_cuts or (None,) * len(modules)
+        views = {}
+        for module, part, cut in zip(modules, stored.parts(), cuts, strict=True):
+            assert part.scales is not None
+            cut = scale_cut(self.spec.input_cut or cut, self.format)
+            views[f"{prefix}{module}.weight"] = CutView.of(part.scales[0], cut)
+        return views
 
 
 class RMSNorm(Block):
@@ -306,12 +343,13 @@ class Attention(Block):
         dtype: torch.dtype,
         device: torch.device,
         group: TensorGroup = ONE_RANK,
+        format: Format = "plain",
     ) -> None:
         super().__init__()
         self.spec, self.layer, self.kv_index, self.rope = spec, layer, kv_index, rope
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        self.qkv_proj = Linear(spec.qkv, dtype, device)
-        self.o_proj = Linear(spec.o, dtype, device, group)
+        self.qkv_proj = Linear(spec.qkv, dtype, device, format=format)
+        self.o_proj = Linear(spec.o, dtype, device, group, format)
         self.sinks = empty_parameter(spec.heads, dtype=dtype, device=device) if spec.sinks else None
         gate = spec.output_gate
         self.gate_proj = None if gate is None else Linear(gate, dtype, device)
@@ -422,6 +460,10 @@ class Attention(Block):
             qk_THD = head_rms_norm(qk_THD, weight_HD, spec.eps, spec.unit_offset)
         return qk_THD, v_TGD, gate_TK
 
+    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
+        """As `Linear.scale_views`."""
+        return self.qkv_proj.scale_views(prefix) | self.o_proj.scale_views(prefix)
+
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
         regions = self.qkv_proj.regions(prefix) + self.o_proj.regions(prefix)
@@ -447,12 +489,18 @@ class DenseFeedForward(Block):
     """The gated feed-forward block of a dense layer."""
 
     def __init__(
-        self, spec: DenseSpec, layer: int, dtype: torch.dtype, device: torch.device, group: TensorGroup = ONE_RANK
+        self,
+        spec: DenseSpec,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TensorGroup = ONE_RANK,
+        format: Format = "plain",
     ) -> None:
         super().__init__()
         self.spec, self.layer = spec, layer
-        self.gate_up_proj = Linear(spec.gate_up, dtype, device)
-        self.down_proj = Linear(spec.down, dtype, device, group)
+        self.gate_up_proj = Linear(spec.gate_up, dtype, device, format=format)
+        self.down_proj = Linear(spec.down, dtype, device, group, format)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """The block's output for the normalised `x_TH`."""
@@ -467,6 +515,10 @@ class DenseFeedForward(Block):
         """Hugging Face tensors under the layer's `prefix`."""
         return self.gate_up_proj.regions(prefix) + self.down_proj.regions(prefix)
 
+    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
+        """As `Linear.scale_views`."""
+        return self.gate_up_proj.scale_views(prefix) | self.down_proj.scale_views(prefix)
+
 
 class SharedExpert(Block):
     """The expert that every token takes, weighted by a sigmoid of the token if it has a gate; without adapters.
@@ -474,10 +526,12 @@ class SharedExpert(Block):
     That of a shard makes this rank's part of a sum; the block that it belongs to adds up the parts of all ranks.
     """
 
-    def __init__(self, spec: DenseSpec, gate: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: DenseSpec, gate: str | None, dtype: torch.dtype, device: torch.device, format: Format = "plain"
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(spec.gate_up, dtype, device)
-        self.down_proj = Linear(spec.down, dtype, device)
+        self.gate_up_proj = Linear(spec.gate_up, dtype, device, format=format)
+        self.down_proj = Linear(spec.down, dtype, device, format=format)
         self.spec = spec
         self.gate = None if gate is None else Linear(LinearSpec(spec.hidden, (gate,), (1,), False), dtype, device)
 
@@ -491,14 +545,18 @@ class SharedExpert(Block):
         gate = [] if self.gate is None else self.gate.regions(prefix)
         return self.gate_up_proj.regions(prefix) + self.down_proj.regions(prefix) + gate
 
+    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
+        """As `Linear.scale_views`."""
+        return self.gate_up_proj.scale_views(prefix) | self.down_proj.scale_views(prefix)
+
 
 class SparseFeedForward(Block):
     """A mixture of gated feed-forward experts; their weights may be kept as e4m3 codes with scales.
 
     A shared expert is stored as more of them, which every token takes, if its width is one of theirs or several
     (`stacked_shared` counts them), and its gate as one more row of the router; the kernels need no code for it then. It
-    is kept apart where its width is another one, or where the others are codes: the shared expert is always in the
-    model's dtype. Of a shard the widths that its rank keeps count.
+    is kept apart where its width is another one, or where the others are codes: it may be coded, too, but its gate is
+    not. Of a shard the widths that its rank keeps count.
 
     `sparse_index` counts the sparse layers: the record of a step has one entry for each of them, without shared
     experts.
@@ -530,7 +588,8 @@ class SparseFeedForward(Block):
             self.logit_bias = empty_parameter(spec.experts, dtype=dtype, device=device)
         self.shared: SharedExpert | None = None  # the shared expert, if it is kept apart
         if spec.shared is not None and not self.stacked_shared:
-            self.shared = SharedExpert(spec.shared, spec.names.shared_gate if spec.shared_gate else None, dtype, device)
+            gate = spec.names.shared_gate if spec.shared_gate else None
+            self.shared = SharedExpert(spec.shared, gate, dtype, device, format)
         self.gate_up, self.gate_up_scales = self._empty(2 * spec.intermediate, spec.hidden, 2, dtype, device)
         self.down, self.down_scales = self._empty(spec.hidden, spec.intermediate, 1, dtype, device)
         self.biases: tuple[nn.Parameter, nn.Parameter] | None = None
@@ -672,6 +731,32 @@ class SparseFeedForward(Block):
             one_name(f"{prefix}{names.stacked_down}", self.down.transpose(1, 2), by_expert or _at(down, 1)),
             one_name(f"{prefix}{names.stacked_down}_bias", self.down_bias, by_expert),
         ]
+
+    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
+        """As `Linear.scale_views`, of each expert."""
+        if self.format == "plain":
+            return {}
+        names, views = self.spec.names, {} if self.shared is None else self.shared.scale_views(prefix)
+        for expert in range(self.spec.experts):
+            for name, projection, half in (
+                (names.gate, "gate_up", 0),
+                (names.up, "gate_up", 1),
+                (names.down, "down", None),
+            ):
+                view = self._scales(projection, expert, half)  # type: ignore[arg-type]
+                views[f"{prefix}{name.format(expert)}.weight"] = view
+        return views
+
+    def _scales(self, projection: Literal["gate_up", "down"], expert: int, half: int | None) -> torch.Tensor:
+        spec = self.spec
+        cut = spec.width_cut if projection == "gate_up" else _at(spec.width_cut, 1)
+        if expert in spec.kept_experts:
+            scales = self.weights(projection).part(expert - spec.kept_experts.start, half).scales
+            assert scales is not None
+            return CutView.of(scales[0], scale_cut(cut, self.format))
+        whole = self.weights(projection).part(0, half).scales
+        assert whole is not None
+        return CutView.of(whole[0][:0], Cut(0, whole.shape[1], ((0, 0),)))
 
     def _view(
         self, projection: Literal["gate_up", "down"], expert: int | None = None, half: int | None = None

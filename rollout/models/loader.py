@@ -33,12 +33,13 @@ from rollout.models.checkpoint_tensors import (
     check_tensors,
     copy_tensors,
     first_names,
+    join_fp8,
     join_mxfp4,
     list_tensors,
     stored_dtype,
     turn,
 )
-from rollout.models.coded_experts import check_format
+from rollout.models.coded import SCALES, check_format
 from rollout.models.decoder import Decoder
 from rollout.models.draft_checkpoint import fill_draft, read_draft
 from rollout.models.draft_head import FLAGS, OFFSETS, PREFIX, DraftHead
@@ -46,12 +47,14 @@ from rollout.models.language_model import LanguageModel, LanguageModelSpec
 from rollout.models.longrope import choose_factors
 from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
-from rollout.models.registry import is_native, spec_from_config
+from rollout.models.registry import is_block_fp8, is_native, spec_from_config
 from rollout.models.shard import shard_spec
-from rollout.models.spec import DraftSpec, ModelSpec, MoESpec
+from rollout.models.spec import DraftSpec, ModelSpec
 
 log = logging.getLogger(__name__)
 
+#: A format of weights, or `auto`: that of the checkpoint.
+AskedFormat = Format | Literal["auto"]
 #: What becomes of layers for multi-token prediction, which a checkpoint may have: it may need none of them, draft with
 #: the first one if there is one, or be refused without one.
 MTP = Literal["unused", "if_there", "needed"]
@@ -74,8 +77,14 @@ class LoadedModel:
 
     def trainer_views(self) -> dict[str, torch.Tensor]:
         """Views by the names that a trainer may send: the checkpoint's, and a tied output layer, as in a state_dict."""
-        views = self.model.hf_views()
+        views = self.model.hf_views() | self.scale_views()
         return views | {alias: views[name] for alias, name in self.spec.tied_names.items()}
+
+    def scale_views(self) -> dict[str, torch.Tensor]:
+        """Views of the scales of blocks, by the names that a trainer may send with codes."""
+        blocks = isinstance(self.model, Decoder) and self.model.format == "fp8_block"
+        views = self.model.scale_views() if isinstance(self.model, Decoder) and blocks else {}
+        return {name + SCALES: view for name, view in views.items()}
 
     def kept_if_absent(self) -> frozenset[str]:
         """Names of tensors that an update may leave out: they keep their values."""
@@ -108,7 +117,7 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     folder: Path | None = None,
-    experts: Format = "plain",
+    weights: AskedFormat = "auto",
     group: TensorGroup | None = None,
     draft: Path | None = None,
     mtp: MTP = "unused",
@@ -116,8 +125,9 @@ def load_model(
     """Load a checkpoint, or its shapes with random weights, onto `device`.
 
     `progress` is called with (values copied, values in all). `folder` is the result of `fetch`, if it was called
-    before. `experts` is the format of the experts' weights. With a `group` of several ranks the model is this rank's
-    shard; the views of `trainer_views` still take whole tensors of the checkpoint, and copy the shard's part of them.
+    before. `weights` is the format of the weights that may be codes; auto: that of the checkpoint. With a `group` of
+    several ranks the model is this rank's shard; the views of `trainer_views` still take whole tensors of the
+    checkpoint, and copy the shard's part of them.
     `draft` is the folder of a model that drafts for it; without it, `mtp` says whether the checkpoint's own layers do.
 
     On the meta device a native model is an outline: it has shapes without memory. Only config.json and the headers of
@@ -134,23 +144,31 @@ def load_model(
     check_links(folder)
     config = read_config(folder, settings.model_impl)
     choose_factors(config.text, settings.longrope)
-    tensors = {} if settings.load_format == "random" else list_tensors(folder)
+    format = resolve_format(weights, config)
+    tensors = {} if settings.load_format == "random" else join_fp8(list_tensors(folder))
     own = getattr(config.whole, "dtype", None) or getattr(config.text, "dtype", None)
     dtype = _pick_dtype(settings, own or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)
     source = _Source(settings, folder, config, tensors, dtype, device, progress, group, draft, mtp)
     native = is_native(config.architecture, settings.model_impl)
-    model: LanguageModel = _load_native(source, experts) if native else _load_fallback(source, experts)
+    model: LanguageModel = _load_native(source, format) if native else _load_fallback(source, format)
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
         vocab = model.spec.vocab
         raise CheckpointError(f"{folder} names eos token ids {strange}, and the vocabulary has {vocab} entries")
     return LoadedModel(model, folder, defaults, dtype)
 
 
-def check_cut(settings: ModelSettings, folder: Path, ranks: int, experts: Format = "plain") -> None:
-    """Raise as `load_model` if the model cannot be cut into this number of shards, from its configuration alone.
+def resolve_format(asked: AskedFormat, config: CheckpointConfig) -> Format:
+    """The format of the weights that may be codes. `auto` keeps codes of blocks, and never quantises other weights."""
+    if asked != "auto":
+        return asked
+    return "fp8_block" if is_block_fp8(config.whole) else "plain"
 
-    Raises ValueError also for `experts` whose scales are of whole rows, which parts of an expert's width would change.
+
+def check_cut(settings: ModelSettings, folder: Path, ranks: int, weights: AskedFormat = "auto") -> None:
+    """Raise as `load_model` does if the model cannot be cut into so many shards, from its configuration alone.
+
+    Raises ValueError also if the shards would cut blocks of weights that share a scale.
     """
     if ranks == 1:
         return
@@ -160,12 +178,7 @@ def check_cut(settings: ModelSettings, folder: Path, ranks: int, experts: Format
         raise ValueError(_no_shards(config.architecture, ranks))
     choose_factors(config.text, settings.longrope)
     spec = shard_spec(_read_spec(folder, config, settings.images), 0, ranks)
-    blocks = [layer.feed_forward for layer in spec.layers]
-    if experts == "fp8_row" and any(isinstance(block, MoESpec) and block.width_cut for block in blocks):
-        raise ValueError(
-            f"expert_dtype = fp8_row has a scale for a row of weights, and {ranks} ranks cut these rows: use fp8_block "
-            "or mxfp8"
-        )
+    check_format(spec, resolve_format(weights, config))
 
 
 def _read_spec(folder: Path, config: CheckpointConfig, images: bool) -> ModelSpec:
@@ -217,7 +230,7 @@ class _Source:
         return self.device.type == "meta"
 
 
-def _load_native(source: _Source, experts: Format) -> Decoder:
+def _load_native(source: _Source, format: Format) -> Decoder:
     architecture, device = source.architecture, source.device
     whole = _read_spec(source.folder, source.config, source.settings.images)
     names, stored = whole.names, join_mxfp4(source.tensors)
@@ -225,11 +238,11 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
         embeds, heads = (names.spellings(f"{module}.weight") for module in (names.embed, names.lm_head))
         stored, tied = _settle_tying(stored, [(embeds, heads)], source)
         whole = replace(whole, tied=tied)
-    check_format(whole, experts)
     group = source.group
     spec = shard_spec(whole, group.rank, group.size)
-    spec = replace(spec, draft=_own_draft(source, spec, experts))
-    outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)  # shapes without memory
+    check_format(spec, format)
+    spec = replace(spec, draft=_own_draft(source, spec, format))
+    outline = Decoder(spec, source.dtype, torch.device("meta"), format, group)  # shapes without memory
     used = outline.draft_names()
     unused = spec.unused
     stored = _needed(stored, spec.tied_names, lambda name: name not in used and name.startswith(unused))
@@ -244,24 +257,24 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
     if source.draft is not None:
         draft, drafted = read_draft(source.draft, spec, source.random)
         spec = replace(spec, draft=draft, unused=(*spec.unused, PREFIX + OFFSETS, PREFIX + FLAGS))
-        outline = Decoder(spec, source.dtype, torch.device("meta"), experts, group)
+        outline = Decoder(spec, source.dtype, torch.device("meta"), format, group)
     if source.outline:
         return outline.eval()
     _check_memory(outline.parameters(), source.folder, device)
     if source.progress is not None:
         source.progress(0, sum(stored.values for stored in tensors.values()))
     group.prepare(spec.hidden, source.dtype)
-    model = Decoder(spec, source.dtype, device, experts, group)
+    model = Decoder(spec, source.dtype, device, format, group)
     if source.random:
         fill_random(model, source.settings.constants.random_seed, whole, source.progress)
     else:
-        copy_tensors(tensors, model.hf_views(), source.progress)
+        copy_tensors(tensors, model.hf_views(), source.progress, model.scale_views())
         if model.draft is not None and source.draft is not None:
             fill_draft(model.draft, source.draft, drafted)
     return model.eval()
 
 
-def _own_draft(source: _Source, spec: ModelSpec, experts: Format) -> DraftSpec | None:
+def _own_draft(source: _Source, spec: ModelSpec, format: Format) -> DraftSpec | None:
     """The draft model in the checkpoint itself, or None if the checkpoint lacks one or it must not draft.
 
     Raises:
@@ -272,7 +285,7 @@ def _own_draft(source: _Source, spec: ModelSpec, experts: Format) -> DraftSpec |
         return None
     mtp, regions, stored = spec.mtp, [], {}
     if mtp is not None:
-        regions = DraftHead(mtp, 0, spec.vocab, source.dtype, torch.device("meta"), experts).update_regions()
+        regions = DraftHead(mtp, 0, spec.vocab, source.dtype, torch.device("meta"), format).update_regions()
         names = all_views(regions)
         stored = {name: tensor for name, tensor in source.tensors.items() if name in names}  # no copies of the model's
     reason = None
@@ -345,7 +358,7 @@ def _needed(
     return {name: stored for name, stored in tensors.items() if is_needed(name, tied) and not is_unused(name)}
 
 
-def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
+def _load_fallback(source: _Source, format: Format) -> LanguageModel:
     from rollout.models.fallback.build import make_module, max_positions, module_class
     from rollout.models.fallback.model import TransformersModel
     from rollout.models.fallback.start import check_start
@@ -365,14 +378,14 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     cls = module_class(config, architecture)
     if source.group.size > 1:
         raise ValueError(_no_shards(architecture, source.group.size))
-    if experts != "plain":
+    if format != "plain":
         raise ValueError(
-            f"expert_dtype = {experts} is for native families, and {architecture} runs through transformers' own "
-            "code: use expert_dtype = auto"
+            f"weight_dtype = {format} is for native families, and {architecture} runs through transformers' own "
+            "code: use weight_dtype = bf16"
         )
     log.warning(
         "%s runs through transformers' own code, not natively: expect about half the speed of a native family; no "
-        "adapters, routing, deterministic or expert_dtype",
+        "adapters, routing, deterministic or weight_dtype",
         architecture,
         extra={"tested_against_transformers": architecture in TESTED},
     )

@@ -20,11 +20,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from rollout_kernels.linear.coded import CodedMatrix
 from rollout_kernels.moe.quantize import quantize_to
 
 from rollout.models.checkpoint_folder import Progress
 from rollout.models.cut import whole_shape
 from rollout.models.decoder import Decoder
+from rollout.models.layers import Linear
 from rollout.models.spec import ModelSpec
 
 _SHARPNESS = 1.75
@@ -66,7 +68,7 @@ def _keeps_shared_apart(model: Decoder) -> bool:
     Then it has other parameters than the model without codes, though both have the same weights.
     """
     moe = model.spec.moe
-    return model.experts != "plain" and moe is not None and moe.shared_like_others > 0
+    return model.format != "plain" and moe is not None and moe.shared_like_others > 0
 
 
 def _fill(model: Decoder, dtype: torch.dtype, generator: torch.Generator) -> None:
@@ -96,7 +98,11 @@ def _fill_or_encode(
     _fill_parameter(name, weight, model.spec, generator)
     if coded:  # the same weights as without codes
         block = model.get_submodule(name.rpartition(".")[0])
-        quantize_to(weight, block.weights(name.rpartition(".")[2]))  # type: ignore[operator]
+        if isinstance(block, Linear):
+            assert isinstance(block.stored, CodedMatrix)
+            block.stored.quantize(weight)
+        else:
+            quantize_to(weight, block.weights(name.rpartition(".")[2]))  # type: ignore[operator]
 
 
 def _whole_values(

@@ -1132,8 +1132,15 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
         if getattr(config, name, False):
             raise ValueError(f"{name} is not supported for this architecture: it must be false")
     quantized = getattr(config, "quantization_config", None)
-    if quantized is not None and not (family.mxfp4 and _quantization(quantized) == "mxfp4"):
-        raise ValueError("quantized checkpoints are not supported; use one with float32, bfloat16 or float16 weights")
+    if (
+        quantized is not None
+        and not is_block_fp8(config)
+        and not (family.mxfp4 and _quantization(quantized) == "mxfp4")
+    ):
+        raise ValueError(
+            "this quantization_config is not supported; use a checkpoint with float32, bfloat16 or float16 weights, or "
+            "fp8 ones in blocks (quant_method fp8, fmt e4m3, weight_block_size [128, 128])"
+        )
     layers = _layers(config, family)
     return ModelSpec(
         architecture=architecture,
@@ -1154,6 +1161,14 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
         tower=tower,
         mtp=_mtp(config, family, layers),
     )
+
+
+def is_block_fp8(config: Any) -> bool:
+    """Whether a checkpoint says that its weights are e4m3 codes with a scale for each block of 128 x 128."""
+    quantized = getattr(config, "quantization_config", None)
+    if _quantization(quantized) != "fp8" or not isinstance(quantized, dict):
+        return False
+    return quantized.get("weight_block_size") == [128, 128] and quantized.get("fmt", "e4m3") == "e4m3"
 
 
 def _quantization(config: Any) -> Any:

@@ -23,7 +23,7 @@ def main() -> None:
     from rollout.process.garbage_collection import loading_libraries
 
     with loading_libraries():
-        from rollout.ranks.follower import follow
+        from rollout.ranks.follower import run_follower
 
     if told := sys.stdin.buffer.read():
         run_follower(json.loads(told))

@@ -179,7 +179,7 @@ def run_follower(told: dict[str, Any]) -> None:
             device.torch_device,
             start.advance,
             folder=Path(told["checkpoint"]),  # the folder that rank 0 found: a hub may have changed meanwhile
-            experts=engine.expert_format,
+            weights=engine.weight_format,
             group=group,
             draft=None if told["draft"] is None else Path(told["draft"]),
             mtp=engine.mtp,

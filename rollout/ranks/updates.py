@@ -28,8 +28,8 @@ from rollout.ranks.relay import RELAY_SIZES, HostBacking, RelayBacking, RelayMem
 from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory, SharedMemoryError
 from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_staging
-from rollout.weights.destination import Destination, Destinations
-from rollout.weights.parameter_map import Fit
+from rollout.weights.destination import UpdateMemories, UpdateMemory
+from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staging import Staging
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.wire.errors import InternalError, Unavailable, WeightsRejected
@@ -79,7 +79,9 @@ class RankUpdates(UpdateMemories):
         self._last = 0  # number of the last update that followers were told of
         self._opened = self._prepared = 0  # numbers of its orders
 
-    def open(self, manifest: Manifest, fit: Fit, on_device: bool, content: UpdateContent = WHOLE) -> Destination:
+    def open(
+        self, manifest: Manifest, fit: ManifestFit, on_device: bool, content: UpdateContent = WHOLE
+    ) -> UpdateMemory:
         """Begin an update on all ranks. Raises `Unavailable` while the worker starts."""
         self._orders()
         staging = open_staging(self.staging, manifest, fit, False, content)
@@ -104,7 +106,7 @@ class RankUpdates(UpdateMemories):
         orders = self._find_orders()
         return super().busy or (orders is not None and not orders.done("swap", orders.swapped))
 
-    def tell(self, manifest: Manifest, content: UpdateContent) -> bool:
+    def announce(self, manifest: Manifest, content: UpdateContent) -> bool:
         """Tell the followers of an update; false while they may still read about the one before."""
         if not self._reports.done("updates", self._opened):
             return False
@@ -176,7 +178,7 @@ class GroupDestination(UpdateMemory):
     ) -> None:
         super().__init__(staging, manifest, content.name)
         self._updates, self._relays, self._how = updates, relays, content
-        self._told = self._asked = self._landed = False
+        self._announced = self._asked = self._landed = False
 
     @property
     def dirty(self) -> bool:
@@ -193,7 +195,7 @@ class GroupDestination(UpdateMemory):
         try:
             if self._announced:
                 self._updates.check()
-            self._told = self._told or self._updates.tell(self._manifest, self._how)
+            self._announced = self._announced or self._updates.announce(self._manifest, self._how)
             while len(self._relays) > 1:
                 usable = self._relays[0].usable()
                 if usable is None:
@@ -243,8 +245,8 @@ class GroupDestination(UpdateMemory):
         if self._how.delta is None and not self._staging.copied():
             return False
         self._updates.check_alive()
-        self._told = self._told or self._updates.tell(self._manifest, self._how)
-        if not self._told or not self._relays[0].all_given():
+        self._announced = self._announced or self._updates.announce(self._manifest, self._how)
+        if not self._announced or not self._relays[0].all_given():
             return False
         if not self._asked:
             if self._how.delta is not None and not self._updates.are_open():

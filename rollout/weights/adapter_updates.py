@@ -88,6 +88,8 @@ class IncomingAdapter:
     def check(self, manifest: Manifest) -> None:
         """Raise `WeightsRejected` naming each tensor that does not fit the model or the loaded adapters."""
         self._check_slot(manifest)
+        if codes := [entry.name for entry in manifest.tensors if entry.dtype == "float8_e4m3fn"]:
+            raise WeightsRejected(f"an adapter has no codes: send {codes[0]} in 16 or 32 bits", field="manifest")
         shapes = {entry.name: entry.shape for entry in manifest.tensors}
         try:
             self._plan = self._target.plan(self._config, shapes, self.name)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rollout.models.cut import Cut
-from rollout.weights.parameter_map import Fit
+from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staged_weights import Copy, StagedWeights
 from rollout.weights.staging import KeptPart, Staging, entries_within
 from trainer_bridge.transports.changed_words import WORD_BYTES, Part, find_words
@@ -62,7 +62,7 @@ def read_update_content(fields: Mapping[str, Any], manifest: Manifest) -> Update
 
 
 def open_staging(
-    staging: Staging, manifest: Manifest, fit: Fit, on_device: bool, content: UpdateContent
+    staging: Staging, manifest: Manifest, fit: ManifestFit, on_device: bool, content: UpdateContent
 ) -> Staging | DeltaStaging:
     """Begin an update in `staging`; returns what takes its bytes. Raises `WeightsRejected` if it lacks the base."""
     if content.delta is not None:

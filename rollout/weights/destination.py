@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_staging
-from rollout.weights.parameter_map import Fit
+from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.staging import Staging
 from trainer_bridge.wire.manifest import Manifest
@@ -97,6 +97,8 @@ class UpdateMemories:
         """Whether the memory for the next update still holds one that may be read."""
         return self.staging.busy
 
-    def open(self, manifest: Manifest, fit: Fit, on_device: bool, content: UpdateContent = WHOLE) -> Destination:
+    def open(
+        self, manifest: Manifest, fit: ManifestFit, on_device: bool, content: UpdateContent = WHOLE
+    ) -> UpdateMemory:
         """Begin an update; with `on_device` all bytes arrive on the device, by `put`."""
-        return Destination(open_staging(self.staging, manifest, fit, on_device, content), manifest, content.name)
+        return UpdateMemory(open_staging(self.staging, manifest, fit, on_device, content), manifest, content.name)

@@ -9,6 +9,9 @@ parameter exactly once.
 
 The views of a shard take whole tensors and keep a part of each, so a worker checks that its part is whole.
 
+Weights that the worker keeps as codes of blocks may come as codes, too (`float8_e4m3fn`). Then the scales must come
+with them, under the weight's name + "_scale_inv".
+
 Two kinds of tensors need not match: one that an update may leave out keeps its value, and one that the worker has no
 use for is received and dropped (`UpdateNames`).
 
@@ -21,12 +24,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from rollout.models.coded import SCALES
 from rollout.models.cut import whole_shape
 from rollout.models.draft_head import PREFIX
 from trainer_bridge.wire.errors import WeightsRejected
@@ -54,6 +58,7 @@ class UpdateNames:
     unused: tuple[str, ...] = ()  # beginnings of names that the worker has no use for
     optional: frozenset[str] = frozenset()  # names that may be absent even where an update must be whole
     unused_patterns: tuple[str, ...] = ()  # regular expressions that such names contain
+    scales: frozenset[str] = frozenset()  # of weights that may come as codes
 
     def is_unused(self, name: str) -> bool:
         """True for the name of a tensor that the worker has no use for, unless it is one of its own."""
@@ -63,7 +68,8 @@ class UpdateNames:
 def update_names(settings: ModelSettings, loaded: LoadedModel) -> UpdateNames:
     """The names that updates may have or lack. With random weights an update must have every tensor."""
     kept = frozenset() if settings.load_format == "random" else loaded.kept_if_absent()
-    return UpdateNames(kept, loaded.spec.unused, loaded.draft_names(), loaded.spec.unused_patterns)
+    scales = frozenset(loaded.scale_views())
+    return UpdateNames(kept, loaded.spec.unused, loaded.draft_names(), loaded.spec.unused_patterns, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ class ParameterMap:
 
     def __init__(self, views: Mapping[str, torch.Tensor], names: UpdateNames = UpdateNames()) -> None:  # noqa: B008 -- frozen
         self.views, self.names = dict(views), names
-        self._runs = {name: _byte_runs(view) for name, view in self.views.items()}
+        self._runs = {name: _byte_runs(view) for name, view in self.views.items() if name not in names.scales}
         self._whole = _union(self._runs.values())
 
     @property
@@ -112,9 +118,28 @@ class ParameterMap:
         unwritten, or elements would be written twice.
         """
         self.check_tensors(manifest)
+        scales = self._check_codes(manifest)
         unused = tuple(entry.name for entry in manifest.tensors if self._is_unused(entry.name))
         may_lack = self.names.optional if whole else self.names.kept_if_absent | self.names.optional
-        return self._check_cover(self._used(manifest), unused, may_lack)
+        fit = self._check_cover(self._used(manifest), unused, may_lack)
+        return replace(fit, copied=fit.copied + scales)
+
+    def _check_codes(self, manifest: Manifest) -> tuple[str, ...]:
+        """The names of the scales in a manifest. Codes need the scales of their blocks, and scales need codes."""
+        dtypes = {entry.name: entry.dtype for entry in manifest.tensors}
+        codes = [name for name, dtype in dtypes.items() if dtype == "float8_e4m3fn" and not self._is_unused(name)]
+        strange = [name for name in codes if name + SCALES not in self.names.scales]
+        if strange:
+            advice = "the worker does not keep these as codes of blocks: send 16-bit weights, or set its weight_dtype"
+            raise _rejected("codes", strange, advice)
+        alone = [name for name in codes if name + SCALES not in dtypes]
+        if alone:
+            raise _rejected("codes without scales", alone, f"send a tensor <name>{SCALES} with each")
+        scales = tuple(name for name in dtypes if name in self.names.scales)
+        without = [name for name in scales if dtypes.get(name.removesuffix(SCALES)) != "float8_e4m3fn"]
+        if without:
+            raise _rejected("scales without codes", without, "send float8_e4m3fn codes with them, or weights alone")
+        return scales
 
     def check_tied(self, tied: Mapping[str, str], manifest: Manifest) -> None:
         """Check names that a manifest leaves out because it has the same tensor under another name.
@@ -161,12 +186,12 @@ class ParameterMap:
         return name not in self.views and self.names.is_unused(name)
 
     def _used(self, manifest: Manifest) -> list[str]:
-        return [entry.name for entry in manifest.tensors if not self._is_unused(entry.name)]
+        return [e.name for e in manifest.tensors if e.name not in self.names.scales and not self._is_unused(e.name)]
 
     def _with_kept(self, written: np.ndarray, may_lack: frozenset[str]) -> tuple[np.ndarray, list[str]]:
         """The bytes that are written or keep their value, and the names of parameters that keep it."""
         kept = []
-        for name in (name for name in self.views if name in may_lack):
+        for name in (name for name in self._runs if name in may_lack):
             if not _overlaps(written, self._runs[name]):  # under this name and under others
                 kept.append(name)
                 written = _union([written, self._runs[name]])

@@ -34,8 +34,8 @@ from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate, UpdateWait
 from rollout.weights.adapter_updates import AdapterTarget, IncomingAdapter, read_adapter
 from rollout.weights.delta import WHOLE, UpdateContent, read_update_content
-from rollout.weights.destination import Destination, Destinations
-from rollout.weights.parameter_map import Fit, ParameterMap
+from rollout.weights.destination import UpdateMemories, UpdateMemory
+from rollout.weights.parameter_map import ManifestFit, ParameterMap
 from rollout.weights.process_groups import ProcessGroups, Reply
 from rollout.weights.staged_weights import StagedWeights
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
@@ -128,7 +128,7 @@ class ReceivedUpdate:
     incoming: IncomingUpdate
     destination: UpdateMemory
     begun_s: float
-    commit: Commit | None = None  # came; not all bytes are verified yet
+    commit: PendingCommit | None = None  # came; not all bytes are verified yet
     hold: Literal["early", "late", "asked", "granted"] = "early"  # late: asked for once all bytes are verified
 
     @property
@@ -545,7 +545,7 @@ def read_begin(
     transport = header["transport"]
     if type(transport) is not str or transport not in receivers:
         raise BadRequest(f"transport must be one of {', '.join(receivers)}", field="transport")
-    fit, tied = Fit((), ()), read_tied(header.get("tied", {}))
+    fit, tied = ManifestFit((), ()), read_tied(header.get("tied", {}))
     content = read_update_content(header, manifest)
     if content != WHOLE and adapter is not None:
         raise BadRequest("an adapter has no content and no delta: send it whole", field="delta")

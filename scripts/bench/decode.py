@@ -16,8 +16,8 @@ in all modules of dense layers. Rows use the adapters in turn; `overhead_pct` is
 With --truncate each number of rows is measured without and then with top-k 50, top-p 0.95 and min-p 0.05 in all rows;
 `overhead_pct` is the extra time of the second. Random weights give flat logits: nearly every token is a candidate.
 
---set NAME=VALUE changes a setting of the engine, such as expert_dtype=fp8_block, kv_dtype=fp8_e4m3 or
-deterministic=true. The floor uses the dtypes of experts and KV.
+--set NAME=VALUE changes a setting of the engine, such as weight_dtype=fp8_block, kv_dtype=fp8_e4m3 or
+deterministic=true. The floor uses the dtypes of weights and KV.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ _TRUNCATED = SamplingParams(top_k=50, top_p=0.95, min_p=0.05)
 
 
 def step_needs(shape: str, changes: dict[str, str], layers: int = 0) -> StepBytes:
-    """The least bytes that a step reads, with experts and KV in the dtypes of these settings."""
-    need, kept = step_bytes(shape, layers=layers), {"mxfp8": 1 + 1 / 32, "fp8_block": 1 + 4 / 128**2, "fp8_row": 1.0}
-    if changes.get("expert_dtype", "auto") != "auto":
-        need = replace(need, expert=round(need.expert * kept[changes["expert_dtype"]] / 2))
+    """The least bytes that a step reads, with weights and KV in the dtypes of these settings."""
+    asked = changes.get("weight_dtype", "auto")
+    need = step_bytes(shape, layers=layers, format="plain" if asked in ("auto", "bf16") else asked)
     if changes.get("kv_dtype", "auto") != "auto":
         dim = model_config(shape)["head_dim"]
         windows = tuple((window, per_token * (dim + 4) // (2 * dim)) for window, per_token in need.windows)

@@ -83,7 +83,7 @@ SHAPES: dict[str, dict[str, tuple[int, int, Kind]]] = {
 
 def candidates(outputs: int, inputs: int, rows: int, kind: Kind, ways: list[str]) -> list[Config]:
     """Candidate configurations of the kernels named in `ways`."""
-    return [config for way in ways for config in WAYS[way](outputs, inputs, rows, kind)]
+    return [config for way in ways for config in (WAYS | CODED_WAYS)[way](outputs, inputs, rows, kind)]
 
 
 def _pipelined(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
@@ -144,8 +144,40 @@ def _gemv(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
     return found
 
 
+def _coded(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
+    """Tiles of codes: streamed, and some by Triton's own pipeline. One tile has columns of one scale."""
+    found = []
+    for (block_n, warps), split, (programs, ring, streamed) in itertools.product(
+        ((64, 4), (128, 8)),
+        (1, 2, 4),
+        ((264, 100_000, True), (132, 200_000, True), (132, 200_000, False)),
+    ):
+        items, block_k = -(-outputs // block_n) * split, 128
+        tile_bytes = block_k * (block_n + 2 * max(8, rows))
+        if inputs % (block_k * split) or (kind != "parts" and split > 1) or not 64 <= items <= 8 * programs:
+            continue
+        if block_n * rows > 2048 * warps or ring < 3 * tile_bytes or (programs > 132 and items < programs):
+            continue
+        stages = min(16 if streamed else 6, ring // tile_bytes)
+        found.append(LinearConfig(block_n, block_k, split, warps, stages, programs, streamed, kind == "silu"))
+    return found
+
+
+def _coded_gemv(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
+    """Whole rows of codes by many small programs."""
+    found = []
+    for split, neurons, at_once, warps in itertools.product((1, 2, 3), (1, 2), (2, 4, 8), (4, 8)):
+        reads = at_once * neurons * (2 if kind == "silu" else 1)
+        fits = rows <= MOST_ROWS and inputs % (512 * at_once * split) == 0 and reads == 8
+        if fits and (kind == "parts" or split == 1):
+            found.append(GemvConfig(split, neurons, at_once, warps))
+    return found
+
+
 WAYS: dict[str, Callable[[int, int, int, Kind], Sequence[Config]]] = {
     "pipelined": _pipelined,
     "streamed": _streamed,
     "gemv": _gemv,
 }
+#: The same for weights as codes.
+CODED_WAYS: dict[str, Callable[[int, int, int, Kind], Sequence[Config]]] = {"coded": _coded, "coded_gemv": _coded_gemv}

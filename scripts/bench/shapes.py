@@ -515,8 +515,11 @@ def model_spec(shape: str, layers: int = 0) -> ModelSpec:
 
 
 @functools.lru_cache(maxsize=16)
-def step_bytes(shape: str, width: int = 2, layers: int = 0) -> StepBytes:
-    """The least bytes that a decode step reads, with `width` bytes per number; states are in float32."""
+def step_bytes(shape: str, width: int = 2, layers: int = 0, format: str = "plain") -> StepBytes:
+    """The least bytes that a decode step reads, with `width` bytes per number; states are in float32.
+
+    `format` is that of the weights that may be codes.
+    """
     # Imported here, as for `model_spec`.
     import torch
 
@@ -526,9 +529,10 @@ def step_bytes(shape: str, width: int = 2, layers: int = 0) -> StepBytes:
 
     spec = model_spec(shape, layers)
     dtype = {2: torch.bfloat16, 4: torch.float32}[width]
-    model = Decoder(spec, dtype, torch.device("meta"))  # shapes without memory
+    model = Decoder(spec, dtype, torch.device("meta"), format)  # type: ignore[arg-type]  # shapes without memory
     blocks = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
     chosen = [tensor[: b.spec.experts] for b in blocks for tensor in (b.gate_up, b.down, *(b.biases or ()))]
+    chosen += [tensor for b in blocks for tensor in (b.gate_up_scales, b.down_scales) if tensor is not None]
     of_experts = sum(tensor.nbytes for tensor in chosen)  # a shared expert that is stored with them is read anyway
     everything = sum(parameter.nbytes for parameter in model.parameters())
     windows: dict[int, int] = {}

@@ -910,6 +910,27 @@ def _correctness() -> list[Table]:
                 "K3": lambda found: f"{found['k3_kl']:.4f}",
             },
         ),
+        *(
+            columns(
+                f"Log-probs by the format of weights, against float32: {model}",
+                f"weight_formats_{name}_cpu",
+                {
+                    "format": "format",
+                    "computed in": "computed_in",
+                    "mean difference": lambda found: f"{found['mean_abs']:.3f}",
+                    "99th percentile": lambda found: f"{found['p99_abs']:.2f}",
+                    "KL a token": lambda found: f"{found['kl']:.4f}",
+                    "least ratio": lambda found: f"{found['ratio_least']:.2f}",
+                    "largest ratio": lambda found: f"{found['ratio_most']:.2f}",
+                    "outside 0.8 to 1.25, %": lambda found: f"{100 * found['far']:.1f}",
+                },
+                note,
+            )
+            for model, name, note in (
+                ("SmolLM2-135M, English text", "smollm2", "Its weights had 4 bits once; a small model is a hard case."),
+                ("two layers of 8B, random weights", "8b", "A vocabulary of 8,192."),
+            )
+        ),
         columns(
             "Memory over a long run of 8B, MiB",
             "long_h200",

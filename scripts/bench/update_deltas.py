@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from rollout.weights.delta import DeltaStaging
-from rollout.weights.parameter_map import Fit
+from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staging import InPlace, Staging
 from scripts.bench.output import write_results
 from scripts.bench.shapes import write_checkpoint
@@ -108,7 +108,7 @@ def make(folder: Path, device: torch.device, place: Any, share: float, seed: int
 
 def stage(tensors: Mapping[str, torch.Tensor], kind: str, manifest: Any, base: str) -> Staging:
     """Memory that holds the base; in place the tensors themselves."""
-    fit, device = Fit(tuple(tensors), ()), next(iter(tensors.values())).device
+    fit, device = ManifestFit(tuple(tensors), ()), next(iter(tensors.values())).device
     if kind == "in_place":
         staging: Staging = InPlace(tensors)
         staging.open(manifest, fit)

@@ -111,7 +111,7 @@ def test_more_rows_than_our_own_products_take_are_captured_too(folder):
     rows, runs = MOST_ROWS + 32, []
     for graphs in (True, False):
         fields = {"max_rows": rows, "page_size": 16, "kv_pages": 3 * rows, "prefill_chunk_tokens": 2048}
-        bench = Bench(load_bf16(folder), make_device("cuda"), cuda_graphs=graphs, **fields)
+        bench = Bench(load_bf16(folder), make_device("cuda"), cuda_graph_rows=rows * graphs, **fields)
         assert graphs == bench.engine.executor.captures
         for i in range(rows):
             bench.submit(f"r{i}", prompt(6, i), 30, sampling={"temperature": 1.0, "seed": i})

@@ -22,7 +22,7 @@ from verl.workers.rollout.replica import RolloutMode
 from tests.support.integrations.tiny_checkpoints import logprobs_of, make_chat_checkpoint
 from tests.support.integrations.verl_parts import TEMPLATE, compose_config
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
-from trainer_bridge.integrations.verl import Server
+from trainer_bridge.integrations.verl import VerlServer
 from trainer_bridge.integrations.verl_media import ProcessorSource
 
 SEQUENCE = [5, 9, 14, 40, 7, 3, 22]
@@ -31,7 +31,7 @@ SEQUENCE = [5, 9, 14, 40, 7, 3, 22]
 class DirectClient:
     """verl's client of servers without its load balancer and Ray: it passes the same arguments on."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: VerlServer) -> None:
         self.server = server
 
     async def generate(self, request_id: str, *, mm_processor_output: Any = None, **fields: Any) -> Any:
@@ -54,7 +54,9 @@ def test_a_teacher_of_verl_scores_a_sequence(tmp_path: Path) -> None:
     checkpoint = make_chat_checkpoint(tmp_path / "model", seed=3, template=TEMPLATE.read_text())
     config = compose_config(checkpoint, "actor_rollout_ref.rollout.load_format=auto")
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    server = Server(rollout, str(checkpoint), RolloutMode.STANDALONE, 0, None, ProcessorSource(str(checkpoint), None))
+    server = VerlServer(
+        rollout, str(checkpoint), RolloutMode.STANDALONE, 0, None, ProcessorSource(str(checkpoint), None)
+    )
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.inference_mode():
         expected = model(torch.tensor([SEQUENCE])).logits[0, :-1].log_softmax(-1)

@@ -89,10 +89,10 @@ def test_an_outline_counts_what_the_loaded_model_counts(name, tmp_path):
 @pytest.mark.parametrize("experts", ["mxfp8", "fp8_row", "fp8_block"])
 def test_coded_experts_are_counted(experts, tmp_path):
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    make_checkpoint("qwen3_moe", tmp_path, **sizes)
-    settings = settings_for(tmp_path, expert_dtype=experts)
+    make_checkpoint("qwen3_moe", tmp_path, **sizes, head_dim=32, intermediate_size=96)
+    settings = settings_for(tmp_path, weight_dtype=experts)
     shapes, *_ = outline(settings, tmp_path)
-    loaded = load_model(settings.model, CPU, folder=tmp_path, experts=experts).model
+    loaded = load_model(settings.model, CPU, folder=tmp_path, weights=experts).model
     assert counted(shapes, settings.engine) == counted(loaded, settings.engine)
     assert weight_bytes(shapes) < weight_bytes(outline(settings_for(tmp_path), tmp_path)[0])
 

@@ -222,6 +222,7 @@ def test_what_holds_now_is_what_the_code_has():
         "engine.fair_queue",
         "engine.fused_experts",
         "engine.cuda_graphs",
+        "engine.expert_dtype",
         "model.cpu_threads",
         "metrics.timeline",
     }  # without a number

@@ -195,9 +195,10 @@ def test_codes_of_kv_and_of_experts_cut_by_width_give_the_tokens_of_one_rank(
     experts: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder, logs = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("logs")
-    wide = SIZES | {"hidden_size": 128, "moe_intermediate_size": 256, "head_dim": 16, "vocab_size": 211}
+    wide = SIZES | {"hidden_size": 128, "moe_intermediate_size": 256, "head_dim": 64, "vocab_size": 211}
+    wide |= {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}  # ranks cut along blocks
     make_checkpoint("qwen3_moe", folder, seed=1, **wide)
-    flags = FLAGS | {"kv_dtype": "fp8_e4m3", "expert_dtype": experts}
+    flags = FLAGS | {"kv_dtype": "fp8_e4m3", "weight_dtype": experts}
     several = {"tensor_parallel": 2, "check_ranks": True}
     # A value between two codes may become either, by the last bit of a sum.
     with start_pair(folder, 211, logs, flags, several, exact=False, tolerance=0.02) as pair:

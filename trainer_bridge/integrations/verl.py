@@ -341,7 +341,7 @@ def serve_flags(config: Any, mode: RolloutMode) -> dict[str, Any]:
             f"rollout.{wrong[0]} is {getattr(config, wrong[0])}; a replica is one worker on one GPU: set 1"
         )
     if config.quantization is not None:
-        raise ValueError("rollout.quantization is not supported; see expert_dtype and kv_dtype of `rollout serve`")
+        raise ValueError("rollout.quantization is not supported; see weight_dtype and kv_dtype of `rollout serve`")
     if config.mtp is not None and config.mtp.enable and config.mtp.enable_rollout:
         raise ValueError(
             "rollout.mtp.enable_rollout is not supported; set engine_kwargs.rollout.speculation to heads instead"

@@ -45,7 +45,7 @@ DEFAULT_FILE_BYTES = 256 << 20
 _MARK = ".publisher-"
 _WHOLE, _CODES = "version", "delta"  # how the names of folders begin: codes of changes are no checkpoint
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _MAX_FILES = 1 << 16
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the format's own library

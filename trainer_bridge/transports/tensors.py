@@ -10,7 +10,12 @@ import torch
 from trainer_bridge.wire.manifest import TensorEntry
 
 #: torch's types by the names that manifests use.
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 
 def typed_view(stream: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

@@ -35,8 +35,9 @@ ALIGN_BYTES = 64
 MAX_BUCKET_BYTES = 256 << 20
 MAX_VERSION = (1 << 63) - 1
 MAX_TENSORS = 1 << 18
-#: Types that may be sent; the worker converts them to the type of its parameter.
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: Types that may be sent; the worker converts them to the type of its parameter. `float8_e4m3fn` are codes, which come
+#: with the scales of their blocks.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 _MAX_DIMS = 8
 _MAX_NAME_CHARS = 512

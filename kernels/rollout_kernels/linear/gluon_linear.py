@@ -9,6 +9,10 @@ the memory stays busy while the predecessor ends. The kernel allows its successo
 successor may read only weights before its own wait. The exception is BESIDE: the successor reads x and runs next to
 this kernel, so it may start only when x is complete.
 
+Weights may be e4m3 codes with scales of rows or of blocks. A tile of codes goes to registers. It is decoded there
+without loss, and the tensor cores read it from there. Their sums of a tile are multiplied by the scales and added in
+float32. Two programs of a multiprocessor take turns: one decodes while the other multiplies.
+
 Legend: M tokens, N outputs, K inputs.
 """
 
@@ -21,14 +25,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rollout_kernels.common.device import is_hopper
-from rollout_kernels.common.gluon_copy import load_tile
+from rollout_kernels.common.gluon_copy import load_tile, meet
 from rollout_kernels.common.triton_math import follow_options
+from rollout_kernels.linear.coded import CodedMatrix, Weights, scale_block
 
 
 @gluon.jit
@@ -83,6 +89,112 @@ def _wait(sums, pending: gl.constexpr):
     else:
         sums = warpgroup_mma_wait(pending, deps=sums)
     return sums
+
+
+@gluon.jit
+def _decoded(w_tile, MMA: gl.constexpr, dtype: gl.constexpr):
+    """A tile of codes as an operand of the tensor cores, in registers."""
+    codes = w_tile.load(gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2))
+    half = codes.to(gl.float8e4nv, bitcast=True).to(gl.float16)
+    return half if dtype == gl.float16 else half.to(gl.float32).to(dtype)
+
+
+@gluon.jit
+def _scales(
+    scale_ptr,
+    tile,
+    k,
+    N,
+    BLOCK_N: gl.constexpr,
+    SILU: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr,
+    K: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """The scales of a tile's weight rows from column `k`, [BLOCK_N]."""
+    r = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    if SILU:
+        row = gl.minimum(tile * (BLOCK_N // 2) + r // 16 * 8 + r % 8, N - 1) + r // 8 % 2 * N
+    else:
+        row = gl.minimum(tile * BLOCK_N + r, N - 1)
+    return gl.load(scale_ptr + row // SCALE_ROWS * ((K + SCALE_COLUMNS - 1) // SCALE_COLUMNS) + k // SCALE_COLUMNS)
+
+
+@gluon.jit(do_not_specialize=["rows", "items"])
+def _coded_kernel(
+    w_desc,
+    scale_ptr,
+    x_desc,
+    out_ptr,
+    rows,
+    N,
+    items,
+    tiles,
+    K: gl.constexpr,
+    SCALE_ROWS: gl.constexpr,
+    SCALE_COLUMNS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SPLIT: gl.constexpr,
+    SILU: gl.constexpr,
+    STAGES: gl.constexpr,
+    BESIDE: gl.constexpr,
+    STAGGER: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """As `_stream_kernel`, for codes."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    first_row = gl.program_id(1) * BLOCK_M
+    STEPS: gl.constexpr = K // (BLOCK_K * SPLIT)
+    LOADED: gl.constexpr = BLOCK_N * BLOCK_K + BLOCK_M * BLOCK_K * x_desc.dtype.primitive_bitwidth // 8
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    if not BESIDE:
+        gdc_launch_dependents()
+    steps = (items - program + programs - 1) // programs * STEPS
+    for stage in gl.static_range(STAGES - 1):
+        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
+        mbarrier.expect(full.index(stage), LOADED, stage < steps)
+        _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, 1, SILU)
+    gdc_wait()
+    if BESIDE:
+        gdc_launch_dependents()
+    for stage in gl.static_range(STAGES - 1):
+        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
+        load_tile(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+    for lap in range(steps // STEPS):
+        total = zero
+        product = warpgroup_mma_init(zero)
+        scale = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, MMA))
+        for step in range(lap * STEPS, lap * STEPS + STEPS):
+            place = step % STAGES
+            tile, k = _column(step, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
+            next_scale = _scales(scale_ptr, tile, k, N, BLOCK_N, SILU, SCALE_ROWS, SCALE_COLUMNS, K, MMA)
+            mbarrier.wait(full.index(place), step // STAGES & 1)
+            total = total + warpgroup_mma_wait(0, deps=(product,)) * scale[:, None]
+            # The product of step - 1 has ended in all warps, so refill its stage. It read the registers of `w_tile`
+            # while it ran, and the barrier keeps loads to these below it.
+            meet()
+            ahead = step + STAGES - 1
+            free = ahead % STAGES
+            tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
+            mbarrier.expect(full.index(free), LOADED, ahead < steps)
+            _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, 1, SILU)
+            load_tile(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
+            w_tile = _decoded(w_smem.index(place).reshape([BLOCK_N, BLOCK_K]), MMA, x_desc.dtype)
+            product = warpgroup_mma(w_tile, x_smem.index(place).permute((1, 0)), zero, use_acc=False, is_async=True)
+            scale = next_scale
+        total = total + warpgroup_mma_wait(0, deps=(product,)) * scale[:, None]
+        item = program + lap * programs
+        _store(out_ptr, total, item % tiles, item // tiles, first_row, rows, N, SILU)
 
 
 @gluon.jit(do_not_specialize=["rows", "items"])
@@ -152,25 +264,29 @@ def _stream_kernel(
             _store(out_ptr, sums[block], item % tiles * BLOCKS + block, item // tiles, first_row, rows, N, SILU)
 
 
-def stages(block_n: int, block_m: int, block_k: int, most: int, element_bytes: int = 2) -> int:
+def stages(block_n: int, block_m: int, block_k: int, most: int, w_bytes: int = 2) -> int:
     """Stages of the ring: at most `most`, and no more than fit shared memory while the previous kernel still runs."""
-    return max(3, min(most, 220_000 // ((block_n + block_m) * block_k * element_bytes)))
+    return max(3, min(most, 220_000 // (block_k * (block_n * w_bytes + 2 * block_m))))
 
 
-def takes(x_MK: torch.Tensor, w_NK: torch.Tensor, silu: bool) -> bool:
-    """True if the kernel can run: 16-bit operands on Hopper, in rows that the copy engine can address."""
+def takes(x_MK: torch.Tensor, weights: Weights, silu: bool) -> bool:
+    """True if the kernel can run: 16-bit activations on Hopper, in rows that the copy engine can address.
+
+    Weights have the dtype of the activations, or are codes with scales of rows or of blocks.
+    """
+    w_NK = weights.codes_NK if isinstance(weights, CodedMatrix) else weights
     if silu and w_NK.shape[0] % 16:  # gate and up rows are loaded eight at a time
         return False
-    if not is_hopper(x_MK.device):
+    if not is_hopper(x_MK.device) or (isinstance(weights, CodedMatrix) and weights.format == "mxfp8"):
         return False
     return x_MK.dtype in (torch.bfloat16, torch.float16) and all(
-        t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) == 1 for t in (x_MK, w_NK)
+        t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(1) == 1 for t in (x_MK, w_NK)
     )
 
 
 def stream(
     x_MK: torch.Tensor,
-    w_NK: torch.Tensor,
+    weights: Weights,
     out: torch.Tensor,
     outputs: int,
     block_n: int,
@@ -186,40 +302,51 @@ def stream(
     """Write a product to `out`, as `triton_linear.multiply_into` does, in tiles of `block_n` weight rows.
 
     `block_n` is a power of two or three times one; three blocks then share a tile of x, each with its own sums. So 128
-    programs of 192 rows cover 24,576 outputs, where tiles of 256 would leave a quarter of 132 programs idle. With
-    `stagger`, programs are at different columns at any time, so they do not all read the same part of x at once.
+    programs of 192 rows cover 24,576 outputs, where tiles of 256 would leave a quarter of 132 programs idle. Tiles of
+    codes are powers of two. With `stagger`, programs are at different columns at any time, so they do not all read the
+    same part of x at once.
     """
+    coded = weights if isinstance(weights, CodedMatrix) else None
+    w_NK = weights.codes_NK if isinstance(weights, CodedMatrix) else weights
+    if coded is not None:
+        block_n &= -block_n
     rows, inputs = x_MK.shape
     block_m = min(128, max(8, triton.next_power_of_2(rows)))
     tiles = triton.cdiv(w_NK.shape[0], block_n)
     items = tiles * split
     blocks = 3 if block_n % 3 == 0 else 1
     block = block_n // blocks
-    flat, paired = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 4))
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    bits = 8 * w_NK.element_size()
+    swizzle = min(128, block_k * w_NK.element_size())  # no wider than a row of the tile
     if silu:
         row = w_NK.stride(0)
         shape, strides = [outputs // 8, 2, 8, inputs], [8 * row, outputs * row, row, 1]
-        weights = TensorDescriptor(w_NK, shape, strides, [block // 16, 2, 8, block_k], paired)
+        paired = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=4)
+        tensor = TensorDescriptor(w_NK, shape, strides, [block // 16, 2, 8, block_k], paired)
     else:
-        weights = TensorDescriptor.from_tensor(w_NK, [block, block_k], flat)
-    _stream_kernel[(min(items, programs), triton.cdiv(rows, block_m))](
-        weights,
-        TensorDescriptor.from_tensor(x_MK, [block_m, block_k], flat),
-        out,
-        rows,
-        outputs,
-        items,
-        tiles,
-        K=inputs,
-        BLOCK_M=block_m,
-        BLOCK_N=block,
-        BLOCKS=blocks,
-        BLOCK_K=block_k,
-        SPLIT=split,
-        SILU=silu,
-        STAGES=stages(block_n, block_m, block_k, num_stages),
-        BESIDE=beside,
-        STAGGER=stagger,
-        num_warps=num_warps,
+        flat = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
+        tensor = TensorDescriptor.from_tensor(w_NK, [block, block_k], flat)
+    options = {
+        "K": inputs,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block,
+        "BLOCK_K": block_k,
+        "SPLIT": split,
+        "SILU": silu,
+        "STAGES": stages(block_n, block_m, block_k, num_stages, w_NK.element_size()),
+        "BESIDE": beside,
+        "STAGGER": stagger,
+        "num_warps": num_warps,
         **follow_options(x_MK.device),
+    }
+    grid = (min(items, programs), triton.cdiv(rows, block_m))
+    x_desc = TensorDescriptor.from_tensor(x_MK, [block_m, block_k], layout)
+    sizes = (out, rows, outputs, items, tiles)
+    if coded is None:
+        _stream_kernel[grid](tensor, x_desc, *sizes, BLOCKS=blocks, **options)
+        return
+    scale_rows, scale_columns = scale_block(coded.format, inputs)
+    _coded_kernel[grid](
+        tensor, coded.scales, x_desc, *sizes, SCALE_ROWS=scale_rows, SCALE_COLUMNS=scale_columns, **options
     )

@@ -3,10 +3,11 @@
 Qwen3 was measured on an H200, Qwen3.5 on an H100.
 
 An entry is a list of bands: a number of rows, and the configuration for products with up to that many rows. Above the
-last band cuBLAS computes the product. There are two columns:
+last band cuBLAS computes the product. There are three columns:
 
     fast           for each band the configuration with which whole decode steps were fastest: `triton_gemv` for one
                    row, otherwise tiles, mostly streamed (`gluon_linear`)
+    coded          as fast, for weights that are codes
     deterministic  all configurations of an entry split K in the same way, so the order in which the products of a row
                    are added does not depend on the batch
 
@@ -15,10 +16,12 @@ A shape that is not in a column gets the configuration that was best for most me
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from rollout_kernels.linear.triton_gemv import GemvConfig
 from rollout_kernels.linear.triton_linear import LinearConfig
+from rollout_kernels.moe.formats import Format
 
 Kind = Literal["parts", "whole", "silu"]
 Config = LinearConfig | GemvConfig
@@ -110,6 +113,7 @@ FAST: dict[tuple[int, int, Kind], Bands] = {
         *_streamed(2, (MOST_ROWS, 128, 64, 6, 132)),
     ),
 }
+CODED: dict[tuple[int, int, Kind], Bands] = {}
 DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): _pipelined(1),
@@ -130,7 +134,9 @@ DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
 }
 
 
-def linear_config(outputs: int, inputs: int, kind: Kind, rows: int, deterministic: bool = False) -> Config | None:
+def linear_config(
+    outputs: int, inputs: int, kind: Kind, rows: int, deterministic: bool = False, format: Format = "plain"
+) -> Config | None:
     """The configuration for a product with weights [outputs, inputs] and `rows` rows, or None to use cuBLAS.
 
     cuBLAS is used above the last band, and if no tile size divides the inputs. With `deterministic`, the last band has
@@ -142,11 +148,39 @@ def linear_config(outputs: int, inputs: int, kind: Kind, rows: int, deterministi
         kind: `parts` may split K (`linear_parts`); `whole` (`linear`) and `silu` (`gate_up_silu`) may not.
         rows: tokens of the product.
         deterministic: use the deterministic column.
+        format: of the weights. Sums of `fp8_block` depend on the inputs of a tile, too.
     """
     shape = (outputs, inputs, kind)
+    if format != "plain" and not deterministic:
+        bands = CODED.get(shape) or _other_coded(*shape)
+        return next((config for most, config in bands if rows <= most), None)
     column, unmeasured = (DETERMINISTIC, _other_order) if deterministic else (FAST, _other)
     bands = column.get(shape) or unmeasured(*shape)
-    return next((config for most, config in bands if rows <= most), bands[-1][1] if deterministic and bands else None)
+    found = next((config for most, config in bands if rows <= most), bands[-1][1] if deterministic and bands else None)
+    if format == "plain" or found is None:
+        return found
+    narrowest = min(config.block_k for _, config in bands if isinstance(config, LinearConfig))
+    return replace(found, block_k=narrowest) if isinstance(found, LinearConfig) else found
+
+
+def _other_coded(outputs: int, inputs: int, kind: Kind) -> Bands:
+    """The bands of codes for a shape that is not in the table. A tile has columns of one scale."""
+    cut = _cut(outputs, inputs, kind)
+    if cut is None:
+        return ()
+    split, block_k = cut
+    few = ((32, LinearConfig(64, block_k, split, 4, 6, _PROGRAMS)),)
+    many = ((MOST_ROWS, LinearConfig(128, block_k, split, 8, 4, _PROGRAMS)),)
+    return *_alone_coded(inputs, kind), *few, *many
+
+
+def _alone_coded(inputs: int, kind: Kind) -> Bands:
+    for at_once in (8, 4, 2):
+        reads = at_once * (2 if kind == "silu" else 1)
+        for split in range(1, _MOST_SPLITS + 1) if kind == "parts" else (1,):
+            if reads <= 8 and inputs % (512 * at_once * split) == 0 and inputs // (512 * split) <= 16:
+                return ((1, GemvConfig(split, 1, at_once)),)
+    return ()
 
 
 def last_rows() -> list[int]:

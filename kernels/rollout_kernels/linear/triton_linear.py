@@ -10,6 +10,9 @@ chip never waits for a new program to start. The weights are the first operand o
 to BLOCK_M, are the second (swap AB). More than 128 tokens are computed 128 at a time and read all weights each time.
 This pays only where a result must not depend on the number of tokens.
 
+Weights may be e4m3 codes (`coded`). A tile of codes is decoded in registers, without loss, and its scales are applied
+to float32 sums (`common.triton_coded_tiles`). Activations are not rounded.
+
 A split product leaves float32 partial sums, which the consuming kernel adds up in a fixed order. So a row's result
 depends on the configuration, but never on timing or on the other rows. With `beside`, the next kernel may read x before
 it waits for this product.
@@ -25,8 +28,10 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.common.triton_coded_tiles import tile_operand
 from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
 from rollout_kernels.linear import gluon_linear, triton_gemv
+from rollout_kernels.linear.coded import CodedMatrix, Weights
 from rollout_kernels.linear.triton_gemv import GemvConfig
 
 #: Shared memory of a Hopper multiprocessor that programs may use, in bytes, and the multiprocessors of an H200.
@@ -87,10 +92,45 @@ def _tile(w_ptr, tile, begin, row, offset, N, K: tl.constexpr, OUT: tl.constexpr
     return w_ptr + (first.to(tl.int64) * K + begin) + offset
 
 
+@triton.jit
+def _row_of_tile(tile, row, n, N, OUT: tl.constexpr, SILU: tl.constexpr):
+    """The weight rows of a tile, [BLOCK_N]; rows past the end are the last row."""
+    rows = tl.minimum(tile * OUT + row, N - 1)
+    if SILU:
+        rows += n // OUT * N
+    return rows
+
+
+@triton.jit
+def _scales(scale_ptr, rows, k, K: tl.constexpr, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The scales of weight rows [BLOCK_N] from column `k`: as `tile_operand` and `_add` take them."""
+    if FORMAT == "fp8_block":
+        return tl.load(scale_ptr + rows // 128 * ((K + 127) // 128) + k // 128)
+    elif FORMAT == "mxfp8":
+        return tl.load(scale_ptr + rows[:, None] * (K // 32) + (k // 32 + tl.arange(0, BLOCK_K // 32))[None, :])
+    elif FORMAT == "fp8_row":
+        return tl.load(scale_ptr + rows)
+    else:
+        return rows
+
+
+@triton.jit
+def _add(acc, w, x, scale, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`acc` [N, M] plus the product of a tile of stored weights [N, K] and activations [K, M]."""
+    if FORMAT == "plain":
+        return dot(w, x, acc)
+    w = tile_operand(w, scale, FORMAT, x.dtype, BLOCK_N, BLOCK_K)
+    if FORMAT == "fp8_block":
+        return acc + scale[:, None] * dot(w, x, tl.zeros_like(acc))
+    else:
+        return dot(w, x, acc)
+
+
 @triton.jit(do_not_specialize=["rows", "items"])
 def _linear_kernel(
     x_ptr,
     w_ptr,
+    scale_ptr,
     out_ptr,
     rows,
     N,
@@ -98,6 +138,7 @@ def _linear_kernel(
     items,
     tiles,
     K: tl.constexpr,
+    FORMAT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -128,10 +169,14 @@ def _linear_kernel(
         split = program // tiles
         begin = split * STEPS * BLOCK_K
         w = _tile(w_ptr, tile, begin, row, offset, N, K, OUT, EVEN_N)
+        w_rows = _row_of_tile(tile, row, n, N, OUT, SILU)
         for step in tl.range(0, STEPS, num_stages=STAGES):
             w_tile = tl.load(w + step * BLOCK_K, eviction_policy="evict_first")
             x_tile = tl.load(x + begin + step * BLOCK_K, mask=live, other=0.0)
-            acc = dot(w_tile, x_tile, acc)
+            scale = _scales(scale_ptr, w_rows, begin + step * BLOCK_K, K, FORMAT, BLOCK_K)
+            acc = _add(acc, w_tile, x_tile, scale, FORMAT, BLOCK_N, BLOCK_K)
+        if FORMAT == "fp8_row":
+            acc *= _scales(scale_ptr, w_rows, 0, K, FORMAT, BLOCK_K)[:, None]
         _store_tile(out_ptr, acc, tile, split, m, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
     else:
         own_items = (items - program + programs - 1) // programs
@@ -143,8 +188,12 @@ def _linear_kernel(
             w = _tile(w_ptr, tile, begin, row, offset, N, K, OUT, EVEN_N)
             w_tile = tl.load(w, eviction_policy="evict_first")
             x_tile = tl.load(x + begin, mask=live, other=0.0)
-            acc = dot(w_tile, x_tile, acc)
+            w_rows = _row_of_tile(tile, row, n, N, OUT, SILU)
+            scale = _scales(scale_ptr, w_rows, begin, K, FORMAT, BLOCK_K)
+            acc = _add(acc, w_tile, x_tile, scale, FORMAT, BLOCK_N, BLOCK_K)
             if i % STEPS == STEPS - 1:
+                if FORMAT == "fp8_row":
+                    acc *= scale[:, None]
                 _store_tile(out_ptr, acc, tile, split, m, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
                 acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
 
@@ -153,16 +202,16 @@ def _block_m(rows: int) -> int:
     return min(128, max(16, triton.next_power_of_2(rows)))
 
 
-def _stages(config: LinearConfig, block_m: int, element_bytes: int) -> int:
+def _stages(config: LinearConfig, block_m: int, x_bytes: int, w_bytes: int) -> int:
     """The configured number of stages, or fewer if shared memory is too small. Results do not depend on it."""
-    tile_bytes = config.block_k * (config.block_n + block_m) * element_bytes
+    tile_bytes = config.block_k * (config.block_n * w_bytes + block_m * x_bytes)
     on_one = min(2, triton.cdiv(config.programs, _MULTIPROCESSORS))
     return max(1, min(config.num_stages, _SHARED_BYTES // on_one // tile_bytes))
 
 
 def multiply_into(
     x_MK: torch.Tensor,
-    w_NK: torch.Tensor,
+    weights: Weights,
     out: torch.Tensor,
     outputs: int,
     config: LinearConfig | GemvConfig,
@@ -173,33 +222,35 @@ def multiply_into(
 
     Args:
         x_MK: float32, bf16 or f16, contiguous in K.
-        w_NK: contiguous, in the dtype of x; with `silu` gate rows, then up rows.
+        weights: contiguous, in the dtype of x, or codes that are `in_step`; with `silu` gate rows, then up rows.
         out: [M, outputs] in any of these dtypes, or float32 [split, M, outputs].
-        outputs: number of outputs; with `silu` half the rows of `w_NK`.
+        outputs: number of outputs; with `silu` half the rows of the weights.
         config: launch configuration; the fallback is `triton_linear`'s own kernel where the named one cannot run.
         silu: write `silu(gate) * up`.
         beside: the kernel that is launched next may read x before it waits for this product.
     """
     rows, inputs = x_MK.shape
     if isinstance(config, GemvConfig):
-        if triton_gemv.takes(x_MK, w_NK, config):
-            triton_gemv.gemv(x_MK, w_NK, out, outputs, config, silu)
+        if triton_gemv.takes(x_MK, weights, config):
+            triton_gemv.gemv(x_MK, weights, out, outputs, config, silu)
             return
         config = LinearConfig(64, 64, config.split, 4, 8, _MULTIPROCESSORS)  # runs for every dtype
     assert inputs % (config.block_k * config.split) == 0, f"K = {inputs} is no multiple of {config}"
     block_m = _block_m(rows)
     if config.streamed:
-        if gluon_linear.takes(x_MK, w_NK, silu):
+        if gluon_linear.takes(x_MK, weights, silu):
             shape = (config.block_n, config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
-            gluon_linear.stream(x_MK, w_NK, out, outputs, *shape, silu, beside, config.stagger)
+            gluon_linear.stream(x_MK, weights, out, outputs, *shape, silu, beside, config.stagger)
             return
         config = replace(config, block_n=config.block_n & -config.block_n)  # `_linear_kernel` needs a power of two
     outputs_a_tile = config.block_n // 2 if silu else config.block_n
     tiles = triton.cdiv(outputs, outputs_a_tile)
     items = tiles * config.split
+    w_NK = weights.codes_NK if isinstance(weights, CodedMatrix) else weights
     _linear_kernel[(min(items, config.programs), triton.cdiv(rows, block_m))](
         x_MK,
         w_NK,
+        weights.scales if isinstance(weights, CodedMatrix) else w_NK,
         out,
         rows,
         outputs,
@@ -207,6 +258,7 @@ def multiply_into(
         items,
         tiles,
         K=inputs,
+        FORMAT=weights.format if isinstance(weights, CodedMatrix) else "plain",
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -214,41 +266,45 @@ def multiply_into(
         SILU=silu,
         EVEN_N=outputs % outputs_a_tile == 0,
         ONE_ITEM=items <= config.programs,
-        STAGES=_stages(config, block_m, x_MK.element_size()),
+        STAGES=_stages(config, block_m, x_MK.element_size(), w_NK.element_size()),
         num_warps=config.num_warps,
         **follow_options(x_MK.device),
     )
 
 
+def _outputs(weights: Weights) -> int:
+    return (weights.codes_NK if isinstance(weights, CodedMatrix) else weights).shape[0]
+
+
 def linear(
     x_MK: torch.Tensor,
-    w_NK: torch.Tensor,
+    weights: Weights,
     config: LinearConfig | GemvConfig,
     out_dtype: torch.dtype | None = None,
     beside: bool = False,
 ) -> torch.Tensor:
     """`x @ w.T`, summed in float32; returns [M, N] in `out_dtype` (x's by default). `config.split` must be 1."""
     assert config.split == 1
-    outputs = w_NK.shape[0]
+    outputs = _outputs(weights)
     out_MN = torch.empty(x_MK.shape[0], outputs, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
-    multiply_into(x_MK, w_NK, out_MN, outputs, config, silu=False, beside=beside)
+    multiply_into(x_MK, weights, out_MN, outputs, config, silu=False, beside=beside)
     return out_MN
 
 
 def linear_parts(
-    x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig | GemvConfig, beside: bool = False
+    x_MK: torch.Tensor, weights: Weights, config: LinearConfig | GemvConfig, beside: bool = False
 ) -> torch.Tensor:
     """Partial sums of `x @ w.T` over the `config.split` parts of K, float32 [S, M, N]."""
-    outputs = w_NK.shape[0]
+    outputs = _outputs(weights)
     parts_SMN = torch.empty(config.split, x_MK.shape[0], outputs, dtype=torch.float32, device=x_MK.device)
-    multiply_into(x_MK, w_NK, parts_SMN, outputs, config, silu=False, beside=beside)
+    multiply_into(x_MK, weights, parts_SMN, outputs, config, silu=False, beside=beside)
     return parts_SMN
 
 
-def gate_up_silu(x_MK: torch.Tensor, w_2IK: torch.Tensor, config: LinearConfig | GemvConfig) -> torch.Tensor:
-    """`silu(x @ g.T) * (x @ u.T)`, where `w_2IK` holds all rows of g, then of u. Returns [M, I] in x's dtype."""
+def gate_up_silu(x_MK: torch.Tensor, weights: Weights, config: LinearConfig | GemvConfig) -> torch.Tensor:
+    """`silu(x @ g.T) * (x @ u.T)`, where `weights` holds all rows of g, then of u. Returns [M, I] in x's dtype."""
     assert config.split == 1
-    outputs = w_2IK.shape[0] // 2
+    outputs = _outputs(weights) // 2
     out_MI = torch.empty(x_MK.shape[0], outputs, dtype=x_MK.dtype, device=x_MK.device)
-    multiply_into(x_MK, w_2IK, out_MI, outputs, config, silu=True)
+    multiply_into(x_MK, weights, out_MI, outputs, config, silu=True)
     return out_MI

@@ -11,7 +11,6 @@
     triton_grouped_experts  experts for many tokens: tiles of tokens that share an expert
     triton_padded_groups    the same with rows of their own, which the copy engine loads and stores
     gluon_experts           16-bit experts for very many tokens, on Hopper
-    triton_grouped_tiles    stored weights decoded into operands of the tensor cores
 
 The Triton modules are imported where they are used, so a machine without Triton can run the twins.
 """

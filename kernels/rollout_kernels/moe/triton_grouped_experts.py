@@ -33,10 +33,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rollout_kernels.common.triton_coded_tiles import add_tile, tile_scales
 from rollout_kernels.common.triton_math import INTERPRETED, follow, follow_options, gated, narrow
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import Groups
-from rollout_kernels.moe.triton_grouped_tiles import add_tile, tile_scales
 
 
 @dataclass(frozen=True, slots=True)

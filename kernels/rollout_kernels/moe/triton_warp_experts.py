@@ -9,9 +9,7 @@ A token reads the weights of all its experts, so the cost grows with the number 
 for many tokens use `triton_grouped_experts`.
 
 A lane loads 16 bytes of weights at once. A tile is [R, W]: W stored elements of each of R output rows. 16-bit weights
-are read as int32, two values each, because one shift or mask converts a bf16 to float32. Codes are read as uint8. The
-16 codes of a lane share one scale (in every format the scale is constant over 16 neighbours), so a scale costs one
-product in 16.
+are read as int32, two values each, because one shift or mask converts a bf16 to float32. Codes are read as uint8.
 
 Source: Cursor's post "Better MoE model inference with warp decode" (2026).
 
@@ -30,22 +28,18 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.common.triton_fp8 import power_of_two
+from rollout_kernels.common.triton_coded_tiles import LANE_CODES, add_products, load_scales
 from rollout_kernels.common.triton_math import (
     TRITON_DTYPES,
     follow,
     follow_options,
     gated,
     narrow,
-    two_floats,
-    widen,
 )
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 
 #: Bytes that a lane loads at once.
 _LANE_BYTES = 16
-#: Codes that a lane loads at once.
-_LANE_CODES = tl.constexpr(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,50 +53,6 @@ class WarpConfig:
     across: bool = False  # neighbouring programs: same outputs of different tokens (True), or the other way round
     once: bool = True  # weights leave the cache after use
     fence: bool = True  # a barrier keeps the loads of weights together; in `moe_gate_up`
-
-
-@triton.jit
-def _add_products(acc, w, x, scale, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """`acc` [R, A] plus the products of `w` and `x`, both [R, W]; A = W if plain, else W / 16. `scale` is [R, A]."""
-    if FORMAT == "plain":
-        w_low, w_high = two_floats(w, DTYPE)
-        x_low, x_high = two_floats(x, DTYPE)
-        acc += w_low * x_low
-        acc += w_high * x_high
-        return acc
-    else:
-        values = w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        sums = tl.sum(tl.reshape(values * widen(x), [acc.shape[0], acc.shape[1], _LANE_CODES]), axis=2)
-        if FORMAT == "fp8_row":
-            return acc + sums
-        else:
-            return acc + sums * scale
-
-
-@triton.jit
-def _load_scales(
-    scale_ptr,
-    row0,
-    k0,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    R: tl.constexpr,
-    A: tl.constexpr,
-):
-    """Scales [R, A] of R rows from `row0` and A lanes from code `k0`. `scale_ptr` points to the expert (or half)."""
-    # Load one row of R * A scales: Triton distributes them over the lanes in the same order as `_load` does the codes.
-    # A load of [R, A] has another order, and every scale then passes through shared memory between two barriers.
-    lane = tl.arange(0, R * A)
-    row = tl.minimum(row0 + lane // A, OUTPUTS - 1)
-    k = tl.minimum(k0 + lane % A * _LANE_CODES, INPUTS - 1)
-    if FORMAT == "mxfp8":
-        scale = power_of_two(tl.load(scale_ptr + row * (INPUTS // 32) + k // 32))
-    elif FORMAT == "fp8_block":
-        scale = tl.load(scale_ptr + row // 128 * ((INPUTS + 127) // 128) + k // 128)
-    else:
-        scale = tl.load(scale_ptr + row)
-    return tl.reshape(scale, [R, A])
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -135,7 +85,7 @@ def _gate_up_kernel(
     UP: tl.constexpr = 1 if CLAMPED else INNER
     DTYPE: tl.constexpr = h_ptr.dtype.element_ty
     STORED: tl.constexpr = H // 2 if FORMAT == "plain" else H
-    SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // _LANE_CODES
+    SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // LANE_CODES
     SCALED: tl.constexpr = FORMAT == "fp8_block" or FORMAT == "mxfp8"
     BLOCKS: tl.constexpr = (INNER + ROWS * NEURONS - 1) // (ROWS * NEURONS)
     pair, block = _split(tl.program_id(0), pairs, BLOCKS, ACROSS)
@@ -163,7 +113,7 @@ def _gate_up_kernel(
                 if SCALED:
                     half = scale + i // NEURONS * (SCALES // 2)
                     row0 = block * (ROWS * NEURONS) + i % NEURONS * ROWS
-                    scales += (_load_scales(half, row0, start + piece * WIDTH, INNER, H, FORMAT, ROWS, SUMS),)
+                    scales += (load_scales(half, row0, start + piece * WIDTH, INNER, H, FORMAT, ROWS, SUMS),)
         # The barrier keeps the loads of weights above it. Otherwise ptxas spreads them out to save registers, and too
         # few are in flight at once. The activations are loaded below it, so that no arithmetic can move above it.
         if FENCE:
@@ -174,7 +124,7 @@ def _gate_up_kernel(
             added = ()
             for i in tl.static_range(2 * NEURONS):
                 tile_scale = scales[piece * 2 * NEURONS + i] if SCALED else 0
-                added += (_add_products(sums[i], tiles[piece * 2 * NEURONS + i], x, tile_scale, FORMAT, DTYPE),)
+                added += (add_products(sums[i], tiles[piece * 2 * NEURONS + i], x, tile_scale, FORMAT, DTYPE),)
             sums = added
     for i in tl.static_range(NEURONS):
         g = tl.sum(sums[i], axis=1)
@@ -216,7 +166,7 @@ def _down_kernel(
     EVICT: tl.constexpr,
 ):
     STORED: tl.constexpr = INNER // 2 if FORMAT == "plain" else INNER
-    SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // _LANE_CODES
+    SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // LANE_CODES
     SCALED: tl.constexpr = FORMAT == "fp8_block" or FORMAT == "mxfp8"
     BLOCKS: tl.constexpr = (H + ROWS * NEURONS - 1) // (ROWS * NEURONS)
     token, block = _split(tl.program_id(0), tokens, BLOCKS, ACROSS)
@@ -242,9 +192,9 @@ def _down_kernel(
                         at = start + piece * WIDTH + k[None, :]
                         tiles += (_load(w_row + at, at, STORED, WIDTH, EVICT),)
                         if SCALED:
-                            scales += (_load_scales(scale, row0, start + piece * WIDTH, H, INNER, FORMAT, ROWS, SUMS),)
+                            scales += (load_scales(scale, row0, start + piece * WIDTH, H, INNER, FORMAT, ROWS, SUMS),)
                     if FORMAT == "fp8_row":
-                        row_scales += (_load_scales(scale, row0, 0, H, INNER, FORMAT, ROWS, SUMS),)
+                        row_scales += (load_scales(scale, row0, 0, H, INNER, FORMAT, ROWS, SUMS),)
             # The experts were known before this kernel could start, because `moe_gate_up` had waited for the router.
             # The activations exist only when `moe_gate_up` has ended.
             if first == 0 and start == 0:
@@ -263,7 +213,7 @@ def _down_kernel(
                     for piece in tl.static_range(PIECES):
                         tile_scale = scales[(i * NEURONS + neuron) * PIECES + piece] if SCALED else 0
                         tile = tiles[(i * NEURONS + neuron) * PIECES + piece]
-                        part = _add_products(part, tile, xs[piece], tile_scale, FORMAT, DTYPE)
+                        part = add_products(part, tile, xs[piece], tile_scale, FORMAT, DTYPE)
                     if FORMAT == "fp8_row":
                         part *= row_scales[i * NEURONS + neuron]
                     added += (sums[neuron] + part * weight,)

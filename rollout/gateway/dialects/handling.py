@@ -11,7 +11,7 @@ from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.answers.logprobs import LogprobFormat
 from rollout.gateway.dialects.process_group_bodies import TransferState
 from rollout.gateway.dialects.tinker.sessions import Sessions
-from rollout.gateway.history.kept import Kept
+from rollout.gateway.history.expiring_cache import ExpiringCache
 from rollout.gateway.history.responses import StoredResponse
 from rollout.gateway.history.trajectories import Trajectories
 from rollout.gateway.http.bodies import Body
@@ -39,7 +39,7 @@ class Gateway:
     group_updates: GroupUpdates
     transfers: TransferState
     trajectories: Trajectories
-    responses: Kept[StoredResponse]
+    responses: ExpiringCache[StoredResponse]
     tinker: Sessions[Any]
 
     async def adapter_of(self, model: str | None) -> str | None:

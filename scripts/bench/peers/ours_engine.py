@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rollout_kernels.moe.formats import Format
 
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.build import build_engine, local_links
@@ -25,7 +24,7 @@ from rollout.engine.messages.to_service import Delta, Event, Rejected
 from rollout.engine.schedule.feature import find
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
-from rollout.models.loader import MTP
+from rollout.models.loader import MTP, AskedFormat
 from rollout.models.lora_slots import random_adapter
 from rollout.models.spec import MoESpec
 from rollout.process.progress import stage
@@ -75,7 +74,7 @@ class OursEngine:
             metrics=MetricsSettings(wandb=False),
         )
         began_s = time.perf_counter()
-        made = settings.engine.expert_format, job.layers, fallback, draft
+        made = settings.engine.weight_format, job.layers, fallback, draft
         loaded = load_random(job.shape, device.torch_device, *made)
         loaded_s = time.perf_counter()
         self._model, self._quiet = loaded.model, False
@@ -227,7 +226,7 @@ class OursEngine:
 def load_random(
     shape: str,
     device: torch.device,
-    experts: Format = "plain",
+    weights: AskedFormat = "plain",
     layers: int = 0,
     fallback: bool = False,
     draft: Draft | None = None,
@@ -243,7 +242,7 @@ def load_random(
         with stage(f"filling the shapes of {shape}") as advance:
             drafts = write_draft_checkpoint(shape, Path(folder) / "draft", layers) if draft == "head" else None
             how: MTP = "needed" if draft == "mtp" else "unused"
-            return load_model(settings, device, advance, experts=experts, draft=drafts, mtp=how)
+            return load_model(settings, device, advance, weights=weights, draft=drafts, mtp=how)
 
 
 def keep_shared_apart() -> None:

@@ -211,7 +211,7 @@ def test_on_a_gpu_captured_steps_keep_codes_as_well_as_launched_ones(kind, tmp_p
     for fused in (True, False):
         if not fused:
             monkeypatch.setattr("rollout.engine.step.device_step.supports", lambda model: False)
-        bench = Bench(model, make_device("cuda"), page_size=16, cuda_graphs=fused, **FP8)
+        bench = Bench(model, make_device("cuda"), page_size=16, cuda_graph_rows=256 * fused, **FP8)
         assert bench.engine.executor.captures == fused
         for i, (name, prompt) in enumerate(prompts.items()):
             bench.submit(name, prompt, 60, sampling={"temperature": 1.0, "seed": i})

@@ -45,14 +45,14 @@ def test_a_step_is_the_same_bit_for_bit_without_overlap(shape, experts, batches,
     (tmp_path / "config.json").write_text(json.dumps(model_config(shape) | {"num_hidden_layers": 3}))
     settings = ModelSettings(path=str(tmp_path), load_format="random", dtype="bfloat16")
     format = "plain" if experts == "auto" else experts
-    model = load_model(settings, torch.device("cuda"), experts=format).model
+    model = load_model(settings, torch.device("cuda"), weights=format).model
     runs: list[TokensAndLogprobs] = []
     for overlap in (True, True, False):
         if not overlap:
             assert one_after_the_other(monkeypatch) > 10
         bench = Bench(
             model, make_device("cuda"), max_rows=max(batches), kv_pages=2048, page_size=16, prefill_chunk_tokens=2048,
-            expert_dtype=experts,
+            weight_dtype=experts,
         )  # fmt: skip
         for rows in batches:
             for i in range(rows):

@@ -137,7 +137,7 @@ def test_the_decode_benchmark_measures_a_step_with_an_option_beside_one_without(
 @pytest.mark.nightly
 def test_the_decode_benchmark_takes_settings_and_its_floor_follows_them(tmp_path):
     need = load_script("bench.decode").step_needs
-    plain, coded = need("toy-moe", {}), need("toy-moe", {"expert_dtype": "mxfp8", "kv_dtype": "fp8_e4m3"})
+    plain, coded = need("toy-moe", {}), need("toy-moe", {"weight_dtype": "mxfp8", "kv_dtype": "fp8_e4m3"})
     assert coded.weights == plain.weights and coded.expert == round(plain.expert * 33 / 64)
     assert coded.kv_per_token == plain.kv_per_token * 20 / 32, "heads of 16: codes and a scale"
     sizes = ("--shape", "toy-moe", "--rows", "2", "--prompt", "8", "--new", "20", "--set", "kv_dtype=fp8_e4m3")

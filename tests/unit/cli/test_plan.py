@@ -57,7 +57,7 @@ def test_the_advice_for_what_does_not_fit_is_right(tmp_path, capsys):
     model = str(write_checkpoint("qwen3-30b-a3b", tmp_path, layers=12))
     code, fields = plan(capsys, model, "--gpu", "16")
     assert code == 1 and not fields["fits"]
-    assert {"--expert-dtype mxfp8", "--tensor-parallel 2"} <= set(fields["advice"])
+    assert {"--weight-dtype fp8_block", "--tensor-parallel 2"} <= set(fields["advice"])
     for advice in fields["advice"]:
         assert plan(capsys, model, "--gpu", "16", *advice.split())[0] == 0, advice
     assert main(["plan", model, "--gpu", "16"]) == 1

@@ -39,9 +39,9 @@ def test_report_has_exactly_the_documented_metrics_also_when_nothing_ran():
     assert list(report) == always
     no_work = {"gpu/bubble_pct/no_work", "gpu/run/bubble_pct/no_work"}
     assert {name for name, value in report.items() if value} == no_work | {"speculation/tokens_a_step"}
-    meter.mismatch(Mismatch())
+    meter.mismatch(MismatchSums())
     assert list(meter.report()) == always, "a report of a trainer that knew nothing"
-    meter.mismatch(Mismatch(1, 0.5, 1.0, 1.0))
+    meter.mismatch(MismatchSums(1, 0.5, 1.0, 1.0))
     meter.set({name: 50.0 for name in names if not needs_no_drafts(name)})
     assert list(meter.report()) == list(meter.totals())[: len(names)] == names
 

@@ -315,7 +315,7 @@ def busy_meter() -> Meter:
     meter.observe("queue/seconds", 0.2)
     meter.observe("request/seconds", 7.0)
     meter.swap(now_s + 3e-3, now_s + 4e-3, 5, 1024)
-    meter.mismatch(Mismatch(4, 1.0, 2.0, 0.75))
+    meter.mismatch(MismatchSums(4, 1.0, 2.0, 0.75))
     meter.set({metric.name: 50.0 for metric in METRICS if metric.first is None})
     return meter
 

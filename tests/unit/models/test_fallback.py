@@ -162,7 +162,7 @@ def test_absurd_sizes_are_refused_before_anything_is_made(sizes: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    "engine", [{"adapter_slots": 2}, {"routing": True}, {"deterministic": True}, {"expert_dtype": "fp8_row"}]
+    "engine", [{"adapter_slots": 2}, {"routing": True}, {"deterministic": True}, {"weight_dtype": "fp8_row"}]
 )
 def test_a_setting_that_only_native_families_have_is_refused_by_name(engine: dict[str, Any], tmp_path: Path) -> None:
     model = load(write_config(tmp_path, "CohereForCausalLM"), load_format="random").model
@@ -174,8 +174,8 @@ def test_a_setting_that_only_native_families_have_is_refused_by_name(engine: dic
 def test_coded_experts_are_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "MixtralForCausalLM")
     settings = ModelSettings(path=str(folder), model_impl="transformers", load_format="random")
-    with pytest.raises(ValueError, match="expert_dtype"):
-        load_model(settings, CPU, experts="fp8_row")
+    with pytest.raises(ValueError, match="weight_dtype"):
+        load_model(settings, CPU, weights="fp8_row")
 
 
 def test_longrope_bounds_the_context_where_other_frequencies_would_begin(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_random_weights_of_the_model_are_the_same_with_it(tmp_path, name, expert
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
     file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
     settings = ModelSettings(path=str(tmp_path), load_format="random")
-    plain, model = (load_model(settings, CPU, experts=experts, mtp=mtp).model for mtp in ("unused", "needed"))
+    plain, model = (load_model(settings, CPU, weights=experts, mtp=mtp).model for mtp in ("unused", "needed"))
     for key, parameter in plain.named_parameters():
         assert torch.equal(parameter, model.get_parameter(key)), key
     assert all(view.float().isfinite().all() for view in model.draft.parameters()) and model.draft.fc.weight.std() > 0

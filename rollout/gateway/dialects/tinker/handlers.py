@@ -221,7 +221,7 @@ def _failed(error: HttpError) -> Response:
 def _waiting(gateway: Gateway, name: str) -> dict[str, Any]:
     """Tinker's answer for a request that has not ended."""
     answer = {"type": "try_again", "request_id": name, "queue_state": "active"}
-    if gateway.workers.lasting is None:
+    if gateway.workers.lasting_order is None:
         return answer
     return answer | {"queue_state": "paused_capacity", "queue_state_reason": "generation is paused"}
 

@@ -1,4 +1,4 @@
-"""Experts kept as codes: the model equals a plain one with the decoded weights."""
+"""Weights kept as codes: the model equals a plain one with the decoded weights."""
 
 from __future__ import annotations
 
@@ -9,38 +9,32 @@ from typing import Any
 import pytest
 import torch
 from rollout_kernels.moe.formats import Format
-from rollout_kernels.moe.quantize import quantize
 
 from rollout.config import ModelSettings
 from rollout.models import Decoder, load_model
+from rollout.models.coded import CodedView
 from rollout.models.fused_experts import ExpertPlans
 from rollout.models.layers import SparseFeedForward
 from tests.support.kernels.grids import nightly
+from tests.support.models.coded import decode_into
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
 from tests.support.models.side_by_side import MODELS, SEEDS, coarse, errors, save_rounded, side_by_side, tokens
 from tests.support.settings import settings_of
 
 CPU = torch.device("cpu")
+#: Without experts.
+DENSE: list[tuple[str, Format]] = [("qwen3", "fp8_block"), ("llama", "fp8_row"), ("qwen2", "mxfp8")]
 #: A family a format: with a dense layer in between, with other names, with all heads normalised together.
 CODED: list[tuple[str, Format]] = [("qwen3_moe", "mxfp8"), ("mixtral", "fp8_block"), ("olmoe", "fp8_row")]
 
 
-def load(folder: Path, dtype: str, experts: Format = "plain", **settings: Any) -> Decoder:
-    return load_model(settings_of(ModelSettings, path=str(folder), dtype=dtype, **settings), CPU, experts=experts).model
+def load(folder: Path, dtype: str, weights: Format = "plain", **settings: Any) -> Decoder:
+    return load_model(settings_of(ModelSettings, path=str(folder), dtype=dtype, **settings), CPU, weights=weights).model
 
 
 def sparse(model: Decoder) -> list[SparseFeedForward]:
     return [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, SparseFeedForward)]
-
-
-def decode_into(plain: Decoder, format: Format) -> Decoder:
-    """Put into a plain model the weights that its own are rounded to; returns it."""
-    for mlp in sparse(plain):
-        for name, halves in (("gate_up", 2), ("down", 1)):
-            weights = getattr(mlp, name).data
-            weights.copy_(quantize(weights, format, halves).dequantized(torch.float32))
-    return plain
 
 
 def logits(model: Decoder) -> torch.Tensor:
@@ -48,18 +42,13 @@ def logits(model: Decoder) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "format"), [*CODED, ("mixtral", "mxfp8"), ("mixtral", "fp8_row")])
+@pytest.mark.parametrize(("family", "format"), [*CODED, *DENSE, ("mixtral", "mxfp8"), ("mixtral", "fp8_row")])
 def test_logits_are_those_of_a_plain_model_with_the_decoded_weights(family, format, dtype, tmp_path):
     make_checkpoint(family, tmp_path, **MODELS[family][1])
     plain, coded = load(tmp_path, dtype), load(tmp_path, dtype, format)
-    assert len(sparse(coded)) == 2 and all(mlp.gate_up.dtype == torch.uint8 for mlp in sparse(coded))
-    before = logits(plain)
-    # The checkpoint's float32 weights are quantised as they are: a bf16 model is compared with what is left of them.
-    wide = decode_into(load(tmp_path, "float32"), format)
-    for target, source in zip(sparse(plain), sparse(wide), strict=True):
-        target.gate_up.data.copy_(source.gate_up.data), target.down.data.copy_(source.down.data)
-    after = logits(coded)
-    assert torch.equal(after, logits(plain)) and not torch.allclose(after, before, atol=1e-2)
+    assert all(mlp.gate_up.dtype == torch.uint8 for mlp in sparse(coded))
+    before, after = logits(plain), logits(coded)
+    assert torch.equal(after, logits(decode_into(plain, coded))) and not torch.allclose(after, before, atol=1e-2)
 
 
 @pytest.mark.nightly
@@ -72,25 +61,28 @@ def test_fused_steps_are_as_close_to_float32_as_generic_ones(family, format, tmp
     for seed in SEEDS:
         folder = tmp_path / str(seed)
         save_rounded(family, folder, seed)
-        coded, wide = load(folder, "bfloat16", format), decode_into(load(folder, "float32"), format)
+        coded, wide = (
+            load(folder, "bfloat16", format),
+            decode_into(load(folder, "float32"), load(folder, "float32", format)),
+        )
         runs.append(side_by_side(coded, wide, plans=plans))
     by_kernels, by_modules = errors(runs)
     assert by_kernels < 1.25 * by_modules + 1e-4
 
 
-@pytest.mark.parametrize(("family", "format"), CODED)
-def test_parameters_are_codes_and_scales_and_nothing_else(family, format, tmp_path):
+@pytest.mark.parametrize(("family", "format"), [*CODED, *DENSE])
+def test_attention_mlps_and_experts_are_coded_and_nothing_else(family, format, tmp_path):
     make_checkpoint(family, tmp_path, **MODELS[family][1])
-    plain, coded = load(tmp_path, "bfloat16"), load(tmp_path, "bfloat16", format)
-
-    def nbytes(model: Decoder) -> int:
-        return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-    moe, hidden = coded.spec.moe, coded.spec.hidden
-    weights = moe.experts * 3 * moe.intermediate * hidden
-    scales = {"mxfp8": weights // 32, "fp8_row": 4 * moe.experts * (2 * moe.intermediate + hidden)}
-    scales["fp8_block"] = 4 * moe.experts * 3  # each matrix is smaller than a block
-    assert nbytes(plain) - nbytes(coded) == 2 * (weights - scales[format])
+    coded = load(tmp_path, "bfloat16", format)
+    names = {name for region in coded.hf_regions() for name in region.alternatives[0]}
+    kept = {name for name in names if isinstance(coded.hf_views()[name], CodedView)}
+    stay = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "block_sparse_moe.gate.weight", "bias")
+    assert kept == {name for name in names if not any(part in name for part in stay)}
+    scales = coded.scale_views()
+    for name in kept:
+        (outputs, inputs), view = coded.hf_views()[name].shape, scales[name]
+        shapes = {"fp8_block": (-(-outputs // 128), -(-inputs // 128)), "fp8_row": (outputs,)}
+        assert tuple(view.shape) == (shapes | {"mxfp8": (outputs, inputs // 32)})[format]
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -119,11 +111,17 @@ def test_weights_copied_into_the_views_become_codes(family, format, stacked, tmp
     assert torch.equal(logits(model), logits(fresh))
 
 
-def test_random_weights_are_the_plain_ones_rounded(tmp_path):
-    make_checkpoint("mixtral", tmp_path, **MODELS["mixtral"][1])
-    coded = load(tmp_path, "bfloat16", "mxfp8", load_format="random", random_seed=3)
-    plain = decode_into(load(tmp_path, "bfloat16", load_format="random", random_seed=3), "mxfp8")
-    assert torch.equal(coded.embed, plain.embed) and torch.equal(logits(coded), logits(plain))
+@pytest.mark.parametrize("family", ["mixtral", "qwen3"])
+def test_random_weights_are_the_plain_ones_rounded(family, tmp_path):
+    make_checkpoint(family, tmp_path, **MODELS[family][1])
+    coded = load(tmp_path, "bfloat16", "fp8_block", load_format="random", random_seed=3)
+    plain = load(tmp_path, "bfloat16", load_format="random", random_seed=3)
+    other = load(tmp_path, "bfloat16", "fp8_block", load_format="random", random_seed=4)
+    for region in plain.hf_regions():
+        for name, view in region.alternatives[0].items():
+            other.hf_views()[name].copy_(view)
+    for (name, mine), theirs in zip(coded.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
 
 
 def test_codes_are_not_taken_for_weights(tmp_path):
@@ -137,9 +135,6 @@ def test_codes_are_not_taken_for_weights(tmp_path):
 
 
 def test_an_impossible_format_is_refused_before_weights_are_read(tmp_path):
-    make_checkpoint("qwen3", tmp_path / "dense")
-    with pytest.raises(ValueError, match="has no experts: use auto"):
-        load(tmp_path / "dense", "float32", "fp8_row")
     make_checkpoint("mixtral", tmp_path / "odd")
     (tmp_path / "odd" / "model.safetensors").write_bytes(b"")
     with pytest.raises(Exception, match="cannot be read"):

@@ -1,10 +1,13 @@
-"""A tile of stored weights, decoded into an operand of the tensor cores.
+"""Tiles of stored weights: decoded into an operand of the tensor cores, or multiplied and added by the lanes of a warp.
 
 Codes are decoded to bf16 or f16 without loss. An `mxfp8` scale is multiplied into the bf16 weight; a power of two costs
 no precision (down to 2^-117, where the smallest code times the scale is no longer a normal bf16; a scale above 2^7
 makes the weight infinite). f16 cannot represent such scales. Scales of blocks are applied to a tile's float32 sums.
 
-Legend: N outputs, K inputs, M tokens.
+Where the lanes of a warp multiply, a lane has 16 codes of a row. They share one scale (in every format the scale is
+constant over 16 neighbours), so a scale costs one product in 16.
+
+Legend: N outputs, K inputs, M tokens; R rows, W stored elements and A partial sums of a row.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_fp8 import power_of_two
-from rollout_kernels.common.triton_math import INTERPRETED, dot, narrow
+from rollout_kernels.common.triton_math import INTERPRETED, dot, narrow, two_floats, widen
+
+#: Codes that a lane loads at once.
+LANE_CODES = tl.constexpr(16)
 
 
 @triton.jit
-def _operand(w, code, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def tile_operand(w, code, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """The operand of the tensor cores from a tile of stored weights; for `mxfp8`, `code` is from `tile_scales`."""
     if FORMAT == "plain":
         return w
@@ -71,7 +77,7 @@ def _scaled(w, code):
 @triton.jit
 def add_tile(acc, w, x, scale, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """`acc` [N, M] plus the product of a tile of weights [N, K] and activations [M, K]."""
-    operand = _operand(w, scale, FORMAT, x.dtype, BLOCK_N, BLOCK_K)
+    operand = tile_operand(w, scale, FORMAT, x.dtype, BLOCK_N, BLOCK_K)
     if FORMAT == "fp8_block":
         return acc + scale * dot(operand, x.T, tl.zeros_like(acc))
     else:
@@ -94,3 +100,47 @@ def tile_scales(scale_ptr, row, k, INPUTS: tl.constexpr, FORMAT: tl.constexpr, B
         return tl.load(scale_ptr + (tl.min(row) // 128) * ((INPUTS + 127) // 128) + tl.minimum(k, INPUTS - 1) // 128)
     else:
         return tl.zeros([1], tl.float32)
+
+
+@triton.jit
+def add_products(acc, w, x, scale, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """`acc` [R, A] plus the products of `w` and `x`, both [R, W]; A = W if plain, else W / 16. `scale` is [R, A]."""
+    if FORMAT == "plain":
+        w_low, w_high = two_floats(w, DTYPE)
+        x_low, x_high = two_floats(x, DTYPE)
+        acc += w_low * x_low
+        acc += w_high * x_high
+        return acc
+    else:
+        values = w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        sums = tl.sum(tl.reshape(values * widen(x), [acc.shape[0], acc.shape[1], LANE_CODES]), axis=2)
+        if FORMAT == "fp8_row":
+            return acc + sums
+        else:
+            return acc + sums * scale
+
+
+@triton.jit
+def load_scales(
+    scale_ptr,
+    row0,
+    k0,
+    OUTPUTS,
+    INPUTS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    R: tl.constexpr,
+    A: tl.constexpr,
+):
+    """Scales [R, A] of R rows from `row0` and A lanes from code `k0`. `scale_ptr` points to the expert (or half)."""
+    # Load one row of R * A scales: Triton distributes them over the lanes in the same order as `_load` does the codes.
+    # A load of [R, A] has another order, and every scale then passes through shared memory between two barriers.
+    lane = tl.arange(0, R * A)
+    row = tl.minimum(row0 + lane // A, OUTPUTS - 1)
+    k = tl.minimum(k0 + lane % A * LANE_CODES, INPUTS - 1)
+    if FORMAT == "mxfp8":
+        scale = power_of_two(tl.load(scale_ptr + row * (INPUTS // 32) + k // 32))
+    elif FORMAT == "fp8_block":
+        scale = tl.load(scale_ptr + row // 128 * ((INPUTS + 127) // 128) + k // 128)
+    else:
+        scale = tl.load(scale_ptr + row)
+    return tl.reshape(scale, [R, A])

@@ -1,38 +1,31 @@
-"""An engine with quantized experts: its tokens and log-probs equal those of the dequantized weights."""
+"""An engine with quantized weights: its tokens and log-probs equal those of the dequantized weights."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from rollout_kernels.moe.quantize import quantize
 
 from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.messages.to_service import Done
 from rollout.engine.sizing import weight_bytes
 from rollout.models import load_model
-from rollout.models.layers import SparseFeedForward
 from tests.support.engine.harness import Bench
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox
+from tests.support.models.coded import decode_into
 from tests.support.models.families import make_checkpoint
 
-SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
 CODED = ["mxfp8", "fp8_row", "fp8_block"]
 
 
-def load(folder, experts="plain", dtype="float32", device="cpu"):
-    return load_model(ModelSettings(path=str(folder), dtype=dtype), torch.device(device), experts=experts).model
+def load(folder, weights="plain", dtype="float32", device="cpu"):
+    return load_model(ModelSettings(path=str(folder), dtype=dtype), torch.device(device), weights=weights).model
 
 
 def decoded(folder, format):
     """A plain model with the weights that the codes stand for."""
-    model = load(folder)
-    for layer in model.layers:
-        if isinstance(layer.feed_forward, SparseFeedForward):
-            block = layer.feed_forward
-            block.gate_up.copy_(quantize(block.gate_up.data, format, 2).dequantized(torch.float32))
-            block.down.copy_(quantize(block.down.data, format).dequantized(torch.float32))
-    return model
+    return decode_into(load(folder), load(folder, format))
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +68,7 @@ def run(model, prompt_of, receiver=None, swap=None, **engine):
 
 @pytest.mark.parametrize("format", CODED)
 def test_log_probs_are_those_of_the_decoded_weights_bit_for_bit(format, folders, prompt_of):
-    coded = run(load(folders[0], format), prompt_of, expert_dtype=format)
+    coded = run(load(folders[0], format), prompt_of, weight_dtype=format)
     assert coded == run(decoded(folders[0], format), prompt_of)
     assert coded != run(load(folders[0]), prompt_of)
 
@@ -86,7 +79,7 @@ def test_weights_that_arrive_while_rows_run_are_quantised(format, folders, promp
     for coded in (True, False):
         model = load(folders[0], format) if coded else decoded(folders[0], format)
         source = load(folders[1]) if coded else decoded(folders[1], format)
-        engine = {"expert_dtype": format} if coded else {}
+        engine = {"weight_dtype": format} if coded else {}
         runs.append(run(model, prompt_of, Mailbox(), Arriving(1, source, model), **engine))
     assert runs[0] == runs[1]
 
@@ -96,7 +89,7 @@ def test_weights_that_arrive_while_rows_run_are_quantised(format, folders, promp
 def test_a_prompt_after_a_swap_is_that_of_a_fresh_engine(format, kv_dtype, folders, prompt_of):
     """Neither codes nor scales nor cached KV of the old weights are left."""
     prompt = [token % 71 for token in prompt_of(37)]
-    engine = {"max_rows": 5, "expert_dtype": format, "kv_dtype": kv_dtype}
+    engine = {"max_rows": 5, "weight_dtype": format, "kv_dtype": kv_dtype}
     model, mailbox = load(folders[0], format), Mailbox()
     bench, fresh = Bench(model, receiver=mailbox, **engine), Bench(load(folders[1], format), **engine)
 
@@ -119,7 +112,7 @@ def test_a_prompt_after_a_swap_is_that_of_a_fresh_engine(format, kv_dtype, folde
 @pytest.mark.parametrize("format", CODED)
 def test_codes_of_experts_and_of_kv_are_right_after_a_sleep_of_either_level(format, folders, prompt_of):
     """Given-back memory is NaN. After level 1 the tokens are as before, after level 2 those of the new weights."""
-    engine = {"max_rows": 5, "expert_dtype": format, "kv_dtype": "fp8_e4m3"}
+    engine = {"max_rows": 5, "weight_dtype": format, "kv_dtype": "fp8_e4m3"}
     prompts = [[token % 71 for token in prompt_of(5 + 9 * i, i)] for i in range(4)]
     model, mailbox = load(folders[0], format), Mailbox()
     bench, fresh = Sleeping(model, receiver=mailbox, **engine), Bench(load(folders[1], format), **engine)
@@ -148,8 +141,8 @@ def test_memory_counts_codes_and_scales(format, folders):
     assert weight_bytes(model) == sum(held.values()) < 0.75 * weight_bytes(load(folders[0], dtype="bfloat16"))
 
 
-def test_without_the_setting_experts_have_no_codes():
-    assert EngineSettings().expert_format == "plain"
+def test_without_the_setting_weights_are_as_in_the_checkpoint():
+    assert EngineSettings().weight_format == "auto"
 
 
 @pytest.mark.gpu
@@ -168,7 +161,7 @@ def test_on_a_gpu_captured_steps_read_the_codes_and_see_new_ones(format, tmp_pat
 
     medians = {}
     for kind in (format, "plain"):
-        coded = {"expert_dtype": "auto" if kind == "plain" else kind}
+        coded = {"weight_dtype": "auto" if kind == "plain" else kind}
         bench = completed(load(tmp_path / "old", kind, "bfloat16", "cuda"), "cuda", **coded)
         assert bench.engine.executor.captures
         exact = decoded(tmp_path / "old", format) if kind != "plain" else load(tmp_path / "old")
@@ -185,7 +178,7 @@ def test_on_a_gpu_captured_steps_read_the_codes_and_see_new_ones(format, tmp_pat
         bench.close()
     assert medians[format] < 1.5 * medians["plain"] + 1e-2, medians
     model, mailbox = load(tmp_path / "old", format, "bfloat16", "cuda"), Mailbox()
-    settings = {"expert_dtype": format, "kv_on_swap": "recompute"}
+    settings = {"weight_dtype": format, "kv_on_swap": "recompute"}
     bench = Bench(model, make_device("cuda"), receiver=mailbox, page_size=16, **settings)
     bench.submit("a", [1, 2, 3], 40)
     for _ in range(10):

@@ -1,0 +1,145 @@
+"""What each format of weights costs: log-probs of a model whose weights went through codes, against float32.
+
+    PYTHONPATH=.:kernels python -m scripts.check.weight_formats FOLDER [--tokens 1024] [--out FILE]
+    PYTHONPATH=.:kernels python -m scripts.check.weight_formats --shape qwen3-8b --layers 2 --vocab 8192
+
+The first form reads a real model, and the tokens are text of this repository. The second one has random weights of a
+real model's sizes, and random tokens. The reference is the same model in float32 with 16-bit weights. For each format
+it is given the values that the codes stand for:
+
+    float32    the error of the format alone
+    bfloat16   with activations in bf16, as a worker computes; the row `bf16` is a worker without codes
+
+Log-probs are those of the next token of the text. The ratio is exp(log-prob - reference): the importance weight of a
+token that a worker drew and a trainer in float32 scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rollout_kernels.moe.formats import Format
+
+from rollout.config import ModelSettings
+from rollout.models import AttentionBatch, Chunk, Decoder, KVCache, load_model
+from rollout.models.coded import CodedView
+from scripts.bench.output import write_results
+from scripts.bench.shapes import model_config
+
+_FORMATS: tuple[Format, ...] = ("fp8_block", "fp8_row", "mxfp8")
+_CPU = torch.device("cpu")
+#: Ratios outside of these count as far; truncated importance sampling often cuts at 2.
+_NEAR = (0.8, 1.25)
+
+
+def load(folder: Path, dtype: str, format: Format, random: bool) -> Decoder:
+    """A model on the CPU; with codes, if the format has any. Raises ValueError if the format does not fit it."""
+    how: Any = "random" if random else "auto"
+    settings = ModelSettings(path=str(folder), dtype=dtype, load_format=how)  # type: ignore[arg-type]
+    model = load_model(settings, _CPU, weights=format).model
+    assert isinstance(model, Decoder), "a native family"
+    return model
+
+
+def decode_into(plain: Decoder, coded: Decoder) -> None:
+    """Give a plain model the weights that the codes of another one stand for."""
+    views, of_codes = plain.hf_views(), coded.hf_views()
+    for region in coded.hf_regions():
+        for name in region.alternatives[0]:
+            view = of_codes[name]
+            if isinstance(view, CodedView):
+                views[name].copy_(view.decoded_values())
+
+
+@torch.inference_mode()
+def log_probs(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probs of all tokens after each position but the last, float32 [T - 1, V]."""
+    count = len(tokens)
+    kv = KVCache.allocate(model.spec, 2, count, model.embed.dtype, "cpu")
+    at = torch.arange(count)
+    table, lengths = torch.ones(1, 1, dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
+    batch = AttentionBatch(at, at + count, table, lengths, count, (Chunk(0, count, count),))
+    hidden_TH = model(torch.tensor(tokens), batch, kv)
+    return model.compute_logits(hidden_TH[:-1]).log_softmax(-1)
+
+
+def compare(got_TV: torch.Tensor, exact_TV: torch.Tensor, next_T: torch.Tensor) -> dict[str, float]:
+    """The figures of a row."""
+    kl_T = (exact_TV.exp() * (exact_TV - got_TV)).sum(-1)
+    change_T = (got_TV - exact_TV).gather(1, next_T[:, None])[:, 0]
+    ratio_T = change_T.exp()
+    return {
+        "mean_abs": change_T.abs().mean().item(),
+        "p99_abs": change_T.abs().quantile(0.99).item(),
+        "kl": kl_T.mean().item(),
+        "ratio_least": ratio_T.min().item(),
+        "ratio_most": ratio_T.max().item(),
+        "far": ((ratio_T < _NEAR[0]) | (ratio_T > _NEAR[1])).float().mean().item(),
+        "same_best": (got_TV.argmax(-1) == exact_TV.argmax(-1)).float().mean().item(),
+    }
+
+
+def measure(folder: Path, tokens: Sequence[int], random: bool) -> Iterator[dict[str, Any]]:
+    """A row for each format and dtype."""
+    exact_TV = log_probs(load(folder, "float32", "plain", random), tokens)
+    next_T = torch.tensor(tokens[1:])
+    cases: list[tuple[Format, str]] = [("plain", "bfloat16")]
+    cases += [(format, dtype) for format in _FORMATS for dtype in ("float32", "bfloat16")]
+    for format, dtype in cases:
+        try:
+            coded = load(folder, "float32", format, random)
+        except ValueError as error:
+            print(f"{format}: {error}", flush=True)
+            continue
+        model = load(folder, dtype, "plain", random)
+        decode_into(model, coded)
+        name = "bf16" if format == "plain" else format
+        yield {"format": name, "computed_in": dtype, **compare(log_probs(model, tokens), exact_TV, next_T)}
+
+
+def text_tokens(folder: Path, count: int) -> list[int]:
+    """The first tokens of this repository's pages, in the order of their names."""
+    from transformers import AutoTokenizer
+
+    text = "\n\n".join(path.read_text() for path in sorted(Path("docs").glob("*.md")))
+    return AutoTokenizer.from_pretrained(folder)(text[: 8 * count])["input_ids"][:count]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, help="a checkpoint in 16 bits, with its tokenizer")
+    parser.add_argument("--shape", help="random weights of these sizes")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocab", type=int, default=8192, help="with --shape: a smaller vocabulary")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    if (args.folder is None) == (args.shape is None):
+        parser.error("name a folder, or --shape")
+    with tempfile.TemporaryDirectory() as made:
+        folder = args.folder
+        if folder is None:
+            folder = Path(made)
+            config = model_config(args.shape, args.layers) | {"vocab_size": args.vocab}
+            (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 0, "eos_token_id": 1}))
+            generator = torch.Generator().manual_seed(0)
+            tokens = torch.randint(args.vocab, (args.tokens,), generator=generator).tolist()
+        else:
+            tokens = text_tokens(folder, args.tokens)
+        rows = []
+        for row in measure(folder, tokens, args.shape is not None):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if args.out is not None:
+                write_results(args.out, rows, model=args.shape or args.folder.name, tokens=len(tokens))
+
+
+if __name__ == "__main__":
+    main()
