@@ -22,8 +22,8 @@ from rollout.engine.features.images.encoder import image_buffer_bytes
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.sizing import (
     DeviceMemory,
+    DeviceTarget,
     PoolSize,
-    Target,
     adapter_host_bytes,
     check_row_state,
     check_states,
@@ -82,7 +82,7 @@ class Machine(NamedTuple):
 
     name: str
     total: int  # bytes that a rank has for everything
-    target: Target
+    target: DeviceTarget
     host: float = float("inf")  # free memory of the host, bytes; infinite if it is not known
 
     @classmethod
@@ -96,13 +96,13 @@ class Machine(NamedTuple):
             ) from None
         if not 0 < known.gib < 10_000:
             raise ValueError(f"a GPU has more than 0 and less than 10000 GiB, not {name}")
-        return cls(name.lower(), int(known.gib * GIB), Target("cuda", known.capability))
+        return cls(name.lower(), int(known.gib * GIB), DeviceTarget("cuda", known.capability))
 
     @classmethod
     def this_cpu(cls) -> Machine:
         """The CPU of this machine, with the memory that is free now."""
         free = available_bytes()
-        return cls("cpu", int(free), Target("cpu"), free)
+        return cls("cpu", int(free), DeviceTarget("cpu"), free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def outline(settings: Settings, folder: Path, draft: Path | None = None) -> Outl
     return Outline(model_outline, headers, weight_bytes(model_outline), parameter_bytes(model_outline.hf_views()))
 
 
-def steps_estimate(engine: EngineSettings, model: Decoder, target: Target) -> StepNeeds:
+def steps_estimate(engine: EngineSettings, model: Decoder, target: DeviceTarget) -> StepNeeds:
     """Bytes of the largest steps: an estimate for a GPU, 0 on a CPU, where workers do not count it.
 
     The largest prefill step has `chunk_tokens` tokens, of which each layer writes the outputs of its products; its

@@ -42,9 +42,9 @@ from rollout.engine.features.site import OrderSizes, alone
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.statuses import RankStatus
-from rollout.engine.messages.to_engine import Command, Look, PutAdapter, Shutdown
+from rollout.engine.messages.to_engine import Command, NextTick, PutAdapter, Shutdown
 from rollout.engine.model_check import check_model
-from rollout.engine.parts import Links
+from rollout.engine.parts import EngineLinks
 from rollout.engine.step.execute import Orders
 from rollout.metrics.health import Health
 from rollout.metrics.prometheus import PrometheusSink
@@ -128,7 +128,7 @@ class Worker:
         self.metrics = MetricsThread(sinks)
 
         inbox: SimpleQueue[Command] = SimpleQueue()
-        gate = Gate(settings.service.drain_s, takes_weights=True, notify=lambda: inbox.put(Look()))
+        gate = Gate(settings.service.drain_s, takes_weights=True, notify=lambda: inbox.put(NextTick()))
         outbox, registry = Outbox(), adapter_registry(settings.engine)
         device = make_device(str(model.embed.device))
         memory = sleeping_memory(settings, device, model)  # moves the weights, so before anything takes views of them
@@ -149,7 +149,7 @@ class Worker:
             gate,
             settings.security,
         )
-        links = Links(inbox, outbox.put, gate, self.receiver, registry)
+        links = EngineLinks(inbox, outbox.put, gate, self.receiver, registry)
         with stage("preparing decode steps") as shown:
             advance = advance_both(shown, self.ranks.start.advance)
             lead = self._lead if self.ranks.size > 1 else alone

@@ -8,8 +8,8 @@ from typing import Any, get_type_hints
 
 from rollout.engine.features.all import FEATURES
 from rollout.engine.kv.page_mirror import PageMirror
-from rollout.engine.schedule.feature import StepFeature
-from rollout.engine.step.feature import DeviceFeature
+from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.step.device_feature import DeviceFeature
 
 _INTRODUCTION = """\
 # Hooks of features

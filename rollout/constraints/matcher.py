@@ -51,7 +51,7 @@ class Matcher(Protocol):
 Narrows = Literal["no", "soon", "next", "all"]
 
 
-class Free(Protocol):
+class FreePart(Protocol):
     """Finds the end of the free part of a completion, whose tokens need no mask."""
 
     @property
@@ -76,11 +76,11 @@ class Constraint(Protocol):
         """A matcher after `rest`, with which `token` ends; None if the constraint does not allow it."""
 
     @property
-    def free(self) -> Free | None:
+    def free(self) -> FreePart | None:
         """The free part of one completion; None if the constraint holds from the first token."""
 
     @property
-    def foreseen(self) -> Free | None:
+    def foreseen(self) -> FreePart | None:
         """`free` where no row can draw a token again: "soon" comes before any token that needs a mask is launched.
 
         None if that cannot be.

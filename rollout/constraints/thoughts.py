@@ -23,7 +23,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from rollout.constraints.matcher import MOST_UNDONE, NEVER, WORD_BITS, Constraint, Free, Matcher, Narrows, mask_of
+from rollout.constraints.matcher import MOST_UNDONE, NEVER, WORD_BITS, Constraint, FreePart, Matcher, Narrows, mask_of
 
 #: The most tokens in flight after a committed one: two steps, each with the most drafts (`speculation_tokens`).
 MOST_IN_FLIGHT = 34
@@ -149,12 +149,12 @@ class BudgetedConstraint:
         return None
 
     @property
-    def free(self) -> Free | None:
+    def free(self) -> FreePart | None:
         """The search for the end of a thought, for one completion."""
         return None if self.inner.free is None else _Watch(self.begin.copy(), self.inner.free, 1)
 
     @property
-    def foreseen(self) -> Free | None:
+    def foreseen(self) -> FreePart | None:
         """See `Constraint`; None if a budget may end before each token in flight has its mask."""
         if self.inner.foreseen is None or self.begin.rule.budget < MOST_IN_FLIGHT:
             return None
@@ -164,7 +164,7 @@ class BudgetedConstraint:
 class _Watch:
     """Follows one completion as it is committed. It asks for masks `ahead` tokens before one is forced."""
 
-    def __init__(self, thoughts: Thoughts, inner: Free, ahead: int) -> None:
+    def __init__(self, thoughts: Thoughts, inner: FreePart, ahead: int) -> None:
         self.ends = thoughts.rule.lasts | inner.ends
         self.look_at = NEVER
         self._thoughts = thoughts

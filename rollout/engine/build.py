@@ -24,15 +24,15 @@ from rollout.engine.kv.offload import Offload
 from rollout.engine.loop import Engine
 from rollout.engine.messages.to_service import Event
 from rollout.engine.model_check import check_model
-from rollout.engine.parts import EngineParts, Links, NoOffload, NoReceiver, Receiver
-from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.parts import EngineLinks, EngineParts, NoOffload, NoReceiver, Receiver
 from rollout.engine.schedule.refusal import SchedulerLimits
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sizing import PoolSize, context_limit
+from rollout.engine.step.device_feature import HostParts
 from rollout.engine.step.execute import Executor
-from rollout.engine.step.feature import HostParts
-from rollout.engine.step.graphs import Progress, untold
+from rollout.engine.step.graphs import Progress, no_progress
 from rollout.engine.step.pack import Packer, spare_words, upload_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.shared_pages import make_shared_pages
@@ -47,11 +47,13 @@ def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -
     return PoolSize(pages, asked.page_size, context_limit(asked, model), asked.max_rows).longest
 
 
-def local_links(settings: Settings, emit: Callable[[list[Event]], None], receiver: Receiver | None = None) -> Links:
+def local_links(
+    settings: Settings, emit: Callable[[list[Event]], None], receiver: Receiver | None = None
+) -> EngineLinks:
     """Links of an engine without a worker around it, for benchmarks and tests."""
     gate = Gate(settings.service.drain_s, takes_weights=receiver is not None)
     receives = NoReceiver() if receiver is None else receiver
-    return Links(SimpleQueue(), emit, gate, receives, adapter_registry(settings.engine))
+    return EngineLinks(SimpleQueue(), emit, gate, receives, adapter_registry(settings.engine))
 
 
 def adapter_registry(engine: EngineSettings) -> AdapterRegistry | None:
@@ -63,10 +65,10 @@ def build_engine(
     settings: Settings,
     device: Device,
     model: LanguageModel,
-    links: Links,
+    links: EngineLinks,
     *,
     memory: ReleasableMemory | None = None,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
     lead: Lead = alone,
     features: Seq[MakeFeature] = FEATURES,
 ) -> Engine:
@@ -90,7 +92,7 @@ def build_follower(
     device: Device,
     model: LanguageModel,
     memory: ReleasableMemory,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> tuple[Executor, list[Slot]]:
     """The executor of a rank other than the first. Building it takes part in the first rank's collective operations.
 
@@ -142,7 +144,9 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     engine.restart(_build_parts(site, engine.roster.version, Memory.of(executor), Totals.of(engine.roster)))
 
 
-def _build_parts(site: Site, version: int, memory: Memory, totals: Totals, progress: Progress = untold) -> EngineParts:
+def _build_parts(
+    site: Site, version: int, memory: Memory, totals: Totals, progress: Progress = no_progress
+) -> EngineParts:
     settings, model = site.settings, site.model
     engine = settings.engine
     steps = build_steps(site, memory, progress)

@@ -15,7 +15,7 @@ from rollout.engine.features.all import keeps_token_ids
 from rollout.engine.features.site import Site
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
-from rollout.engine.kv.host_pages import HostPageBooks, KeptCounts
+from rollout.engine.kv.host_pages import HostEntryCounts, HostPageBooks
 from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.offload import OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mirror import PageMirror
@@ -25,10 +25,10 @@ from rollout.engine.kv.prefixes import Prefixes
 from rollout.engine.kv.sessions import SessionCounts, Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.state_prefixes import StatePrefixes
-from rollout.engine.kv.tier import Tier
+from rollout.engine.kv.tier import HostTier
 from rollout.engine.schedule.completion import Counters
-from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.roster import Roster
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sizing import check_states, kv_dtype, state_pool_bytes, states_on_host
 from rollout.engine.step.execute import Executor
 from rollout.models.batch import KVCache
@@ -47,7 +47,7 @@ class Totals:
     counters: Counters = field(default_factory=Counters)
     sessions: SessionCounts = field(default_factory=SessionCounts)
     offload: OffloadCounts = field(default_factory=OffloadCounts)
-    kept: KeptCounts = field(default_factory=KeptCounts)
+    kept: HostEntryCounts = field(default_factory=HostEntryCounts)
     features: Seq[StepFeature] = ()  # the features that have totals
 
     @classmethod
@@ -135,7 +135,7 @@ def build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], to
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
     states_on_host = HostStates(host_states.pages)
-    tier = Tier(
+    tier = HostTier(
         pool,
         host,
         states_on_host,

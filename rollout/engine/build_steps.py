@@ -39,9 +39,9 @@ from rollout.engine.sizing import (
     states_on_host,
     weight_bytes,
 )
+from rollout.engine.step.device_feature import DeviceFeature
 from rollout.engine.step.device_step import DeviceStep, make_forward
-from rollout.engine.step.execute import Executor, Movers, Rank
-from rollout.engine.step.feature import DeviceFeature
+from rollout.engine.step.execute import Executor, GroupRole, Movers
 from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs, Progress, capturable, make_graphs
 from rollout.engine.step.pack import slot_words
 from rollout.engine.step.rehearsal import StepNeeds, StepSizes, measure_steps
@@ -170,7 +170,7 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
     except BaseException:
         Executor(device, streams, step, graphs, Movers(mover, state_mover)).close()
         raise
-    rank = Rank(orders, not site.follows, engine.check_ranks and step.group.size > 1)
+    rank = GroupRole(orders, not site.follows, engine.check_ranks and step.group.size > 1)
     return Executor(device, streams, step, graphs, Movers(mover, state_mover, disk), rank)
 
 

@@ -24,7 +24,7 @@ from rollout.engine.messages.to_engine import (
     DropAdapter,
     EndSession,
     Flush,
-    Look,
+    NextTick,
     Pause,
     Prefetch,
     PutAdapter,
@@ -33,10 +33,10 @@ from rollout.engine.messages.to_engine import (
     Sleep,
     StopAt,
     Submit,
-    Wake,
+    WakeUp,
 )
 from rollout.engine.messages.to_service import Done, Event, Failed, Flushed, Rejected
-from rollout.engine.parts import EngineParts, Links
+from rollout.engine.parts import EngineLinks, EngineParts
 from rollout.engine.sleep import Sleeper
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ WORKER_ENDS = "the worker ended before the completion did; use continue_from to 
 class Commands:
     """Takes commands out of the inbox, in order. Answers go to the roster's events."""
 
-    def __init__(self, links: Links, sleeper: Sleeper, recompute_on_swap: bool) -> None:
+    def __init__(self, links: EngineLinks, sleeper: Sleeper, recompute_on_swap: bool) -> None:
         self._inbox, self._gate = links.inbox, links.gate
         self._sleeper = sleeper
         self._recompute = recompute_on_swap
@@ -116,7 +116,7 @@ class Commands:
                 roster.events += gate.resume(token)
             case Shutdown(mode, token):
                 self._shut_down(mode, token, parts)
-            case Sleep() | Wake():
+            case Sleep() | WakeUp():
                 self._sleeper.take(command, parts)
             case PutAdapter(adapter, weights, version, token):
                 self._adapt(token, parts, lambda: put_adapter(roster, adapter, version, weights, self._recompute))
@@ -127,7 +127,7 @@ class Commands:
                 roster.events += _answers(token, Done)
             case Prefetch():
                 roster.events.append(self._prefetch(command, parts))
-            case Look():
+            case NextTick():
                 pass
 
     def _shut_down(self, mode: str, token: int | None, parts: EngineParts) -> None:

@@ -13,12 +13,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from rollout.engine.features.adapters.feature import Adapters
+from rollout.engine.features.adapters.feature import AdaptersFeature
 from rollout.engine.loop import Engine
 from rollout.engine.messages.statuses import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
-from rollout.engine.schedule.feature import find
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.sequence.sequence import Sequence, State
+from rollout.engine.schedule.step_feature import find_feature
+from rollout.engine.sequence.sequence import Sequence, SequenceState
 from rollout.engine.sequence.sequence_kv import PREFIX_HITS
 from rollout.metrics.definitions import percent
 from rollout.metrics.recording import Recording
@@ -27,7 +27,7 @@ from rollout.metrics.step_timing import StepTiming
 #: The most steps that `last_steps` returns, steps in flight included.
 LAST_STEPS = 50
 _SWAPS_SHOWN = 8
-_STATES = {State.PREFILL: "prefill", State.DECODE: "decode"}
+_STATES = {SequenceState.PREFILL: "prefill", SequenceState.DECODE: "decode"}
 
 
 class Inspector:
@@ -41,7 +41,7 @@ class Inspector:
     def status(self) -> EngineStatus:
         """A snapshot of now."""
         engine, roster, gate, meter = self._engine, self._engine.roster, self._engine.gate, self._engine.meter
-        pool, adapters, now = roster.allocator.pool, find(roster.features, Adapters), time.perf_counter()
+        pool, adapters, now = roster.allocator.pool, find_feature(roster.features, AdaptersFeature), time.perf_counter()
         active_pct, tokens_per_s = meter.rates(now)
         swaps = reversed(meter.recent_swaps()[-_SWAPS_SHOWN:])
         return EngineStatus(
@@ -164,7 +164,7 @@ class Inspector:
 
     def _running(self) -> tuple[Sequence, ...]:
         roster = self._engine.roster
-        return (*roster.prefilling, *roster.decoding, *roster.leaving)
+        return (*roster.prefilling, *roster.decoding, *roster.ending)
 
 
 def _sequence_status(seq: Sequence, now_s: float) -> SequenceStatus:

@@ -21,7 +21,7 @@ from rollout.config import EngineSettings
 from rollout.engine.commands import WORKER_ENDS, Commands
 from rollout.engine.device.releasable import SleepMemory
 from rollout.engine.messages.to_service import Delta, Event, RequestDone
-from rollout.engine.parts import EngineParts, Links
+from rollout.engine.parts import EngineLinks, EngineParts
 from rollout.engine.recomputation import Recomputation
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.roster import Roster
@@ -43,7 +43,7 @@ class Engine:
     """
 
     def __init__(
-        self, parts: EngineParts, links: Links, meter: Meter, memory: SleepMemory, settings: EngineSettings
+        self, parts: EngineParts, links: EngineLinks, meter: Meter, memory: SleepMemory, settings: EngineSettings
     ) -> None:
         recompute = settings.kv_on_swap == "recompute"
         self.recomputation = Recomputation(settings.recompute_fraction if recompute else 1.0)

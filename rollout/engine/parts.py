@@ -1,6 +1,6 @@
 """The parts of an engine, which a fault may leave inconsistent, and its links to other threads, which outlive a fault.
 
-    Links         made first, in the worker: inbox, emit, gate, receiver, adapter registry
+    EngineLinks   made first, in the worker: inbox, emit, gate, receiver, adapter registry
     EngineParts   built from settings, model and links (`build.py`); built anew after a fault
     Engine        drives the parts (`loop.py`)
 
@@ -85,7 +85,7 @@ class NoReceiver:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class EngineLinks:
     """The engine's links to other threads. `emit` runs on the loop's thread and must not block."""
 
     inbox: SimpleQueue[Command]

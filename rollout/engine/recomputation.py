@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.sequence.sequence import Sequence, State
+from rollout.engine.sequence.sequence import Sequence, SequenceState
 
 
 class Recomputation:
@@ -50,7 +50,9 @@ class Recomputation:
             return
         joined = roster.feed.joined_sequences()
         self._pending = {
-            seq for seq in self._pending if not seq.finalized and (seq.state is not State.WAITING or seq in joined)
+            seq
+            for seq in self._pending
+            if not seq.finalized and (seq.state is not SequenceState.WAITING or seq in joined)
         }
 
     def committed(self, plan: Plan, ran_s: float) -> float:
@@ -60,7 +62,7 @@ class Recomputation:
         tokens = 0
         for span in plan.spans:
             # The sequence was taken off since: the step is older than the update.
-            if span.seq in self._pending and span.seq.state in (State.PREFILL, State.DECODE):
+            if span.seq in self._pending and span.seq.state in (SequenceState.PREFILL, SequenceState.DECODE):
                 tokens += span.tokens_in
                 if span.draws:
                     self._pending.remove(span.seq)

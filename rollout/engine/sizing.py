@@ -41,14 +41,14 @@ GPU_CHUNK, GPU_EXPERTS_CHUNK, CPU_CHUNK = 8192, 16384, 2048
 _FP8_CAPABILITY = (8, 9)
 
 
-class Target(NamedTuple):
+class DeviceTarget(NamedTuple):
     """The kind of device that a model runs on. A plan names one, since its model has shapes without memory."""
 
     kind: Literal["cpu", "cuda"]
     capability: tuple[int, int] | None = None  # compute capability of a GPU; None: that of the model's device
 
     @classmethod
-    def of(cls, model: LanguageModel) -> Target:
+    def of(cls, model: LanguageModel) -> DeviceTarget:
         """The device that has the model's weights."""
         return cls("cuda" if model.embed.device.type == "cuda" else "cpu")
 
@@ -128,11 +128,11 @@ def check_row_state(settings: EngineSettings, most_pages: int, model: LanguageMo
         )
 
 
-def chunk_tokens(settings: EngineSettings, model: LanguageModel, target: Target | None = None) -> int:
+def chunk_tokens(settings: EngineSettings, model: LanguageModel, target: DeviceTarget | None = None) -> int:
     """The most prompt tokens of a prefill step. On a GPU, experts are faster the more tokens each of them gets."""
     if settings.prefill_chunk_tokens is not None:
         return settings.prefill_chunk_tokens
-    if (target or Target.of(model)).kind == "cpu":
+    if (target or DeviceTarget.of(model)).kind == "cpu":
         return CPU_CHUNK
     return GPU_CHUNK if model.spec.moe is None else GPU_EXPERTS_CHUNK
 
@@ -181,14 +181,14 @@ def context_limit(settings: EngineSettings, model: LanguageModel) -> int:
     return asked or made_for
 
 
-def kv_dtype(settings: EngineSettings, model: LanguageModel, target: Target | None = None) -> torch.dtype:
+def kv_dtype(settings: EngineSettings, model: LanguageModel, target: DeviceTarget | None = None) -> torch.dtype:
     """The dtype of keys and values in the pool: the model's dtype, or e4m3 codes with scales.
 
     Raises ValueError for codes that the kernels of this GPU cannot read, or not for heads of this size.
     """
     if settings.kv_dtype == "auto":
         return model.embed.dtype
-    target = target or Target.of(model)
+    target = target or DeviceTarget.of(model)
     if any(shape.v_dim == 0 for shape in model.spec.kv_shapes):
         raise ValueError("kv_dtype = fp8_e4m3 is not possible for latent attention: use auto")
     odd = next((dim for shape in model.spec.kv_shapes for dim in (shape.k_dim, shape.v_dim) if dim % 4), None)
@@ -270,7 +270,7 @@ def page_bytes_of(settings: EngineSettings, model: LanguageModel, dtype: torch.d
     return token_bytes * settings.page_size
 
 
-def usable_bytes(settings: EngineSettings, free: int, target: Target) -> float:
+def usable_bytes(settings: EngineSettings, free: int, target: DeviceTarget) -> float:
     """Bytes that steps and KV may use of the memory left by the weights, `free`."""
     fraction = settings.kv_memory_fraction or (CPU_FRACTION if target.kind == "cpu" else None)
     if fraction is None:
@@ -279,7 +279,7 @@ def usable_bytes(settings: EngineSettings, free: int, target: Target) -> float:
     return fraction * free
 
 
-def kv_budget(settings: EngineSettings, memory: DeviceMemory, target: Target) -> float:
+def kv_budget(settings: EngineSettings, memory: DeviceMemory, target: DeviceTarget) -> float:
     """Bytes that a KV pool may take where `kv_pages` does not say its size; negative if steps do not fit."""
     budget = usable_bytes(settings, memory.free, target) - memory.needs.total
     return budget if settings.kv_memory_max_gib is None else min(budget, settings.kv_memory_max_gib * _GIB)
@@ -291,7 +291,7 @@ def kv_pages(
     dtype: torch.dtype,
     context: int,
     memory: DeviceMemory,
-    target: Target | None = None,
+    target: DeviceTarget | None = None,
 ) -> int:
     """Pages of the KV pool, the dump page included.
 
@@ -307,7 +307,7 @@ def kv_pages(
                 f"{memory}; lower kv_pages, max_rows or prefill_chunk_tokens"
             )
         return settings.kv_pages
-    target = target or Target.of(model)
+    target = target or DeviceTarget.of(model)
     budget, kept = kv_budget(settings, memory, target), memory.free - usable_bytes(settings, memory.free, target)
     most = settings.max_rows * pages_for(context, settings.page_size) + 1
     pages = min(int(max(budget, 0) // page_bytes), most)

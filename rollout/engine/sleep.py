@@ -1,6 +1,6 @@
 """Sleep and wake: the device's memory is given back to other processes, and taken back later.
 
-    awake --Sleep--> falling --> emptying --> asleep --Wake--> awake; after level 2 stale
+    awake --Sleep--> falling --> emptying --> asleep --WakeUp--> awake; after level 2 stale
                                `-- refused: awake again
 
     falling    no step is launched, no update begins; until no step is in flight and no update is inside
@@ -29,10 +29,10 @@ from collections import deque
 
 from rollout.config import EngineSettings
 from rollout.engine.device.releasable import MemoryShortError, SleepMemory
-from rollout.engine.messages.to_engine import Sleep, Wake
+from rollout.engine.messages.to_engine import Sleep, WakeUp
 from rollout.engine.messages.to_service import Done, Event, Failed
-from rollout.engine.parts import EngineParts, Links
-from rollout.engine.schedule.preemption import leave_pool
+from rollout.engine.parts import EngineLinks, EngineParts
+from rollout.engine.schedule.preemption import release_pool
 from rollout.engine.schedule.roster import Roster
 from rollout.metrics.meter import Meter
 
@@ -50,15 +50,15 @@ class Sleeper:
     `settings` give the time limit for moving KV (`constants.sleep_kv_s`).
     """
 
-    def __init__(self, links: Links, meter: Meter, memory: SleepMemory, settings: EngineSettings) -> None:
+    def __init__(self, links: EngineLinks, meter: Meter, memory: SleepMemory, settings: EngineSettings) -> None:
         self.memory = memory
         self._gate, self._receiver, self._meter = links.gate, links.receiver, meter
         self._kv_s = settings.constants.sleep_kv_s
-        self._orders: deque[Sleep | Wake] = deque()
+        self._orders: deque[Sleep | WakeUp] = deque()
         self._begun = False  # the first order is under way
         self._emptying_s: float | None = None  # emptying the pool since, `time.perf_counter()`
 
-    def take(self, order: Sleep | Wake, parts: EngineParts) -> None:
+    def take(self, order: Sleep | WakeUp, parts: EngineParts) -> None:
         """Take an order; `advance` carries it out."""
         refused: Failed | None = None
         if not self.memory.sleeps:
@@ -117,10 +117,10 @@ class Sleeper:
             if order.mode == "abort":
                 parts.roster.end_all("cancelled")
 
-    def _carry_out(self, order: Sleep | Wake, parts: EngineParts) -> Done | Failed | None:
+    def _carry_out(self, order: Sleep | WakeUp, parts: EngineParts) -> Done | Failed | None:
         """Try to carry out an order; the answer, or None while it waits."""
         now_s, gate = time.perf_counter(), self._gate
-        if isinstance(order, Wake):
+        if isinstance(order, WakeUp):
             return self._wake(order, parts) if gate.asleep else self._done(order, 0, now_s, parts)
         if gate.asleep:
             if gate.sleep.level == 2:
@@ -143,7 +143,7 @@ class Sleeper:
                     self.memory.save()  # first: if this fails, nothing has been dropped
             except MemoryShortError as error:
                 return self._refuse(order, str(error))
-            leave_pool(parts.roster, keep)
+            release_pool(parts.roster, keep)
         began_s = self._emptying_s
         if not _emptied(parts.roster):
             late = time.perf_counter() - began_s >= self._kv_s
@@ -171,7 +171,7 @@ class Sleeper:
             "goes on: lower engine.host_kv_gib, or sleep with mode 'abort'"
         )
 
-    def _wake(self, order: Wake, parts: EngineParts) -> Done | Failed:
+    def _wake(self, order: WakeUp, parts: EngineParts) -> Done | Failed:
         began_s = time.perf_counter()
         try:
             self.memory.restore()
@@ -191,7 +191,7 @@ class Sleeper:
         self.memory.forget()  # saved for a sleep that was refused
         self._gate.wake_up()
 
-    def _done(self, order: Sleep | Wake, nbytes: int, began_s: float, parts: EngineParts) -> Done:
+    def _done(self, order: Sleep | WakeUp, nbytes: int, began_s: float, parts: EngineParts) -> Done:
         facts = {
             "level": self._gate.sleep.level,
             "bytes": nbytes,
@@ -210,7 +210,7 @@ def _emptied(roster: Roster) -> bool:
 
 def _forget_device_state(roster: Roster, keep: bool) -> None:
     """Empty the prefix cache and the features' device memory; `keep` the cached KV on the host."""
-    assert not (roster.prefilling or roster.decoding or roster.leaving), "a row has no pages"
+    assert not (roster.prefilling or roster.decoding or roster.ending), "a row has no pages"
     roster.allocator.empty_pool()
     if not keep:
         roster.allocator.tier.forget_all()

@@ -48,7 +48,7 @@ ALIGNMENT_WORDS = 32 * (_ALIGN - 1)
 _TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
 
 
-class Section(NamedTuple):
+class UploadSection(NamedTuple):
     """The place of a named array in the words of an upload."""
 
     start: int  # int32 words
@@ -65,7 +65,7 @@ class Header(NamedTuple):
     draws: int  # drawn tokens
     needs: int  # bits of `RowNeeds`
     max_context: int  # longest context in the step, this step's tokens included
-    sections: dict[str, Section]
+    sections: dict[str, UploadSection]
     size: int = 0  # rows of the captured decode step that runs it; 0 if it is launched kernel by kernel
     #: A prefill: (first token of the step, tokens, context, draws) of each span. Empty: the decode forward.
     layout: tuple[tuple[int, int, int, int], ...] = ()
@@ -80,7 +80,7 @@ class Header(NamedTuple):
     def from_fields(cls, fields: dict[str, Any]) -> Header:
         """The inverse of `to_fields`; accepts lists in place of tuples, as a wire makes them."""
         sections = {
-            name: Section(start, words, dtype, tuple(shape))
+            name: UploadSection(start, words, dtype, tuple(shape))
             for name, (start, words, dtype, shape) in fields["sections"].items()
         }
         layout = tuple((first, tokens, context, draws) for first, tokens, context, draws in fields["layout"])
@@ -131,13 +131,13 @@ class StepInput:
         return self.words[start : start + words].view(_TORCH_TYPES[dtype]).view(shape)
 
 
-class Staging:
+class UploadStaging:
     """Host memory in which the upload of one step is packed."""
 
     def __init__(self, words: torch.Tensor) -> None:
         self.words = words  # int32
         self.used = 0
-        self.sections: dict[str, Section] = {}
+        self.sections: dict[str, UploadSection] = {}
         self.extras: list[Extra] = []
         self.facts: dict[str, list[Any]] = {}
         self._array = words.numpy()
@@ -155,7 +155,7 @@ class Staging:
         start, words = self.used, len(flat)
         assert start + words <= len(self._array), "the scheduler plans no step that exceeds the staging buffer"
         self._array[start : start + words] = flat
-        self.sections[name] = Section(start, words, array.dtype.str, array.shape)
+        self.sections[name] = UploadSection(start, words, array.dtype.str, array.shape)
         self.used = -(-(start + words) // _ALIGN) * _ALIGN
 
     def upload(self, rows: int, tokens: int, draws: int, needs: int, max_context: int, **more: Any) -> Upload:
@@ -164,7 +164,7 @@ class Staging:
         return Upload(header, self.words[: self.used], tuple(self.extras))
 
 
-def put_decode(staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], size: int) -> None:
+def put_decode(staging: UploadStaging, rows: Seq[int], opens: Seq[tuple[int, int]], size: int) -> None:
     """Put the rows of a decode forward and the pages that they open, (place, page), padded to `size` with row 0.
 
     The segments come next, where attention reads shared pages once.
@@ -178,7 +178,7 @@ def put_decode(staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], si
     staging.put("new_pages", pages_B)
 
 
-def put_behind(staging: Staging, counts: Seq[int], size: int) -> None:
+def put_behind(staging: UploadStaging, counts: Seq[int], size: int) -> None:
     """Put the number of tokens ahead of each row of a step, right after its other sections of a decode.
 
     Padded to `size`. `counts` has a number for each row, in their order.
@@ -192,7 +192,7 @@ def put_behind(staging: Staging, counts: Seq[int], size: int) -> None:
 
 
 def put_prefill(
-    staging: Staging, spans: Seq[tuple[int, int, int, int]], tokens: np.ndarray
+    staging: UploadStaging, spans: Seq[tuple[int, int, int, int]], tokens: np.ndarray
 ) -> tuple[tuple[int, int, int, int], ...]:
     """Put a prefill: for each span (row, start, tokens, draws), and all token ids (int64). Returns the layout."""
     rows, starts, lengths, draws = (np.array(column, dtype=np.int64) for column in zip(*spans, strict=True))

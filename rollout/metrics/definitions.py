@@ -94,7 +94,7 @@ class Metric(Generic[_Source]):
     panel: Panel | None = None  # None: not on the dashboard
     read: Callable[[_Source], float | None] | None = None  # None as a result: left out of this report
     top: str | None = None  # its label in `rollout top`; None: not shown there
-    buckets: Buckets | None = None  # of a histogram
+    buckets: Buckets | None = None  # bounds of a histogram
     first: float | None = 0  # its value before anything sets it; None: left out of reports
 
     def __post_init__(self) -> None:

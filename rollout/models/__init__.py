@@ -1,6 +1,6 @@
 """Language models over a paged KV cache, and their loading from Hugging Face checkpoints."""
 
-from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.checkpoint_config import GenerationDefaults
 from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.decoder import Decoder
@@ -12,7 +12,7 @@ from rollout.models.spec import ModelSpec
 __all__ = [
     "AttentionBatch",
     "CheckpointError",
-    "Chunk",
+    "PromptChunk",
     "Decoder",
     "GenerationDefaults",
     "KVCache",

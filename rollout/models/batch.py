@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ALIGNED = 64  # bytes, as torch aligns tensors
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """A piece of one row's prompt, in host integers."""
 
     query_start: int  # its first token in the step
@@ -76,7 +76,7 @@ class AttentionBatch:
     page_table_BP: torch.Tensor  # int32; entries past a row's context may be any page that exists
     context_lens_B: torch.Tensor  # int32, this step's tokens included
     max_context: int  # host-side bound on context_lens_B
-    chunks: tuple[Chunk, ...] | None = None
+    chunks: tuple[PromptChunk, ...] | None = None
     query_starts_C1: torch.Tensor | None = None  # int32: first token of each chunk, and their total; for GPUs
     experts: ExpertRecord | None = None  # written by sparse layers
     adapters: StepAdapters | None = None  # None if no row of the step has one
@@ -98,7 +98,7 @@ class AttentionBatch:
 
     def wanted_at(self, at_S: torch.Tensor, chunk_S: torch.Tensor, ends: Iterable[int]) -> WantedTokens:
         """The tokens at these places of a prefill, each the last of its chunk, whose context is in `ends`."""
-        chunks = tuple(Chunk(i, 1, end) for i, end in enumerate(ends))
+        chunks = tuple(PromptChunk(i, 1, end) for i, end in enumerate(ends))
         batch = AttentionBatch(
             positions_T=self.positions_T[at_S],
             kv_slots_T=self.kv_slots_T[at_S],

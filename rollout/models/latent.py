@@ -28,7 +28,7 @@ from rollout_kernels.attention.latent import (
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
-from rollout.models.batch import AttentionBatch, Chunk
+from rollout.models.batch import AttentionBatch, PromptChunk
 from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext
 from rollout.models.names import Region, one_name
 from rollout.models.spec import LatentSpec
@@ -85,7 +85,7 @@ class LatentAttention(Block):
         return LastProduct(self.o_proj, out_TQV.flatten(1), batch.adapters, self.layer, "o")
 
     def _prefill(
-        self, q_TQX: torch.Tensor, chunks: tuple[Chunk, ...], cache_PS1L: torch.Tensor, batch: AttentionBatch
+        self, q_TQX: torch.Tensor, chunks: tuple[PromptChunk, ...], cache_PS1L: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
         """Attention of spans of prompts, short and long ones, [T, Q, V]."""
         out_TQV = q_TQX.new_empty(*q_TQX.shape[:2], self.spec.value_dim)
@@ -155,7 +155,7 @@ class LatentAttention(Block):
         return regions + self.kv_b_proj.regions(prefix) + self.o_proj.regions(prefix)
 
 
-def absorbed_rows(batch: AttentionBatch, chunks: tuple[Chunk, ...]) -> list[tuple[torch.Tensor, AbsorbedRows]]:
+def absorbed_rows(batch: AttentionBatch, chunks: tuple[PromptChunk, ...]) -> list[tuple[torch.Tensor, AbsorbedRows]]:
     """The tokens of short spans, int64, and their rows."""
     blocks: list[list[int]] = []  # numbers of chunks
     tokens = ABSORBED_AT_ONCE
@@ -171,7 +171,7 @@ def absorbed_rows(batch: AttentionBatch, chunks: tuple[Chunk, ...]) -> list[tupl
 
 
 def _rows_of(
-    batch: AttentionBatch, chunks: tuple[Chunk, ...], number: int, block: list[int]
+    batch: AttentionBatch, chunks: tuple[PromptChunk, ...], number: int, block: list[int]
 ) -> tuple[torch.Tensor, AbsorbedRows]:
     spans = [(index, chunks[index].query_start, chunks[index].query_len) for index in block]
     device = batch.page_table_BP.device

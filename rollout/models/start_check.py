@@ -30,7 +30,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.initialization import no_init_weights
 
-from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.checkpoint_config import CheckpointConfig
 from rollout.models.checkpoint_tensors import StoredTensor, copy_tensors, first_names, turn
 from rollout.models.cut import kept_values
@@ -293,7 +293,7 @@ def _logits(model: Decoder, ids: torch.Tensor, positions: torch.Tensor) -> torch
         page_table_BP=torch.ones(1, 1, dtype=torch.int32),
         context_lens_B=torch.tensor([count], dtype=torch.int32),
         max_context=count,
-        chunks=(Chunk(0, count, count),),
+        chunks=(PromptChunk(0, count, count),),
         query_starts_C1=torch.tensor([0, count], dtype=torch.int32),
         rows_B=torch.ones(1, dtype=torch.int64),
     )

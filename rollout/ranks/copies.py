@@ -23,7 +23,7 @@ from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
 from rollout.engine.device.streams import Event
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.kv.page_mover import CopyQueue
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.execute import Executor
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.group_watch import LANES, LaneName
@@ -87,7 +87,7 @@ class FollowerCopies:
         return any(queue.under_way for queue in self._queues.values()) or any(self._copies.values())
 
     def _write(self, number: int, slot: int, adapter: int, beside: bool) -> None:
-        executor, memory = self._executor, find(self._executor.step.features, AdapterMemory)
+        executor, memory = self._executor, find_feature(self._executor.step.features, AdapterMemory)
         assert memory is not None, "rank 0 has slots for adapters, and so has this rank"
         loads = executor.streams.beside[memory.name]
         stream, start, end = executor.compute, executor.device.event(), executor.device.event()

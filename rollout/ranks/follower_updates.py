@@ -21,7 +21,7 @@ from rollout.ranks.ring import SharedMemory
 from rollout.weights.delta import WHOLE, DeltaStaging, open_staging, read_update_content
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.staged_weights import Copy
-from rollout.weights.staging import Staging
+from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports.cuda_ipc import IpcMemory, IpcReader
 from trainer_bridge.wire.manifest import from_wire
 
@@ -34,7 +34,7 @@ class FollowerUpdates:
     def __init__(
         self,
         parameters: ParameterMap,
-        staging: Staging,
+        staging: WeightStaging,
         relayed: SharedMemory,
         manifest: SharedMemory,
         reports: RankReports,
@@ -50,7 +50,7 @@ class FollowerUpdates:
         self.work = OrderedWork("updates", self._device, reports, number)  # all that writes to the staging memory
         self._lock = threading.Lock()
         self._ready: tuple[int, int, list[Copy]] = (0, 0, [])  # number, version, copies
-        self._taking: Staging | DeltaStaging = staging  # takes the bytes of the update that is received
+        self._taking: WeightStaging | DeltaStaging = staging  # takes the bytes of the update that is received
         self._content = WHOLE
         self._open = (0, 0)  # number and version of the update that is received; 0: none, or one that does not fit
 

@@ -46,7 +46,7 @@ from rollout.ranks.start_watch import CONNECTING, LOADING, READY, StartPosition,
 from rollout.ranks.thread_stat import thread_stat
 from rollout.ranks.updates import RankUpdates
 from rollout.weights.destination import UpdateMemories
-from rollout.weights.staging import Staging
+from rollout.weights.staging import WeightStaging
 from trainer_bridge.scratch import ScratchFolder
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Ranks:
         self.orders = OrderWriter(ring, version, self.reports, self._settle, self.updates)
         return self.orders
 
-    def destinations(self, staging: Staging) -> UpdateMemories:
+    def destinations(self, staging: WeightStaging) -> UpdateMemories:
         """The memory for updates, which all ranks take or none; `staging` belongs to this rank."""
         if self.size == 1:
             return UpdateMemories(staging)

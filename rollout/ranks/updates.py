@@ -30,7 +30,7 @@ from rollout.ranks.ring import SharedMemory, SharedMemoryError
 from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_staging
 from rollout.weights.destination import UpdateMemories, UpdateMemory
 from rollout.weights.parameter_map import ManifestFit
-from rollout.weights.staging import Staging
+from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.wire.errors import InternalError, Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
@@ -52,7 +52,7 @@ class RankUpdates(UpdateMemories):
 
     def __init__(
         self,
-        staging: Staging,
+        staging: WeightStaging,
         memories: Mapping[str, SharedMemory],
         reports: RankReports,
         orders: Callable[[], OrderWriter | None],
@@ -170,7 +170,7 @@ class GroupDestination(UpdateMemory):
 
     def __init__(
         self,
-        staging: Staging | DeltaStaging,
+        staging: WeightStaging | DeltaStaging,
         manifest: Manifest,
         updates: RankUpdates,
         relays: list[RelayMemory],

@@ -14,7 +14,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
-from rollout.engine.messages.to_engine import Command, DropAdapter, Pause, PutAdapter, Resume, Sleep, Wake
+from rollout.engine.messages.to_engine import Command, DropAdapter, Pause, PutAdapter, Resume, Sleep, WakeUp
 from rollout.engine.messages.to_service import Done, Failed
 from rollout.models.lora_slots import AdapterWeights
 from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
@@ -80,7 +80,7 @@ class Controls:
                 self._inbox.put(Sleep(message.level, self.token(peer), message.mode, message.requests))
             case requests.WakeMessage():
                 self._check_sleeps("wake")
-                self._inbox.put(Wake(self.token(peer)))
+                self._inbox.put(WakeUp(self.token(peer)))
             case requests.LoadAdapterMessage():
                 self._load_adapter(peer, message)
             case requests.UnloadAdapterMessage():

@@ -16,7 +16,7 @@ from rollout.config import Settings
 from rollout.engine.inspect import Inspector
 from rollout.engine.loop import Engine
 from rollout.engine.messages.statuses import EngineStatus, RankStatus
-from rollout.engine.parts import Links
+from rollout.engine.parts import EngineLinks
 from rollout.metrics.definitions import TOP_METRICS
 from rollout.metrics.sinks import MetricsThread
 from rollout.service.text.process import TextProcess
@@ -44,7 +44,7 @@ class Vitals:
         self,
         settings: Settings,
         engine: Engine,
-        links: Links,
+        links: EngineLinks,
         receiver: Alive,
         metrics: MetricsThread,
         prompts: TextProcess | None,

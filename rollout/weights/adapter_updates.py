@@ -22,7 +22,7 @@ from rollout.models.peft_tensors import AdapterPacker, AdapterPlan, plan_adapter
 from rollout.models.spec import ModelSpec
 from rollout.weights.destination import UpdateMemory
 from rollout.weights.parameter_map import ManifestFit
-from rollout.weights.staging import Staging
+from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.errors import BadRequest, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
@@ -98,7 +98,7 @@ class IncomingAdapter:
 
     def open(self, manifest: Manifest) -> UpdateMemory:
         """The destination of the bytes; `check` has bounded their number."""
-        staging = Staging({}, "host")
+        staging = WeightStaging({}, "host")
         staging.open(manifest, ManifestFit((), ()))
         return UpdateMemory(staging, manifest)
 

@@ -29,14 +29,14 @@ import torch
 from rollout.models.cut import Cut
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staged_weights import Copy, StagedWeights
-from rollout.weights.staging import KeptPart, Staging, entries_within
+from rollout.weights.staging import KeptPart, WeightStaging, entries_within
 from trainer_bridge.transports.changed_words import WORD_BYTES, Part, find_words
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.wire.delta import Delta, read_content, read_delta
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest, TensorEntry
 
-_ROUND_S = 0.02  # of work before the receiver's thread looks at its messages again
+_ROUND_S = 0.02  # seconds of work before the receiver's thread looks at its messages again
 
 
 class UpdateContent(NamedTuple):
@@ -62,8 +62,8 @@ def read_update_content(fields: Mapping[str, Any], manifest: Manifest) -> Update
 
 
 def open_staging(
-    staging: Staging, manifest: Manifest, fit: ManifestFit, on_device: bool, content: UpdateContent
-) -> Staging | DeltaStaging:
+    staging: WeightStaging, manifest: Manifest, fit: ManifestFit, on_device: bool, content: UpdateContent
+) -> WeightStaging | DeltaStaging:
     """Begin an update in `staging`; returns what takes its bytes. Raises `WeightsRejected` if it lacks the base."""
     if content.delta is not None:
         return DeltaStaging(staging, manifest, content.delta)
@@ -77,7 +77,7 @@ class DeltaStaging:
     Raises `WeightsRejected`, with the field `delta`, if the memory does not hold the base.
     """
 
-    def __init__(self, staging: Staging, manifest: Manifest, delta: Delta) -> None:
+    def __init__(self, staging: WeightStaging, manifest: Manifest, delta: Delta) -> None:
         if why := staging.lacks_base(manifest, delta.base):
             raise WeightsRejected(
                 f"version {manifest.version} came as changes, but {why}: send it whole", field="delta"
@@ -91,7 +91,7 @@ class DeltaStaging:
         self._checked = False
         self.written = False
 
-    # --- as `Staging` -------------------------------------------------------------------------------------------------
+    # --- as `WeightStaging` -----------------------------------------------------------------------------------------
 
     def memory(self, start: int, end: int) -> torch.Tensor:
         """Host memory where codes arrive. Then `take` them from there."""
@@ -135,11 +135,11 @@ class DeltaStaging:
         return self._staging.copies()
 
     def lend(self, update: StagedWeights) -> None:
-        """As `Staging.lend`."""
+        """As `WeightStaging.lend`."""
         self._staging.lend(update)
 
     def verified(self, content: str) -> None:
-        """As `Staging.verified`."""
+        """As `WeightStaging.verified`."""
         self._staging.verified(content)
 
     def abandon(self) -> None:

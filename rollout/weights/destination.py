@@ -13,14 +13,14 @@ import torch
 from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_staging
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staged_weights import StagedWeights
-from rollout.weights.staging import Staging
+from rollout.weights.staging import WeightStaging
 from trainer_bridge.wire.manifest import Manifest
 
 
 class UpdateMemory:
     """The memory of one update on a worker of one rank."""
 
-    def __init__(self, staging: Staging | DeltaStaging, manifest: Manifest, content: str = "") -> None:
+    def __init__(self, staging: WeightStaging | DeltaStaging, manifest: Manifest, content: str = "") -> None:
         self._staging, self._manifest, self._content = staging, manifest, content
         self._arriving = torch.empty(0, dtype=torch.uint8)
 
@@ -89,7 +89,7 @@ class UpdateMemory:
 class UpdateMemories:
     """Makes the destination of each update of the model. Owned by the receiver's thread."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: WeightStaging) -> None:
         self.staging = staging
 
     @property

@@ -58,7 +58,7 @@ class UpdateNames:
     unused: tuple[str, ...] = ()  # beginnings of names that the worker has no use for
     optional: frozenset[str] = frozenset()  # names that may be absent even where an update must be whole
     unused_patterns: tuple[str, ...] = ()  # regular expressions that such names contain
-    scales: frozenset[str] = frozenset()  # of weights that may come as codes
+    scales: frozenset[str] = frozenset()  # names of weights that may come as codes
 
     def is_unused(self, name: str) -> bool:
         """True for the name of a tensor that the worker has no use for, unless it is one of its own."""

@@ -154,7 +154,7 @@ class _Layout(NamedTuple):
     order: Sequence[_Kept] = ()
 
 
-class Staging:
+class WeightStaging:
     """The memory, and the update that is staged in it. Belongs to one thread at a time.
 
     `place` is the setting `weights.staging`: on the device, if there is memory for it, updates do not wait for the
@@ -196,7 +196,7 @@ class Staging:
         self._lent: StagedWeights | None = None
         self.written = False  # in place: some parameters have bytes of this update
         self._content = ""  # names the bytes that the memory holds; empty: not known
-        self._prints: list[int] = []  # of these bytes, where the result of changes can't be compared
+        self._prints: list[int] = []  # fingerprints of these bytes, where the result of changes can't be compared
         self._code_memory = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -370,7 +370,7 @@ class Staging:
         return self._blocks[kept.block][kept.at : kept.at + kept.nbytes]
 
     def _fingerprints(self) -> list[int]:
-        """Of the kept parts. None where the result of changes is compared, or where the host would read all of it."""
+        """Fingerprints of the kept parts; none where the result is compared, or where the host would read all of it."""
         if not self._shard or (self._stream is not None and self.base_device.type == "cpu"):
             return []
         with self.on_stream():
@@ -515,7 +515,7 @@ class Staging:
                 block[kept.at + first : kept.at + last].copy_(gathered, non_blocking=True)
 
 
-class InPlace(Staging):
+class InPlace(WeightStaging):
     """The parameters themselves. Generation is held meanwhile, and the device has completed all steps."""
 
     name = "in_place"
@@ -545,16 +545,16 @@ class InPlace(Staging):
         self._missing = {name: kept.entry.nbytes for name, kept in self._kept.items()}
 
     def memory(self, start: int, end: int) -> torch.Tensor:
-        """As `Staging.memory`; the same memory for all bytes, once `take` has read those before."""
+        """As `WeightStaging.memory`; the same memory for all bytes, once `take` has read those before."""
         return self.reserve(end - start)
 
     def check(self) -> None:
-        """As `Staging.check`."""
+        """As `WeightStaging.check`."""
         super().check()
         self._free()
 
     def abandon(self) -> None:
-        """As `Staging.abandon`."""
+        """As `WeightStaging.abandon`."""
         super().abandon()
         self._free()
 
@@ -563,12 +563,12 @@ class InPlace(Staging):
         return []
 
     def verified(self, content: str) -> None:
-        """As `Staging.verified`; changes are made to parameters that are kept as they are sent."""
+        """As `WeightStaging.verified`; changes are made to parameters that are kept as they are sent."""
         self._other_form = next((name for name, kept in self._kept.items() if not self._as_sent(kept)), "")
         super().verified("" if self._other_form else content)
 
     def lacks_base(self, manifest: Manifest, content: str) -> str:
-        """As `Staging.lacks_base`."""
+        """As `WeightStaging.lacks_base`."""
         if self._other_form:
             return f"{self._other_form} is not kept as it is sent, so changes to it cannot be made in place"
         return super().lacks_base(manifest, content)
@@ -632,18 +632,18 @@ def make_staging(
     advance: Callable[[], object] = lambda: None,
     host_share: float = HOST_SHARE,
     device_share: float = DEVICE_SHARE,
-) -> Staging:
+) -> WeightStaging:
     """How this rank applies updates, decided once: staged if memory allows, otherwise in place.
 
     Several ranks stage their shards unless `weights.apply` is in_place: they must all do the same. Raises ValueError if
     there is no memory for what the settings ask for.
     """
     asked, cuda = settings.apply, any(view.is_cuda for view in views.values())
-    staging: Staging
+    staging: WeightStaging
     if asked == "in_place":
         staging = InPlace(views)
     else:
-        staging = Staging(views, settings.staging, allocate, shard, advance=advance, device_share=device_share)
+        staging = WeightStaging(views, settings.staging, allocate, shard, advance=advance, device_share=device_share)
         if not shard and staging.place == "host":
             nbytes = parameter_bytes(views)
             if asked == "auto" and nbytes > host_share * available_bytes():
@@ -657,7 +657,7 @@ def make_staging(
     return staging
 
 
-def pin_at_start(staging: Staging, nbytes: int) -> None:
+def pin_at_start(staging: WeightStaging, nbytes: int) -> None:
     """Allocate the host memory before anything decodes: for 61 GB this takes half a minute. Raises ValueError."""
     try:
         with stage("pinning host memory for updates of the weights"):

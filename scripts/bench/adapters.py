@@ -27,10 +27,10 @@ import torch
 from rollout_kernels.lora import padded_rank
 from safetensors.torch import save_file
 
-from rollout.engine.features.adapters.feature import Adapters
+from rollout.engine.features.adapters.feature import AdaptersFeature
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.messages.to_engine import DropAdapter, PutAdapter
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.models.lora_slots import AdapterWeights, corrected_modules
 from rollout.models.peft_tensors import CONFIG, WEIGHTS, AdapterPacker, load_peft_folder
 from rollout.models.spec import ModelSpec
@@ -71,7 +71,7 @@ def measure_load(engine: OursEngine, spec: ModelSpec, on_gpu: bool) -> tuple[Ada
 
 def measure_switch(engine: OursEngine, weights: AdapterWeights, on_gpu: bool) -> dict[str, Any]:
     """The time of a copy to a slot, and the part of it that the host's thread takes."""
-    memory = find(engine.engine.executor.step.features, AdapterMemory)
+    memory = find_feature(engine.engine.executor.step.features, AdapterMemory)
     assert memory is not None
     host, whole = [], []
     for _ in range(_REPEATS + 1):
@@ -103,7 +103,7 @@ def work_of(requests: int, job: Job, vocab: int, seed: int) -> Work:
 
 def measure_rate(engine: OursEngine, job: Job, adapters: int, requests: int, seed: int) -> dict[str, Any]:
     """The tokens/s of requests that name `adapters` adapters in turn."""
-    feature = find(engine.engine.roster.features, Adapters)
+    feature = find_feature(engine.engine.roster.features, AdaptersFeature)
     assert feature is not None
     engine.use_adapters = adapters
     work, roster = work_of(requests, job, engine.vocab, seed), engine.engine.roster

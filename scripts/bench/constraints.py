@@ -45,7 +45,7 @@ from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import Staging, Upload
+from rollout.engine.upload import Upload, UploadStaging
 from rollout.models import LoadedModel
 from scripts.bench.output import print_table, write_results
 from scripts.bench.peers.ours_engine import load_random, steady_figures
@@ -154,7 +154,7 @@ def masks_first(engine: Engine) -> None:
     packed: list[Plan] = []
     made: list[list[tuple[Sequence, str]]] = []
 
-    def packing(plan: Plan, staging: Staging) -> Upload:
+    def packing(plan: Plan, staging: UploadStaging) -> Upload:
         packed[:] = [plan]
         return pack(plan, staging)
 

@@ -86,12 +86,12 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
     from rollout.engine.build import build_engine, local_links
     from rollout.engine.device.streams import make_device
     from rollout.engine.features.images.encoder import ImageEncoder
-    from rollout.engine.features.images.feature import Images
+    from rollout.engine.features.images.feature import ImagesFeature
     from rollout.engine.messages.prompts import Prompt, TokenIds
     from rollout.engine.messages.requests import Request, SamplingParams
     from rollout.engine.messages.to_engine import Submit
     from rollout.engine.messages.to_service import Event, RequestDone
-    from rollout.engine.schedule.feature import find
+    from rollout.engine.schedule.step_feature import find_feature
     from rollout.models import load_model
 
     device = make_device(args.device)
@@ -116,7 +116,7 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     links = local_links(settings, take)
     engine = build_engine(settings, device, model, links)
-    encoder, rows = find(engine.executor.step.features, ImageEncoder), []
+    encoder, rows = find_feature(engine.executor.step.features, ImageEncoder), []
     assert encoder is not None
 
     def prompt_of(seed: int, kind: str) -> Prompt:
@@ -125,7 +125,7 @@ def run_ours(args: argparse.Namespace) -> list[dict[str, Any]]:
         words = text_of(seed, args.text)
         return Prompt((TokenIds(words[:4]), picture(seed, side, encoder.spec), TokenIds(words[4:])))
 
-    images = find(engine.roster.features, Images)
+    images = find_feature(engine.roster.features, ImagesFeature)
     assert images is not None
     encodings = images.encodings
     for run, (kind, count) in enumerate((("image", 2), ("image", args.prompts), ("text", args.prompts))):

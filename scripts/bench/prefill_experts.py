@@ -358,7 +358,7 @@ def profile_layers(shape: str, prompts: int, layers: int = 3, length: int = 4096
     The name identifies a kernel; the four products of cuBLAS may share names.
     """
     from rollout.config import ModelSettings
-    from rollout.models.batch import AttentionBatch, Chunk, KVCache
+    from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
     from rollout.models.fused import FusedDecoder
     from rollout.models.loader import load_model
     from scripts.bench.profiled_steps import profile_steps
@@ -383,7 +383,7 @@ def profile_layers(shape: str, prompts: int, layers: int = 3, length: int = 4096
             page_table_BP=table,
             context_lens_B=torch.full((prompts,), length, dtype=torch.int32, device=device),
             max_context=length,
-            chunks=tuple(Chunk(i * length, length, length) for i in range(prompts)),
+            chunks=tuple(PromptChunk(i * length, length, length) for i in range(prompts)),
             query_starts_C1=torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device),
         )
         decoder(ids, batch, kv)

@@ -40,7 +40,7 @@ from rollout.engine.loop import Engine
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Prior, Request, SamplingParams
 from rollout.engine.messages.to_engine import Submit
-from rollout.engine.parts import Links
+from rollout.engine.parts import EngineLinks
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder
@@ -186,7 +186,7 @@ def _settings(load: Load, context: int) -> Settings:
     return Settings(engine=engine, service=ServiceSettings(bind="tcp://127.0.0.1:0", constants=constants))
 
 
-def make_engine(settings: Settings, links: Links, step_s: float) -> tuple[Engine, Commits]:
+def make_engine(settings: Settings, links: EngineLinks, step_s: float) -> tuple[Engine, Commits]:
     """An engine on a paced device, whose steps take `step_s` seconds, and its meter."""
     from transformers import Qwen3Config
 

@@ -33,7 +33,7 @@ import torch
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import Device, make_device
 from rollout.engine.messages.requests import SamplingParams
-from rollout.engine.messages.to_engine import Sleep, Wake
+from rollout.engine.messages.to_engine import Sleep, WakeUp
 from rollout.engine.messages.to_service import Done, Event, Failed
 from rollout.engine.sizing import weight_bytes
 from rollout.models import LoadedModel, load_model
@@ -92,7 +92,7 @@ class SleepDriver(Driver):
         self.answered: dict[int, Done | Failed] = {}
         super().__init__(settings, device, model, self.updates)
 
-    def order(self, kind: type[Sleep] | type[Wake], *fields: Any) -> tuple[float, dict[str, int | float]]:
+    def order(self, kind: type[Sleep] | type[WakeUp], *fields: Any) -> tuple[float, dict[str, int | float]]:
         """Give an order; returns the seconds to the answer, and its facts. Raises RuntimeError for a failure."""
         self.answers += 1
         began_s = time.perf_counter()
@@ -159,7 +159,7 @@ def one_round(
     before = free_bytes(device)
     sleep_s, slept = driver.order(Sleep, level)
     freed = free_bytes(device) - before
-    wake_s, _ = driver.order(Wake)
+    wake_s, _ = driver.order(WakeUp)
     began_s = time.perf_counter()
     if level == 2:
         driver.updates.ready = SameWeights(driver.engine.roster.version + 1, loaded.model)

@@ -54,12 +54,12 @@ import torch
 from rollout.config import EngineConstants
 from rollout.engine.features.drafts.decode_costs import measure_decode_costs
 from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, DeviceDrafterName, device_drafter
-from rollout.engine.features.drafts.feature import Drafting
+from rollout.engine.features.drafts.feature import DraftsFeature
 from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.messages.requests import SamplingParams
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.shared_pages import SharedPages
 from rollout.settings_sources import SettingsError
 from scripts.bench.cuda_timing import read_bandwidth
@@ -155,7 +155,7 @@ class Bench:
         )
         costs = copy.deepcopy(self.costs)  # what it learns is forgotten
         if mode in _BY_DEVICE:
-            verifier = find(self.engine.engine.executor.step.features, DraftVerifier)
+            verifier = find_feature(self.engine.engine.executor.step.features, DraftVerifier)
             assert verifier is not None and self._on_device != "none", "checked with the arguments"
             recorded = [plain.tokens[str(i)] for i in range(len(plain.tokens))]
             by_device = NO_HOST_DRAFTER, self._most, self._most_rows, costs
@@ -170,7 +170,7 @@ class Bench:
 
     def _run(self, work: Work, figures: Figures, planner: DraftPlanner | None) -> tuple[Recorded, Row]:
         engine = self.engine.engine
-        drafting = find(engine.roster.features, Drafting)
+        drafting = find_feature(engine.roster.features, DraftsFeature)
         assert drafting is not None, "the engine has speculation"
         counts, costs = drafting.counts, copy.deepcopy(self.costs)
         nothing = DraftPlanner(NO_HOST_DRAFTER, self._most, self._most_rows, costs)

@@ -25,8 +25,8 @@ import torch
 from rollout.engine.loop import Engine
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
+from rollout.engine.step.device_feature import Replays
 from rollout.engine.step.execute import Executor
-from rollout.engine.step.feature import Replays
 from rollout.engine.step.graphs import CapturedSizes, DecodeGraphs
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
 from rollout.engine.step.slot import Slot

@@ -32,7 +32,7 @@ import torch
 
 from rollout.weights.delta import DeltaStaging
 from rollout.weights.parameter_map import ManifestFit
-from rollout.weights.staging import InPlace, Staging
+from rollout.weights.staging import InPlace, WeightStaging
 from scripts.bench.output import write_results
 from scripts.bench.shapes import write_checkpoint
 from scripts.bench.swap_weights import shape_tensors
@@ -106,16 +106,16 @@ def make(folder: Path, device: torch.device, place: Any, share: float, seed: int
     return times, (changes.update, changes.delta, codes)
 
 
-def stage(tensors: Mapping[str, torch.Tensor], kind: str, manifest: Any, base: str) -> Staging:
+def stage(tensors: Mapping[str, torch.Tensor], kind: str, manifest: Any, base: str) -> WeightStaging:
     """Memory that holds the base; in place the tensors themselves."""
     fit, device = ManifestFit(tuple(tensors), ()), next(iter(tensors.values())).device
     if kind == "in_place":
-        staging: Staging = InPlace(tensors)
+        staging: WeightStaging = InPlace(tensors)
         staging.open(manifest, fit)
     else:
         flat = {name: tensor.new_empty(1).expand(tensor.shape) for name, tensor in tensors.items()}
         memory = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=device)
-        staging = Staging(flat, "device" if device.type == "cuda" else "host", allocate=lambda _: memory)
+        staging = WeightStaging(flat, "device" if device.type == "cuda" else "host", allocate=lambda _: memory)
         staging.open(manifest, fit, on_device=device.type == "cuda")
     for start, data in buckets(Payload(tensors, 1, _BUCKET), device):
         staging.take(start, data)

@@ -12,7 +12,7 @@ from rollout_kernels.sampling import gumbel_noise
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.drafts import verify
-from rollout.engine.features.drafts.drafter import After
+from rollout.engine.features.drafts.drafter import DraftAfter
 from rollout.engine.features.drafts.model_drafter import DRAFT, READ
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.to_engine import Cancel, StopAt
@@ -115,7 +115,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have draws, and the beginnings and ends of verify steps, run by the kernels: in Triton's interpreter."""
     monkeypatch.setattr(Sampler, "_draw", Sampler._draw_on_gpu)
     monkeypatch.setattr(verify, "copy_rows", set_up_by_kernel)
-    monkeypatch.setattr(verify, "go_on", accept_by_kernel)
+    monkeypatch.setattr(verify, "continue_rows", accept_by_kernel)
 
 
 @pytest.mark.parametrize("head", ["mapped", *nightly("whole")], indirect=True)
@@ -608,7 +608,7 @@ def test_each_row_takes_the_drafter_that_is_right_more_often(folders, drafted, m
 def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch, six):
     """Its drafts for many rows do not pay, so it makes none; its KV is there when few rows are left."""
     replayed_drafts(monkeypatch, completions_by_seed(six), 0.0)
-    for draft_s, read in ((0.1, After.READ), (9.0, After.NOTHING)):
+    for draft_s, read in ((0.1, DraftAfter.READ), (9.0, DraftAfter.NOTHING)):
         fixed = fixed_costs({1: 1.0, 4: 1.1, 6: 2.0, 72: 72.0}, {1: draft_s, 8: 9.0})
         bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **fixed, **{**HEADS, "speculation": "auto"})
         plans = watch_plans(bench)
@@ -617,7 +617,7 @@ def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch
         bench.close()
         assert_same(bench, six)
         of_all = [plan.note for plan in plans if (plan.kind, plan.rows) == ("decode", 6)]
-        assert [note.after if note else After.NOTHING for note in of_all].count(read) > 40
+        assert [note.after if note else DraftAfter.NOTHING for note in of_all].count(read) > 40
 
 
 # --- everything at once ----------------------------------------------------------------------------------------------

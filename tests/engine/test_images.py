@@ -14,11 +14,11 @@ from rollout.config import ModelSettings
 from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
-from rollout.engine.features.images.feature import Images
+from rollout.engine.features.images.feature import ImagesFeature
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.messages.to_service import Done
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.models import load_model
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder
@@ -417,7 +417,7 @@ def test_a_sleep_leaves_nothing_of_the_encodings(name: str, models: Any, tmp_pat
         for _ in range(ticks):
             bench.engine.tick()
         assert isinstance(bench.sleep(), Done)
-        assert not bench.pages.backed and find(bench.engine.roster.features, Images).encodings.used == 0
+        assert not bench.pages.backed and find_feature(bench.engine.roster.features, ImagesFeature).encodings.used == 0
         assert isinstance(bench.wake(), Done)
     bench.run()
     for each, prompt in prompts.items():

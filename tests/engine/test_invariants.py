@@ -9,7 +9,7 @@ import pytest
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.messages.to_service import Delta
 from rollout.engine.schedule.completion import make_delta
-from rollout.engine.sequence.sequence import State
+from rollout.engine.sequence.sequence import SequenceState
 from tests.support.engine.harness import Bench
 from tests.support.kernels.grids import nightly
 
@@ -274,5 +274,5 @@ def test_states_follow_the_life_of_a_sequence(model, prompt_of):
     while bench.engine.busy:
         states.append(seq.state)
         bench.engine.tick()
-    assert states[0] is State.PREFILL and states[-1] is State.DECODE and seq.finalized
+    assert states[0] is SequenceState.PREFILL and states[-1] is SequenceState.DECODE and seq.finalized
     bench.close()

@@ -10,7 +10,7 @@ import pytest
 from rollout.engine.features.drafts.drafter import NAME
 from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.messages.to_engine import Cancel
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import (
     SAMPLED,
@@ -146,7 +146,7 @@ def test_auto_takes_both_and_leaves_the_worse_one(model, plain):
     run_watched(bench)
     bench.close()
     assert_same(bench, plain)
-    verifier = find(bench.engine.executor.step.features, DraftVerifier)
+    verifier = find_feature(bench.engine.executor.step.features, DraftVerifier)
     assert verifier.on_device == "ngram"
 
 

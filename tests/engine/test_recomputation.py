@@ -9,7 +9,7 @@ import pytest
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Shutdown
-from rollout.engine.sequence.sequence import State
+from rollout.engine.sequence.sequence import SequenceState
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.harness import Bench, load, watch_prefills
 from tests.support.engine.replay import replayed
@@ -373,5 +373,5 @@ def test_random_updates_and_requests_have_the_tokens_of_the_kv_that_they_report(
     for (name, _), completion in bench.completions.items():
         assert completion.finish.reason == "length" or name in cancelled
         assert replayed(Turns(hf_models), prompts[name], completion) == completion.token_ids
-    assert not any(seq.state is State.PREFILL for seq in bench.engine.roster.unfinished())
+    assert not any(seq.state is SequenceState.PREFILL for seq in bench.engine.roster.unfinished())
     bench.close()

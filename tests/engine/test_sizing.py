@@ -14,12 +14,12 @@ from rollout_kernels.attention.gathered import MOST_GATHERED, pays
 from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.adapters.memory import AdapterMemory
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sizing import (
     DeviceMemory,
+    DeviceTarget,
     PoolSize,
-    Target,
     check_row_state,
     kv_budget,
     kv_pages,
@@ -30,7 +30,7 @@ from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import forward_sizes, graph_sizes
 from rollout.engine.step.rehearsal import (
     ALL_FEATURES,
-    Memory,
+    MemoryUse,
     StepNeeds,
     StepSizes,
     largest_prompts,
@@ -112,7 +112,7 @@ def test_on_a_cpu_most_of_the_memory_stays_free_unless_it_is_asked_for(model):
 def test_on_a_gpu_little_more_than_a_constant_stays_free(free_gib, sleep, kept_gib):
     """Small GPUs keep a share of theirs, and workers that share a GPU with a trainer leave it more."""
     settings = settings_of(EngineSettings, sleep=sleep)
-    memory, gpu = DeviceMemory(0, free_gib * GIB, StepNeeds(GIB // 4, GIB // 4)), Target("cuda", (9, 0))
+    memory, gpu = DeviceMemory(0, free_gib * GIB, StepNeeds(GIB // 4, GIB // 4)), DeviceTarget("cuda", (9, 0))
     assert kv_budget(settings, memory, gpu) == pytest.approx((free_gib - kept_gib - 0.5) * GIB)
     assert usable_bytes(settings_of(EngineSettings, kv_memory_fraction=0.5), 8 * GIB, gpu) == 4 * GIB
 
@@ -324,7 +324,10 @@ def test_slots_of_adapters_and_the_buffers_of_offloading_are_not_planned_twice(m
         if fields:
             mover = bench.engine.executor.mover
             staged = sum(queue.staging_NW.nbytes for queue in (mover.out, mover.back))
-            assert (find(bench.engine.executor.step.features, AdapterMemory).slots.nbytes, staged) == (slots, 6 * page)
+            assert (find_feature(bench.engine.executor.step.features, AdapterMemory).slots.nbytes, staged) == (
+                slots,
+                6 * page,
+            )
         bench.close()
 
 
@@ -354,6 +357,6 @@ def test_host_memory_for_kv_leaves_room_for_adapters(model, monkeypatch):
 )
 def test_what_other_processes_take_meanwhile_is_not_counted_as_needs_of_steps(others_took, counted):
     """Steps take 2 GiB of torch's allocator, and 1 GiB beside it."""
-    before = Memory(free=100 * GIB, held=4 * GIB)
-    after = Memory(free=97 * GIB - others_took, held=6 * GIB)
+    before = MemoryUse(free=100 * GIB, held=4 * GIB)
+    after = MemoryUse(free=97 * GIB - others_took, held=6 * GIB)
     assert taken_between(before, after) == counted

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Shutdown, Sleep, Wake
+from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Shutdown, Sleep, WakeUp
 from rollout.engine.messages.to_service import Done, Failed
 from tests.support.engine.harness import load
 from tests.support.engine.sleeping import Sleeping, SomeHost, outcome, submit_some
@@ -43,13 +43,13 @@ def test_orders_are_obeyed_in_turn(model, prompt_of, greedy):
     bench = Sleeping(model, LateDevice({"compute": lambda: 0.002}), Mailbox())
     bench.submit("a", prompt_of(9), 30)
     bench.ticks(6)
-    tokens = [bench.order(Sleep, 1), bench.order(Wake), bench.order(Sleep, 1), bench.order(Sleep, 2)]
+    tokens = [bench.order(Sleep, 1), bench.order(WakeUp), bench.order(Sleep, 1), bench.order(Sleep, 2)]
     levels = [bench.obeyed(token).facts["level"] if bench.answer(token) is None else bench.answer(token).facts["level"]
               for token in tokens]  # fmt: skip
     assert levels == [1, 1, 1, 2] and bench.engine.gate.asleep
     order = [event.token for event in bench.events if isinstance(event, Done)]
     assert order == tokens
-    tokens = [bench.order(Wake), bench.order(Wake)]
+    tokens = [bench.order(WakeUp), bench.order(WakeUp)]
     assert [bench.obeyed(tokens[1]).facts["level"], bench.answer(tokens[0]).facts["level"]] == [0, 2]
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.run()
@@ -250,7 +250,7 @@ def test_an_engine_that_fails_while_its_weights_come_back_is_not_built_anew_arou
     bench = Sleeping(model, host := SomeHost())
     bench.sleep()
     host.broken = True
-    token = bench.order(Wake)
+    token = bench.order(WakeUp)
     with pytest.raises(ZeroDivisionError):
         bench.engine.tick()
     host.broken = False
@@ -284,7 +284,7 @@ def test_any_mixture_of_orders_updates_and_requests_has_the_right_tokens_and_los
             bench.submit(name, prompt_of(length, length), sent[name][1], **fields)
         elif what in ("sleep", "wake"):
             more = {"mode": rng.choice((None, None, "abort"))} if what == "sleep" else {}
-            order, level = (Sleep, [rng.randint(1, 2)]) if what == "sleep" else (Wake, [])
+            order, level = (Sleep, [rng.randint(1, 2)]) if what == "sleep" else (WakeUp, [])
             tokens.append(bench.order(order, *level, **more))
         elif what == "cancel" and sent:
             bench.engine.inbox.put(Cancel(("c", rng.choice(list(sent)))))
@@ -292,7 +292,7 @@ def test_any_mixture_of_orders_updates_and_requests_has_the_right_tokens_and_los
             version += 1
             mailbox.ready = Update(version, same, model)
         bench.ticks(rng.randint(0, 6))
-    tokens.append(bench.order(Wake))
+    tokens.append(bench.order(WakeUp))
     answers = [bench.obeyed(token) if bench.answer(token) is None else bench.answer(token) for token in tokens]
     assert all(isinstance(answer, Done) for answer in answers) and not bench.engine.gate.sleep.ordered
     mailbox.ready = Update(version + 1, same, model)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rollout.engine.messages.statuses import EngineStatus, SleepStatus
-from rollout.engine.messages.to_engine import Sleep, Wake
+from rollout.engine.messages.to_engine import Sleep, WakeUp
 from rollout.engine.messages.to_service import Done, Failed
 from tests.support.service.harness import MODEL, Bench, ServedModel, serving
 
@@ -27,7 +27,7 @@ def test_both_are_answered_once_they_took_effect_with_what_it_came_to(bench):
     client.send("sleep", "d")
     sleep, wake, default = (bench.command() for _ in range(3))
     assert sleep == Sleep(2, sleep.token, "abort", "refuse")
-    assert wake == Wake(wake.token) and default == Sleep(1, default.token)
+    assert wake == WakeUp(wake.token) and default == Sleep(1, default.token)
     assert client.ask("ping", "i")["id"] == "i", "nothing was answered before the engine did it"
     bench.put(Done(sleep.token, {"level": 2, "bytes": 5 << 30, "seconds": 0.5}), Done(default.token))
     assert client.receive() == {"v": 1, "op": "ok", "id": "s", "level": 2, "bytes": 5 << 30, "seconds": 0.5}

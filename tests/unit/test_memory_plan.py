@@ -17,10 +17,10 @@ from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.features.images.encoder import image_buffer_bytes
 from rollout.engine.kv.allocator import pages_for
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.sizing import (
+    DeviceTarget,
     PoolSize,
-    Target,
     kv_dtype,
     page_bytes_of,
     state_pool_bytes,
@@ -67,7 +67,7 @@ def counted(model: Any, engine: EngineSettings) -> dict[str, int]:
     return {
         "weights": weight_bytes(model),
         "update": parameter_bytes(model.hf_views()),
-        "page": page_bytes_of(engine, model, kv_dtype(engine, model, Target("cpu"))),
+        "page": page_bytes_of(engine, model, kv_dtype(engine, model, DeviceTarget("cpu"))),
         "states": state_pool_bytes(engine, model),
         "context": model.spec.max_positions,
     }
@@ -199,8 +199,8 @@ def test_a_plan_has_the_pages_of_an_engine_with_the_same_free_memory(name, engin
 
 def machine_with(free: int, settings: Settings, shapes: Outline) -> Machine:
     """A CPU that has `free` bytes left when an engine with these settings asks."""
-    before = plan_outline(settings, Machine("cpu", 1 << 40, Target("cpu")), shapes)
-    return Machine("cpu", free + before.before_kv - before.kv_buffers, Target("cpu"))
+    before = plan_outline(settings, Machine("cpu", 1 << 40, DeviceTarget("cpu")), shapes)
+    return Machine("cpu", free + before.before_kv - before.kv_buffers, DeviceTarget("cpu"))
 
 
 def test_the_parts_of_a_plan_are_as_large_as_what_an_engine_allocates(tmp_path):
@@ -209,8 +209,8 @@ def test_the_parts_of_a_plan_are_as_large_as_what_an_engine_allocates(tmp_path):
     settings = settings_for(tmp_path, **engine)
     bench = Bench(load_model(settings.model, CPU, folder=tmp_path).model, page_size=16, **engine)
     step = bench.engine.executor.step
-    plan = plan_memory(settings, Machine("cpu", 1 << 34, Target("cpu")), tmp_path)
-    adapters = find(step.features, AdapterMemory)
+    plan = plan_memory(settings, Machine("cpu", 1 << 34, DeviceTarget("cpu")), tmp_path)
+    adapters = find_feature(step.features, AdapterMemory)
     assert adapters is not None and plan.adapters == adapters.slots.nbytes
     assert plan.states == sum(tensor.nbytes for tensor in step.kv.states.tensors)
     assert plan.kv_pool == sum(tensor.nbytes for tensor in step.kv.tensors)
@@ -223,7 +223,7 @@ def test_the_buffer_for_images_is_counted(tmp_path):
     settings = settings_for(tmp_path, {"images": True}, image_tokens=100, image_patches=64)
     model = load_model(settings.model, CPU, folder=tmp_path).model
     bench = Bench(model, image_tokens=100, image_patches=64)
-    plan = plan_memory(settings, Machine("cpu", 1 << 34, Target("cpu")), tmp_path)
+    plan = plan_memory(settings, Machine("cpu", 1 << 34, DeviceTarget("cpu")), tmp_path)
     assert plan.images == encoder_of(bench).buffer_PW.nbytes
     assert plan.images == image_buffer_bytes(settings.engine, model.tower.spec, model.embed.dtype)
     assert plan.weights == weight_bytes(model)

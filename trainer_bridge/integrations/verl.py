@@ -264,7 +264,7 @@ class VerlServer:
         """The fields of `generate` for verl's sampling parameters."""
         given = dict(params)
         given.pop("logprobs", None)
-        given.pop("detokenize", None)  # of verl's teachers; the output has no text
+        given.pop("detokenize", None)  # verl's teachers ask for these; the output has no text
         if (top := given.pop("prompt_logprobs", None)) is not None:
             given |= {"prompt_top_logprobs": top} if top else {"prompt_logprobs": True}
         if "max_new_tokens" in given:

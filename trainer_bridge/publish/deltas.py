@@ -42,7 +42,7 @@ class KeptDeltas(KeptUpdate):
     def __init__(self, memory: DeltaMemory) -> None:
         super().__init__()
         self._place = memory
-        self._content = ""  # of the kept bytes
+        self._content = ""  # the random name of the kept bytes
         self._changes: Payload | None = None
         self._tied: dict[str, str] = {}  # names that the kept update leaves out, and its name of the same tensor
         self._base_holders: set[str] = set()  # endpoints that have the content that the changes are made from

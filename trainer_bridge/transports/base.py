@@ -137,8 +137,8 @@ class Recipient:
     route: str = ""  # the sender of that transport that serves it
     why: str = ""  # why it is this transport and not a faster one
     weight_socket: str = ""  # the endpoint by which the publisher is connected to it
-    options: dict[str, Any] = field(default_factory=dict)  # of `commit`, from its sender
-    sent_bytes: int = 0  # of tensors or codes
+    options: dict[str, Any] = field(default_factory=dict)  # fields of `commit`, from its sender
+    sent_bytes: int = 0  # bytes of tensors or codes
 
     def fail(self, error: RolloutError) -> None:
         """Give up on this worker; the first error stays."""

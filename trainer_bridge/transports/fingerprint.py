@@ -42,7 +42,7 @@ def _sum(words: torch.Tensor, first: int) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, len(words), _WORDS):
         piece = words[start : start + _WORDS].to(torch.int64)
-        total += piece.sum() * _wrapped(2 * (first + start) * _K)  # of what the weights are larger there
+        total += piece.sum() * _wrapped(2 * (first + start) * _K)  # the weights of this part begin at a larger place
         total += piece.mul_(weights[: len(piece)]).sum()
     return total
 

@@ -41,7 +41,7 @@ class Event(Protocol):
         """When the newest record was reached, in `time.perf_counter()` seconds; only valid after it was reached."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """An ordered queue of device work."""
 
     @property
@@ -69,7 +69,7 @@ class Device(Protocol):
 
     torch_device: torch.device
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> DeviceStream:
         """A new stream."""
 
     def event(self) -> Event:
@@ -214,7 +214,7 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> DeviceStream:
         """A new stream."""
         return CpuStream(name)  # type: ignore[return-value]  # a device's streams only see its own events
 
@@ -348,7 +348,7 @@ class CudaDevice:
         torch.cuda.set_device(torch_device)
         self._clock = _CudaClock()
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> DeviceStream:
         """A new stream."""
         return CudaStream(self.torch_device)  # type: ignore[return-value]
 

@@ -26,7 +26,7 @@ from rollout.engine.kv.prefixes import Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.messages.requests import VERSION_END
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.sequence.sequence_kv import NO_HOST_STATE, NO_POINT, OffloadedKV, Point
+from rollout.engine.sequence.sequence_kv import NO_HOST_STATE, NO_POINT, OffloadedKV, PrefixEnd
 from rollout.engine.sequence.session import SessionKV
 
 #: The most fetches for one admission of a sequence. Pages that wait for a row may be evicted meanwhile.
@@ -106,7 +106,7 @@ class PageAllocator:
         first: Seq[int] = (),
         oldest: int = 0,
         begins: bool = True,
-        end: Point = NO_POINT,
+        end: PrefixEnd = NO_POINT,
     ) -> Fetch | None:
         """Have pages of a prefix copied from the host, if `spare` pages stay available after that.
 
@@ -228,10 +228,10 @@ class PageAllocator:
         Pages of sessions that are `retained` for the new sequence would not become available.
         """
         pool = self.pool
-        if pool.available - pool.leaving >= pages:
+        if pool.available - pool.being_copied >= pages:
             return True
         enough = self.admissible - self.sessions.count(retained) >= pages  # sessions give way only if that is enough
-        while enough and pool.available - pool.leaving < pages:
+        while enough and pool.available - pool.being_copied < pages:
             enough = self.prefixes.evict_one()
             self._given_way += enough
         if not enough:

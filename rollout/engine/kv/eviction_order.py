@@ -59,7 +59,7 @@ class EvictionOrder(Generic[K]):
     def __init__(self) -> None:
         self._others: OrderedDict[K, None] = OrderedDict()  # least recently used first, as the next
         self._leased: OrderedDict[K, None] = OrderedDict()
-        self._ends = Deadlines[K]()  # of leases
+        self._ends = Deadlines[K]()  # deadlines of leases
 
     def __bool__(self) -> bool:
         return bool(self._others or self._leased)

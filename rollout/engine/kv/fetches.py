@@ -32,7 +32,7 @@ from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.sequence.sequence_kv import NO_POINT, Point
+from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +41,7 @@ class KnownMove(Move):
 
     key: bytes
     oldest: int  # oldest weights version in its KV
-    end: Point  # the end of the prefix, for its state and its half-full page; `NO_POINT` for full pages
+    end: PrefixEnd  # the end of the prefix, for its state and its half-full page; `NO_POINT` for full pages
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +56,7 @@ class Fetch:
     """Pages of one prefix on their way from the host to the pool."""
 
     prefix: list[int]  # all its pages in the pool, in order
-    end: Point  # the end of the prefix, if its state comes along
+    end: PrefixEnd  # the end of the prefix, if its state comes along
     state_place: int  # place of that state
     moves: list[FetchedMove]  # pages in order, then the state
     left: int = 0  # moves that have not ended
@@ -130,7 +130,7 @@ class Fetches:
         prefix: list[int],
         targets: Seq[tuple[bytes, int]],
         oldest: int = 0,
-        end: Point = NO_POINT,
+        end: PrefixEnd = NO_POINT,
         state_place: int = 0,
     ) -> Fetch:
         """Begin to copy kept pages into new pages of the pool: `targets` are their keys and these pages.

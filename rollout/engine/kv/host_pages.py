@@ -25,7 +25,7 @@ from rollout.engine.kv.eviction_order import EvictionOrder
 from rollout.engine.kv.moves import Copies
 
 
-class Kept(NamedTuple):
+class HostEntry(NamedTuple):
     """A kept page."""
 
     page: int
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(slots=True)
-class KeptCounts:
+class HostEntryCounts:
     """Running totals since start, pages."""
 
     written: int = 0  # known pages that were copied to the host
@@ -47,16 +47,16 @@ class KeptCounts:
 class HostPageBooks:
     """`total` pages of host memory."""
 
-    def __init__(self, total: int, counts: KeptCounts | None = None) -> None:
-        self.counts = counts or KeptCounts()
+    def __init__(self, total: int, counts: HostEntryCounts | None = None) -> None:
+        self.counts = counts or HostEntryCounts()
         self.total = total
         self.taken = 0
         self._free = list(range(total - 1, -1, -1))
-        self._kept: dict[bytes, Kept] = {}
-        self._order = EvictionOrder[bytes]()  # of kept pages
+        self._kept: dict[bytes, HostEntry] = {}
+        self._order = EvictionOrder[bytes]()  # the order in which kept pages give way
         self._leases: OrderedDict[bytes, float] = OrderedDict()  # ends of leases, also of keys that are not kept yet
         self._now_s = 0.0
-        self._read: dict[bytes, Kept] = {}
+        self._read: dict[bytes, HostEntry] = {}
         self._unseen: OrderedDict[bytes, None] = OrderedDict()  # keys that `look` has not returned
         self.spills = Copies()  # writes to disk
 
@@ -119,10 +119,10 @@ class HostPageBooks:
             self.spills.give_up(self._read.pop(key).page)
         if key in self._kept:
             self._free.append(self._give_up(key))
-        self._keep(key, Kept(page, oldest))
+        self._keep(key, HostEntry(page, oldest))
         self._unseen[key] = None
 
-    def _keep(self, key: bytes, kept: Kept) -> None:
+    def _keep(self, key: bytes, kept: HostEntry) -> None:
         self._kept[key] = kept
         self._order.add(key, self._leases.get(key, 0.0), self._now_s)
 
@@ -130,7 +130,7 @@ class HostPageBooks:
         """End a copy to this page that is void: the page is free."""
         self._free.append(page)
 
-    def begin_read(self, key: bytes) -> Kept:
+    def begin_read(self, key: bytes) -> HostEntry:
         """Mark the kept page with this key as read by a copy."""
         self._order.drop(key)
         kept = self._read[key] = self._kept.pop(key)
@@ -168,7 +168,7 @@ class HostPageBooks:
         """Whether fewer than half of the pages can be given up without loss, and `look` has some to return."""
         return 0 < len(self._unseen) and 2 * (len(self._free) + self.kept - len(self._unseen)) < self.total
 
-    def look(self) -> tuple[bytes, Kept]:
+    def look(self) -> tuple[bytes, HostEntry]:
         """Key and page of the least recently used that `look` has not returned; there has to be one."""
         key, _ = self._unseen.popitem(last=False)
         return key, self._kept.get(key) or self._read[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout.engine.kv.host_pages import HostPageBooks
-from rollout.engine.sequence.sequence_kv import Point
+from rollout.engine.sequence.sequence_kv import PrefixEnd
 
 #: Points are cleaned when there are more than this plus twice the places.
 _SLACK = 16
@@ -14,10 +14,10 @@ class HostStates(HostPageBooks):
 
     def __init__(self, total: int) -> None:
         super().__init__(total)
-        self._points: dict[bytes, Point] = {}  # points of kept states, some of them evicted since
+        self._points: dict[bytes, PrefixEnd] = {}  # points of kept states, some of them evicted since
         self._ends: dict[bytes, dict[bytes, int]] = {}  # digest of the full pages -> {key: tokens after them}
 
-    def note(self, point: Point) -> None:
+    def note(self, point: PrefixEnd) -> None:
         """Note that a state after this prefix is kept."""
         if len(self._points) > 2 * self.total + _SLACK:
             points = [point for point in self._points.values() if self.has(point.key)]
@@ -30,6 +30,6 @@ class HostStates(HostPageBooks):
         """Numbers of tokens after these full pages at which prefixes with a kept state end."""
         return [after for key, after in self._ends.get(digest, {}).items() if self.has(key)]
 
-    def _put(self, point: Point) -> None:
+    def _put(self, point: PrefixEnd) -> None:
         self._points[point.key] = point
         self._ends.setdefault(point.digest, {})[point.key] = point.after

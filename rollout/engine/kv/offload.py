@@ -42,15 +42,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rollout.engine.device.streams import Stream
+from rollout.engine.device.streams import DeviceStream
 from rollout.engine.kv.fetches import Fetch
 from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.moves import Move, MoveBooks
 from rollout.engine.kv.page_mirror import PageMirror
-from rollout.engine.kv.page_mover import CopyQueue, PageMover, Piece
+from rollout.engine.kv.page_mover import CopyPiece, CopyQueue, PageMover
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.tier import Tier
+from rollout.engine.kv.tier import HostTier
 from rollout.engine.messages.statuses import OffloadStatus
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.sequence.sequence_kv import (
@@ -118,7 +118,7 @@ class OffloadBooks:
         counts: OffloadCounts | None = None,
     ) -> None:
         self.counts = counts or OffloadCounts()
-        self.closed = host.total == 0  # also set when copies fail: nothing is offloaded any more
+        self.closed = host.total == 0  # true, too, after copies failed: nothing is offloaded any more
         self.outgoing = 0  # pages whose pool page is free once they are copied
         self.host = host
         self._pool = pool
@@ -438,7 +438,7 @@ class OffloadBooks:
 # --- the copies ------------------------------------------------------------------------------------------------------
 
 
-class Waiters(Protocol):
+class OffloadWaiters(Protocol):
     """The roster, as `Offload` sees it."""
 
     def restores_ended(self, seqs: list[Sequence]) -> None:
@@ -468,7 +468,12 @@ class Offload:
     """
 
     def __init__(
-        self, roster: Waiters, books: OffloadBooks, tier: Tier, mover: PageMover, state_mover: PageMover | None = None
+        self,
+        roster: OffloadWaiters,
+        books: OffloadBooks,
+        tier: HostTier,
+        mover: PageMover,
+        state_mover: PageMover | None = None,
     ) -> None:
         self.books = books
         self.tier = tier
@@ -517,7 +522,7 @@ class Offload:
                     elif not self.failure:
                         self._fail(piece.failure)
 
-    def _note(self, direction: Literal["out", "in"], piece: Piece, note: Callable[[int, float], None]) -> None:
+    def _note(self, direction: Literal["out", "in"], piece: CopyPiece, note: Callable[[int, float], None]) -> None:
         move = MoveRecord(direction, piece.pages, piece.start.time_s, piece.end.time_s)
         self.recent.append(move)
         note(move.pages, move.end_s - move.start_s)
@@ -545,6 +550,6 @@ class Offload:
 
 
 def _start(
-    queue: CopyQueue, moves: Seq[Move], ended: Callable[[Any, bool], list[Sequence]], after: Stream | None
+    queue: CopyQueue, moves: Seq[Move], ended: Callable[[Any, bool], list[Sequence]], after: DeviceStream | None
 ) -> None:
     queue.start([move.place for move in moves], [move.host_place for move in moves], (ended, moves), after)

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
-from rollout.engine.device.streams import Device, DeviceError, Event, Stream
+from rollout.engine.device.streams import Device, DeviceError, DeviceStream, Event
 
 _PIECES = 2
 #: The time between two looks at a piece in a wait with a limit.
@@ -57,7 +57,7 @@ class HostMemory:
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class CopyPiece:
     """Pages that are copied together."""
 
     index_host: torch.Tensor  # int64 [most pages], pinned
@@ -87,18 +87,18 @@ class CopyQueue:
         device: Device,
         name: str,
         staging_NW: torch.Tensor,
-        copy: Callable[[CopyQueue, Piece], None],
+        copy: Callable[[CopyQueue, CopyPiece], None],
         orders: GroupOrders = NO_GROUP_ORDERS,
     ) -> None:
         self.name, self.orders = name, orders
-        self.stream: Stream = device.stream(name)
+        self.stream: DeviceStream = device.stream(name)
         self.staging_NW = staging_NW
-        self.under_way: deque[Piece] = deque()
+        self.under_way: deque[CopyPiece] = deque()
         self.ended = 0  # pieces that have ended
         self._copy = copy
         most = len(staging_NW)
         self._spare = [
-            Piece(
+            CopyPiece(
                 device.host_buffer((most,), torch.int64),
                 torch.zeros(most, dtype=torch.int64, device=device.torch_device),
                 device.event(),
@@ -113,7 +113,7 @@ class CopyQueue:
         """Pages that can be started now: a whole piece, or 0 while all pieces are under way."""
         return len(self.staging_NW) if self._spare else 0
 
-    def start(self, pages: Seq[int], host_pages: Seq[int], entries: Any, compute: Stream | None = None) -> None:
+    def start(self, pages: Seq[int], host_pages: Seq[int], entries: Any, compute: DeviceStream | None = None) -> None:
         """Begin to copy these pages of the pool to or from these host pages; after the steps of `compute` if given."""
         piece = self._spare.pop()
         piece.host_pages, piece.entries, piece.failure = host_pages, entries, ""
@@ -130,11 +130,11 @@ class CopyQueue:
         self.stream.record(piece.end)
         self.under_way.append(piece)
 
-    def has_ended(self, piece: Piece) -> bool:
+    def has_ended(self, piece: CopyPiece) -> bool:
         """Whether nothing reads or writes the pages of a piece any more, on any rank."""
         return piece.end.query() and self.orders.done(self.name, piece.order)
 
-    def finished(self) -> list[Piece]:
+    def finished(self) -> list[CopyPiece]:
         """The pieces that have ended since the last call, oldest first. The next `start` reuses them."""
         ended = []
         while self.under_way and self.has_ended(self.under_way[0]):
@@ -166,7 +166,7 @@ class PageMover:
         pool: list[torch.Tensor],
         host_memory: HostMemory,
         piece_bytes: int,
-        compute: Stream,
+        compute: DeviceStream,
         name: str = "kv",
         orders: GroupOrders = NO_GROUP_ORDERS,
     ) -> None:
@@ -210,14 +210,14 @@ class PageMover:
         for queue in (self.out, self.back):
             queue.stream.close()
 
-    def _copy_out(self, queue: CopyQueue, piece: Piece) -> None:
+    def _copy_out(self, queue: CopyQueue, piece: CopyPiece) -> None:
         staged_NW, index_N = self._staged(queue, piece)
         for pool_PW, part_NW in zip(self._pools_PW, self._parts(staged_NW), strict=True):
             torch.index_select(pool_PW, 0, index_N, out=part_NW)
         for page_W, host in zip(staged_NW, piece.host_pages, strict=True):
             self.host_memory.page(host, self._words).copy_(page_W, non_blocking=True)
 
-    def _copy_in(self, queue: CopyQueue, piece: Piece) -> None:
+    def _copy_in(self, queue: CopyQueue, piece: CopyPiece) -> None:
         staged_NW, index_N = self._staged(queue, piece)
         for page_W, host in zip(staged_NW, piece.host_pages, strict=True):
             page_W.copy_(self.host_memory.page(host, self._words), non_blocking=True)
@@ -225,7 +225,7 @@ class PageMover:
             pool_PW.index_copy_(0, index_N, part_NW)
 
     @staticmethod
-    def _staged(queue: CopyQueue, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    def _staged(queue: CopyQueue, piece: CopyPiece) -> tuple[torch.Tensor, torch.Tensor]:
         count = piece.pages
         piece.index[:count].copy_(piece.index_host[:count], non_blocking=True)
         return queue.staging_NW[:count], piece.index[:count]

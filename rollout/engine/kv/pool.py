@@ -56,8 +56,8 @@ class PagePool:
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._leaving: OrderedDict[int, None] = OrderedDict()
-        self._copies = Copies()  # of known pages to the host
-        self.half_copies = Copies()  # of the first positions of used pages, which no step in flight writes to
+        self._copies = Copies()  # copies of known pages to the host
+        self.half_copies = Copies()  # copies of the first positions of used pages, which no step in flight writes to
 
     @property
     def free(self) -> int:
@@ -70,7 +70,7 @@ class PagePool:
         return len(self._seen) + len(self._evictable) + len(self._leaving)
 
     @property
-    def leaving(self) -> int:
+    def being_copied(self) -> int:
         """Cached pages that are being copied to the host."""
         return len(self._leaving)
 

@@ -48,7 +48,7 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edi
 def _fitting(allocator: PageAllocator, pages: list[int], spare: int) -> int:
     """Number of first pages that the pool can hold without evicting sessions. 0 in the list: a page on the host."""
     pool = allocator.pool
-    room = pool.available - pool.leaving - spare
+    room = pool.available - pool.being_copied - spare
     for index, page in enumerate(pages):
         room -= pool.refs[page] == 0
         if room < 0:

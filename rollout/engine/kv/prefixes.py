@@ -15,18 +15,18 @@ import numpy as np
 
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
-from rollout.engine.kv.tier import Tier
+from rollout.engine.kv.tier import HostTier
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
-from rollout.engine.sequence.sequence_kv import NO_POINT, Point, PrefixHit, Snapshot
+from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd, PrefixHit, Snapshot
 
 
-class Beyond(NamedTuple):
+class HostPrefix(NamedTuple):
     """A known prefix of which some pages, or the state after it, are on the host."""
 
     first: list[int]  # pages of the pool
     keys: list[bytes]  # keys of the full pages after `first`
-    end: Point = NO_POINT  # models with states: the end of the prefix, if it is on the host
+    end: PrefixEnd = NO_POINT  # models with states: the end of the prefix, if it is on the host
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Reusable:
     tokens: int = 0  # tokens with KV that the sequence can use
     session_tokens: int = 0  # tokens with KV in the session
     keys: PrefixKeys | None = None  # keys of the shared pages
-    beyond: Beyond | None = None  # a longer known prefix, partly on the host
+    beyond: HostPrefix | None = None  # a longer known prefix, partly on the host
     awaited: tuple[Sequence, int] | None = None  # a sequence that computes a longer prefix, and its end
     place: int = 0  # place of the snapshot to load, of the state after these tokens
     hit: PrefixHit = "pages"  # source of the KV
@@ -69,7 +69,7 @@ class Prefixes:
     has_states = False
 
     def __init__(
-        self, pool: PagePool, tier: Tier, page_size: int, cache: bool, sessions: Sessions, max_age: int = 0
+        self, pool: PagePool, tier: HostTier, page_size: int, cache: bool, sessions: Sessions, max_age: int = 0
     ) -> None:
         self.pool = pool
         self.tier = tier
@@ -109,7 +109,7 @@ class Prefixes:
             page = self.pool.find(key, oldest)
             if not page:
                 beyond = self._find_beyond(seq, keys, key, index, full, oldest)
-                found.beyond = Beyond(found.shared, beyond) if beyond else None
+                found.beyond = HostPrefix(found.shared, beyond) if beyond else None
                 break
             found.shared.append(page)
             keys.append(key)

@@ -28,10 +28,10 @@ import numpy as np
 
 from rollout.engine.kv.eviction_order import Deadlines, EvictionOrder
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.snapshots import Cached, Snapshots
+from rollout.engine.kv.snapshots import CachedSnapshot, Snapshots
 from rollout.engine.messages.requests import Request, RequestKey, SessionKey
 from rollout.engine.messages.statuses import SessionStatus
-from rollout.engine.sequence.session import Session, SessionKV
+from rollout.engine.sequence.session import KeptSession, SessionKV
 from trainer_bridge.wire.codec import MAX_ID_CHARS
 
 #: The most sessions that a page may belong to, on average.
@@ -64,14 +64,14 @@ class Sessions:
         self._snapshots = snapshots
         self._page_size = page_size
         self._most_pages = most_pages
-        self._sessions: dict[SessionKey, Session] = {}
+        self._sessions: dict[SessionKey, KeptSession] = {}
         self._of_client: dict[str, dict[SessionKey, None]] = {}
-        self._with_kv: dict[SessionKey, Session] = {}
+        self._with_kv: dict[SessionKey, KeptSession] = {}
         self._order = EvictionOrder[SessionKey]()
         self._unseen: OrderedDict[SessionKey, int] = OrderedDict()  # first pages that `look` has not returned
         self._refs: dict[int, int] = {}  # how many sessions have a page, by page
         self._refs_sum = 0
-        self._leases = Deadlines[SessionKey]()  # of sessions between two turns
+        self._leases = Deadlines[SessionKey]()  # deadlines of sessions between two turns
 
     @property
     def pages(self) -> int:
@@ -118,12 +118,12 @@ class Sessions:
 
     # --- a turn ------------------------------------------------------------------------------------------------------
 
-    def begin(self, request: Request) -> Session | None:
+    def begin(self, request: Request) -> KeptSession | None:
         """Submit a turn; returns its session, which is created if necessary. None if the request names no session."""
         key = request.session
         if key is None:
             return None
-        session = self._sessions.setdefault(key, Session(key, request.session_lease_s))
+        session = self._sessions.setdefault(key, KeptSession(key, request.session_lease_s))
         self._of_client.setdefault(key[0], {})[key] = None
         session.lease_s, session.turn = max(request.session_lease_s, request.lease_s), request.key
         session.last_s = request.lease_s
@@ -137,7 +137,7 @@ class Sessions:
         return session
 
     def match(
-        self, session: Session, tokens: np.ndarray, oldest: int, adapter_edition: int = 0
+        self, session: KeptSession, tokens: np.ndarray, oldest: int, adapter_edition: int = 0
     ) -> tuple[SessionKV | None, int]:
         """The session's KV, and how many of `tokens` (`Sequence.identity`) have it: never the last one.
 
@@ -150,13 +150,13 @@ class Sessions:
         differing = np.flatnonzero(kv.tokens[:most] != tokens[:most])
         return kv, int(differing[0]) if len(differing) else most
 
-    def hand_over(self, session: Session, reused: int) -> None:
+    def hand_over(self, session: KeptSession, reused: int) -> None:
         """Admit the turn with the KV of `reused` tokens of the session; the session releases all its pages."""
         self.counts.hits += reused > 0
         self.counts.reused_tokens += reused
         self._release(session)
 
-    def keep(self, session: Session, left: SessionKV, now_s: float) -> None:
+    def keep(self, session: KeptSession, left: SessionKV, now_s: float) -> None:
         """Settle a turn that leaves this KV; `left.tokens` is empty if its KV cannot be reused."""
         session.turns -= 1
         if session.over:
@@ -239,7 +239,7 @@ class Sessions:
         assert kv is not None and kv.keys is not None
         return kv.keys[count - 1], kv.pages[count - 1]
 
-    def _take(self, session: Session, left: SessionKV, now_s: float) -> None:
+    def _take(self, session: KeptSession, left: SessionKV, now_s: float) -> None:
         count = min(len(left.tokens), self._most_pages * self._page_size)
         if count == 0:
             return
@@ -269,15 +269,15 @@ class Sessions:
         most = self._most_pages
         return len(self._refs) > most or len(self._with_kv) > most or self._refs_sum > _SHARING * most
 
-    def _ends(self, kv: SessionKV) -> list[Cached]:
+    def _ends(self, kv: SessionKV) -> list[CachedSnapshot]:
         """Snapshots that only this session has, with the pages in which their prefixes end."""
         return [
-            Cached(place, kv.pages[tokens // self._page_size] if point.after else 0, point, kv.oldest)
+            CachedSnapshot(place, kv.pages[tokens // self._page_size] if point.after else 0, point, kv.oldest)
             for place, tokens, point in kv.snapshots
             if point.key
         ]
 
-    def _drop(self, session: Session) -> None:
+    def _drop(self, session: KeptSession) -> None:
         """Evict the session: its full pages and its snapshots stay in the cache."""
         for end in () if session.kv is None else self._ends(session.kv):
             self._snapshots.keep(end.point, end.place, end.page, end.oldest)
@@ -291,7 +291,7 @@ class Sessions:
         if not self._of_client[key[0]]:
             del self._of_client[key[0]]
 
-    def _release(self, session: Session) -> None:
+    def _release(self, session: KeptSession) -> None:
         if session.kv is None:
             return
         for page in reversed(session.kv.pages):  # the end of a prefix is evicted before its beginning
@@ -312,10 +312,10 @@ class Sessions:
 
     # --- leases of other requests ------------------------------------------------------------------------------------
 
-    def unnamed(self, request: Request, index: int) -> Session:
+    def unnamed(self, request: Request, index: int) -> KeptSession:
         """A session for the KV of completion `index` of a request without a session; `keep` gives it the KV."""
         client, name = request.key
         key = client, f"{name:{MAX_ID_CHARS}}/{index}"  # longer than any name that a client gives
-        session = self._sessions[key] = Session(key, request.lease_s, turns=1, last_s=request.lease_s)
+        session = self._sessions[key] = KeptSession(key, request.lease_s, turns=1, last_s=request.lease_s)
         self._of_client.setdefault(client, {})[key] = None
         return session

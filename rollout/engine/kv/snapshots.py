@@ -26,15 +26,15 @@ from typing import NamedTuple
 
 from rollout.engine.kv.moves import Copies
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.sequence.sequence_kv import Point
+from rollout.engine.sequence.sequence_kv import PrefixEnd
 
 
-class Cached(NamedTuple):
+class CachedSnapshot(NamedTuple):
     """A snapshot in the cache."""
 
     place: int
     page: int  # the page in which the prefix ends; 0 if that page is full
-    point: Point
+    point: PrefixEnd
     oldest: int  # weights version of the prefix's KV and states
 
 
@@ -46,12 +46,14 @@ class Snapshots:
         self._pool = pool
         self._free = list(reversed(self.places))
         self._refs: Counter[int] = Counter()
-        self._cached: OrderedDict[bytes, Cached] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[bytes, CachedSnapshot] = OrderedDict()  # least recently used first
         self._points: dict[bytes, Counter[int]] = {}  # tokens after the full pages, by the digest of these
         self._soon: dict[int, int] = {}  # place to row: saves of the next step
         self._void: set[int] = set()  # places whose save was given up
-        self._unseen: OrderedDict[int, Cached] = OrderedDict()  # places not yet returned by `look`, oldest first
-        self.copies = Copies()  # to the host, by place
+        self._unseen: OrderedDict[int, CachedSnapshot] = (
+            OrderedDict()
+        )  # places not yet returned by `look`, oldest first
+        self.copies = Copies()  # copies to the host, by place
 
     # --- places ------------------------------------------------------------------------------------------------------
 
@@ -129,7 +131,7 @@ class Snapshots:
         """Whether there is a saved snapshot that `look` has not returned."""
         return bool(self._unseen) and next(iter(self._unseen)) not in self._soon
 
-    def look(self) -> Cached:
+    def look(self) -> CachedSnapshot:
         """The oldest snapshot that `look` has not returned; there has to be one."""
         return self._unseen.popitem(last=False)[1]
 
@@ -138,11 +140,11 @@ class Snapshots:
         for cached in [cached for cached in self._cached.values() if cached.place == place]:
             self._unseen[place] = cached
 
-    def offer(self, snapshot: Cached) -> None:
+    def offer(self, snapshot: CachedSnapshot) -> None:
         """Note that a session has this snapshot, and the page in which its prefix ends."""
         self._unseen[snapshot.place] = snapshot
 
-    def withdraw(self, snapshot: Cached) -> None:
+    def withdraw(self, snapshot: CachedSnapshot) -> None:
         """Note that the session gives up the snapshot and its page; the cache may have them now."""
         if self._cached.get(snapshot.point.key) != snapshot:
             self._unseen.pop(snapshot.place, None)
@@ -158,11 +160,11 @@ class Snapshots:
         """Numbers of tokens after these full pages at which snapshots exist or are expected."""
         return list(self._points.get(digest, ()))
 
-    def expect(self, point: Point) -> None:
+    def expect(self, point: PrefixEnd) -> None:
         """Note that a prefill goes to this point."""
         self._points.setdefault(point.digest, Counter())[point.after] += 1
 
-    def expect_no_more(self, point: Point) -> None:
+    def expect_no_more(self, point: PrefixEnd) -> None:
         """Note that the prefill is over, or that its snapshot is in the cache."""
         after = self._points[point.digest]
         after[point.after] -= 1
@@ -171,7 +173,7 @@ class Snapshots:
         if not after:
             del self._points[point.digest]
 
-    def keep(self, point: Point, place: int, page: int, oldest: int) -> None:
+    def keep(self, point: PrefixEnd, place: int, page: int, oldest: int) -> None:
         """Put a snapshot into the cache, with the page in which its prefix ends; no-op if there is one no older."""
         known = self._cached.get(point.key)
         if (known is not None and known.oldest >= oldest) or place in self._void:
@@ -182,9 +184,9 @@ class Snapshots:
         if page:
             self._pool.retain(page)
         self.expect(point)
-        self._cached[point.key] = Cached(place, page, point, oldest)
+        self._cached[point.key] = CachedSnapshot(place, page, point, oldest)
 
-    def find(self, key: bytes, oldest: int) -> Cached | None:
+    def find(self, key: bytes, oldest: int) -> CachedSnapshot | None:
         """The snapshot with this key, if it has no weights version before `oldest`; else None.
 
         The caller has to retain place and page before the next `take`.

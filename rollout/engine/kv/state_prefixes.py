@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.prefixes import Beyond, Prefixes, Reusable
+from rollout.engine.kv.prefixes import HostPrefix, Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.kv.tier import Tier
+from rollout.engine.kv.tier import HostTier
 from rollout.engine.sequence.sequence import PromptShare, Sequence
-from rollout.engine.sequence.sequence_kv import NO_POINT, PlannedSnapshot, Point, PrefixHit, Snapshot
+from rollout.engine.sequence.sequence_kv import NO_POINT, PlannedSnapshot, PrefixEnd, PrefixHit, Snapshot
 from rollout.metrics.definitions import percent
 
 
@@ -26,7 +26,7 @@ class StatePrefixes(Prefixes):
     def __init__(
         self,
         pool: PagePool,
-        tier: Tier,
+        tier: HostTier,
         page_size: int,
         cache: bool,
         sessions: Sessions,
@@ -54,7 +54,7 @@ class StatePrefixes(Prefixes):
                 if end > most:
                     continue
                 key = keys.tail_key(seq.content_between(start, end))
-                point = Point(keys.last, after, key)
+                point = PrefixEnd(keys.last, after, key)
                 cached, other = snapshots.find(key, oldest), self.frontiers.get(key)
                 if cached is not None and known and end > found.tokens:
                     reused = Reusable(list(pages), cached.page, end, found.session_tokens, keys.fork(len(pages)))
@@ -62,7 +62,7 @@ class StatePrefixes(Prefixes):
                     reused.oldest, reused.beyond, found = cached.oldest, found.beyond, reused
                 elif reachable and end > farthest and (cached or self.tier.has_end(point, end, oldest)):
                     farthest = end
-                    found.beyond = Beyond(list(pages), path[len(pages) :], NO_POINT if cached else point)
+                    found.beyond = HostPrefix(list(pages), path[len(pages) :], NO_POINT if cached else point)
                 elif other is not None and other.priority >= seq.priority and other.kv.oldest >= oldest:
                     if end > expected:
                         found.awaited, expected = (other, end + 1), end
@@ -155,7 +155,7 @@ class StatePrefixes(Prefixes):
         if place := self._take_place(bool(seq.group.followers)):
             kv.planned_snapshot = PlannedSnapshot(place, tokens, self._point_of(seq, tokens))
 
-    def _point_of(self, seq: Sequence, tokens: int) -> Point:
+    def _point_of(self, seq: Sequence, tokens: int) -> PrefixEnd:
         """The end of a prefix of this many tokens; `NO_POINT` without a prefix cache."""
         if seq.kv.keys is None:
             return NO_POINT
@@ -163,7 +163,7 @@ class StatePrefixes(Prefixes):
         keys = seq.kv.keys.fork(full)
         for start in range(len(keys) * self.page_size, full * self.page_size, self.page_size):
             keys.append(keys.next_key(seq.content_between(start, start + self.page_size)))
-        return Point(keys.last, after, keys.tail_key(seq.content_between(tokens - after, tokens)))
+        return PrefixEnd(keys.last, after, keys.tail_key(seq.content_between(tokens - after, tokens)))
 
     def _take_place(self, evict_sessions: bool) -> int:
         while not self.snapshots.has_place and evict_sessions and self.sessions.evict_one():

@@ -37,7 +37,7 @@ from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.messages.statuses import KeptStatus
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.sequence.sequence_kv import NO_POINT, Point
+from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd
 
 #: Pages are copied to the host while fewer than this part of the pool can be given up without loss. An admission takes
 #: the pages of a whole context at once, and a page is copied once, so a large part costs no more copies.
@@ -48,7 +48,7 @@ _LOOKS = 256
 _STATES_DUE = 2
 
 
-class Tier:
+class HostTier:
     """The books of known pages on the host. When `closed`, nothing is copied. `mirrors` go along with KV."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Tier:
         known = self.host.has(key, oldest) or (self.disk.has(key, oldest) and self.costs.disk_pays)
         return known and self.costs.pays and not self.closed
 
-    def has_end(self, point: Point, tokens: int, oldest: int) -> bool:
+    def has_end(self, point: PrefixEnd, tokens: int, oldest: int) -> bool:
         """Whether the end of a prefix with this many tokens can be fetched, or is being fetched."""
         half = not point.after or self.has(point.key, oldest)
         return half and self.states.has(point.key, oldest) and self.costs.state_pays(tokens) and not self.closed

@@ -120,7 +120,7 @@ class DropAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Give the device's memory back until `Wake`. Answered by `Done(token)` or `Failed`.
+    """Give the device's memory back until `WakeUp`. Answered by `Done(token)` or `Failed`.
 
     Level 1 keeps the weights in host memory, level 2 drops them. Without `mode` running
     requests are kept, without `requests` new ones wait.
@@ -133,14 +133,14 @@ class Sleep:
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
+class WakeUp:
     """Take the memory back and continue. Answered by `Done(token)`; after `Failed` the worker stays asleep."""
 
     token: int
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class NextTick:
     """No order: the gate or the receiver has changed, so a loop that waits for a command takes its next tick now."""
 
 
@@ -157,6 +157,6 @@ Command = (
     | PutAdapter
     | DropAdapter
     | Sleep
-    | Wake
-    | Look
+    | WakeUp
+    | NextTick
 )

@@ -12,8 +12,8 @@ import numpy as np
 
 from rollout.engine.messages.requests import VersionRuns
 from rollout.engine.messages.to_service import Delta, RequestDone
-from rollout.engine.schedule.feature import StepFeature
-from rollout.engine.sequence.prompt_scores import PromptScores
+from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.sequence.prompt_scores import PromptScoreRows
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit
 
@@ -100,7 +100,7 @@ def make_request_done(group: Group, now_s: float) -> RequestDone:
 def _prompt_scores(group: Group) -> dict[str, Any]:
     if not group.request.prompt_logprobs:
         return {}
-    return (group.prompt_scores or PromptScores.unknown(group.request)).event_fields()
+    return (group.prompt_scores or PromptScoreRows.unknown(group.request)).event_fields()
 
 
 def _slice(values: array, start: int, end: int) -> np.ndarray:

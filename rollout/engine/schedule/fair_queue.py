@@ -45,7 +45,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}  # key: priority
-        self._lanes: dict[Lane, SweptHeap[_Head]] = {}  # of each client the first sequence; a key may be too small
+        self._lanes: dict[Lane, SweptHeap[_Head]] = {}  # the first sequence of each client; a key may be too small
         self._in_order: list[Sequence] | None = None  # the heads, until the queue changes
         self._costs = _Costs()  # costs of all clients
         self._serial = count()

@@ -16,7 +16,7 @@ from rollout.engine.sequence.sequence import Sequence
 LONG_IDLE_S, LONGEST_WAIT_S = 10.0, 30.0
 
 
-def waits(roster: Roster, seq: Sequence, pages: int) -> bool:
+def newcomer_waits(roster: Roster, seq: Sequence, pages: int) -> bool:
     """True if `seq`, which needs `pages` pages, has to wait although idle sessions could be evicted."""
     group, allocator = seq.group, roster.allocator
     if group.session is None or group.session.kv is not None or seq.begun or not roster.running:

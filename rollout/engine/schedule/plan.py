@@ -100,7 +100,7 @@ class Plan:
     #: The row of each token, where rows may have tokens ahead: these follow their row, each in a row of the row state.
     #: Such a step has no `opens`, as its feature sends all pages. Empty: a token for each row.
     token_rows: list[int] = field(default_factory=list)
-    note: Any = None  # of the feature that made the plan
+    note: Any = None  # the note of the feature that made the plan
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:

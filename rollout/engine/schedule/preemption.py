@@ -1,17 +1,17 @@
 """Preemption: sequences lose their row because pages run short, weights change, or all KV leaves.
 
-**Pages run short** (`grow`). Idle sessions give way first, then group shares, then a row of the lowest priority: the
-youngest of the client that has most of these rows, so that no client pays for the many rows of another one. Where the
+**Pages run short** (`grow_rows`). Idle sessions give way first, then group shares, then a row of the lowest priority:
+the youngest of the client that has most of these rows, so that no client pays for many rows of another one. Where the
 KV of preempted sequences is kept on the host, their pages are free only after they are copied. So a row is preempted a
 little before its pages are needed, and a row whose page is not free yet is left out of one step.
 
-**Weights change** (`change_weights`), or what else KV depends on (`begin_again`). A row goes on with the KV that it
+**Weights change** (`change_weights`), or what else KV depends on (`restart_prompts`). A row goes on with the KV that it
 has, and so does a sequence whose KV is offloaded or on its way back. With `recompute` they are computed again. Three
 are always computed again: a row without a launched step, a prompt that is offloaded before its first token, and a
 prompt whose log-probs are asked for. Other sequences use KV of older weights up to `engine.max_kv_age`; a row without a
 launched step goes on if what it has found is not older.
 
-**All KV leaves the pool** (`leave_pool`). Where nothing else changes, every sequence that has KV may go on with it, a
+**All KV leaves the pool** (`release_pool`). Where nothing else changes, every sequence that has KV may go on with it, a
 half-prefilled prompt too.
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Collection
 
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.sequence.sequence import Sequence, State
+from rollout.engine.sequence.sequence import Sequence, SequenceState
 
 #: Tokens before a page is needed at which a row is preempted for it, where the page has to be copied first.
 _SOON = 4
@@ -31,7 +31,7 @@ _SOON = 4
 # --- pages run short -------------------------------------------------------------------------------------------------
 
 
-def grow(roster: Roster, full: list[Sequence]) -> None:
+def grow_rows(roster: Roster, full: list[Sequence]) -> None:
     """Get one page more for each of these rows, in the order of their rank; some may go without for this step."""
     for seq in sorted(full, key=lambda seq: seq.rank):
         _grow(roster, seq)
@@ -41,10 +41,10 @@ def grow(roster: Roster, full: list[Sequence]) -> None:
 
 def _grow(roster: Roster, seq: Sequence) -> None:
     allocator = roster.allocator
-    while seq.state is State.DECODE and not allocator.try_grow(seq):
+    while seq.state is SequenceState.DECODE and not allocator.try_grow(seq):
         if allocator.sharing:
             allocator.close_share(allocator.sharing[-1])
-        elif roster.leaving or allocator.making_room:
+        elif roster.ending or allocator.making_room:
             return  # pages are already being copied back
         else:
             roster.preempt(_last(roster))
@@ -56,7 +56,7 @@ def _make_way(roster: Roster, outgoing: int) -> None:
     But not if enough pages are available to readmit the victim immediately (thrashing).
     """
     available, running = roster.allocator.available + outgoing, len(roster.decoding) + len(roster.prefilling)
-    if roster.leaving or running < 2 or available >= running:
+    if roster.ending or running < 2 or available >= running:
         return
     if sum(map(_grows_soon, roster.decoding)) > available:
         roster.preempt(_last(roster))
@@ -103,10 +103,10 @@ def change_weights(roster: Roster, version: int, recompute: bool, names: Collect
         first = max(version, seq.group.request.min_version)  # oldest version that the next token can have
         if seq.launched == len(seq.tokens) and seq.drawn.too_old_for(first):  # tokens in flight have the old version
             roster.finish(seq, Finish("stale"))
-    return begin_again(roster, roster.unfinished(), recompute)[1]
+    return restart_prompts(roster, roster.unfinished(), recompute)[1]
 
 
-def begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> tuple[list[Sequence], list[Sequence]]:
+def restart_prompts(roster: Roster, seqs: list[Sequence], recompute: bool) -> tuple[list[Sequence], list[Sequence]]:
     """Take off the rows of `seqs` that have to be computed again; returns (rows kept, rows taken off)."""
     for seq in seqs:
         if recompute or not seq.drawn.versions:
@@ -129,12 +129,12 @@ def begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> tuple[
 # --- all KV leaves the pool ------------------------------------------------------------------------------------------
 
 
-def leave_pool(roster: Roster, keep: bool) -> None:
+def release_pool(roster: Roster, keep: bool) -> None:
     """All KV leaves the pool; with `keep` it is offloaded, in the order of rank as long as the host has room."""
     roster.feed.close_shares()
     roster.allocator.end_sharing()
     if not keep:
-        begin_again(roster, roster.unfinished(), recompute=True)
+        restart_prompts(roster, roster.unfinished(), recompute=True)
         return
     for seq in sorted(roster.prefilling + roster.decoding, key=lambda seq: seq.rank):
         roster.take_off(seq, offload=True)

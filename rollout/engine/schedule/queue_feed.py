@@ -87,7 +87,7 @@ class QueueFeed:
         """
         self._joined.setdefault(other, []).append(_Joined(seq, tokens, self.queue.withdraw(seq)))
 
-    def hold(self, seq: Sequence, pages: int) -> None:
+    def wait_for_room(self, seq: Sequence, pages: int) -> None:
         """Have the first sequence of the queue wait until there is room for `pages` pages."""
         insort(self._held, _Held(seq, pages, self.queue.withdraw(seq)), key=lambda held: held.seq.rank)
 
@@ -100,7 +100,7 @@ class QueueFeed:
             self.queue.push(held.seq, held.time)
 
     @property
-    def holds(self) -> bool:
+    def has_room_waiters(self) -> bool:
         """True if a sequence waits for room among other sessions."""
         return bool(self._held)
 

@@ -26,11 +26,11 @@ from rollout.engine.kv.fetches import Fetch
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.messages.to_service import Event, Finish
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
-from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.prompt_turns import PromptTurns
 from rollout.engine.schedule.queue_feed import QueueFeed
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.drawn_tokens import NO_TOPS
-from rollout.engine.sequence.sequence import Group, Sequence, State
+from rollout.engine.sequence.sequence import Group, Sequence, SequenceState
 from trainer_bridge.wire.finish_reasons import FinishReason
 
 
@@ -56,7 +56,7 @@ class Roster:
         self.prefilling: list[Sequence] = []  # ordered as their prompts are computed
         self.turns = PromptTurns(self.prefilling)
         self.decoding: list[Sequence] = []
-        self.leaving: list[Sequence] = []
+        self.ending: list[Sequence] = []
         self.waiting = 0  # sequences with no row, including the followers of a leader
         self.feed = QueueFeed(allocator)
         self.free_rows = list(range(max_rows, 0, -1))
@@ -101,7 +101,7 @@ class Roster:
         self.feed.take(seq)
         for feature in self.features:
             feature.admitted(seq)
-        seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, State.PREFILL
+        seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, SequenceState.PREFILL
         self.waiting -= 1
         self.allocator.restore_state(seq)
         self.counters.snapshot_loads += seq.kv.load_from > 0
@@ -160,9 +160,9 @@ class Roster:
     def finish(self, seq: Sequence, finish: Finish) -> None:
         """Decide the outcome of a sequence: nothing is added to it any more."""
         assert not seq.finalized
-        if seq.state is State.WAITING:
+        if seq.state is SequenceState.WAITING:
             self.waiting -= 1
-        elif seq.state is not State.LEAVING:
+        elif seq.state is not SequenceState.LEAVING:
             self._stop_running(seq)
         seq.finish = finish
         self.events.append(make_delta(seq, self.features))
@@ -215,18 +215,18 @@ class Roster:
         if offload:
             seq.kv.wants_offload = seq.row_ready or seq.kv.own
         self._stop_running(seq)
-        seq.state = State.LEAVING
-        self.leaving.append(seq)
+        seq.state = SequenceState.LEAVING
+        self.ending.append(seq)
         self.settle(seq)
 
     def draw_again(self, seq: Sequence) -> None:
         """The row draws the token after its committed ones again: it keeps its KV, and its state is set up anew."""
         seq.drop_launched()
-        if seq.state is not State.DECODE:
+        if seq.state is not SequenceState.DECODE:
             return  # the sequence leaves its row and will be set up anew in any case
         self.decoding.remove(seq)
         seq.kv.prefill_tokens, seq.kv.drawn_again = seq.history(), True
-        seq.row_ready, seq.state = False, State.PREFILL
+        seq.row_ready, seq.state = False, SequenceState.PREFILL
         self.prefilling.insert(0, seq)  # first of all prompts, as it is one token
 
     def settle(self, seq: Sequence) -> None:
@@ -242,9 +242,9 @@ class Roster:
         for feature in self.features:
             feature.left(seq)
         self.allocator.release(seq)
-        if seq.state is State.LEAVING:
-            self.leaving.remove(seq)
-            seq.state = State.WAITING
+        if seq.state is SequenceState.LEAVING:
+            self.ending.remove(seq)
+            seq.state = SequenceState.WAITING
             if not seq.finalized:
                 self.waiting += 1
                 self.feed.queue.push(seq)
@@ -252,7 +252,7 @@ class Roster:
     def restores_ended(self, seqs: list[Sequence]) -> None:
         """Settle these sequences, if possible: no copy writes to their pages any more."""
         for seq in seqs:
-            if seq.finalized or seq.state is State.LEAVING:
+            if seq.finalized or seq.state is SequenceState.LEAVING:
                 self.settle(seq)
 
     def fetches_ended(self, fetches: list[Fetch]) -> None:
@@ -268,7 +268,7 @@ class Roster:
             self.take_off(seq)
 
     def _stop_running(self, seq: Sequence) -> None:
-        (self.decoding if seq.state is State.DECODE else self.prefilling).remove(seq)
+        (self.decoding if seq.state is SequenceState.DECODE else self.prefilling).remove(seq)
         self.feed.prefill_stopped(seq)
 
     def check_integrity(self) -> None:
@@ -276,8 +276,8 @@ class Roster:
         self.allocator.check()
         for feature in self.features:
             feature.check()
-        assert self.idle and not (self.prefilling or self.decoding or self.leaving), "sequences are left"
+        assert self.idle and not (self.prefilling or self.decoding or self.ending), "sequences are left"
         assert sorted(self.free_rows) == list(range(1, self.max_rows + 1)), "a row is in use"
         assert self.waiting == 0 and not self.allocator.sharing, "a queue or a share is left"
-        assert not self.feed.joined and not self.feed.holds, "a sequence waits for a prefill, or for room"
+        assert not self.feed.joined and not self.feed.has_room_waiters, "a sequence waits for a prefill, or for room"
         assert self.feed.queue.clients == 0, "the queue remembers a client"

@@ -33,7 +33,7 @@ from rollout.engine.schedule.prompt_spans import prompt_spans
 from rollout.engine.schedule.refusal import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.sequence.sequence import Group, Sequence, State
+from rollout.engine.sequence.sequence import Group, Sequence, SequenceState
 from rollout.engine.sequence.sequence_kv import NO_TOKENS, Prefill
 from rollout.engine.step_output import StepOutput
 
@@ -109,11 +109,11 @@ class Scheduler:
     def _admit(self) -> bool:
         """Give rows to waiting sequences. False if it goes on once steps in flight are committed."""
         roster, allocator, feed = self.roster, self.roster.allocator, self.roster.feed
-        if roster.leaving:
+        if roster.ending:
             return False
-        waits = functools.partial(newcomers.waits, roster)
+        waits = functools.partial(newcomers.newcomer_waits, roster)
         while roster.free_rows:
-            if feed.holds:
+            if feed.has_room_waiters:
                 feed.queue_held(waits)
             seq = roster.first_waiting()
             if seq is None:
@@ -132,7 +132,7 @@ class Scheduler:
             elif isinstance(usable := allocator.fetch_for(seq, reusable, roster.version, spare=running), Fetch):
                 feed.join(seq, usable)
             elif waits(seq, pages := allocator.pages_for_new(seq, usable)):
-                feed.hold(seq, pages)
+                feed.wait_for_room(seq, pages)
             elif allocator.try_admit(seq, usable, roster.version, spare=running):
                 roster.start(seq)
             elif running or not allocator.sharing:
@@ -157,8 +157,8 @@ class Scheduler:
         seqs = [seq for seq in roster.decoding if seq.launched < seq.max_tokens]
         full = [seq for seq in seqs if (kv := seq.kv).length == kv.capacity]
         if full:
-            preemption.grow(roster, full)
-            seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv.length < seq.kv.capacity]
+            preemption.grow_rows(roster, full)
+            seqs = [seq for seq in seqs if seq.state is SequenceState.DECODE and seq.kv.length < seq.kv.capacity]
         if not seqs:
             return None
         version, allocator = roster.version, roster.allocator
@@ -196,7 +196,7 @@ class Scheduler:
         if end < len(kv.prefill_tokens):
             return
         kv.prefill_tokens = NO_TOKENS
-        seq.state = State.DECODE
+        seq.state = SequenceState.DECODE
         seq.check_at = 0
         roster.prefilling.remove(seq)
         insort(roster.decoding, seq, key=_pages_of)  # next to rows that share its first pages
@@ -210,7 +210,7 @@ class Scheduler:
         for feature in roster.features:
             feature.commit(plan, output)
         tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
-        version, counters, leaving = plan.version, roster.counters, State.LEAVING
+        version, counters, leaving = plan.version, roster.counters, SequenceState.LEAVING
         end = 0  # place in the output after a row's tokens
         for seq, start, tokens_in, draws, _ in plan.spans:
             at, end = end, end + draws

@@ -12,7 +12,7 @@ from trainer_bridge.wire.prompt_tops import PromptTops
 
 
 @dataclass(slots=True)
-class PromptScores:
+class PromptScoreRows:
     """Row i belongs to token `scored_from` + i of the prompt; unknown rows are NaN. N: scored tokens."""
 
     logprobs: np.ndarray  # float32 [N]
@@ -22,7 +22,7 @@ class PromptScores:
     version: int | None = None  # weights version of these scores; None if no version is known
 
     @classmethod
-    def unknown(cls, request: Request, version: int | None = None) -> PromptScores:
+    def unknown(cls, request: Request, version: int | None = None) -> PromptScoreRows:
         """Rows for the scores that a request asks for, all unknown."""
         rows = len(request.prompt) - request.scored_from
         return cls(

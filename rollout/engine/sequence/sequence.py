@@ -39,23 +39,23 @@ from hashlib import blake2b
 
 import numpy as np
 
-from rollout.constraints.matcher import NEVER, Free, Matcher
+from rollout.constraints.matcher import NEVER, FreePart, Matcher
 from rollout.engine.adapters import Adapter, AdapterUse
 from rollout.engine.messages.requests import NOTHING_BEFORE, Request, RequestKey
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.sequence.drawn_tokens import DrawnTokens
 from rollout.engine.sequence.prefix_keys import PrefixKeys
-from rollout.engine.sequence.prompt_scores import PromptScores
+from rollout.engine.sequence.prompt_scores import PromptScoreRows
 from rollout.engine.sequence.repetition import repetition_of
 from rollout.engine.sequence.row_needs import RowNeeds, needs_of
 from rollout.engine.sequence.sequence_kv import SequenceKV
-from rollout.engine.sequence.session import Session
+from rollout.engine.sequence.session import KeptSession
 
 SEED_MASK = (1 << 63) - 1
 _CONSTRAIN = RowNeeds.CONSTRAIN.value
 
 
-class State(Enum):
+class SequenceState(Enum):
     """The state of a sequence."""
 
     WAITING = auto()
@@ -91,7 +91,7 @@ class Group:
     leader: Sequence | None = None  # prefills the prompt for all, until its last chunk is launched
     followers: list[Sequence] = field(default_factory=list)  # wait for the leader's prefill, not yet in the queue
     share: PromptShare | None = None
-    session: Session | None = None  # the session that this turn belongs to
+    session: KeptSession | None = None  # the session that this turn belongs to
     adapter: Adapter | None = None  # adapter of its rows
     unstarted: int = 0  # members that may still want the share
     unfinished: int = 0
@@ -101,7 +101,7 @@ class Group:
     admitted_s: float = math.inf  # infinite before the admission
     first_token_s: float = math.inf  # infinite before the first token
     prompt_due: bool = False  # the leader has to compute the scores of the prompt
-    prompt_scores: PromptScores | None = None  # None before the first scores
+    prompt_scores: PromptScoreRows | None = None  # None before the first scores
 
     @property
     def key(self) -> RequestKey:
@@ -163,7 +163,7 @@ class Sequence:
         self.needs = needs_of(request)
         self.need_bits = self.needs.value  # needs of the next step; no CONSTRAIN while that step needs no mask
         self.stop_ids = frozenset(request.stop.token_ids)
-        self.free: Free | None = None  # finds where its constraint will hold; None once it does
+        self.free: FreePart | None = None  # finds where its constraint will hold; None once it does
         self.watched = self.stop_ids  # tokens that a commit examines
         self.unmasked_end = 0  # tokens that were launched before its steps last began to have masks
         self.max_tokens = request.max_tokens
@@ -176,7 +176,7 @@ class Sequence:
         self.matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it
         self.matched = self.drawn.known  # tokens that the matcher has seen
 
-        self.state = State.WAITING
+        self.state = SequenceState.WAITING
         self.finalized = False
         self.finish: Finish | None = None
         self.inflight_refs = 0

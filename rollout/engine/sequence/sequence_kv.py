@@ -21,7 +21,7 @@ NO_TOKENS = np.zeros(0, np.int32)
 PREFIX_HITS: tuple[PrefixHit, ...] = get_args(PrefixHit)
 
 
-class Point(NamedTuple):
+class PrefixEnd(NamedTuple):
     """The end of a prefix."""
 
     digest: bytes  # digest of its full pages
@@ -29,7 +29,7 @@ class Point(NamedTuple):
     key: bytes  # key of all its tokens
 
 
-NO_POINT = Point(b"", 0, b"")
+NO_POINT = PrefixEnd(b"", 0, b"")
 
 
 class Snapshot(NamedTuple):
@@ -37,7 +37,7 @@ class Snapshot(NamedTuple):
 
     place: int
     tokens: int  # length of the prefix
-    point: Point = NO_POINT  # the end of a turn, with a prefix cache
+    point: PrefixEnd = NO_POINT  # the end of a turn, with a prefix cache
 
 
 class PlannedSnapshot(NamedTuple):
@@ -45,7 +45,7 @@ class PlannedSnapshot(NamedTuple):
 
     place: int
     tokens: int
-    point: Point  # `NO_POINT` without a prefix cache
+    point: PrefixEnd  # `NO_POINT` without a prefix cache
 
 
 @dataclass(eq=False, slots=True)

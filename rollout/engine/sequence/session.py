@@ -24,7 +24,7 @@ class SessionKV:
 
 
 @dataclass(eq=False, slots=True)
-class Session:
+class KeptSession:
     """One conversation."""
 
     key: SessionKey

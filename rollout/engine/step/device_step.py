@@ -24,11 +24,11 @@ from rollout_kernels.parallel import ONE_RANK
 from rollout_kernels.step import begin_step
 
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.feature import DeviceFeature
+from rollout.engine.step.device_feature import DeviceFeature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
-from rollout.engine.upload import Extra, Staging, StepInput, put_decode
-from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.engine.upload import Extra, StepInput, UploadStaging, put_decode
+from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, experts_alone, obstacle, supports
 from rollout.models.fused_experts import DecoderWithFusedExperts
@@ -94,7 +94,7 @@ class DeviceStep:
         """The same step over another KV cache."""
         return DeviceStep(self.model, self.forward, kv, self.rows, self.exact_sums, self.shares_pages, self.features)
 
-    def put_rows(self, staging: Staging, rows: Seq[int], size: int) -> None:
+    def put_rows(self, staging: UploadStaging, rows: Seq[int], size: int) -> None:
         """Put a decode of rows that share nothing and open no page, padded to `size`."""
         put_decode(staging, rows, [], size)
         if self.shares_pages:
@@ -208,7 +208,7 @@ class DeviceStep:
             page_table_BP=page_table_CP,
             context_lens_B=ends_C,
             max_context=header.max_context,
-            chunks=tuple(Chunk(*span) for *span, _ in header.layout),
+            chunks=tuple(PromptChunk(*span) for *span, _ in header.layout),
             query_starts_C1=step["query_starts"],
             rows_B=rows_C,
             **self._fields(lambda feature: feature.prefill_fields(self.rows, step, outputs.get(feature.name))),

@@ -26,8 +26,8 @@ from rollout.engine.device.streams import Device, Event
 from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.page_mover import CopyQueue, PageMover
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
+from rollout.engine.step.device_feature import NO_REPLAYS
 from rollout.engine.step.device_step import DeviceStep
-from rollout.engine.step.feature import NO_REPLAYS
 from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.streams import NO_ORDERS, Orders, Streams
@@ -52,7 +52,7 @@ class Movers(NamedTuple):
         return [mover for mover in (self.kv, self.states) if mover is not None]
 
 
-class Rank(NamedTuple):
+class GroupRole(NamedTuple):
     """The executor's role in a tensor group."""
 
     orders: Orders = NO_ORDERS  # orders of the first rank to the others
@@ -60,7 +60,7 @@ class Rank(NamedTuple):
     compares: bool = False  # the ranks compare their drawn tokens after each step
 
 
-_NO_MOVERS, _ALONE = Movers(), Rank()
+_NO_MOVERS, _ALONE = Movers(), GroupRole()
 
 
 class Executor:
@@ -73,7 +73,7 @@ class Executor:
         step: DeviceStep,
         graphs: DecodeGraphs = NO_GRAPHS,
         movers: Movers = _NO_MOVERS,
-        rank: Rank = _ALONE,
+        rank: GroupRole = _ALONE,
     ) -> None:
         self.device = device
         self.streams = streams

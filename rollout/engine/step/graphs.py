@@ -30,10 +30,10 @@ from typing import Any, cast
 
 import torch
 
-from rollout.engine.device.streams import Stream
+from rollout.engine.device.streams import DeviceStream
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
+from rollout.engine.step.device_feature import DeviceFeature
 from rollout.engine.step.device_step import DeviceStep, Outputs
-from rollout.engine.step.feature import DeviceFeature
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import StepInput, Upload, put_behind
 from rollout.models.decoder import Decoder, DecoderLayer
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 
-def untold(done: int, total: int) -> None:
+def no_progress(done: int, total: int) -> None:
     """No-op: progress is not reported."""
 
 
@@ -132,7 +132,9 @@ class DecodeGraphs:
     `cuda` makes the graphs, their memory pool, and a stream the current one.
     """
 
-    def __init__(self, step: DeviceStep, compute: Stream, max_context: int, most: int, cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self, step: DeviceStep, compute: DeviceStream, max_context: int, most: int, cuda: Any = torch.cuda
+    ) -> None:
         self._cuda = cuda
         self._step = step
         self._compute = compute
@@ -153,7 +155,7 @@ class DecodeGraphs:
         """Memory of the logits that graphs of all sizes but the largest keep, since they are read after the replay."""
         return len(self._step.kinds) * len(self._ahead) * sum(self.sizes.forward[:-1]) * self._step.model.spec.vocab * 4
 
-    def capture(self, slots: list[Slot], progress: Progress = untold, sizes: Seq[int] = ()) -> None:
+    def capture(self, slots: list[Slot], progress: Progress = no_progress, sizes: Seq[int] = ()) -> None:
         """Capture every size, or only `sizes`, for every slot."""
         began_s, warm_up_s, before = time.perf_counter(), 0.0, self.count
         jobs = sorted(sizes or self.sizes.whole, reverse=True)
@@ -296,7 +298,7 @@ class NoGraphs(DecodeGraphs):
         self.replays = {}
         self.experts = {}
 
-    def capture(self, slots: list[Slot], progress: Progress = untold, sizes: Seq[int] = ()) -> None:
+    def capture(self, slots: list[Slot], progress: Progress = no_progress, sizes: Seq[int] = ()) -> None:
         """No-op."""
 
     def warm_up(self, slot: Slot) -> None:
@@ -306,7 +308,7 @@ class NoGraphs(DecodeGraphs):
 NO_GRAPHS = NoGraphs()
 
 
-def make_graphs(step: DeviceStep, compute: Stream, max_context: int, most: int) -> DecodeGraphs:
+def make_graphs(step: DeviceStep, compute: DeviceStream, max_context: int, most: int) -> DecodeGraphs:
     """The graphs of steps of up to `most` rows, not captured yet; 0: none will be."""
     return DecodeGraphs(step, compute, max_context, most) if most else NO_GRAPHS
 

@@ -119,7 +119,7 @@ class StepMasks:
             self.refused.copy_(self._refused_host_R[: self._refused_count], non_blocking=True)
 
 
-class Made(NamedTuple):
+class BuiltMasks(NamedTuple):
     """The masks of a step: mask i belongs to the drawing row `at[i]`."""
 
     at: list[int]
@@ -127,7 +127,7 @@ class Made(NamedTuple):
     ended: list[tuple[Sequence, Finish]]  # completions that end, and the reasons
 
 
-class Ahead(NamedTuple):
+class RowAhead(NamedTuple):
     """The masks after a row's tokens ahead: the one after token i goes to row `first + i`."""
 
     of: TokensAhead
@@ -231,7 +231,7 @@ class MaskBuilder:
         """Number of threads that hang."""
         return sum(thread.left_behind for thread in self._threads)
 
-    def of_step(self, plan: Plan, masks: StepMasks) -> Made:
+    def of_step(self, plan: Plan, masks: StepMasks) -> BuiltMasks:
         """Write the masks of a step whose earlier steps are committed."""
         place, at, seqs = 0, [], []
         for seq, _, _, draws, _ in plan.spans:
@@ -241,18 +241,18 @@ class MaskBuilder:
             place += draws
         ended = self.build(seqs, masks)
         if not plan.ahead:
-            return Made(at, [], ended)
+            return BuiltMasks(at, [], ended)
         own, hopeless = {seq: i for i, seq in enumerate(seqs)}, {seq for seq, _ in ended}
-        rows: list[Ahead] = []
+        rows: list[RowAhead] = []
         for ahead in plan.ahead:
             if ahead.seq in own and ahead.seq not in hopeless:
-                rows.append(Ahead(ahead, own[ahead.seq], len(at), ahead.tokens()))
+                rows.append(RowAhead(ahead, own[ahead.seq], len(at), ahead.tokens()))
                 at += range(ahead.place + 1, ahead.place + 1 + ahead.length)
         refused: list[int] = []
         for row, followed in zip(rows, self.build_ahead(rows, masks), strict=True):
             masks.host[row.first + followed : row.first + row.of.length] = -1
             refused += range(row.of.place + 1 + followed, row.of.place + 1 + row.of.length)
-        return Made(at, refused, ended)
+        return BuiltMasks(at, refused, ended)
 
     def build(self, seqs: list[Sequence], masks: StepMasks) -> list[tuple[Sequence, Finish]]:
         """Write the mask of `seqs[i]` to row i. Returns those that end instead; the row of one allows everything."""
@@ -270,7 +270,7 @@ class MaskBuilder:
                 ended.append((seqs[place], finish))
         return ended
 
-    def build_ahead(self, rows: list[Ahead], masks: StepMasks) -> list[int]:
+    def build_ahead(self, rows: list[RowAhead], masks: StepMasks) -> list[int]:
         """Write the masks after tokens ahead. Returns the number of these with a mask, of each row."""
         followed = [0] * len(rows)
         if self.left_behind >= MOST_LEFT_BEHIND:
@@ -364,7 +364,7 @@ def _start_anew(ahead: TokensAhead) -> None:
     ahead.stop()
 
 
-def _fill_ahead(portion: _Portion, rows: Seq[Ahead], host_RW: torch.Tensor, limit_s: float) -> None:
+def _fill_ahead(portion: _Portion, rows: Seq[RowAhead], host_RW: torch.Tensor, limit_s: float) -> None:
     """Write the masks after the tokens ahead of a portion."""
     for place in portion.places:
         if not portion.begin():
@@ -378,7 +378,7 @@ def _fill_ahead(portion: _Portion, rows: Seq[Ahead], host_RW: torch.Tensor, limi
         portion.end()
 
 
-def _follow_ahead(row: Ahead, host_RW: torch.Tensor, until_s: float, clock: MaskClock) -> int:
+def _follow_ahead(row: RowAhead, host_RW: torch.Tensor, until_s: float, clock: MaskClock) -> int:
     """Write the masks after a row's tokens ahead, as far as they can be followed; returns the number of masks."""
     seq, matcher, before, followed, went = row.of.seq, row.of.seq.matcher, row.own, 0, 0
     assert matcher is not None, "the mask of the row itself is made first"

@@ -17,18 +17,18 @@ import numpy as np
 from rollout_kernels import PROMPT_BIT
 
 from rollout.engine.messages.requests import MAX_LOGIT_BIAS, MAX_STOP_IDS
-from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan, Span
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.step.feature import DeviceFeature
+from rollout.engine.step.device_feature import DeviceFeature
 from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
 from rollout.engine.step.shared_pages import EachRowAlone
 from rollout.engine.upload import (
     ALIGNMENT_WORDS,
-    Staging,
     Upload,
+    UploadStaging,
     put_behind,
     put_decode,
     put_prefill,
@@ -64,7 +64,7 @@ class Packer:
         self.captured = captured
         self.shared = shared
 
-    def pack(self, plan: Plan, staging: Staging) -> Upload:
+    def pack(self, plan: Plan, staging: UploadStaging) -> Upload:
         """Pack a step; its sequences are those of the plan's moment, before the step is noted as launched."""
         staging.begin()
         size = 0
@@ -92,21 +92,21 @@ class Packer:
             ahead=max((tokens.length for tokens in plan.ahead), default=0),
         )
 
-    def _put_decode(self, plan: Plan, size: int, staging: Staging) -> None:
+    def _put_decode(self, plan: Plan, size: int, staging: UploadStaging) -> None:
         rows = plan.token_rows or [span.seq.row for span in plan.spans]
         put_decode(staging, rows, plan.opens, size)
         self.shared.put(plan, size, staging)
         if plan.ahead and self._states:
             put_behind(staging, [draws - 1 for _, _, _, draws, _ in plan.spans], size)
 
-    def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:
+    def _put_new_rows(self, spans: Seq[Span], staging: UploadStaging) -> None:
         """Rows that no step has set up yet, and the pages that are copied for them."""
         _put_setup(staging, [span.seq for span in spans if not span.seq.row_ready])
         if copies := [copy for span in spans for copy in span.prompt.copies]:
             staging.put("copies", np.array(copies, dtype=np.int32))
 
 
-def _put_states(plan: Plan, staging: Staging) -> None:
+def _put_states(plan: Plan, staging: UploadStaging) -> None:
     """Copies of states between rows and snapshots."""
     saves, loads = list(plan.saves), list[tuple[int, int]]()
     if plan.kind == "prefill":
@@ -118,19 +118,19 @@ def _put_states(plan: Plan, staging: Staging) -> None:
             staging.put(name, np.array(pairs, dtype=np.int64))
 
 
-def _put_known(spans: Seq[Span], staging: Staging) -> None:
+def _put_known(spans: Seq[Span], staging: UploadStaging) -> None:
     """The tokens of prompts that take the decode forward."""
     known = [(seq.row, prompt.tokens[0], start) for seq, start, _, _, prompt in spans]
     staging.put("known", np.array(known, dtype=np.int64))
 
 
-def _put_prefill(spans: Seq[Span], staging: Staging) -> tuple[tuple[int, int, int, int], ...]:
+def _put_prefill(spans: Seq[Span], staging: UploadStaging) -> tuple[tuple[int, int, int, int], ...]:
     tokens = np.concatenate([span.prompt.tokens for span in spans]).astype(np.int64)
     columns = [(seq.row, start, tokens_in, draws) for seq, start, tokens_in, draws, _ in spans]
     return put_prefill(staging, columns, tokens)
 
 
-def _put_setup(staging: Staging, seqs: Seq[Sequence]) -> None:
+def _put_setup(staging: UploadStaging, seqs: Seq[Sequence]) -> None:
     """Pack what `RowState.set_up` needs for sequences whose first chunk is in this step."""
     if not seqs:
         return
@@ -140,7 +140,7 @@ def _put_setup(staging: Staging, seqs: Seq[Sequence]) -> None:
     _put_lists(staging, seqs)
 
 
-def _put_lists(staging: Staging, seqs: Seq[Sequence]) -> None:
+def _put_lists(staging: UploadStaging, seqs: Seq[Sequence]) -> None:
     if banned := [seq for seq in seqs if seq.needs & RowNeeds.MIN_TOKENS]:
         staging.put("banned_rows", _rows(banned))
         staging.put("banned", np.array([_repeated(seq.group.request.stop.token_ids) for seq in banned], dtype=np.int64))

@@ -235,14 +235,14 @@ def _spans(tokens: int, longest: int) -> list[int]:
     return [min(longest, tokens - begin) for begin in range(0, tokens, longest)]
 
 
-class Memory(NamedTuple):
+class MemoryUse(NamedTuple):
     """Memory of a GPU at one moment, bytes."""
 
     free: int  # free memory that the driver reports
     held: int  # memory of this process that torch's allocator holds
 
 
-def taken_between(before: Memory, after: Memory, most_beside: int = _MOST_BESIDE) -> int:
+def taken_between(before: MemoryUse, after: MemoryUse, most_beside: int = _MOST_BESIDE) -> int:
     """Bytes that this process took in between.
 
     The driver counts memory of all processes. So of the memory outside torch's allocator, at most `most_beside` counts:
@@ -255,8 +255,8 @@ def taken_between(before: Memory, after: Memory, most_beside: int = _MOST_BESIDE
     return max(held + min(max(beside, 0), most_beside), 0)
 
 
-def _memory() -> Memory:
-    return Memory(torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved())
+def _memory() -> MemoryUse:
+    return MemoryUse(torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved())
 
 
 def _powers_of_two(most: int) -> list[int]:

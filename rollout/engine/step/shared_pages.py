@@ -18,7 +18,7 @@ from rollout_kernels.attention.segments import SHARED_TILES, make_segments, no_s
 
 from rollout.config import EngineConstants, EngineSettings
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.upload import Staging
+from rollout.engine.upload import UploadStaging
 from rollout.models.batch import KVCache
 from rollout.models.deterministic import CONFIG as DETERMINISTIC
 from rollout.models.language_model import LanguageModel, native
@@ -30,7 +30,7 @@ _NOTHING = -1
 class EachRowAlone:
     """Attention reads each row on its own: decode steps have no segments."""
 
-    def put(self, plan: Plan, size: int, staging: Staging) -> None:
+    def put(self, plan: Plan, size: int, staging: UploadStaging) -> None:
         """No-op."""
 
 
@@ -50,7 +50,7 @@ class SharedPages(EachRowAlone):
         # Key: id of a row's pages. Value: the previous row's pages, the row's own, and the number of equal first pages.
         self._common: dict[int, tuple[list[int], list[int], int]] = {}
 
-    def put(self, plan: Plan, size: int, staging: Staging) -> None:
+    def put(self, plan: Plan, size: int, staging: UploadStaging) -> None:
         """Put the segments of a decode step that is padded to `size` rows, right after `put_decode`."""
         staging.put("segments", self.segments(plan, size))
 

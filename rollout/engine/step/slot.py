@@ -30,10 +30,10 @@ import torch
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.engine.device.streams import Device, DeviceError
-from rollout.engine.step.feature import DeviceFeature, Drawn
+from rollout.engine.step.device_feature import DeviceFeature, Drawn
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import Header, Staging, StepInput, Upload
+from rollout.engine.upload import Header, StepInput, Upload, UploadStaging
 
 OUTPUT_FIELDS = 4
 _NO_WORDS = np.zeros(0, np.int32)
@@ -81,7 +81,7 @@ class Slot:
         group: TensorGroup = ONE_RANK,
     ) -> None:
         """Buffers for steps of up to `max_rows` rows, also those of tokens ahead. `group` are the ranks of a step."""
-        self.staging = Staging(device.host_buffer((upload_words,), torch.int32))
+        self.staging = UploadStaging(device.host_buffer((upload_words,), torch.int32))
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
         output_words = OUTPUT_FIELDS * max_rows
         accepted_end = output_words + max_rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollout.engine.device.group_orders import GroupOrders, NoGroupOrders
-from rollout.engine.device.streams import Device, Stream
+from rollout.engine.device.streams import Device, DeviceStream
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Upload
@@ -17,10 +17,10 @@ from rollout.engine.upload import Upload
 class Streams:
     """The streams of one engine's steps."""
 
-    h2d: Stream
-    compute: Stream
-    d2h: Stream
-    beside: Mapping[str, Stream]  # streams of features, by name, for work in parallel to the steps
+    h2d: DeviceStream
+    compute: DeviceStream
+    d2h: DeviceStream
+    beside: Mapping[str, DeviceStream]  # streams of features, by name, for work in parallel to the steps
 
     @classmethod
     def make(cls, device: Device, beside: Iterable[str] = ()) -> Streams:
@@ -28,7 +28,7 @@ class Streams:
         h2d, compute, d2h = device.stream("h2d"), device.stream("compute"), device.stream("d2h")
         return cls(h2d, compute, d2h, {name: device.stream(name) for name in beside})
 
-    def all(self) -> list[Stream]:
+    def all(self) -> list[DeviceStream]:
         """All streams of this engine."""
         return [self.h2d, self.compute, self.d2h, *self.beside.values()]
 

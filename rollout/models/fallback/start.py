@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.fallback.attention import PAGED
 from rollout.models.fallback.experts import EXPERTS
 from rollout.models.fallback.host_reads import HostReads
@@ -43,7 +43,7 @@ class _Rows:
         starts, chunks, begin = list(self._lengths), [], 0
         for row, piece in enumerate(pieces):
             self._lengths[row] += len(piece)
-            chunks.append(Chunk(begin, len(piece), self._lengths[row]))
+            chunks.append(PromptChunk(begin, len(piece), self._lengths[row]))
             begin += len(piece)
         spans = list(zip(starts, self._lengths, strict=True))
         positions = torch.cat([torch.arange(*span) for span in spans]).to(self._device)

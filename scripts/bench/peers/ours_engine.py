@@ -16,12 +16,12 @@ import torch
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
-from rollout.engine.features.drafts.feature import Drafting
+from rollout.engine.features.drafts.feature import DraftsFeature
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request, SamplingParams
 from rollout.engine.messages.to_engine import PutAdapter, Submit
 from rollout.engine.messages.to_service import Delta, Event, Rejected
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
 from rollout.models.loader import MTP, AskedFormat
@@ -178,7 +178,7 @@ class OursEngine:
 
     def _drafts(self) -> tuple[int, int] | None:
         """The tokens that were drafted and accepted so far; None without speculation."""
-        drafting = find(self.engine.roster.features, Drafting)
+        drafting = find_feature(self.engine.roster.features, DraftsFeature)
         return None if drafting is None else (drafting.counts.drafted, drafting.counts.accepted)
 
     def facts(self) -> Row:

@@ -12,7 +12,7 @@ import torch
 from rollout.models.cut import Cut, CutView
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.pinned_memory import PinnedMemory
-from rollout.weights.staging import Staging
+from rollout.weights.staging import WeightStaging
 from tests.support.bridge.harness import TinyModel, new_tensors
 from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.worker.harness import check, launch, tensors
@@ -58,7 +58,7 @@ def test_large_tensors_are_cut_on_their_way(staging: str, source: str) -> None:
     for index in range(payload.manifest.bucket_count):
         payload.pack_bucket(index, stream[payload.manifest.bucket_span(index)[0] :])
     stream = stream.cpu().pin_memory() if source == "cpu" else stream
-    memory = Staging(views, staging, shard=True)  # type: ignore[arg-type]
+    memory = WeightStaging(views, staging, shard=True)  # type: ignore[arg-type]
     draws = random.Random(0)
     for _ in range(2):
         memory.open(payload.manifest, ManifestFit(tuple(shapes), ()))

@@ -10,7 +10,7 @@ import torch
 from rollout.config import WeightsSettings
 from rollout.engine.gate import Gate
 from rollout.weights.destination import UpdateMemories
-from rollout.weights.staging import Staging, make_staging, pin_at_start
+from rollout.weights.staging import WeightStaging, make_staging, pin_at_start
 from tests.support.bridge.harness import SlowToAnswer, TinyModel, Worker, new_tensors, serves, wait_for
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
@@ -133,7 +133,7 @@ def test_where_a_staged_update_waits_is_refused_where_there_is_no_such_place() -
 
 
 def test_host_memory_that_cannot_be_pinned_is_told_with_what_to_change() -> None:
-    class Full(Staging):
+    class Full(WeightStaging):
         def reserve(self, nbytes: int) -> torch.Tensor:
             raise RuntimeError("CUDA error: out of memory")
 

@@ -17,7 +17,7 @@ import torch
 
 from rollout.models.cut import Cut
 from rollout.weights.parameter_map import ParameterMap
-from rollout.weights.staging import Staging, cut_rows
+from rollout.weights.staging import WeightStaging, cut_rows
 from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idle_s, run_fault
 from tests.support.bridge.file_memory import FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
@@ -108,7 +108,7 @@ def test_an_update_copies_a_rank_s_bytes_in_few_pieces(tmp_path: Path) -> None:
         tensors = tensors_of(1)
         good(worker, "zmq", tmp_path, 1)
         shard = worker.shards[0]
-        staging = Staging(shard.views, shard=True)
+        staging = WeightStaging(shard.views, shard=True)
         payload = RawPublisher(worker, tensors, 2)
         fit = ParameterMap(shard.views).check(payload.manifest)
         staging.open(payload.manifest, fit)

@@ -20,7 +20,7 @@ from rollout.network.access import Access
 from rollout.weights.destination import UpdateMemory
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.receiver import WeightSocket
-from rollout.weights.staging import Staging
+from rollout.weights.staging import WeightStaging
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from tests.support.bridge.parts import enter
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -183,7 +183,7 @@ class ByHand:
         self.socket = WeightSocket("tcp://127.0.0.1:*", 1 << 20, Access(None, None, insecure=False))
         self.zmq = ZmqReceiver(self.socket)
         self.receiver = receiver_type(self.zmq, self.memory)
-        staging = Staging({}, "host")
+        staging = WeightStaging({}, "host")
         staging.open(self.payload.manifest, ManifestFit((), ()))
         self.stream, destination = staging.stream, UpdateMemory(staging, self.payload.manifest)
         self.incoming = IncomingUpdate(self.payload.manifest, "cuda_ipc", bytes(16), destination)

@@ -8,11 +8,11 @@ import torch
 
 from rollout.engine.features.scores import buffers as buffers_module
 from rollout.engine.features.scores import feature as feature_module
-from rollout.engine.features.scores.feature import StepScores
+from rollout.engine.features.scores.feature import ScoresFeature
 from rollout.engine.features.scores.taker import ScoreTaker
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.messages.to_service import Delta
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.pack import spare_words, upload_words
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of, watch_prefills
 from tests.support.engine.scores import Wanted
@@ -235,7 +235,7 @@ def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models, monkeypatc
     monkeypatch.setattr(buffers_module, "SCORED_AT_ONCE", 8)
     monkeypatch.setattr(feature_module, "WIDE_WORDS", 2048)
     bench = Bench(model, prefill_chunk_tokens=128, max_rows=6, kv_pages=512)
-    scores = find(bench.engine.roster.features, StepScores)
+    scores = find_feature(bench.engine.roster.features, ScoresFeature)
     scores.multiple = 8
     limits, packer, used, wide = bench.engine.scheduler.limits, bench.engine.parts.packer, [], []
     pack, spare = packer.pack, spare_words(limits.max_rows, ScoreTaker.spare_words)
@@ -246,7 +246,7 @@ def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models, monkeypatc
         upload = pack(plan, staging)
         if plan.kind == "prefill":
             used.append((len(upload.words), bound + spare))
-            wide.append(feature_module.asked_of(upload.header).wide)
+            wide.append(feature_module.asked_scores(upload.header).wide)
         return upload
 
     packer.pack = measured

@@ -12,13 +12,13 @@ import torch
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.all import FEATURES
 from rollout.engine.features.site import Site
-from rollout.engine.schedule.feature import StepFeature, find
 from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.step_feature import StepFeature, find_feature
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.step.feature import DeviceFeature, Drawn, HostParts, Replays
+from rollout.engine.step.device_feature import DeviceFeature, Drawn, HostParts, Replays
 from rollout.engine.step.row_state import LENGTH, RowState
 from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import Header, Staging, StepInput
+from rollout.engine.upload import Header, StepInput, UploadStaging
 from rollout.models.batch import KVCache
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench
@@ -45,7 +45,7 @@ class Margins(StepFeature):
     def left(self, seq: Sequence) -> None:
         self._open.discard(seq)
 
-    def pack(self, plan: Plan, staging: Staging) -> None:
+    def pack(self, plan: Plan, staging: UploadStaging) -> None:
         if wanted := [i for i, seq in enumerate(plan.sampled) if seq.prompt_len % 2 == 0]:
             staging.put("margins_at", np.array(wanted, dtype=np.int64))
             staging.facts[self.name] = [wanted]
@@ -111,7 +111,7 @@ def test_a_feature_of_two_classes_takes_part_in_every_stage(
     model: Any, prompt_of: Any, hf_models: Any, pages: int
 ) -> None:
     bench = Bench(model, kv_pages=pages, max_rows=6, prefill_chunk_tokens=8, features=[*FEATURES, MarginTaker.make])
-    margins = find(bench.engine.roster.features, Margins)
+    margins = find_feature(bench.engine.roster.features, Margins)
     prompts = {f"r{i}": prompt_of(9 + i, i) for i in range(6)}
     for name, prompt in prompts.items():
         bench.submit(name, prompt, 30, n=2, sampling={"temperature": 1.0, "seed": 3})
@@ -125,7 +125,7 @@ def test_a_feature_of_two_classes_takes_part_in_every_stage(
         best = logits.topk(2, dim=1).values
         np.testing.assert_allclose(found, (best[:, 0] - best[:, 1]).detach().numpy(), atol=1e-4)
     assert margins.total == 6 * 30
-    taker = find(bench.engine.executor.step.features, MarginTaker)
+    taker = find_feature(bench.engine.executor.step.features, MarginTaker)
     assert set(margins.stages) == {"launched", "committed"}
     assert set(margins.stages.values()) == {taker.ended.total()} and taker.ended[0] > 0
     bench.close()
@@ -137,9 +137,9 @@ def test_its_totals_go_on_after_a_fault(model: Any, prompt_of: Any) -> None:
     for _ in range(20):
         bench.engine.tick()
     fail_a_step(bench)
-    before = find(bench.engine.roster.features, Margins)
+    before = find_feature(bench.engine.roster.features, Margins)
     rebuild_engine(bench.engine, bench.settings)
-    after = find(bench.engine.roster.features, Margins)
+    after = find_feature(bench.engine.roster.features, Margins)
     assert after is not before and after.total == before.total > 0
     bench.submit("b", prompt_of(10), 5)
     bench.run()

@@ -16,7 +16,7 @@ from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_engine import Cancel, EndSession, StopAt
 from rollout.engine.messages.to_service import Done, Rejected
-from rollout.engine.sequence.session import Session, SessionKV
+from rollout.engine.sequence.session import KeptSession, SessionKV
 from tests.support.alive import alive
 from tests.support.engine.conversation import Conversation, admissions
 from tests.support.engine.faults import fail_a_step
@@ -306,7 +306,7 @@ def test_many_short_turns_leave_no_trail_of_leases(model, prompt_of):
     talk = Conversation(bench, "s", prompt_of)
     for _ in range(60):
         talk.say(1, 1)
-    assert max(len(gc.get_referrers(session)) for session in alive(Session)) < 30
+    assert max(len(gc.get_referrers(session)) for session in alive(KeptSession)) < 30
     bench.close()
 
 

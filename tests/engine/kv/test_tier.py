@@ -15,9 +15,9 @@ from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.kv.tier import Tier
+from rollout.engine.kv.tier import HostTier
 from rollout.engine.messages.to_engine import Cancel
-from rollout.engine.sequence.sequence import State
+from rollout.engine.sequence.sequence import SequenceState
 from tests.support.engine.agents import Agents
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load, watch_prefills
@@ -32,7 +32,7 @@ from tests.support.models.families import make_checkpoint
 SMALL = 110  # pages: a third of what the agents hold
 
 
-def tier_of(bench: Bench) -> Tier:
+def tier_of(bench: Bench) -> HostTier:
     tier = bench.engine.roster.allocator.tier
     tier.costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
     return tier
@@ -130,7 +130,7 @@ def test_a_sequence_waits_for_its_fetch_without_a_row_and_computes_only_the_rest
     for _ in range(20):
         bench.engine.tick()
     (seq,) = bench.engine.roster.groups["c", "back"].sequences
-    assert seq.state is State.WAITING and not seq.kv.pages and len(bench.engine.roster.decoding) == 1
+    assert seq.state is SequenceState.WAITING and not seq.kv.pages and len(bench.engine.roster.decoding) == 1
     assert len(bench.engine.roster.groups["c", "runs"].sequences[0].tokens) > 10, "the row that runs does not wait"
     gate.release(100)
     bench.run()
@@ -402,11 +402,11 @@ def test_status_and_metrics_tell_what_is_kept(model, prompt_of):
 # --- the books ---
 
 
-def books(pages: int = 9, host_pages: int = 4) -> tuple[PagePool, HostPageBooks, Tier]:
+def books(pages: int = 9, host_pages: int = 4) -> tuple[PagePool, HostPageBooks, HostTier]:
     host = HostPageBooks(host_pages)
     pool = PagePool(pages, host.note_evicted)
     snapshots = Snapshots(0, 0, pool)
-    return pool, host, Tier(pool, host, HostStates(0), Sessions(pool, PAGE, 8, snapshots), snapshots, PAGE, False)
+    return pool, host, HostTier(pool, host, HostStates(0), Sessions(pool, PAGE, 8, snapshots), snapshots, PAGE, False)
 
 
 def cached(pool: PagePool, *keys: bytes) -> list[int]:

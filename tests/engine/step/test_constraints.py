@@ -15,7 +15,7 @@ from rollout.engine.features.drafts.acceptance import Acceptance
 from rollout.engine.features.drafts.row_drafts import Drafts, RowDrafts
 from rollout.engine.messages.requests import Prior, StopParams
 from rollout.engine.step import masks as masks_module
-from rollout.engine.step.masks import MOST_LEFT_BEHIND, Ahead, MaskBuilder, MaskClock
+from rollout.engine.step.masks import MOST_LEFT_BEHIND, MaskBuilder, MaskClock, RowAhead
 from rollout.process.deadline_thread import DeadlineCall
 from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, MaskTime, X, Y, only_hangs_are_late, threads_of
 from tests.support.engine.harness import VOCAB, Bench
@@ -262,7 +262,7 @@ def test_a_thread_that_has_no_core_behind_its_last_draft_costs_no_draft():
     place.fill(host, 0)
     builder, renewed = MaskBuilder(0.1, threads=1, make_thread=threads_of(WithoutCore)), []
     masks = SimpleNamespace(host=host, renew_host=lambda: renewed.append(True))
-    followed = builder.build_ahead([Ahead(drafts, 0, 1, drafts.tokens())], masks)
+    followed = builder.build_ahead([RowAhead(drafts, 0, 1, drafts.tokens())], masks)
     assert followed == [1] and renewed and builder.left_behind == 1
     go_on.set()
     builder.close()
@@ -466,7 +466,7 @@ def test_a_row_whose_constraint_could_not_be_followed_never_drafts_again():
     drafts, host = drafts_of(place := Cycle([X, Y, SIZE], STOP).start(), [X[0], Y[0]]), host_masks(3)
     masks, builder = SimpleNamespace(host=host, renew_host=lambda: None), MaskBuilder(10.0, 1)
     place.fill(host, 0)
-    assert builder.build_ahead([Ahead(drafts, 0, 1, drafts.tokens())], masks) == [2] and drafts.tokens()
+    assert builder.build_ahead([RowAhead(drafts, 0, 1, drafts.tokens())], masks) == [2] and drafts.tokens()
     drafts.stop()
-    assert builder.build_ahead([Ahead(drafts, 0, 1, drafts.tokens())], masks) == [0] and not drafts.tokens()
+    assert builder.build_ahead([RowAhead(drafts, 0, 1, drafts.tokens())], masks) == [0] and not drafts.tokens()
     builder.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout.engine.device.streams import make_device
-from rollout.engine.features.scores.feature import asked_of
+from rollout.engine.features.scores.feature import asked_scores
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.scores import Wanted
@@ -162,7 +162,7 @@ def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
     bench.engine.executor.compute.run(lambda: torch.cuda._sleep(2_000_000_000))
     bench.engine.tick()
     newest = bench.engine.pipeline.steps()[-1]
-    assert asked_of(newest.header).tops and not newest.slot.d2h_done.query()
+    assert asked_scores(newest.header).tops and not newest.slot.d2h_done.query()
     bench.run()
     bench.close()
 
@@ -176,7 +176,7 @@ def test_a_launch_that_scores_a_prompt_returns_before_the_step_has_run(folder):
     bench.submit("b", prompt(200, 1), 5, prompt_logprobs=True, prompt_tops=5)
     bench.engine.tick()
     newest = bench.engine.pipeline.steps()[-1]
-    asked = asked_of(newest.header)
+    asked = asked_scores(newest.header)
     assert asked.narrow.ranked and asked.narrow.tops and not newest.slot.d2h_done.query()
     bench.run()
     bench.close()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rollout.engine import build_steps
-from rollout.engine.device.streams import Stream
+from rollout.engine.device.streams import DeviceStream
 from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_step import DeviceStep
@@ -68,7 +68,9 @@ class Recording:
 class RecordedGraphs(DecodeGraphs):
     _stream = SimpleNamespace(synchronize=lambda: None)
 
-    def __init__(self, recorder: Recorder, step: DeviceStep, compute: Stream, max_context: int, most: int) -> None:
+    def __init__(
+        self, recorder: Recorder, step: DeviceStep, compute: DeviceStream, max_context: int, most: int
+    ) -> None:
         super().__init__(step, compute, max_context, most, recorder)
         self.recorder, self.captured_sizes, self.vocab = recorder, list[int](), step.model.spec.vocab
 
@@ -100,7 +102,7 @@ def recorder(monkeypatch) -> Recorder:
     """Makes CPU engines capture."""
     recorder = Recorder()
 
-    def make(step: DeviceStep, compute: Stream, max_context: int, most: int) -> DecodeGraphs:
+    def make(step: DeviceStep, compute: DeviceStream, max_context: int, most: int) -> DecodeGraphs:
         return RecordedGraphs(recorder, step, compute, max_context, most) if most else NO_GRAPHS
 
     monkeypatch.setattr(build_steps, "make_graphs", make)

@@ -8,12 +8,12 @@ import torch
 
 from rollout.constraints.matcher import ANYTHING, AllowList
 from rollout.engine.build import rebuild_engine
-from rollout.engine.features.routing.feature import Routing
+from rollout.engine.features.routing.feature import RoutingFeature
 from rollout.engine.kv.pool import DUMP_PAGE
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import EndSession
 from rollout.engine.schedule.completion import make_delta
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.routing import assert_routed, router_logits, routing_of
@@ -333,7 +333,7 @@ def test_a_prompt_that_is_scored_without_a_token_has_the_entries_before_its_last
 def test_without_the_setting_nothing_is_recorded(family):
     model, _ = family
     bench = Bench(model)
-    assert find(bench.engine.roster.features, Routing) is None
+    assert find_feature(bench.engine.roster.features, RoutingFeature) is None
     bench.submit("a", prompt_of(9, 0), 5)
     bench.run()
     assert bench.completions["a", 0].routing == []
@@ -361,7 +361,7 @@ def test_more_than_256_experts_are_reported_in_16_bits(tmp_path):
 
 def test_experts_that_are_fetched_beside_the_last_step_are_not_left_over(moe):
     bench = Bench(moe[0], routing=True, host_kv_gib=0.01)
-    routing = find(bench.engine.roster.features, Routing)
+    routing = find_feature(bench.engine.roster.features, RoutingFeature)
     bench.submit("r", prompt_of(9, 1), 5)
     while "r" not in bench.done:
         if bench.engine.pipeline.in_flight:

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.scores import buffers as scores_module
-from rollout.engine.features.scores.feature import StepScores, asked_of
+from rollout.engine.features.scores.feature import ScoresFeature, asked_scores
 from rollout.engine.features.scores.taker import ScoreTaker
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import Cancel, StopAt
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.pack import spare_words, upload_words
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.scores import check_prompt, check_prompt_tops, log_softmax_after
@@ -86,7 +86,7 @@ def test_pieces_of_a_prompt_have_their_ranks_and_tops(model, prompt_of, hf_model
     """As on a GPU, where pieces are filled up: what fills them up is nobody's."""
     scored_at_once(8)
     bench = Bench(model, prefill_chunk_tokens=32)
-    find(bench.engine.roster.features, StepScores).multiple = 8
+    find_feature(bench.engine.roster.features, ScoresFeature).multiple = 8
     for i, length in enumerate((31, 10, 3)):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, prompt_tops=(5, None, 1)[i])
     bench.run()
@@ -116,7 +116,7 @@ def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model
     for name, k in (("plain", None), ("ranks", 0), ("tops", 2)):
         bench.submit(name, prompt_of(9), 2, prompt_logprobs=True, prompt_tops=k)
         bench.run()
-    asked = [(scoring.ranked, scoring.tops) for header in told if (scoring := asked_of(header).narrow).scored]
+    asked = [(scoring.ranked, scoring.tops) for header in told if (scoring := asked_scores(header).narrow).scored]
     assert asked == [(False, 0), (True, 0), (True, 20)]
     bench.close()
 
@@ -142,7 +142,7 @@ def test_pieces_are_filled_up_where_each_number_of_rows_is_a_kernel(model, promp
     bench = Bench(model, prefill_chunk_tokens=32)
     sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
     model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
-    find(bench.engine.roster.features, StepScores).multiple = 16
+    find_feature(bench.engine.roster.features, ScoresFeature).multiple = 16
     for i, length in enumerate((40, 21, 3)):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, top_logprobs=2)
     bench.run()
@@ -156,7 +156,10 @@ def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(mod
     bench = Bench(model, prefill_chunk_tokens=512, kv_pages=900)
     limits, packer, used = bench.engine.scheduler.limits, bench.engine.parts.packer, []
     pack = packer.pack
-    scores, spare = find(bench.engine.roster.features, StepScores), spare_words(limits.max_rows, ScoreTaker.spare_words)
+    scores, spare = (
+        find_feature(bench.engine.roster.features, ScoresFeature),
+        spare_words(limits.max_rows, ScoreTaker.spare_words),
+    )
     scores.multiple = scores_module.SCORED_AT_ONCE  # as on a GPU
 
     def measured(plan, staging):

@@ -13,7 +13,7 @@ from rollout.engine.features.drafts import verify
 from rollout.engine.features.drafts.row_drafts import IN_ROW_STATE
 from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
-from rollout.engine.upload import Staging, StepInput, put_decode
+from rollout.engine.upload import StepInput, UploadStaging, put_decode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, DRAFT_ROWS, PAGES, VOCAB, MADE = 12, 60, 1100, 50, 6
@@ -49,7 +49,7 @@ class Case:
                 in_row_state = made and rng.random() < 0.5
                 verified.append((row, place, count, IN_ROW_STATE if in_row_state else max(begin, 0)))
         self.verified, self.paths = verified, rng.integers(0, VOCAB, (len(verified), width))
-        staging = Staging(torch.zeros(4000, dtype=torch.int32))
+        staging = UploadStaging(torch.zeros(4000, dtype=torch.int32))
         put_decode(staging, step_rows, [], len(step_rows) + 3)
         for name, array in (("verified", verified), ("paths", self.paths), ("drafts", drafts)):
             staging.put(name, np.array(array, dtype=np.int64))
@@ -97,7 +97,7 @@ def test_a_draft_row_is_its_row_some_tokens_ahead(set_up, seed):
     assert equal_state(case.state, expected) and torch.equal(case.drafts.drafts_R, drafts_R)
 
 
-@pytest.mark.parametrize("accept", [verify.go_on, accept_by_kernel])
+@pytest.mark.parametrize("accept", [verify.continue_rows, accept_by_kernel])
 @pytest.mark.parametrize("seed", range(8))
 def test_drafts_up_to_the_first_wrong_one_are_accepted(accept, seed):
     case, rng = Case(seed, adapters=False), np.random.default_rng(seed)

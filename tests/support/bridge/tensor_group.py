@@ -21,7 +21,7 @@ from rollout.ranks.updates import RankUpdates
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.pinned_memory import BLOCK_BYTES
 from rollout.weights.staged_weights import Copy, StagedWeights, SwapCopies
-from rollout.weights.staging import InPlace, Staging
+from rollout.weights.staging import InPlace, WeightStaging
 from tests.support.bridge.harness import EXPERTS, HIDDEN, INTER, TinyModel, Worker, wait_for
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 
@@ -116,10 +116,10 @@ class GroupWorker(Worker):
         writer = RingWriter(ring, eventfds, lambda: self.reports.get("position"))
         mine = peers[0] if peers else None
 
-        def staging_of(shard: TinyShard) -> Staging:
+        def staging_of(shard: TinyShard) -> WeightStaging:
             if settings.get("apply") == "in_place":
                 return InPlace(shard.views)
-            return Staging(shard.views, staging, shard=True, block_bytes=block_bytes)
+            return WeightStaging(shard.views, staging, shard=True, block_bytes=block_bytes)
 
         self.stagings = [staging_of(shard) for shard in self.shards]
         sizes = RelaySizes(relay_bytes, piece_bytes)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.features.adapters.feature import Adapters as AdapterFeature
+from rollout.engine.features.adapters.feature import AdaptersFeature as AdapterFeature
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.messages.to_service import Delta
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import load_peft_folder
 from tests.support.engine.harness import Bench, load
@@ -50,11 +50,11 @@ def bench_of(model, adapters, count: int = 0, slots: int = 8, **engine) -> Bench
 
 
 def table_of(bench: Bench):
-    return find(bench.engine.roster.features, AdapterFeature).table
+    return find_feature(bench.engine.roster.features, AdapterFeature).table
 
 
 def slots_of(bench: Bench):
-    return find(bench.engine.executor.step.features, AdapterMemory).slots
+    return find_feature(bench.engine.executor.step.features, AdapterMemory).slots
 
 
 def versions_of(bench: Bench, name: str, index: int = 0) -> list[int]:

@@ -16,7 +16,7 @@ from rollout.engine.features.drafts.drafter import HOST_DRAFTERS, DeviceDrafter
 from rollout.engine.features.drafts.model_drafter import READ, ModelDrafter
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.features.drafts.verifier import DraftVerifier
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.row_state import LENGTH, PROMPT, SEED
@@ -109,7 +109,7 @@ def replayed_drafts(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq[
 
 def drafter_of(bench: Bench) -> DeviceDrafter:
     """The drafter on the device."""
-    verifier = find(bench.engine.executor.step.features, DraftVerifier)
+    verifier = find_feature(bench.engine.executor.step.features, DraftVerifier)
     assert verifier is not None
     return verifier.drafter
 
@@ -140,7 +140,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def decode(self, step, experts):
         logits, hidden, positions = [], [], []
-        verifier = find(self.features, DraftVerifier)
+        verifier = find_feature(self.features, DraftVerifier)
         heads = verifier.drafter if verifier is not None and isinstance(verifier.drafter, ModelDrafter) else None
         for i, row in enumerate(step["rows"]):
             context = int(self.rows.ints[row, LENGTH]) + 1

@@ -15,7 +15,7 @@ from rollout.engine.build import build_engine, local_links, sleeping_memory
 from rollout.engine.device.streams import CpuDevice, Device
 from rollout.engine.features.all import FEATURES, MakeFeature
 from rollout.engine.features.drafts.counts import DraftCounts
-from rollout.engine.features.drafts.feature import Drafting
+from rollout.engine.features.drafts.feature import DraftsFeature
 from rollout.engine.inspect import Inspector
 from rollout.engine.loop import Engine
 from rollout.engine.messages.prompts import Prompt
@@ -23,8 +23,8 @@ from rollout.engine.messages.requests import Request, SamplingParams, StopParams
 from rollout.engine.messages.statuses import EngineStatus
 from rollout.engine.messages.to_engine import Submit
 from rollout.engine.messages.to_service import Delta, Event, RequestDone
-from rollout.engine.schedule.feature import find
 from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
 from rollout.models.loader import MTP
@@ -137,16 +137,16 @@ class Bench:
         return Inspector(self.engine).status()
 
     @property
-    def drafting(self) -> Drafting:
+    def drafting(self) -> DraftsFeature:
         """The feature of an engine with speculation."""
-        drafting = find(self.engine.roster.features, Drafting)
+        drafting = find_feature(self.engine.roster.features, DraftsFeature)
         assert drafting is not None
         return drafting
 
     @property
     def drafts(self) -> DraftCounts:
         """The totals of drafts; zeros without speculation."""
-        drafting = find(self.engine.roster.features, Drafting)
+        drafting = find_feature(self.engine.roster.features, DraftsFeature)
         return DraftCounts() if drafting is None else drafting.counts
 
     def tokens(self, name: str, index: int = 0) -> list[int]:

@@ -7,11 +7,11 @@ from hashlib import blake2b
 import numpy as np
 
 from rollout.engine.features.images.encoder import ImageEncoder
-from rollout.engine.features.images.feature import Images
+from rollout.engine.features.images.feature import ImagesFeature
 from rollout.engine.messages.prompts import Media, Pixels, Prompt, TokenIds
 from rollout.engine.messages.requests import Request, SamplingParams, StopParams
 from rollout.engine.messages.to_engine import Submit
-from rollout.engine.schedule.feature import find
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.models.vision_spec import TowerSpec
 from tests.support.engine.harness import Bench
 from tests.support.models.images import ImagePrompt, Picture
@@ -64,9 +64,9 @@ def submit(bench: Bench, name: str, prompt: ImagePrompt, max_tokens: int = 12, *
 
 def encoded(bench: Bench) -> int:
     """Images encoded so far."""
-    return find(bench.engine.roster.features, Images).encodings.counts.encoded
+    return find_feature(bench.engine.roster.features, ImagesFeature).encodings.counts.encoded
 
 
 def encoder_of(bench: Bench) -> ImageEncoder:
     """The tower with its buffer."""
-    return find(bench.engine.executor.step.features, ImageEncoder)
+    return find_feature(bench.engine.executor.step.features, ImageEncoder)

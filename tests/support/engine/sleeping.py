@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.messages.to_engine import Pause, Resume, Sleep, Wake
+from rollout.engine.messages.to_engine import Pause, Resume, Sleep, WakeUp
 from rollout.engine.messages.to_service import Done, Failed
 from tests.support.engine.harness import Bench
 from tests.support.engine.strict_pages import StrictPages
@@ -48,7 +48,7 @@ class Sleeping(Bench):
     def pages(self) -> StrictPages:
         return self.sleeper.memory._backing
 
-    def order(self, order: type[Sleep] | type[Wake], *fields, **more) -> int:
+    def order(self, order: type[Sleep] | type[WakeUp], *fields, **more) -> int:
         """Put an order into the inbox; its token."""
         global _TOKEN
         _TOKEN += 1
@@ -79,7 +79,7 @@ class Sleeping(Bench):
         return self.obeyed(self.order(Sleep, level, **fields))
 
     def wake(self) -> Done | Failed:
-        return self.obeyed(self.order(Wake))
+        return self.obeyed(self.order(WakeUp))
 
     def ticks(self, count: int) -> None:
         for _ in range(count):

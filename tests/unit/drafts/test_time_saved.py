@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.engine.features.drafts.counts import DraftCounts
-from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, After
+from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, DraftAfter
 from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.schedule.plan import Plan, Span
@@ -29,12 +29,12 @@ def plan(rows: int, drafts: int) -> Plan:
 @pytest.mark.parametrize(
     ("drafts", "after", "tokens", "saved_s", "expected_s"),
     [
-        (3, After.NOTHING, 6, 3.0 - 1.75, 3.0 - 2.0),
-        (3, After.DRAFT, 6, 3.0 - 1.75, 3.0 - 2.0 - 0.25),
-        (3, After.DRAFT, 2, 1.0 - 1.75, 1.0 - 2.0 - 0.25),
-        (0, After.NOTHING, 2, 0.0, 0.0),
-        (0, After.DRAFT, 2, 1.0 - 1.75, -0.25),
-        (3, After.DRAFT, 0, 0.0, 0.0),
+        (3, DraftAfter.NOTHING, 6, 3.0 - 1.75, 3.0 - 2.0),
+        (3, DraftAfter.DRAFT, 6, 3.0 - 1.75, 3.0 - 2.0 - 0.25),
+        (3, DraftAfter.DRAFT, 2, 1.0 - 1.75, 1.0 - 2.0 - 0.25),
+        (0, DraftAfter.NOTHING, 2, 0.0, 0.0),
+        (0, DraftAfter.DRAFT, 2, 1.0 - 1.75, -0.25),
+        (3, DraftAfter.DRAFT, 0, 0.0, 0.0),
     ],
 )
 def test_time_saved(drafts, after, tokens, saved_s, expected_s):
@@ -43,4 +43,4 @@ def test_time_saved(drafts, after, tokens, saved_s, expected_s):
     counts, planner = DraftCounts(), DraftPlanner(NO_HOST_DRAFTER, 3, 64, costs, on_device="heads")
     planner.ran(plan(2, drafts), after, tokens, 1.75, counts)
     assert (counts.saved_s, counts.expected_saved_s) == pytest.approx((saved_s, expected_s))
-    assert costs.noted == pytest.approx((2, 200.0, 2 * drafts, 1.5 if after is After.DRAFT else 1.75))
+    assert costs.noted == pytest.approx((2, 200.0, 2 * drafts, 1.5 if after is DraftAfter.DRAFT else 1.75))

@@ -182,11 +182,11 @@ def test_tokens_of_a_prompt_attend_as_tokens_of_decode_steps_do():
     k, v = (torch.randn(9, 8, 2, 16, generator=generator) for _ in range(2))
     q = torch.randn(16, 4, 16, generator=generator)
     table = torch.randperm(8, generator=generator)[None].int() + 1
-    from rollout.models.batch import AttentionBatch, Chunk, LayerKV
+    from rollout.models.batch import AttentionBatch, LayerKV, PromptChunk
 
     for window in (None, 11):
         at = torch.arange(20, 36)
-        chunks = (Chunk(0, 16, 36),)
+        chunks = (PromptChunk(0, 16, 36),)
         batch = AttentionBatch(at, at, table, torch.tensor([36]), 36, chunks)
         out = deterministic.attend(q, batch, LayerKV(k, v, None), 0.3, window)
         for i in (0, 6, 7, 15):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import EngineSettings, ModelSettings
 from rollout.models import CheckpointError, LoadedModel, load_model
-from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.draft_head import PREFIX
 from rollout.weights.parameter_map import ParameterMap, update_names
 from tests.support.models.draft_heads import head_config, head_forward, head_logits, random_head, save_head
@@ -59,7 +59,7 @@ def test_a_forward_is_that_of_the_reference(target, tmp_path, norm_first, mapped
         page_table_BP=torch.arange(1, pages + 1, dtype=torch.int32)[None],
         context_lens_B=torch.tensor([count], dtype=torch.int32),
         max_context=count,
-        chunks=(Chunk(0, count, count),),
+        chunks=(PromptChunk(0, count, count),),
     )
     fused_TH = head.fuse(read_TF, model.norm)
     before_TH = fused_TH.clone()

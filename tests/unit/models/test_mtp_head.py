@@ -12,7 +12,7 @@ from transformers import modeling_layers
 
 from rollout.config import EngineSettings, ModelSettings
 from rollout.models import CheckpointError, LoadedModel, load_model
-from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.fused_experts import FusedExperts
 from rollout.weights.parameter_map import ParameterMap, update_names
 from tests.support.models.every_family import EVERY_FAMILY
@@ -51,7 +51,7 @@ def test_a_forward_is_that_of_the_reference(tmp_path, name, parts) -> None:
             page_table_BP=torch.arange(1, pages + 1, dtype=torch.int32)[None],
             context_lens_B=torch.tensor([end], dtype=torch.int32),
             max_context=end,
-            chunks=(Chunk(0, length, end),),
+            chunks=(PromptChunk(0, length, end),),
         )
         read_TH = head.fuse(hidden_TH[begin:end], model.norm)
         outputs.append(head(following_T[begin:end], model.embedding, read_TH, batch, kv))

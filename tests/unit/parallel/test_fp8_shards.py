@@ -15,7 +15,7 @@ from rollout.models.coded import SCALES, CodedView
 from rollout.models.cut import CutView
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.staged_weights import SwapCopies
-from rollout.weights.staging import InPlace, Staging
+from rollout.weights.staging import InPlace, WeightStaging
 from tests.support.models.families import make_checkpoint
 from trainer_bridge import quantize_fp8_block
 from trainer_bridge.wire.manifest import pack
@@ -67,7 +67,7 @@ def _update_shard(group: TensorGroup, old: Path, new: Path, in_place: bool) -> b
     ours, fresh = load(old, "fp8_block", group), load(new, "fp8_block", group)
     before = parameters(ours)
     names = ParameterMap(ours.trainer_views(), update_names(ModelSettings(), ours))
-    staging = InPlace(names.views) if in_place else Staging(names.views, "host", shard=True)
+    staging = InPlace(names.views) if in_place else WeightStaging(names.views, "host", shard=True)
     for version, tensors, expected in (
         (1, codes_of(load_file(new / "model.safetensors")), parameters(fresh)),
         (2, load_file(old / "model.safetensors"), before),

@@ -16,7 +16,7 @@ from rollout.models.cut import kept_values
 from rollout.models.joined import JoinedView
 from rollout.models.layers import SparseFeedForward
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
-from rollout.weights.staging import InPlace, Staging
+from rollout.weights.staging import InPlace, WeightStaging
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.models.latent import make_latent
@@ -86,7 +86,7 @@ def _update(loaded: LoadedModel, folder: Path, staged: bool) -> None:
     """Its bytes arrive in pieces: staged as a rank of several stages them, or in the parameters."""
     manifest, fit, stream = _stream(folder, loaded)
     views = loaded.trainer_views()
-    staging = Staging(views, shard=True) if staged else InPlace(views)
+    staging = WeightStaging(views, shard=True) if staged else InPlace(views)
     staging.open(manifest, fit)
     for start in range(0, len(stream), 4096):
         staging.take(start, stream[start : start + 4096])

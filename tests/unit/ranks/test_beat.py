@@ -10,7 +10,7 @@ import pytest
 import torch
 from rollout_kernels.parallel.peer_buffers import PeerBuffers
 
-from rollout.engine.device.streams import CpuDevice, Stream
+from rollout.engine.device.streams import CpuDevice, DeviceStream
 from rollout.engine.step.slot import Slot
 from rollout.engine.step_output import StepOutput
 from rollout.ranks.beat import DeviceProgress
@@ -23,13 +23,13 @@ DEVICE = CpuDevice()
 
 
 @pytest.fixture
-def stream() -> Iterator[Stream]:
+def stream() -> Iterator[DeviceStream]:
     made = DEVICE.stream("compute")
     yield made
     made.close()
 
 
-def test_steps_count_once_their_end_is_reached(stream: Stream) -> None:
+def test_steps_count_once_their_end_is_reached(stream: DeviceStream) -> None:
     slots = [Slot(DEVICE, 64, 2, 40, 16) for _ in range(2)]
     progress, gates = DeviceProgress(DEVICE, slots, None), [threading.Event() for _ in range(3)]
     assert progress.done() == 0

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.adapters import AdapterRegistry
-from rollout.engine.features.adapters.table import AdapterTable
+from rollout.engine.features.adapters.adapter_table import AdapterTable
 from rollout.models import load_model
 from rollout.models.checkpoint_folder import CheckpointError, read_json
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rollout.engine.adapters import Adapter, AdapterError
-from rollout.engine.features.adapters.feature import Adapters
-from rollout.engine.schedule.feature import find
-from rollout.engine.schedule.preemption import begin_again
+from rollout.engine.features.adapters.feature import AdaptersFeature
+from rollout.engine.schedule.preemption import restart_prompts
 from rollout.engine.schedule.roster import Roster
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.sequence.sequence import Sequence
 from rollout.models.lora_slots import AdapterWeights
 
@@ -18,7 +18,7 @@ def put_adapter(
 
     Raises AdapterError where it cannot be taken.
     """
-    adapters = find(roster.features, Adapters)
+    adapters = find_feature(roster.features, AdaptersFeature)
     assert adapters is not None
     old = adapters.table.known.get(name)
     adapter = adapters.table.put(name, version, weights)
@@ -26,7 +26,7 @@ def put_adapter(
         return []
     roster.feed.close_shares(lambda group: group.adapter is adapter)
     users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
-    kept, taken_off = begin_again(roster, users, recompute)
+    kept, taken_off = restart_prompts(roster, users, recompute)
     for seq in kept:
         roster.feed.prefill_stopped(seq)
         seq.adapter_use.note_version(seq.launched)
@@ -47,8 +47,8 @@ def drop_adapter(roster: Roster, name: str) -> None:
     adapters.table.drop(name)
 
 
-def _loaded(roster: Roster, name: str, field: str = "name") -> tuple[Adapters, Adapter]:
-    adapters = find(roster.features, Adapters)
+def _loaded(roster: Roster, name: str, field: str = "name") -> tuple[AdaptersFeature, Adapter]:
+    adapters = find_feature(roster.features, AdaptersFeature)
     if adapters is None or name not in adapters.table.known:
         raise AdapterError(f"adapter {name!r:.200} is not loaded", field)
     return adapters, adapters.table.known[name]

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rollout.engine.features.adapters.table import AdapterTable
+from rollout.engine.features.adapters.adapter_table import AdapterTable
 from rollout.engine.messages.to_service import Rejected
-from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.upload import Staging
+from rollout.engine.upload import UploadStaging
 
 
-class Adapters(StepFeature):
+class AdaptersFeature(StepFeature):
     """The adapters of one engine; `table` has their slots."""
 
     name = "adapters"
@@ -64,7 +64,7 @@ class Adapters(StepFeature):
         else:
             self.table.let_go()
 
-    def pack(self, plan: Plan, staging: Staging) -> None:
+    def pack(self, plan: Plan, staging: UploadStaging) -> None:
         """Put the slots of the rows that the step sets up."""
         if plan.kind == "prefill" and (new := [span.seq.adapter_use for span in plan.spans if not span.seq.row_ready]):
             slots = [0 if use.slot is None else use.slot.number for use in new]

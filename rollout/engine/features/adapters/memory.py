@@ -9,12 +9,12 @@ import torch
 
 from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.device.streams import Device
-from rollout.engine.features.adapters.feature import Adapters
-from rollout.engine.features.adapters.table import AdapterTable
+from rollout.engine.features.adapters.adapter_table import AdapterTable
+from rollout.engine.features.adapters.feature import AdaptersFeature
 from rollout.engine.features.site import Site
-from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.feature import DeviceFeature, HostParts
+from rollout.engine.step.device_feature import DeviceFeature, HostParts
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import StepInput
 from rollout.models.language_model import native
@@ -58,13 +58,15 @@ class AdapterMemory(DeviceFeature):
         log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
         return cls(slots, device, engine.max_rows, site.registry)
 
-    def host_part(self, engine: HostParts, before: StepFeature | None) -> Adapters:
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> AdaptersFeature:
         """See `DeviceFeature`. The registry of adapters outlives faults."""
         streams, registry = engine.streams, self._registry
         assert registry is not None, "adapters have slots but no registry"
         both = streams.beside[self.name], streams.compute
-        counts = before.table.counts if isinstance(before, Adapters) else None
-        return Adapters(AdapterTable(registry, self.slots, self._device, both, engine.orders, self._rows, counts))
+        counts = before.table.counts if isinstance(before, AdaptersFeature) else None
+        return AdaptersFeature(
+            AdapterTable(registry, self.slots, self._device, both, engine.orders, self._rows, counts)
+        )
 
     def decode_fields(
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any

@@ -15,7 +15,7 @@ import logging
 import numpy as np
 import torch
 
-from rollout.engine.features.drafts.drafter import NAME, After
+from rollout.engine.features.drafts.drafter import NAME, DraftAfter
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.execute import Executor
@@ -88,7 +88,7 @@ def _seconds(executor: Executor, slot: Slot, rows: int, drafts: bool = False) ->
         if drafts:
             compute.run(functools.partial(executor.run, step, slot))
             compute.record(start)
-            drafted = StepInput(step.header._replace(facts={NAME: [str(After.DRAFT)]}), step.words)
+            drafted = StepInput(step.header._replace(facts={NAME: [str(DraftAfter.DRAFT)]}), step.words)
             compute.run(functools.partial(executor.end_step, drafted, slot))
         else:
             compute.record(start)

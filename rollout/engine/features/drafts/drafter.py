@@ -21,7 +21,7 @@ import torch
 
 from rollout.config import EngineSettings
 from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
-from rollout.engine.step.feature import NO_REPLAYS, Replays
+from rollout.engine.step.device_feature import NO_REPLAYS, Replays
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import StepInput
 from rollout.models.batch import AttentionBatch, HiddenTaps, KVCache
@@ -70,7 +70,7 @@ HOST_DRAFTERS: dict[str, Callable[[int], HostDrafter]] = {"suffix": SuffixDrafte
 DeviceDrafterName = Literal["none", "heads", "ngram"]
 
 
-class After(StrEnum):
+class DraftAfter(StrEnum):
     """The work of the drafter on the device after a step."""
 
     NOTHING = "nothing"
@@ -97,7 +97,7 @@ class DeviceDrafter:
         output_4R: torch.Tensor,
         accepted_B: torch.Tensor,
         kv: KVCache,
-        after: After,
+        after: DraftAfter,
         replays: Replays = NO_REPLAYS,
     ) -> torch.Tensor | None:
         """Do `after` after a step whose tokens are drawn. Returns the rows that have drafts now, in their order.

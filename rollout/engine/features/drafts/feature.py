@@ -27,28 +27,28 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout.engine.features.drafts.counts import DraftCounts
-from rollout.engine.features.drafts.drafter import NAME, After
-from rollout.engine.features.drafts.planner import DraftPlanner, Versions
+from rollout.engine.features.drafts.drafter import NAME, DraftAfter
+from rollout.engine.features.drafts.planner import DraftPlanner, DraftVersions
 from rollout.engine.features.drafts.row_drafts import Drafts
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan, Span
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import Staging
+from rollout.engine.upload import UploadStaging
 
 
 class DraftNote(NamedTuple):
     """The part of a plan that only this feature reads."""
 
-    after: After
+    after: DraftAfter
     #: (row, column of its page table, page) of a verify step.
     pages: Seq[tuple[int, int, int]] = ()
     drafts: Seq[Drafts] = ()  # all paths have one length
 
 
-class Drafting(StepFeature):
+class DraftsFeature(StepFeature):
     """Drafts of one engine.
 
     Args:
@@ -85,19 +85,19 @@ class Drafting(StepFeature):
                 if not allocator.try_grow(seq):
                     break
 
-        drafts, after = self.planner.choose(seqs, Versions(version, self.draft_version), grow)
-        if not drafts and after is After.NOTHING and not any(seq.ahead for seq in seqs):
+        drafts, after = self.planner.choose(seqs, DraftVersions(version, self.draft_version), grow)
+        if not drafts and after is DraftAfter.NOTHING and not any(seq.ahead for seq in seqs):
             return None
         return self._verify_plan(seqs, drafts, after, version, allocator)
 
     def _verify_plan(
-        self, seqs: list[Sequence], drafts: list[Drafts], after: After, version: int, allocator: PageAllocator
+        self, seqs: list[Sequence], drafts: list[Drafts], after: DraftAfter, version: int, allocator: PageAllocator
     ) -> Plan:
         """A step of these decode rows, with `drafts` of some of them, in the order of `seqs`.
 
         A draft model writes KV at the positions of the drafts that it makes, so the plan tells the pages of these, too.
         """
-        page_size, ahead = allocator.page_size, self.planner.most if after is After.DRAFT else 0
+        page_size, ahead = allocator.page_size, self.planner.most if after is DraftAfter.DRAFT else 0
         counts, draft_rows = {draft.seq: draft.length for draft in drafts}, iter(self._draft_rows)
         width = max((len(draft.path) for draft in drafts), default=0)
         drafts = [draft._replace(path=draft.path + [0] * (width - len(draft.path))) for draft in drafts]
@@ -128,10 +128,10 @@ class Drafting(StepFeature):
 
     # --- upload -------------------------------------------------------------------------------------------------------
 
-    def pack(self, plan: Plan, staging: Staging) -> None:
+    def pack(self, plan: Plan, staging: UploadStaging) -> None:
         """Put pages and drafts of a verify step, and what the drafter on the device needs."""
         after, pages, drafts = self._note(plan)
-        if after is not After.NOTHING:
+        if after is not DraftAfter.NOTHING:
             staging.facts[NAME] = [str(after)]
             if not plan.decodes:
                 staging.put("next_tokens", np.fromiter(_next_tokens(plan), dtype=np.int64))
@@ -139,7 +139,7 @@ class Drafting(StepFeature):
             staging.put("pages", np.array(pages, dtype=np.int32))
         if drafts:
             _put_drafts(drafts, plan.token_rows, staging)
-            if after is After.DRAFT:
+            if after is DraftAfter.DRAFT:
                 places = np.cumsum([0, *(span.draws for span in plan.spans[:-1])])
                 bases = zip([span.seq.row for span in plan.spans], places, strict=True)
                 staging.put("bases", np.array(list(bases), dtype=np.int64))
@@ -181,7 +181,7 @@ class Drafting(StepFeature):
             self.draft_version = version
 
 
-_NO_NOTE = DraftNote(After.NOTHING)
+_NO_NOTE = DraftNote(DraftAfter.NOTHING)
 
 
 def _next_tokens(plan: Plan) -> Iterator[int]:
@@ -191,7 +191,7 @@ def _next_tokens(plan: Plan) -> Iterator[int]:
         yield int(known[end]) if end < len(known) else 0
 
 
-def _put_drafts(drafts: Seq[Drafts], token_rows: list[int], staging: Staging) -> None:
+def _put_drafts(drafts: Seq[Drafts], token_rows: list[int], staging: UploadStaging) -> None:
     paths_MW = np.zeros((len(drafts), max(len(drafts[0].path), 1)), dtype=np.int64)
     verified, rows = [], []
     for which, (row, place, count, path, begin, *_) in enumerate(drafts):

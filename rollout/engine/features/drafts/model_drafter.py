@@ -26,9 +26,9 @@ from dataclasses import replace
 
 import torch
 
-from rollout.engine.features.drafts.drafter import After, DeviceDrafter
+from rollout.engine.features.drafts.drafter import DeviceDrafter, DraftAfter
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
-from rollout.engine.step.feature import NO_REPLAYS, Replays
+from rollout.engine.step.device_feature import NO_REPLAYS, Replays
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.upload import StepInput
@@ -109,7 +109,7 @@ class ModelDrafter(DeviceDrafter):
         output_4R: torch.Tensor,
         accepted_B: torch.Tensor,
         kv: KVCache,
-        after: After,
+        after: DraftAfter,
         replays: Replays = NO_REPLAYS,
     ) -> torch.Tensor | None:
         """Read the step, then draft if it is time to."""
@@ -123,7 +123,7 @@ class ModelDrafter(DeviceDrafter):
                 return None
             rows_R, at_R = step["sampled_rows"], self._places_R[: header.draws]
             self._hidden_BH[: header.draws] = hidden_TH.index_select(0, step["sampled_at"])
-        if after is not After.DRAFT:
+        if after is not DraftAfter.DRAFT:
             return None
         count, needs = len(rows_R), RowNeeds(header.needs) & _HEEDED
         captured = {} if needs & _NOT_CAPTURED else replays.get(DRAFT, {})

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from rollout_kernels.step import draft_by_ngrams
 
-from rollout.engine.features.drafts.drafter import After, DeviceDrafter
-from rollout.engine.step.feature import NO_REPLAYS, Replays
+from rollout.engine.features.drafts.drafter import DeviceDrafter, DraftAfter
+from rollout.engine.step.device_feature import NO_REPLAYS, Replays
 from rollout.engine.step.row_state import LAST, LENGTH
 from rollout.engine.upload import StepInput
 from rollout.models.batch import KVCache
@@ -33,12 +33,12 @@ class NgramDrafter(DeviceDrafter):
         output_4R: torch.Tensor,
         accepted_B: torch.Tensor,
         kv: KVCache,
-        after: After,
+        after: DraftAfter,
         replays: Replays = NO_REPLAYS,
     ) -> torch.Tensor | None:
         """See `DeviceDrafter`. Reads only the row state and the pages of `kv`."""
         header = step.header
-        if after is not After.DRAFT or not header.draws:
+        if after is not DraftAfter.DRAFT or not header.draws:
             return None
         assert kv.tokens is not None
         if header.layout:

@@ -26,7 +26,7 @@ import numpy as np
 from rollout.config import EngineConstants
 from rollout.engine.features.drafts.acceptance import Acceptance
 from rollout.engine.features.drafts.counts import DraftCounts
-from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, After, DeviceDrafterName, HostDrafter
+from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, DeviceDrafterName, DraftAfter, HostDrafter
 from rollout.engine.features.drafts.row_drafts import IN_ROW_STATE, Drafts, RowDrafts
 from rollout.engine.features.drafts.step_costs import StepCosts, worthwhile
 from rollout.engine.schedule.plan import Plan
@@ -40,14 +40,14 @@ _ASKED_EVERY, _ASKED_SOON = 8, 4
 Grow = Callable[[Sequence, int], None]
 
 
-class Choice(NamedTuple):
+class DraftChoice(NamedTuple):
     """The additions of a step to plain decode rows."""
 
     drafts: list[Drafts]
-    after: After
+    after: DraftAfter
 
 
-class Versions(NamedTuple):
+class DraftVersions(NamedTuple):
     """The versions of the weights in use."""
 
     weights: int
@@ -109,31 +109,31 @@ class DraftPlanner:
         self._resting = 0  # plans before the drafter is asked again
         self._unpaid = 0  # plans since drafts of the device have paid
         self._drafted_at = 0  # `_unpaid` when the device last drafted
-        self._idle = After.NOTHING  # the device's work while its drafts do not pay
+        self._idle = DraftAfter.NOTHING  # the device's work while its drafts do not pay
 
     @property
-    def after_prompts(self) -> After:
+    def after_prompts(self) -> DraftAfter:
         """The drafter's work after a step of prompts; a draft model reads all of them."""
         if not self._makes or (self._unpaid and not self._reads):
-            return After.NOTHING
-        return After.READ if self._unpaid else After.DRAFT
+            return DraftAfter.NOTHING
+        return DraftAfter.READ if self._unpaid else DraftAfter.DRAFT
 
-    def choose(self, seqs: list[Sequence], versions: Versions, grow: Grow) -> Choice:
+    def choose(self, seqs: list[Sequence], versions: DraftVersions, grow: Grow) -> DraftChoice:
         """The drafts of a step of these rows, in their order; may give rows pages more for them."""
         self._end_finalized()
         offers = self._offers(seqs)
         wanted = self._wanted(offers, seqs) if offers else {}
         drafts = self._drafts(seqs, offers, wanted, versions, grow) if any(wanted.values()) else []
         after = self._after(seqs)
-        if after is After.DRAFT and self._reads:
+        if after is DraftAfter.DRAFT and self._reads:
             self._grow(seqs, drafts, grow)
-        return Choice(drafts, after)
+        return DraftChoice(drafts, after)
 
-    def launched(self, plan: Plan, after: After) -> None:
+    def launched(self, plan: Plan, after: DraftAfter) -> None:
         """Note a launched plan: its rows have the drafts that the device makes after it, and no older ones."""
         if not self._makes:
             return
-        made = self.most if after is After.DRAFT else 0
+        made = self.most if after is DraftAfter.DRAFT else 0
         for seq, _, _, draws, _ in plan.spans:
             self._row(seq).next = made if draws else 0
 
@@ -146,11 +146,11 @@ class DraftPlanner:
                 if self._adapts and not (row.stopped or seq.finalized):
                     row.of_device.follow(seq.tokens, len(seq.tokens), tokens)
 
-    def ran(self, plan: Plan, after: After, tokens: int, seconds: float, counts: DraftCounts) -> None:
+    def ran(self, plan: Plan, after: DraftAfter, tokens: int, seconds: float, counts: DraftCounts) -> None:
         """A decode step was committed: it took this long on the device, and `tokens` of its tokens were kept."""
         rows, drafts = plan.rows, plan.draws - plan.rows
         context = float(sum(span.start + 1 for span in plan.spans))
-        makes = after is After.DRAFT
+        makes = after is DraftAfter.DRAFT
         draft_s = self._costs.draft_s(rows) if makes else 0.0
         if tokens and (drafts or makes):
             plain_s = self._costs.plain_s(rows, context) * (tokens / rows if drafts else 1)
@@ -216,7 +216,7 @@ class DraftPlanner:
         seqs: list[Sequence],
         offers: dict[Sequence, _Offer],
         wanted: dict[Sequence, int],
-        versions: Versions,
+        versions: DraftVersions,
         grow: Grow,
     ) -> list[Drafts]:
         left, place, drafts = self._most_rows, 0, []
@@ -229,7 +229,7 @@ class DraftPlanner:
             place += 1
         return drafts
 
-    def _draft(self, offer: _Offer, place: int, count: int, versions: Versions) -> Drafts:
+    def _draft(self, offer: _Offer, place: int, count: int, versions: DraftVersions) -> Drafts:
         row, seq = offer.row, offer.row.seq
         if offer.on_device:
             age = max(versions.weights - versions.draft_model, 0) if self._reads else None
@@ -244,13 +244,13 @@ class DraftPlanner:
         grow(seq, count)
         return min(count, seq.kv.capacity - seq.kv.length - 1)
 
-    def _after(self, seqs: list[Sequence]) -> After:
+    def _after(self, seqs: list[Sequence]) -> DraftAfter:
         """The drafter's work after a step of these rows."""
         rows = [row for seq in seqs if (row := self._row(seq)).may_draft] if self._makes else []
         if not rows:
-            return After.READ if self._reads else After.NOTHING
+            return DraftAfter.READ if self._reads else DraftAfter.NOTHING
         if not self._adapts:
-            return After.DRAFT
+            return DraftAfter.DRAFT
         if self._unpaid and (self._unpaid + 1) % _ASKED_EVERY:
             self._unpaid += 1
             return self._idle
@@ -261,17 +261,17 @@ class DraftPlanner:
         chances = [(row.of_device.chance, self.most) for row in rows]
         if any(self._paying(chances, seqs, draft_s)):
             self._unpaid = self._drafted_at = 0
-            return After.DRAFT
+            return DraftAfter.DRAFT
         self._unpaid += 1
         # If drafts would pay for a single row, they will pay once few rows are left: until then the draft model's KV is
         # kept complete.
         alone = max(range(len(rows)), key=lambda i: chances[i][0])
         alone_pays = any(self._paying([chances[alone]], [rows[alone].seq], self._costs.draft_s(1)))
-        self._idle = After.READ if self._reads and alone_pays else After.NOTHING
+        self._idle = DraftAfter.READ if self._reads and alone_pays else DraftAfter.NOTHING
         plain_s = self._costs.plain_s(len(seqs), _contexts(seqs))
         if draft_s <= (self._unpaid - self._drafted_at) * self._unpaid_share * plain_s:
             self._drafted_at = self._unpaid
-            return After.DRAFT
+            return DraftAfter.DRAFT
         return self._idle
 
     def _grow(self, seqs: list[Sequence], drafts: list[Drafts], grow: Grow) -> None:

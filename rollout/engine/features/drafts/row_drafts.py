@@ -17,8 +17,8 @@ class RowDrafts:
     """One row, from its first step until its sequence has ended."""
 
     seq: Sequence
-    of_host: Acceptance  # of the drafter on the host
-    of_device: Acceptance  # of the drafter on the device
+    of_host: Acceptance  # tokens from the drafter on the host
+    of_device: Acceptance  # tokens from the drafter on the device
     followed: bool = False  # the drafter on the host knows the row
     next: int = 0  # drafts of the device in the row state, once everything launched has run
     known: list[int] = field(default_factory=list)  # drafts that the device made after its last committed step with any

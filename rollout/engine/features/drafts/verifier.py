@@ -25,23 +25,23 @@ from rollout.engine.features.drafts.drafter import (
     HOST_DRAFTERS,
     NAME,
     NO_HOST_DRAFTER,
-    After,
     DeviceDrafter,
+    DraftAfter,
     device_drafter,
 )
-from rollout.engine.features.drafts.feature import Drafting
+from rollout.engine.features.drafts.feature import DraftsFeature
 from rollout.engine.features.drafts.model_drafter import ModelDrafter
 from rollout.engine.features.drafts.ngram_drafter import NgramDrafter
 from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.features.site import Site
-from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
+from rollout.engine.step.device_feature import DeviceFeature, Drawn, HostParts, Replays
 from rollout.engine.step.execute import Executor
-from rollout.engine.step.feature import DeviceFeature, Drawn, HostParts, Replays
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import Header, Staging, StepInput
+from rollout.engine.upload import Header, StepInput, UploadStaging
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel, native
@@ -102,7 +102,7 @@ class DraftVerifier(DeviceFeature):
         """Measure the costs of steps."""
         self._costs = self._measure(executor, slot, self._engine.step_rows, self._made > 0)
 
-    def host_part(self, engine: HostParts, before: StepFeature | None) -> Drafting:
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> DraftsFeature:
         """See `DeviceFeature`."""
         settings = self._engine
         adapts = settings.speculation == "auto"
@@ -120,9 +120,9 @@ class DraftVerifier(DeviceFeature):
         )
         names = self._model.draft_names() if isinstance(self._model, Decoder) else frozenset()
         version, counts = engine.version, DraftCounts()
-        if isinstance(before, Drafting):
+        if isinstance(before, DraftsFeature):
             version, counts = before.draft_version, before.counts
-        return Drafting(planner, draft_rows(settings), names, version, counts)
+        return DraftsFeature(planner, draft_rows(settings), names, version, counts)
 
     @property
     def state(self) -> verify.DraftState:
@@ -143,7 +143,7 @@ class DraftVerifier(DeviceFeature):
     def begin(self, rows: RowState, step: StepInput) -> None:
         """Set the pages and the draft rows of a verify step up."""
         if "pages" in step:
-            verify.tell_pages(rows, step["pages"])
+            verify.write_draft_pages(rows, step["pages"])
         if "drafts" in step:
             verify.set_up(rows, self.state, step)
 
@@ -155,7 +155,7 @@ class DraftVerifier(DeviceFeature):
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
         """Where the forward keeps hidden states."""
-        if _after(step.header) is After.NOTHING:
+        if _after(step.header) is DraftAfter.NOTHING:
             return {}
         return {"taps": self.drafter.prefill_taps(step.header.tokens)}
 
@@ -175,7 +175,7 @@ class DraftVerifier(DeviceFeature):
             return
         if header.needs & _CONSTRAIN and len(drawn.masks.refused):
             verify.refuse(self.state, step, drawn.masks.refused)
-        if _after(header) is After.DRAFT:
+        if _after(header) is DraftAfter.DRAFT:
             drawn.accepted_R.zero_()  # rows without drafts included
         verify.accept(rows, self.state, step, drawn.output_4R, drawn.accepted_R)
         kv.states.catch_up(step["verified"], step["rows"], drawn.accepted_R, self._one_by_one)
@@ -183,7 +183,7 @@ class DraftVerifier(DeviceFeature):
     def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor, replays: Replays) -> None:
         """Run the drafter on the device, if the step says so."""
         after = _after(step.header)
-        if after is After.NOTHING:
+        if after is DraftAfter.NOTHING:
             return
         drafter = self.drafter
         rows_R = drafter.run(step, drawn.output_4R, drawn.accepted_R, kv, after, replays)
@@ -206,23 +206,23 @@ class DraftVerifier(DeviceFeature):
 
     def read(self, words: np.ndarray, header: Header, output: torch.Tensor) -> list[list[int]] | None:
         """The next drafts of each row that draws, in their order; drafts of earlier steps may follow."""
-        if _after(header) is not After.DRAFT:
+        if _after(header) is not DraftAfter.DRAFT:
             return None
         return words.reshape(-1, self._made)[: header.draws].tolist()
 
     # --- start --------------------------------------------------------------------------------------------------------
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
+    def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """Have the drafter on the device run."""
         if self._made:
-            staging.facts[NAME] = [str(After.DRAFT)]
+            staging.facts[NAME] = [str(DraftAfter.DRAFT)]
         if self.on_device == "heads" and len(token_ids):
             staging.put("next_tokens", np.zeros(rows, dtype=np.int64))
 
 
-def _after(header: Header) -> After:
+def _after(header: Header) -> DraftAfter:
     """The work of the drafter on the device after a step."""
-    return After(header.facts[NAME][0]) if NAME in header.facts else After.NOTHING
+    return DraftAfter(header.facts[NAME][0]) if NAME in header.facts else DraftAfter.NOTHING
 
 
 def draft_rows(engine: EngineSettings) -> range:

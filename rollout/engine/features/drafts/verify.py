@@ -48,7 +48,7 @@ class DraftState:
         return cls(drafts_R, torch.zeros(count, made, dtype=torch.int64, device=device))
 
 
-def tell_pages(rows: RowState, pages_N3: torch.Tensor) -> None:
+def write_draft_pages(rows: RowState, pages_N3: torch.Tensor) -> None:
     """Put pages into the page tables of rows: row, column, page."""
     row_N, column_N, page_N = pages_N3.long().unbind(1)
     rows.pages.index_put_((row_N, column_N), page_N.int())
@@ -130,7 +130,7 @@ def accept(
             verified, step_rows, output_4R[0], drafts.drafts_R, rows.ints, accepted_R, last=LAST, length=LENGTH
         )
     else:
-        go_on(rows, drafts, step, output_4R, accepted_R)
+        continue_rows(rows, drafts, step, output_4R, accepted_R)
     if step.header.needs & RowNeeds.PENALIZE:  # the draw has counted the first token
         row_M, place_M, _, _ = step["verified"].unbind(1)
         ahead_K = torch.arange(step.header.ahead, device=row_M.device)
@@ -140,7 +140,7 @@ def accept(
         rows.counts.index_put_((row_MK, output_4R[0].long()[place_MK]), taken_MK.int(), accumulate=True)
 
 
-def go_on(
+def continue_rows(
     rows: RowState, drafts: DraftState, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor
 ) -> None:
     """Compare drafts with tokens and let rows go on after the accepted ones; the twin of `accept_drafts`."""

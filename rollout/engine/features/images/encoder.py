@@ -19,11 +19,11 @@ import torch
 
 from rollout.config import EngineSettings
 from rollout.engine.features.images.encodings import BLOCK, Encode, Encodings, encodes_of, extra_of
-from rollout.engine.features.images.feature import TOKEN_WORDS, Images
+from rollout.engine.features.images.feature import TOKEN_WORDS, ImagesFeature
 from rollout.engine.features.site import Site
 from rollout.engine.messages.prompts import Pixels
-from rollout.engine.schedule.feature import StepFeature
-from rollout.engine.step.feature import DeviceFeature, HostParts
+from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.step.device_feature import DeviceFeature, HostParts
 from rollout.engine.step.row_state import ROPE_DELTA, RowState
 from rollout.engine.upload import Extra, StepInput
 from rollout.models.batch import StepImages
@@ -86,11 +86,11 @@ class ImageEncoder(DeviceFeature):
         log.info("buffer for embeddings of images", extra={"tokens": places, "bytes": needed})
         return cls(tower, places, engine.constants.image_patches, dtype, where, engine.deterministic, memory.zeros)
 
-    def host_part(self, engine: HostParts, before: StepFeature | None) -> Images:
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> ImagesFeature:
         """See `DeviceFeature`."""
-        counts = before.encodings.counts if isinstance(before, Images) else None
+        counts = before.encodings.counts if isinstance(before, ImagesFeature) else None
         beginnings = self.spec.family.beginnings
-        return Images(Encodings(len(self.buffer_PW), self.most_patches, beginnings, counts))
+        return ImagesFeature(Encodings(len(self.buffer_PW), self.most_patches, beginnings, counts))
 
     @torch.inference_mode()
     def prepare(self, extra: Extra) -> None:

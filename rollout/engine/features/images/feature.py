@@ -15,10 +15,10 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from rollout.engine.features.images.encodings import Encodings, extra_of
-from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan, Span
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.upload import Staging
+from rollout.engine.upload import UploadStaging
 from rollout.metrics.definitions import percent
 
 #: int32 words of a token, of any prompt of a step with images: three positions, its place in the step, its place in the
@@ -26,7 +26,7 @@ from rollout.metrics.definitions import percent
 TOKEN_WORDS = 10
 
 
-class Images(StepFeature):
+class ImagesFeature(StepFeature):
     """The images of one engine; `encodings` records where they are."""
 
     name = "images"
@@ -40,7 +40,7 @@ class Images(StepFeature):
             self.encodings.plan_begins()
         return self.encodings.fit(seq, start, length)
 
-    def pack(self, plan: Plan, staging: Staging) -> None:
+    def pack(self, plan: Plan, staging: UploadStaging) -> None:
         """Put where the images of a prefill are and the positions by axis, if any prompt has images."""
         if plan.kind == "decode" or not any(span.seq.group.request.prompt.media for span in plan.spans):
             return
@@ -49,7 +49,7 @@ class Images(StepFeature):
         if encodes := self.encodings.take_encodes():
             staging.extras.append(extra_of(encodes))
 
-    def _put_prefill(self, spans: list[Span], staging: Staging) -> None:
+    def _put_prefill(self, spans: list[Span], staging: UploadStaging) -> None:
         at, places, axes, begin = [], [], [], 0
         for seq, start, tokens_in, _, _ in spans:
             prompt = seq.group.request.prompt

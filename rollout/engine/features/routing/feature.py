@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from rollout.engine.features.routing.entries import ExpertPages, SequenceExperts
-from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step_output import StepOutput
 
 
-class Routing(StepFeature):
+class RoutingFeature(StepFeature):
     """The experts of the tokens of one engine."""
 
     name = "routing"

@@ -19,11 +19,11 @@ import torch
 
 from rollout.config import EngineSettings
 from rollout.engine.features.routing.entries import ExpertPages, entry_words
-from rollout.engine.features.routing.feature import Routing
+from rollout.engine.features.routing.feature import RoutingFeature
 from rollout.engine.features.site import Site
 from rollout.engine.messages.requests import RoutingShape
-from rollout.engine.schedule.feature import StepFeature
-from rollout.engine.step.feature import DeviceFeature, HostParts
+from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.step.device_feature import DeviceFeature, HostParts
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import Header, StepInput
 from rollout.models.batch import AttentionBatch, ExpertRecord
@@ -47,11 +47,11 @@ class RoutingRecord(DeviceFeature):
         shape = kept_routing(site.settings.engine, site.model)
         return None if shape is None else cls(shape)
 
-    def host_part(self, engine: HostParts, before: StepFeature | None) -> Routing:
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> RoutingFeature:
         """See `DeviceFeature`."""
         entries = ExpertPages(self.shape, engine.kv.pages, engine.kv.page_size, engine.host_pages)
         log.info("experts of tokens are kept", extra={"host_bytes": entries.nbytes})
-        return Routing(entries)
+        return RoutingFeature(entries)
 
     def output_words(self, tokens: int) -> int:
         """See `DeviceFeature`."""

@@ -86,7 +86,7 @@ class Scores:
     wide: ScoredPrompts
 
 
-class Vocabulary:
+class VocabularyPart:
     """The vocabulary of logits: here the whole one."""
 
     def largest(self, own_P1: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ class Vocabulary:
         return found.values, found.indices
 
 
-class _PartOfVocabulary(Vocabulary):
+class _PartOfVocabulary(VocabularyPart):
     """The rank's part of the vocabulary; all ranks call the same methods and get the same results."""
 
     def __init__(self, shard: VocabShard) -> None:
@@ -139,10 +139,10 @@ class _PartOfVocabulary(Vocabulary):
         return top.values, ids_PRK.gather(1, top.indices)
 
 
-_WHOLE = Vocabulary()
+_WHOLE = VocabularyPart()
 
 
-def vocabulary(shard: VocabShard | None) -> Vocabulary:
+def vocabulary(shard: VocabShard | None) -> VocabularyPart:
     """The vocabulary of this shard's logits; the whole vocabulary without a shard."""
     return _WHOLE if shard is None else _PartOfVocabulary(shard)
 
@@ -173,7 +173,7 @@ class PromptBuffers:
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         scoring: Scoring,
         exact_sums: bool = False,
-        vocab: Vocabulary = _WHOLE,
+        vocab: VocabularyPart = _WHOLE,
     ) -> None:
         """Log-probs of `targets_N` after the tokens `at_N` of a step, and what else is asked; on the compute stream.
 
@@ -260,7 +260,7 @@ class ScoreBuffers:
         logits_SV: torch.Tensor,
         at_C: torch.Tensor,
         exact_sums: bool = False,
-        vocab: Vocabulary = _WHOLE,
+        vocab: VocabularyPart = _WHOLE,
     ) -> None:
         """Find the likeliest tokens of some rows; on the compute stream. The logits are left as they are.
 
@@ -288,7 +288,7 @@ class ScoreBuffers:
         return Scores(places, ids_CK, logprobs_CK, self.narrow.read(narrow), self.wide.read(wide))
 
 
-def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, vocab: Vocabulary) -> torch.Tensor:
+def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, vocab: VocabularyPart) -> torch.Tensor:
     """[R]; no logit is above 0, and all are overwritten.
 
     A GPU groups the additions by the number of rows. With `exact` the terms are whole multiples of 2^-43, so a row's
@@ -301,7 +301,7 @@ def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, vocab: Vocabulary) -> tor
     return vocab.sum(probs_RV.sum(dim=1)).log_()
 
 
-def _weighted_logits(logits_RV: torch.Tensor, exact: bool, vocab: Vocabulary) -> torch.Tensor:
+def _weighted_logits(logits_RV: torch.Tensor, exact: bool, vocab: VocabularyPart) -> torch.Tensor:
     """[R]: the sum of exp(logit) * logit. No logit is above 0; those of impossible tokens become finite.
 
     With `exact` as in `_log_sum_exp`: a term is at most 1 / e.

@@ -18,13 +18,13 @@ import numpy as np
 
 from rollout.engine.features.scores.buffers import WIDE_WORDS, ScoredPrompts, Scores, Scoring
 from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, Request
-from rollout.engine.schedule.feature import StepFeature
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.sequence.prompt_scores import PromptScores
+from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.sequence.prompt_scores import PromptScoreRows
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import Header, Staging
+from rollout.engine.upload import Header, UploadStaging
 
 NAME = "scores"
 #: int32 words of a token that is scored: its place and the next token's id.
@@ -33,7 +33,7 @@ SCORED_WORDS = 4
 _TOP = RowNeeds.TOP.value  # flags of an enum are slow to test
 
 
-class Asked(NamedTuple):
+class AskedScores(NamedTuple):
     """What a step scores."""
 
     tops: tuple[int, ...] = ()  # the drawing rows that report their likeliest tokens
@@ -45,15 +45,15 @@ class Asked(NamedTuple):
         return [list(self.tops), list(self.narrow), list(self.wide)]
 
 
-_NOTHING = Asked()
+_NOTHING = AskedScores()
 
 
-def asked_of(header: Header) -> Asked:
+def asked_scores(header: Header) -> AskedScores:
     """What a step scores."""
     if NAME not in header.facts:
         return _NOTHING
     tops, narrow, wide = header.facts[NAME]
-    return Asked(tuple(tops), Scoring(*narrow), Scoring(*wide))
+    return AskedScores(tuple(tops), Scoring(*narrow), Scoring(*wide))
 
 
 def wide_words(request: Request) -> int:
@@ -86,7 +86,7 @@ class _List:
         self.tops = max(self.tops, request.prompt_tops or 0)
         self.entropy |= request.prompt_entropy
 
-    def put(self, staging: Staging, name: str, multiple: int, tops: int) -> Scoring:
+    def put(self, staging: UploadStaging, name: str, multiple: int, tops: int) -> Scoring:
         """Put the list; `tops`: the likeliest tokens that are found if any are asked for."""
         if not self.at:
             return Scoring()
@@ -103,7 +103,7 @@ def _chosen(request: Request, token: int, scored: int) -> np.ndarray:
     return ids[first : first + scored] if ids.ndim == 2 else np.broadcast_to(ids, (scored, len(ids)))
 
 
-class StepScores(StepFeature):
+class ScoresFeature(StepFeature):
     """The scores of one engine's steps over `vocab` tokens.
 
     Scored positions of an upload are padded to a multiple of `multiple`. With `exact` the scores of a prompt do not
@@ -132,7 +132,7 @@ class StepScores(StepFeature):
             self._wide, self._widest = self._wide + length - unscored, widest
         return length
 
-    def pack(self, plan: Plan, staging: Staging) -> None:
+    def pack(self, plan: Plan, staging: UploadStaging) -> None:
         """Put the rows and positions that are scored."""
         asked = self._put_prompts(plan, staging) if plan.kind == "prefill" else _NOTHING
         if plan.needs.value & _TOP:
@@ -141,14 +141,14 @@ class StepScores(StepFeature):
         if asked != _NOTHING:
             staging.facts[NAME] = asked.to_facts()
 
-    def _put_prompts(self, plan: Plan, staging: Staging) -> Asked:
+    def _put_prompts(self, plan: Plan, staging: UploadStaging) -> AskedScores:
         narrow, wide, begin = _List(), _List(), 0
         for span in plan.spans:
             if span.prompt.scored:
                 (wide if wide_words(span.seq.group.request) else narrow).add(span, begin)
             begin += span.tokens_in
         wide_tops = self._wide_tops if self._exact else wide.tops
-        return Asked(
+        return AskedScores(
             narrow=narrow.put(staging, "narrow", self.multiple, self._narrow_tops),
             wide=wide.put(staging, "wide", self.multiple, wide_tops),
         )
@@ -166,7 +166,7 @@ class StepScores(StepFeature):
             group, token = seq.group, start + prompt.unscored + 1
             wide, row = wide_words(group.request) > 0, token - group.request.scored_from
             if group.prompt_scores is None or token == seq.scores_after + 1:  # an earlier prefill had other weights
-                group.prompt_scores = PromptScores.unknown(group.request, plan.version)
+                group.prompt_scores = PromptScoreRows.unknown(group.request, plan.version)
             found = slice(taken[wide], taken[wide] + prompt.scored)
             _note_prompt(
                 group.prompt_scores, slice(row, row + prompt.scored), scores.wide if wide else scores.narrow, found
@@ -174,14 +174,19 @@ class StepScores(StepFeature):
             taken[wide] += prompt.scored
 
 
-def put_tops(staging: Staging, places: Seq[int]) -> tuple[int, ...]:
+def put_tops(staging: UploadStaging, places: Seq[int]) -> tuple[int, ...]:
     """Have the drawing rows at these places report their likeliest tokens."""
     staging.put("top_at", np.array(places, dtype=np.int64))
     return tuple(places)
 
 
 def put_scored(
-    staging: Staging, name: str, at: np.ndarray, targets: np.ndarray, multiple: int, chosen: np.ndarray | None = None
+    staging: UploadStaging,
+    name: str,
+    at: np.ndarray,
+    targets: np.ndarray,
+    multiple: int,
+    chosen: np.ndarray | None = None,
 ) -> int:
     """Have the log-probs of `targets` (ids), and of `chosen` (ids by row), given at these tokens of the step.
 
@@ -214,7 +219,7 @@ def _refused_places(plan: Plan, accepted: list[int]) -> set[int]:
     return refused
 
 
-def _note_prompt(known: PromptScores, here: slice, scores: ScoredPrompts, found: slice) -> None:
+def _note_prompt(known: PromptScoreRows, here: slice, scores: ScoredPrompts, found: slice) -> None:
     known.logprobs[here] = scores.logprobs_N[found]
     if known.tops is not None:
         known.tops.ranks[here] = scores.ranks_N[found]

@@ -20,13 +20,21 @@ from rollout.engine.features.scores.buffers import (
     scored_multiple,
     vocabulary,
 )
-from rollout.engine.features.scores.feature import NAME, SCORED_WORDS, Asked, StepScores, asked_of, put_scored, put_tops
+from rollout.engine.features.scores.feature import (
+    NAME,
+    SCORED_WORDS,
+    AskedScores,
+    ScoresFeature,
+    asked_scores,
+    put_scored,
+    put_tops,
+)
 from rollout.engine.features.site import Site
 from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS
-from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.feature import DeviceFeature, HostParts
-from rollout.engine.upload import Header, Staging, StepInput
+from rollout.engine.step.device_feature import DeviceFeature, HostParts
+from rollout.engine.upload import Header, StepInput, UploadStaging
 from rollout.models.decoder import Decoder
 
 
@@ -54,9 +62,9 @@ class ScoreTaker(DeviceFeature):
         shard = site.model.vocab_shard if isinstance(site.model, Decoder) else None
         return cls(site.device, site.model.spec.vocab, site.settings.engine.deterministic, shard)
 
-    def host_part(self, engine: HostParts, before: StepFeature | None) -> StepScores:
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> ScoresFeature:
         """See `DeviceFeature`."""
-        return StepScores(scored_multiple(self._device.torch_device), self._vocab, self._exact)
+        return ScoresFeature(scored_multiple(self._device.torch_device), self._vocab, self._exact)
 
     def output(self, words: torch.Tensor, rows: int, tokens: int) -> ScoreBuffers:
         """See `DeviceFeature`."""
@@ -64,7 +72,7 @@ class ScoreTaker(DeviceFeature):
 
     def reads_hidden(self, header: Header) -> bool:
         """See `DeviceFeature`."""
-        asked = asked_of(header)
+        asked = asked_scores(header)
         return asked.narrow.scored + asked.wide.scored > 0
 
     def prefilled(
@@ -75,7 +83,7 @@ class ScoreTaker(DeviceFeature):
         output: ScoreBuffers,
     ) -> None:
         """Score positions of prompts."""
-        asked = asked_of(step.header)
+        asked = asked_scores(step.header)
         for name, scoring, buffers in (
             ("narrow", asked.narrow, output.narrow),
             ("wide", asked.wide, output.wide),
@@ -86,27 +94,27 @@ class ScoreTaker(DeviceFeature):
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: ScoreBuffers) -> None:
         """Find the likeliest tokens of rows that ask for them."""
-        if NAME in step.header.facts and asked_of(step.header).tops:
+        if NAME in step.header.facts and asked_scores(step.header).tops:
             output.take_tops(logits_SV, step["top_at"], self._exact, self._part)
 
     def downloads(self, header: Header, output: ScoreBuffers) -> Seq[Callable[[], None]]:
         """See `DeviceFeature`."""
         if NAME not in header.facts:
             return ()
-        asked = asked_of(header)
+        asked = asked_scores(header)
         return (functools.partial(output.copy, len(asked.tops), asked.narrow, asked.wide),)
 
     def read(self, words: np.ndarray, header: Header, output: ScoreBuffers) -> Scores | None:
         """See `DeviceFeature`."""
         if NAME not in header.facts:
             return None
-        return output.read(*asked_of(header))
+        return output.read(*asked_scores(header))
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
+    def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """All rows, and all tokens of a prefill."""
         if not needs & RowNeeds.TOP:
             return
-        asked = Asked(put_tops(staging, range(rows)))
+        asked = AskedScores(put_tops(staging, range(rows)))
         if len(token_ids):
             multiple = scored_multiple(self._device.torch_device)
             k, wide = min(MAX_TOP_LOGPROBS, self._vocab), min(MAX_PROMPT_TOKENS_SCORED, self._vocab)
@@ -115,5 +123,5 @@ class ScoreTaker(DeviceFeature):
             chosen = np.zeros((len(few), MAX_PROMPT_TOKENS_SCORED), np.int32)
             put_scored(staging, "wide", few, token_ids[few], multiple, chosen)
             most = Scoring(len(few), True, wide, MAX_PROMPT_TOKENS_SCORED, True)
-            asked = Asked(asked.tops, Scoring(scored, True, k), most)
+            asked = AskedScores(asked.tops, Scoring(scored, True, k), most)
         staging.facts[NAME] = asked.to_facts()

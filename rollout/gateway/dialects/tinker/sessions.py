@@ -25,7 +25,7 @@ from rollout.gateway.http.http_errors import HttpError, bad_request
 SILENT_S = 120.0
 RESULT_S = 600.0
 MOST_BYTES = 1 << 30
-_MOST_SESSIONS, _MOST_SAMPLERS = 65_536, 4096  # of all, of one session
+_MOST_SESSIONS, _MOST_SAMPLERS = 65_536, 4096  # the limits of all sessions, and of one
 _LOOK_S = 5.0
 _ERROR_BYTES = 1024
 

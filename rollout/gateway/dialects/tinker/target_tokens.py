@@ -13,7 +13,7 @@ from rollout.gateway.http.http_errors import bad_request
 from rollout.gateway.prompts.sampling import MAX_TOKEN_ID
 
 _NONE = -1
-_MOST_IDS = 1 << 26  # of all rows, filled up: a short body may ask for any number
+_MOST_IDS = 1 << 26  # the cells of all rows, filled up: a short body may ask for any number
 
 
 class TensorBody(Body):

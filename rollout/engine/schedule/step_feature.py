@@ -25,7 +25,7 @@ from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import Staging
+from rollout.engine.upload import UploadStaging
 
 F = TypeVar("F")
 
@@ -80,7 +80,7 @@ class StepFeature(PageMirror):
 
     # --- upload -------------------------------------------------------------------------------------------------------
 
-    def pack(self, plan: Plan, staging: Staging) -> None:
+    def pack(self, plan: Plan, staging: UploadStaging) -> None:
         """Called when a step is packed, after its other sections: put the feature's sections, facts and extras."""
 
     # --- launch and commit --------------------------------------------------------------------------------------------
@@ -128,6 +128,6 @@ class StepFeature(PageMirror):
         """Called when the engine is drained: assert that nothing leaked."""
 
 
-def find(features: Collection[object], kind: type[F]) -> F | None:
+def find_feature(features: Collection[object], kind: type[F]) -> F | None:
     """The feature of this class; None if there is none."""
     return next((feature for feature in features if isinstance(feature, kind)), None)

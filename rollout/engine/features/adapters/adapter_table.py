@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from rollout.engine.adapters import Adapter, AdapterRegistry, AdapterSlot
 from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
-from rollout.engine.device.streams import Device, Stream
+from rollout.engine.device.streams import Device, DeviceStream
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights
 
 #: The time between two looks at the copies of other ranks.
@@ -54,7 +54,7 @@ class AdapterTable:
         registry: AdapterRegistry,
         memory: AdapterSlots,
         device: Device,
-        streams: tuple[Stream, Stream],
+        streams: tuple[DeviceStream, DeviceStream],
         orders: GroupOrders = NO_GROUP_ORDERS,
         rows: int = 1,
         counts: AdapterCounts | None = None,
@@ -199,7 +199,7 @@ class AdapterTable:
         if had:
             self._closed.append(min(had, key=lambda slot: (slot.refs, slot.used)))
 
-    def _write(self, slot: AdapterSlot, weights: AdapterWeights, stream: Stream) -> None:
+    def _write(self, slot: AdapterSlot, weights: AdapterWeights, stream: DeviceStream) -> None:
         slot.order = self._orders.give("adapter_copies", slot.number, weights.shared.number, stream is self.loads)
         stream.run(functools.partial(self.memory.write, slot.number, weights))
         stream.record(slot.written)

@@ -24,12 +24,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from rollout.engine.schedule.feature import StepFeature
+from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.streams import Orders, Streams
-from rollout.engine.upload import Extra, Header, Staging, StepInput
+from rollout.engine.upload import Extra, Header, StepInput, UploadStaging
 from rollout.models.batch import AttentionBatch, KVCache
 
 
@@ -176,7 +176,7 @@ class DeviceFeature:
         No row and no KV is in use.
         """
 
-    def put_largest(self, staging: Staging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
+    def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """Called for each step that is rehearsed: put the most that a step of `rows` rows with these needs can have.
 
         `token_ids` are those of a prefill, int64; a decode has none.
