@@ -333,7 +333,7 @@ def test_a_buffer_is_kept_grows_and_is_freed(tmp_path: Path) -> None:
 
     def lend(memory: FileMemory, nbytes: int) -> bytes:
         handle = buffer.lend(memory, nbytes, host_number())
-        buffer.take_back()
+        buffer.end_loan()
         return handle
 
     first = lend(memory, 100)
