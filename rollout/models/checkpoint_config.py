@@ -1,7 +1,7 @@
 """config.json and generation_config.json of a checkpoint, as transformers' models read them.
 
-transformers decides what keys are called, which of them stand for others, what absent ones are, and which of two wins.
-All of this is taken from its own config, here and nowhere else:
+transformers decides the names of keys, their aliases, the defaults of absent keys, and which of two keys wins. All of
+this is taken from its own config, here and nowhere else:
 
     config.json --rules--> transformers' config class --standardised--> rules again --> CheckpointConfig
 
