@@ -107,10 +107,10 @@ def build_follower(
 def sleeping_memory(
     settings: Settings, device: Device, model: LanguageModel, host_pages: type[HostPages] = HostPages
 ) -> ReleasableMemory:
-    """Memory that is given back in a sleep, with the model's weights in it, if this worker can sleep.
+    """Memory that a sleep gives back, with the model's weights in it, if this worker can sleep.
 
-    On a CPU it is memory of `host_pages`.
-        Views of the weights that were taken before still refer to the old memory.
+    The weights move there, so views of them that were taken before still refer to the old memory. On a CPU it is memory
+    of `host_pages`.
     """
     if not settings.engine.sleep:
         return PermanentMemory(device)

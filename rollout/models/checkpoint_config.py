@@ -1,7 +1,7 @@
 """config.json and generation_config.json of a checkpoint, as transformers' models read them.
 
-transformers decides what keys are called, which of them stand for others, what absent ones are, and which of two wins.
-All of this is taken from its own config, here and nowhere else:
+transformers decides the names of keys, their aliases, the defaults of absent keys, and which of two keys wins. All of
+this is taken from its own config, here and nowhere else:
 
     config.json --rules--> transformers' config class --standardised--> rules again --> CheckpointConfig
 
@@ -28,7 +28,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from rollout.config import ModelImpl
-from rollout.models.checkpoint_folder import CheckpointError, read_json
+from rollout.models.checkpoint_folder import CheckpointError, bad_value, read_json
 from rollout.models.config_rules import NUMBER, NUMBERS, Rule
 from rollout.models.registry import (
     OFF_IF_NULL,
@@ -238,7 +238,7 @@ def check_token_ids(value: Any, vocab: int, where: str, name: str) -> tuple[int,
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab:
-            raise _bad(where, name, token, f"token ids from 0 to {vocab - 1}")
+            raise bad_value(where, name, token, f"token ids from 0 to {vocab - 1}")
     return tuple(sorted(set(ids)))
 
 
@@ -246,7 +246,7 @@ def _check_rope(value: Any, where: str, name: str) -> None:
     if value is None:
         return
     if not isinstance(value, dict):
-        raise _bad(where, name, value, "a map")
+        raise bad_value(where, name, value, "a map")
     _check_rope_values(value, where, name)
     for kind, part in value.items():
         if isinstance(part, dict):  # one map for each type of layer
@@ -256,7 +256,7 @@ def _check_rope(value: Any, where: str, name: str) -> None:
 def _check_rope_values(value: dict[str, Any], where: str, name: str) -> None:
     for key in ("rope_type", "type"):
         if key in value and type(value[key]) is not str:
-            raise _bad(where, f"{name}.{key}", value[key], "a string")
+            raise bad_value(where, f"{name}.{key}", value[key], "a string")
     for key in _ROPE_NUMBERS:
         _check(value.get(key), NUMBER, where, f"{name}.{key}")
     for key in _ROPE_LISTS:
@@ -267,8 +267,4 @@ def _check_rope_values(value: dict[str, Any], where: str, name: str) -> None:
 
 def _check(value: Any, rule: Rule, where: str, name: str) -> None:
     if value is not None and not rule.allows(value):
-        raise _bad(where, name, value, rule.wanted)
-
-
-def _bad(where: str, name: str, value: Any, wanted: str) -> CheckpointError:
-    return CheckpointError(f"{where}: {name} is {value!r:.60}; it must be {wanted}")
+        raise bad_value(where, name, value, rule.wanted)

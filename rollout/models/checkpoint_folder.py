@@ -35,6 +35,11 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be found, read or used; the message names every file or tensor that is at fault."""
 
 
+def bad_value(where: str, name: str, value: Any, wanted: str) -> CheckpointError:
+    """The error of a config's value that is not as `wanted`; `where` names the config."""
+    return CheckpointError(f"{where}: {name} is {value!r:.60}; it must be {wanted}")
+
+
 def resolve_folder(path: str, revision: str | None, weights: bool, progress: Progress | None = None) -> Path:
     """Local folder of a checkpoint; a hub id is downloaded first, with its weights only if `weights`.
 

@@ -553,10 +553,10 @@ class SharedExpert(Block):
 class SparseFeedForward(Block):
     """A mixture of gated feed-forward experts; their weights may be kept as e4m3 codes with scales.
 
-    A shared expert is stored as more of them, which every token takes, if its width is one of theirs or several
-    (`stacked_shared` counts them), and its gate as one more row of the router; the kernels need no code for it then. It
-    is kept apart where its width is another one, or where the others are codes: it may be coded, too, but its gate is
-    not. Of a shard the widths that its rank keeps count.
+    If a shared expert is as wide as one expert or several, it is stored as that many experts, which every token takes
+    (`stacked_shared` counts them), and its gate as one more row of the router. Then the kernels need no code for it. If
+    it has another width, or if the experts are codes, it is kept apart; it may be coded, too, but its gate is not. For
+    a shard, the widths that its rank keeps count.
 
     `sparse_index` counts the sparse layers: the record of a step has one entry for each of them, without shared
     experts.

@@ -419,7 +419,7 @@ def _load_fallback(source: _Source, format: Format) -> LanguageModel:
 
 
 def _tied_groups(regions: list[Region], aliases: dict[str, str]) -> list[tuple[Sequence[str], Sequence[str]]]:
-    """All names of each tensor that others are tied to, as files usually have it first, and the names of the others."""
+    """For each tensor that others are tied to: all its names, the usual one first, and the names of the others."""
     groups: list[tuple[Sequence[str], Sequence[str]]] = []
     for first in dict.fromkeys(aliases.values()):
         region = next(region for region in regions if any(first in views for views in region.alternatives))
@@ -429,7 +429,7 @@ def _tied_groups(regions: list[Region], aliases: dict[str, str]) -> list[tuple[S
 
 
 def _declared_unused(cls: Any, regions: list[Region]) -> Callable[[str], bool]:
-    """Whether a tensor is one that a class of transformers declares that it leaves out of a checkpoint."""
+    """Whether a class of transformers declares that a checkpoint may have this tensor and the model does not use it."""
     patterns = [re.compile(pattern) for pattern in cls._keys_to_ignore_on_load_unexpected or ()]
     known = all_views(regions)
     return lambda name: name not in known and any(pattern.search(name) for pattern in patterns)

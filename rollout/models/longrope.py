@@ -7,11 +7,11 @@ with them the log-probs that its first tokens would have; transformers' `generat
 Here no row crosses a border: one set serves all rows from their first token on, chosen when the worker starts. KV,
 prefixes, sessions and groups then need not know of frequencies.
 
-    short   sequences end at the original context; these are transformers' frequencies for all of them
-    long    sequences may have the whole context; these are transformers' frequencies for those that end past the border
+    short   sequences end at the original context; transformers uses these frequencies for all of them
+    long    sequences may have the whole context; transformers uses these frequencies for those that end past the border
 
-A config whose two sets are equal says that one set is for all lengths. So that is what `long` makes of a config, and
-what a trainer can do to have the same log-probs for short sequences.
+In a config with two equal sets, one set serves all lengths. `long` makes such a config, and a trainer can make the same
+one to have equal log-probs for short sequences.
 """
 
 from __future__ import annotations

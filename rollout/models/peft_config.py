@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.models.checkpoint_folder import CheckpointError
+from rollout.models.checkpoint_folder import bad_value
 
 #: Fields that do not change the results once the tensors are there.
 _IGNORED = frozenset(
@@ -54,19 +54,19 @@ class PeftConfig:
 def read_peft_config(content: Mapping[str, Any], where: str) -> PeftConfig:
     """The config from its JSON. Raises CheckpointError with the field that is not supported or of the wrong type."""
     if content.get("peft_type") != "LORA":
-        raise _bad(where, "peft_type", content.get("peft_type"), "LORA: other adapters are not supported")
+        raise bad_value(where, "peft_type", content.get("peft_type"), "LORA: other adapters are not supported")
     if content.get("bias", "none") != "none":
-        raise _bad(where, "bias", content["bias"], "none: biases of adapters are not supported")
+        raise bad_value(where, "bias", content["bias"], "none: biases of adapters are not supported")
     init = content.get("init_lora_weights")
     if not any(init is plain or (type(plain) is str and init == plain) for plain in _PLAIN_INITS):
         wanted = "true, false, gaussian, eva or orthogonal: others change the base model; convert it with PEFT first"
-        raise _bad(where, "init_lora_weights", init, wanted)
+        raise bad_value(where, "init_lora_weights", init, wanted)
     for name, value in content.items():
         if name not in _IGNORED | _USED and value not in (None, False, [], {}, ""):
-            raise _bad(where, f"{name!s:.100}", value, "left out: it is not supported")
+            raise bad_value(where, f"{name!s:.100}", value, "left out: it is not supported")
     rslora = content.get("use_rslora", False)
     if type(rslora) is not bool:
-        raise _bad(where, "use_rslora", rslora, "true or false")
+        raise bad_value(where, "use_rslora", rslora, "true or false")
     return PeftConfig(
         _rank(content.get("r"), where, "r"),
         _alpha(content.get("lora_alpha"), where, "lora_alpha"),
@@ -82,11 +82,11 @@ def read_peft_config(content: Mapping[str, Any], where: str) -> PeftConfig:
 def _patterns(content: Mapping[str, Any], where: str, name: str) -> list[tuple[str, Any]]:
     value = content.get(name) or {}
     if not isinstance(value, dict) or len(value) > _MOST_PATTERNS:
-        raise _bad(where, name, value, f"a map of at most {_MOST_PATTERNS} module names")
+        raise bad_value(where, name, value, f"a map of at most {_MOST_PATTERNS} module names")
     for key in value:
         # PEFT takes regular expressions here; an untrusted one can run for ever.
         if type(key) is not str or _PATTERN.fullmatch(key) is None:
-            raise _bad(where, name, key, "names of modules; regular expressions are not supported")
+            raise bad_value(where, name, key, "names of modules; regular expressions are not supported")
     return list(value.items())
 
 
@@ -103,15 +103,11 @@ def _matches(key: str, module: str) -> bool:
 
 def _rank(value: Any, where: str, name: str) -> int:
     if type(value) is not int or not 1 <= value <= _MOST_NUMBER:
-        raise _bad(where, name, value, "an integer of at least 1")
+        raise bad_value(where, name, value, "an integer of at least 1")
     return value
 
 
 def _alpha(value: Any, where: str, name: str) -> float:
     if type(value) not in (int, float) or not -_MOST_NUMBER <= value <= _MOST_NUMBER:  # false for NaN, too
-        raise _bad(where, name, value, f"a number of at most {_MOST_NUMBER:g}")
+        raise bad_value(where, name, value, f"a number of at most {_MOST_NUMBER:g}")
     return float(value)
-
-
-def _bad(where: str, name: str, value: Any, wanted: str) -> CheckpointError:
-    return CheckpointError(f"{where}: {name} is {value!r:.60}; it must be {wanted}")

@@ -2,8 +2,8 @@
 
     every quarter of a second    done, parts, fault, beat    in this order: a beat tells that numbers before it are new
 
-Its own thread, so that a long launch, a compilation or a large update does not silence it: a beat that stands still
-means that the whole process does. The other numbers tell whether the loop and the device go on (`group_watch.py`).
+The beat has its own thread, so a long launch, a compilation or a large update does not silence it: if the beat stands
+still, the whole process does. The other numbers tell whether the loop and the device go on (`group_watch.py`).
 
 A follower whose flag is set (`PeerBuffers.fault`), or whose device fails, ends here, also while its loop waits for the
 device. It also kills rank 0 if that process is stopped for `SILENT_S`: its clients would wait, and no other

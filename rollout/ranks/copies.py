@@ -1,7 +1,7 @@
 """The copies of a follower besides its steps: swaps, adapters, KV to the host and back; and its sleeps.
 
-Rank 0 waits for no copy: it asks whether all followers have acknowledged it. A copy begins when the device has begun
-it, so the watch tells a copy that hangs from one that waits for its turn.
+Rank 0 waits for no copy: it asks whether all followers have acknowledged it. A copy counts as begun when the device
+begins it, so the watch can tell a hung copy from a copy that waits for its turn.
 
     adapter_copies   beside steps: adapters stream, after the steps that were launched before it; steps that read the
                      slot come later. In use: compute stream, between two steps, as on rank 0

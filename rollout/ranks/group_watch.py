@@ -5,9 +5,9 @@
     a lane of a rank has something to do, and completes no part of it         after `stall_s`
     steps are enqueued, and no rank completes or enqueues one                 after `stall_s`
 
-A **lane** is what one thread or stream of a rank works off, in order: orders, updates, adapters, copies one way. Each
-is judged by itself, whether steps are ordered or not. Steps are not a lane: in them the ranks wait for each other, so
-only all of them together can stand still.
+A **lane** is the work of one thread or stream of a rank, in order: orders, updates, adapters, copies one way. Each lane
+is judged by itself, whether steps are ordered or not. Steps are not a lane: in a step the ranks wait for each other, so
+they only stand still together.
 
 A healthy group must not be ended, however slow it is:
 

@@ -17,8 +17,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -48,6 +47,7 @@ from rollout.ranks.updates import RankUpdates
 from rollout.weights.destination import UpdateMemories
 from rollout.weights.staging import WeightStaging
 from trainer_bridge.scratch import ScratchFolder
+from trainer_bridge.transports.nccl.group import NCCL_ENVIRONMENT, environment
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,6 @@ _LOOK_S = 0.25
 _CONNECT_S = 3600.0
 _READY_POLL_S = 0.02
 _BEATS_TO_SETTLE = 3
-#: Read by the nccl backend when it is made. The loss of a rank must not end rank 0, which has tokens to return.
-_NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _FLAG_CAUSE_S = 1.0
 _FAILED = 1
 #: Bytes of /dev/shm that are enough for NCCL. The ring and the relay of updates take none of them.
@@ -339,12 +337,13 @@ def connect(folder: Path, rank: int, size: int, device: torch.device) -> TensorG
     }
     if device.type == "cuda":
         try:
-            with _environment(_NCCL_ENVIRONMENT):
+            # The loss of a rank must not end rank 0, which has tokens to return.
+            with environment(NCCL_ENVIRONMENT):
                 dist.init_process_group("nccl", device_id=device, **options)
         except RuntimeError as error:
             raise connect_error(error, _shm_free_bytes()) from error
     else:
-        with _environment({"GLOO_SOCKET_IFNAME": "lo"}):  # other groups of this process choose for themselves
+        with environment({"GLOO_SOCKET_IFNAME": "lo"}):  # other groups of this process choose for themselves
             dist.init_process_group("gloo", **options)
     assert dist.group.WORLD is not None
     return TensorGroup.connected(dist.group.WORLD, device)
@@ -366,17 +365,3 @@ def _shm_free_bytes() -> float:
     except OSError:
         return math.inf
     return found.f_bavail * found.f_frsize
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -2,7 +2,7 @@
 
 Most numbers only grow. Rank 0 may read an old one: it then waits a little longer than it must.
 
-A **lane** is what one thread or stream of a follower works off, in order. Every order of a lane has a number, and is
+A **lane** is the work of one thread or stream of a follower, in order. Every order of a lane has a number, and is
 acknowledged in the same way:
 
     begin        it is given to the thread, or the device has begun it

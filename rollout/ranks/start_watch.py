@@ -4,9 +4,9 @@
                   waits for all  waits for none      waits for all
 
 Each rank reports its stage, and how many parts of it are done: values of weights, captured steps. In most stages the
-ranks wait for each other, so one that is further than another may stand still. The ranks that are the least far wait
-for no other: if none of them does anything for the limit, they have hung. While weights are loaded no rank waits, so
-each is judged by itself.
+ranks wait for each other, so a rank that is ahead may stand still. The ranks that are furthest behind wait for no other
+rank: if none of them does anything for the limit, they have hung. While weights are loaded no rank waits, so each is
+judged by itself.
 
 A slow rank must not be taken for one that hangs. So no time counts while a rank
 

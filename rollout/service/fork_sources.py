@@ -1,10 +1,11 @@
 """Tokens of requests in flight and of recently ended ones, which a request may continue by name (`fork`).
 
-Tokens of a running completion are in the engine until a delta brings them, so the service asks for them (`Flush`) and
-then reads what it has. A stop string that it has found cuts a completion here, too.
+The newest tokens of a running completion are in the engine until a delta brings them, so the service first asks for
+them (`Flush`). A stop string that the service has found cuts a completion here, too.
 
-A client continues its own requests only. Its ended ones are known until their limits are reached; then the client that
-has most of them loses its oldest one, as in the store of results. An acknowledgement drops the result, not the tokens.
+A client continues its own requests only. Tokens of ended requests are kept within limits; beyond these the client with
+the most kept requests loses its oldest one, as in the store of results. An acknowledgement drops the result, not the
+tokens.
 """
 
 from __future__ import annotations

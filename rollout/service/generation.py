@@ -168,7 +168,7 @@ class Generation:
     def cancel_preparing(self) -> None:
         """End the requests whose prompt is still being prepared, for an order that ends all requests.
 
-        The order reaches the engine before they do, so it can't end them there.
+        The order reaches the engine before these requests do, so it cannot end them there.
         """
         for entry in self._by_key.values():
             if entry.request is None:

@@ -15,8 +15,8 @@ In a group of several ranks, a rank keeps what its shard needs, cut from pieces 
 
 Staging memory is on the device, allocated once, or on the host. Host memory of one rank is pinned at the start. That of
 several ranks is in blocks, which are pinned one by one when their first bytes come: nothing is pinned before the first
-update. In place there is no such memory, besides that for tensors that can only be copied as a whole, such as those
-that are quantised.
+update. In place there is no staging memory, except for tensors that can only be copied as a whole, such as quantised
+ones.
 
 Invariants:
 
@@ -713,7 +713,7 @@ def _end(rows: Rows) -> int:
 
 
 def _target(view: torch.Tensor) -> tuple[torch.Tensor, Cut | None]:
-    """The tensor that takes the kept part of another one, and the cut that makes that part."""
+    """The tensor of a view that takes the kept part, and the cut that makes this part."""
     return (view.kept_part, view.cut) if isinstance(view, CutView) else (view, None)
 
 

@@ -12,7 +12,7 @@ from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.build import sleeping_memory
 from rollout.engine.device.streams import CpuDevice
 from rollout.models import load_model
-from rollout.models.fallback.tested import TESTED, tested_as
+from rollout.models.fallback.tested import TESTED, known_architecture
 from tests.support.engine.harness import Bench
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.models.fallback import CONFIGS, make_checkpoint
@@ -55,7 +55,7 @@ def test_all_architectures_of_the_table_are_held_here():
 
 def test_what_the_table_says_of_a_model_is_so(made):
     (model, _), _ = made
-    assert TESTED[model.spec.architecture] == tested_as(model)
+    assert TESTED[model.spec.architecture] == known_architecture(model)
 
 
 def test_prefill_and_decode_give_the_logits_of_eager_attention(made):

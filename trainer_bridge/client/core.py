@@ -435,7 +435,7 @@ class ClientCore(ProcessBound):
         coming = [endpoint for endpoint in self.endpoints if not self.connections[endpoint].gone]
         newcomers = set(self.fleet.newcomers)
         if not newcomers.intersection(there) or not set(coming) <= newcomers.union(there):
-            return  # `absorb` asks when a worker comes
+            return  # `read_replies` asks when a worker comes
         self._ask_at = now + _ASK_AGAIN_S
         self._questions = [self.start("status", {}, endpoint, math.inf) for endpoint in there]
         for question in self._questions:

@@ -297,7 +297,7 @@ class Resumer:
                 self._send(call, [part], self._with_source(call, plan, [part]))
 
     def _with_source(self, call: ResumedCall, plan: RequestPlan, parts: list[ResumedCompletion]) -> RequestPlan:
-        """The plan of a fork: it names what it continues where a worker has that, or else brings the tokens."""
+        """The plan of a fork: it names its source if a worker has its tokens, and otherwise brings them."""
         source = call.source
         if source is None:
             return plan

@@ -96,8 +96,8 @@ class WeightTransfer:
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Bring the tensors to every worker; returns when all of them use them.
 
-        Raises the first worker's error; that worker has its old weights then. Tensors are collected before they are
-        sent: of a sharded model, whose parts TRL gathers one by one, that is the whole model.
+        Raises the first worker's error; that worker has its old weights then. All tensors are collected before
+        they are sent. TRL gathers the parts of a sharded model one by one, so the whole model is collected.
         """
         if self._publisher is None:
             raise RuntimeError("send_weights came before init_weight_transfer")

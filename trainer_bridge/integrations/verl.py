@@ -167,7 +167,7 @@ class VerlServer:
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Generate nothing until `resume_generation`: requests wait, and lose nothing.
 
-        With `reject_request` they end as `aborted` with the tokens they have, and so does each that comes, because the
+        With `reject_request` running and new requests end as `aborted` with the tokens that they have, because the
         replica leaves the load balancer; their client goes on elsewhere.
         """
         if not reject_request:

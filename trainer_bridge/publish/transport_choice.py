@@ -13,9 +13,10 @@ others rank 0 collects them.
 The choice is made by trying: a worker refuses in `begin`, before anything is sent, and the reason is kept. The next
 update starts from this result.
 
-The first workers of a publisher form one group of `nccl`. One that joins later forms a group of its own with the
-publisher, so the others keep theirs. Once there are many such groups, or a worker leaves the group of others, which
-breaks it, all workers meet in one new group. Each group has its own sender, named by a route: `nccl`, `nccl/1`, ...
+The first workers of a publisher form one group of `nccl`. A worker that joins later forms a group of its own with the
+publisher, so the first group stays. Once there are many groups, or once a worker has left a group of several, which
+breaks that group, all workers meet in one new group. Each group has its own sender, named by a route: `nccl`,
+`nccl/1`, ...
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ The publisher writes the folder under a temporary name and renames it when it is
 incomplete one. Any reader of Hugging Face checkpoints can read it. The worker gets names, sizes and checksums of the
 files in `begin`, reads them while it generates, and writes their bytes directly to the staging memory.
 
-Names have a word of their publisher, which keeps a file with this word locked. The next publisher on the same host that
-writes there removes what a killed one left incomplete, and treats its updates as its own.
+Names contain a word of their publisher, which keeps a file with this word locked. The next publisher on the same host
+that writes to the folder removes incomplete updates of a killed publisher, and treats complete ones as its own.
 
 Invariants of the reader:
 

@@ -11,8 +11,8 @@ Invariants:
   packed once and sent to all workers, from a buffer that is reused when all of them have acknowledged it.
 - Buckets may arrive in any order. A repeated bucket with the same checksum is acknowledged again and not written; with
   another checksum it ends the update.
-- A bucket of another update is never written anywhere. It is refused, so that its publisher learns at once that a
-  newer update replaced it.
+- A bucket of another update is never written anywhere. It is refused, so its publisher learns at once that a newer
+  update replaced its own.
 - Buckets that arrive before they may land wait in memory: at most `window` of them.
 """
 

@@ -119,9 +119,9 @@ class Manifest:
 
 
 def usual_bucket_bytes(total_bytes: int, gpus: bool) -> int:
-    """64 MiB; where there are `gpus` up to 256 of an update so large that it has 64 buckets all the same.
+    """64 MiB; with `gpus` up to 256 MiB, as long as the update still has 64 buckets.
 
-    A host needs some 0.8 ms for a bucket of any size, in which a link between GPUs moves 256 MiB.
+    A host needs about 0.8 ms for a bucket of any size; in this time a link between GPUs moves 256 MiB.
     """
     if not gpus:
         return _USUAL_BUCKET_BYTES

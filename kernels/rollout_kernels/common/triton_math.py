@@ -12,8 +12,8 @@ Before its wait, a kernel may prefetch only data that no kernel writes (weights)
 predecessor could start; the latter it reads past the L1 cache. It writes nothing before its wait. A kernel that calls
 `let_next_begin` before its own wait (norms, streamed products) leaves its successor only weights to prefetch.
 
-Kernels of a family get what they are compiled for as one constant, a named tuple such as `Choice` of the routers, and
-pass pointers to device functions in named tuples that they make themselves. Triton 3.6 sets two limits on a constant:
+Related kernels take their compile-time values as one constant, a named tuple such as `RouterConstants`, and pass
+pointers to device functions in named tuples that they make themselves. Triton 3.6 sets two limits on a constant:
 
     fields are numbers      Triton writes them as JSON when a compilation is watched, and cannot write a dtype
     `E: tl.constexpr = C.E` before a field is a shape, the end of a `static_range` or an argument of a function

@@ -10,7 +10,7 @@ tokens are enough for the fast instruction, and little work is wasted if few tok
 128 tokens, the same kernels serve prefill. Sums are float32 in a fixed order, and no two programs write to the same
 place. `combine` is not needed if the consumer, `add_rms_norm`, adds the parts.
 
-Codes are decoded to bf16 or f16 without loss before they are multiplied (`triton_grouped_tiles`). Scales of blocks and
+Codes are decoded to bf16 or f16 without loss before they are multiplied (`triton_coded_tiles`). Scales of blocks and
 rows are applied to the float32 sums.
 
 With `half`, an additional kernel (`narrow_rows`) first converts bf16 activations to f16 with a scale for each row. A

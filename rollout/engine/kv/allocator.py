@@ -151,7 +151,7 @@ class PageAllocator:
         wanted = self._pages_wanted(seq, len(tokens))
         self.prefixes.retain(reusable)
         shared = reusable.shared
-        for page in shared:  # what has no key is lost with its session, which may give way in vain
+        for page in shared:  # a session that gives way, but not enough, would lose its pages without keys
             self.pool.retain(page)
         new = self._retain_and_allocate(reusable.pages, wanted - len(shared), spare)
         if new is None:

@@ -18,12 +18,12 @@ _SLACK = 16
 K = TypeVar("K", bound=Hashable)
 
 
-class Deadlines(Generic[K]):
-    """Times at which something of these keys ends, seconds; one for each key."""
+class EndTimes(Generic[K]):
+    """The time at which something of a key ends, seconds; at most one for each key."""
 
     def __init__(self) -> None:
         self._at: dict[K, float] = {}
-        self._heap: list[tuple[float, int, K]] = []  # some of them are dropped or have another time since
+        self._heap: list[tuple[float, int, K]] = []  # entries whose key was dropped or has another time since, too
         self._serial = 0
 
     def set(self, key: K, at_s: float) -> None:
@@ -59,7 +59,7 @@ class EvictionOrder(Generic[K]):
     def __init__(self) -> None:
         self._others: OrderedDict[K, None] = OrderedDict()  # least recently used first, as the next
         self._leased: OrderedDict[K, None] = OrderedDict()
-        self._ends = Deadlines[K]()  # deadlines of leases
+        self._ends = EndTimes[K]()  # ends of leases
 
     def __bool__(self) -> bool:
         return bool(self._others or self._leased)
@@ -90,7 +90,7 @@ class EvictionOrder(Generic[K]):
         """Remove all."""
         self._others.clear()
         self._leased.clear()
-        self._ends = Deadlines()
+        self._ends = EndTimes()
 
     def expire(self, now_s: float, needed: Callable[[K], bool] = lambda key: False) -> None:
         """End the leases whose time is over; what is not `needed` gives way next."""

@@ -2,7 +2,7 @@
 
 A fetch brings the pages of one prefix that the pool lacks, and with states of linear attention the end of the prefix:
 the state after it, and its half-full page. Sequences wait for it without a row or pages, and then find their prefix in
-the pool. Whoever wants a page that is on its way waits for the same fetch (`of`).
+the pool. A sequence that wants a page on its way waits for the same fetch (`of`).
 
     to read      the page is on disk only: it is read to the host first
     queued       the page or the state is on the host; fetches take turns

@@ -10,8 +10,8 @@ Every page is in exactly one of five states:
 
 A kept page may be written to disk meanwhile (`disk`); the write is valid if the page stays kept until its end.
 
-Preempted sequences come first: kept pages have only the room that these leave. The one that was used least recently
-gives way, those of sessions with a lease after the others.
+Preempted sequences come first: kept pages have only the room that these leave. The least recently used kept page gives
+way first; pages of sessions with a lease give way last.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ With an `engine.max_kv_age` over 0 keys lack the weights version. Then each know
 oldest one in its KV, or in the KV that this was computed from. A page that is too old is not found. It is given up when
 its key gets newer KV, or when the pool needs the page.
 
-`tier` copies the oldest cached pages to the host before they are evicted. It looks at each once, and the pages that it
-has looked at are evicted before the others, those that are being copied last. A page is copied without a reference: if
-it is evicted meanwhile, the copy is discarded.
+`tier` copies the oldest cached pages to the host before they are evicted. It looks at each page once. Pages that it has
+looked at are evicted first, then the other ones, and last the pages that are being copied. A page is copied without a
+reference: if it is evicted meanwhile, the copy is discarded.
 
 The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page
 is used or cached. A sequence with an equal prompt copies the page, because the first sequence goes on writing there.

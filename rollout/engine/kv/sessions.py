@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.engine.kv.eviction_order import Deadlines, EvictionOrder
+from rollout.engine.kv.eviction_order import EndTimes, EvictionOrder
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import CachedSnapshot, Snapshots
 from rollout.engine.messages.requests import Request, RequestKey, SessionKey
@@ -71,7 +71,7 @@ class Sessions:
         self._unseen: OrderedDict[SessionKey, int] = OrderedDict()  # first pages that `look` has not returned
         self._refs: dict[int, int] = {}  # how many sessions have a page, by page
         self._refs_sum = 0
-        self._leases = Deadlines[SessionKey]()  # deadlines of sessions between two turns
+        self._leases = EndTimes[SessionKey]()  # when sessions between two turns end
 
     @property
     def pages(self) -> int:

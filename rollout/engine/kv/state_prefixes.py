@@ -1,7 +1,8 @@
 """Prefixes of models with states of linear attention: KV of a prefix is usable only with the state after it.
 
-So a group share has a snapshot of the state, a session has those of its prompt and of its end, and the prefix cache is
-searched for prefixes that end at one. Every prefill saves one before the last token of its prompt, if there is a place.
+So a group share has a snapshot of the state, a session has snapshots of its prompt and of its end, and the prefix cache
+is searched for prefixes that end at a snapshot. Every prefill saves a snapshot before the last token of its prompt, if
+there is a place.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """New sessions wait while existing sessions need their pages.
 
 Agents come back: an idle session is one whose tool runs. If every new agent starts at once, each turn takes the pages
-of a session that comes back next, and that one computes its whole context again. So a turn without KV of its session,
-the first one or one whose KV gave way, waits while the pages that sessions do not have, free ones on the host included,
-are too few for it. It takes those of sessions when no row runs, when a session was idle for long, or when it has waited
-for long itself. A turn whose KV is on the host does not wait: it takes no prefill.
+of a session that comes back next, and that one computes its whole context again. So a turn waits if its session has no
+KV (it is the first turn, or the KV gave way) and if the pages that no session has, together with free pages on the
+host, are too few for the turn. It takes pages of sessions when no row runs, when a session was idle for long, or when
+the turn itself has waited for long. A turn whose KV is on the host does not wait: it needs no prefill.
 """
 
 from __future__ import annotations

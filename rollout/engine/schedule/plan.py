@@ -7,10 +7,9 @@ A plan is a list of spans, one for each row of the step:
     with k ahead       [ KV is there      ][ last token ][ k ahead ]             1 + k in and drawn, 1 or more kept
     prompt chunk       [ KV is there      ][ the next L tokens of the prompt ]   L in; 1 drawn after the last, if any is
 
-Both differ in two facts only. The token that goes into a decode row is on the device, which drew it; the tokens of a
-prompt come from the host (`Span.prompt`). And a step whose spans are all of one token takes the decode forward,
-whatever its tokens are. A prompt of which only the last token has no KV is planned as a decode row; the upload sets it
-up.
+The two kinds of span differ in the source of their tokens: the device drew the token of a decode row, and the host
+sends the tokens of a prompt (`Span.prompt`). A step whose spans all have one token takes the decode forward, whatever
+their source is. A prompt of which only the last token has no KV is planned as a decode row; the upload sets it up.
 
 A feature may put tokens into a row ahead of its draw (`TokensAhead`). While such a step is in flight, the position of
 the row is not known, and `start` is the highest that it can be.

@@ -1,15 +1,15 @@
 """Preemption: sequences lose their row because pages run short, weights change, or all KV leaves.
 
 **Pages run short** (`grow_rows`). Idle sessions give way first, then group shares, then a row of the lowest priority:
-the youngest of the client that has most of these rows, so that no client pays for many rows of another one. Where the
-KV of preempted sequences is kept on the host, their pages are free only after they are copied. So a row is preempted a
+the youngest row of the client that has most of them, so a client with few rows does not pay for others. Where the KV
+of preempted sequences is kept on the host, their pages are free only after they are copied. So a row is preempted a
 little before its pages are needed, and a row whose page is not free yet is left out of one step.
 
-**Weights change** (`change_weights`), or what else KV depends on (`restart_prompts`). A row goes on with the KV that it
-has, and so does a sequence whose KV is offloaded or on its way back. With `recompute` they are computed again. Three
-are always computed again: a row without a launched step, a prompt that is offloaded before its first token, and a
-prompt whose log-probs are asked for. Other sequences use KV of older weights up to `engine.max_kv_age`; a row without a
-launched step goes on if what it has found is not older.
+**Weights change** (`change_weights`), or something else that KV depends on (`restart_prompts`). A row goes on with the
+KV that it has, and so does a sequence whose KV is offloaded or on its way back. With `recompute` both are computed
+again. Three kinds are always computed again: a row without a launched step, a prompt that was offloaded before its
+first token, and a prompt whose log-probs are requested. Other sequences use KV of older weights up to
+`engine.max_kv_age`; a row without a launched step goes on if the KV that it has found is not older.
 
 **All KV leaves the pool** (`release_pool`). Where nothing else changes, every sequence that has KV may go on with it, a
 half-prefilled prompt too.

@@ -6,8 +6,8 @@ that version.
 
 A sequence whose KV is on the host leaves the queue until that is back in the pool.
 
-A sequence whose tokens another one is prefilling leaves the queue until these are launched, or until that prefill
-stops. Then the first that waited computes them, and the others wait for that one. A new session may wait for room
+A sequence whose tokens another sequence is prefilling leaves the queue until these tokens are launched. If that prefill
+stops, the first sequence that waited computes the tokens, and the others wait for it. A new session may wait for room
 (`newcomers`).
 """
 

@@ -1,4 +1,4 @@
-"""Admission of requests: limits, refusals, deadlines."""
+"""Limits of the scheduler, refusals of requests, and the deadlines of admitted ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A step on the device: set rows up, run the forward, draw. Everything here runs on the compute stream.
 
-    begin      rows that the step sets up, pages that are copied, tokens of a decode forward that the host knows
+    begin      set rows up, copy pages, put tokens that the host knows where a decode forward reads them
     decode     one token for each row, the last one of the row state; logits of the next
     prefill    the tokens of spans of any length; logits after those that draw
     sample     from logits to the tokens, in the row state and in the output

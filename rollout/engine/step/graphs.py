@@ -6,8 +6,8 @@
                                                     steps that change the logits; once more for steps with adapters.
                                                     They draw outside the graph, which costs more than the padding
 
-    ahead     both once more for steps with tokens ahead of a model with states; those of other models take the graphs
-              of steps without any
+    ahead     both once more, for steps with tokens ahead of a model with states; other models run such steps in the
+              graphs above
 
     replays   what features launch themselves at    one for each name and size (`DeviceFeature.decode_work`)
               the end of a step

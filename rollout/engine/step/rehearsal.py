@@ -1,8 +1,8 @@
 """The largest steps that an engine can have, run once before it serves, on padding and a KV cache of two pages.
 
-They load every kernel of prefill and of sampling, so that nothing is compiled while serving, and they take the memory
-that such steps will take. On a GPU they run once more before, without their kernels, which are compiled meanwhile. All
-rows are row 0 and all pages page 0; both are as before afterwards.
+They load every kernel of prefill and of sampling, so nothing is compiled while serving. They take as much memory as
+such steps will take. On a GPU they first run without kernels, and threads compile the kernels meanwhile. All rows are
+row 0 and all pages page 0; both are as before afterwards.
 """
 
 from __future__ import annotations

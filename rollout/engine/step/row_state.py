@@ -13,10 +13,10 @@
     banned  [rows, K]            stop ids, padded by repeating the first; banned until min_tokens
     columns [rows]     int32     of features, by name
 
-Row 0 is padding. The last rows are for tokens ahead: for one step such a row is a copy of another one, some tokens
-ahead, with one of these as its last token (`features/drafts`). The first step of a sequence sets its row up, from the
-`init_*` and list sections of that step's upload (`pack.py` writes them); after that the device keeps the row current by
-itself. Everything here runs on the compute stream.
+Row 0 is padding. The last rows are for tokens ahead: for one step such a row is a copy of a sequence's row, some
+tokens ahead, and its last token is one of the tokens ahead (`features/drafts`). The first step of a sequence sets its
+row up, from the `init_*` and list sections of that step's upload (`pack.py` writes them); after that the device keeps
+the row current by itself. Everything here runs on the compute stream.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Rows of a group, of a session or behind one system prompt hold the same pages. T
 next to each other, so what a row shares is what it has in common with its neighbours. Pages that two rows share stay
 shared while both run, and the page that a row writes to is its own; so the segments change only with the rows.
 
-The tokens ahead of a row stand behind it, in rows with its page table. So they share all positions before the first one
-that the step may write. That is a run of rows of its own within what the rows of a group share.
+The tokens ahead of a row follow it, in rows with its page table. So they share all positions before the first one that
+the step may write: a run of rows within the run of its group.
 
 Reading shared pages once costs time, too: more parts to combine, and neighbours that read the same pages at the same
 time find them in the L2 cache anyway. Below `shared_saved_bytes` of `EngineConstants` the segments share nothing.

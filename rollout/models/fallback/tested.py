@@ -20,7 +20,7 @@ class TestedArchitecture(NamedTuple):
     experts: str  # "none", "ours" or "transformers'": the code that runs them
 
 
-def tested_as(model: TransformersModel) -> TestedArchitecture:
+def known_architecture(model: TransformersModel) -> TestedArchitecture:
     """The special traits of a model, from its layers."""
     layers = model.spec.layers
     special = {

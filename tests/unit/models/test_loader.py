@@ -269,7 +269,7 @@ def test_an_architecture_that_is_not_native_lists_the_native_ones(tmp_path: Path
     [
         ({"architectures": []}, "must name one architecture"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized checkpoints are not supported"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "this quantization_config is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'"),
         ({"num_key_value_heads": 3}, "not a multiple of the KV heads"),
     ],

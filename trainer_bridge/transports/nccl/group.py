@@ -38,7 +38,7 @@ _LANDED_POLL_GPU_S = 0.0001  # a bucket takes 0.2 ms from GPU to GPU
 _GONE = "gone"  # key of a store
 _MAX_REASON = 300  # characters
 #: Read by the nccl backend when it is made. Without them a group that has lost a member ends the whole process.
-_NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _environment_lock = threading.Lock()
 
 
@@ -122,7 +122,7 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
-        raise GroupError(f"the store at {host_port(host, port)} cannot be used: {_first_line(error)}") from error
+        raise GroupError(f"the store at {host_port(host, port)} cannot be used: {first_line(error)}") from error
 
 
 def begin_ending(work: Callable[[], object]) -> threading.Thread | None:
@@ -197,7 +197,7 @@ class BroadcastGroup:
                 else self._nccl(members, rank, size, connect)
             )
         except RuntimeError as error:  # torch's own errors of stores and sockets are kinds of it
-            raise GroupError(f"not all members met within {timeout_s:g} s: {_first_line(error)}") from error
+            raise GroupError(f"not all members met within {timeout_s:g} s: {first_line(error)}") from error
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Memory that can be broadcast, uint8."""
@@ -220,7 +220,7 @@ class BroadcastGroup:
         try:
             return Pending(self._backend.broadcast([data], options), self._arrivals, self._timeout, poll_s)
         except RuntimeError as error:
-            raise GroupError(_first_line(error)) from error
+            raise GroupError(first_line(error)) from error
 
     def warm_up(self) -> None:
         """Add up one number of each member. On a GPU it runs on the current stream. Raises `GroupError`."""
@@ -229,14 +229,14 @@ class BroadcastGroup:
         try:
             self._backend.allreduce([torch.zeros(1, device=self.device)], options).wait()
         except RuntimeError as error:
-            raise GroupError(_first_line(error)) from error
+            raise GroupError(first_line(error)) from error
 
     def send(self, data: torch.Tensor, to: int, tag: int = 0) -> None:
         """Send bytes of host memory to one member; gloo only; any thread. Raises `GroupError`."""
         try:
             self._backend.send([data], to, tag).wait(self._timeout)
         except RuntimeError as error:
-            raise GroupError(_first_line(error)) from error
+            raise GroupError(first_line(error)) from error
 
     def receive(self, out: torch.Tensor, sender: int, timeout_s: float, tag: int = 0) -> None:
         """Receive bytes of host memory from one member; gloo only; any thread, for tags of its own.
@@ -250,13 +250,13 @@ class BroadcastGroup:
         try:
             work = self._backend.recv([out], sender, tag)
         except RuntimeError as error:
-            raise GroupError(_first_line(error)) from error
+            raise GroupError(first_line(error)) from error
 
         def wait(timeout_s: float) -> None:
             try:
                 work.wait(timedelta(seconds=timeout_s))
             except RuntimeError as error:
-                raise GroupError(_first_line(error)) from error
+                raise GroupError(first_line(error)) from error
 
         return wait
 
@@ -301,7 +301,7 @@ class BroadcastGroup:
             store.set(f"here/{rank}", "")
             store.wait([f"here/{other}" for other in range(size)], self._join_timeout)
         with torch.cuda.device(self.device):
-            with _environment_lock, _environment(_NCCL_ENVIRONMENT):
+            with _environment_lock, environment(NCCL_ENVIRONMENT):
                 backend = ProcessGroupNCCL(store, rank, size, options)
             if connect != "late":
                 backend.eager_connect_single_device(self.device)  # called without the lock, because it may hang
@@ -339,12 +339,13 @@ class Pending:
                 return False
             self._work.wait(self._timeout)  # raises the error, if any
         except RuntimeError as error:
-            raise GroupError(_first_line(error)) from error
+            raise GroupError(first_line(error)) from error
         return True
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables of this process for the time of a `with` block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -357,5 +358,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The beginning of an error's message: torch appends a stack of C++ calls."""
     return str(error).partition("\n")[0][:300]

@@ -32,7 +32,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.transports.nccl.group import REACH_S, BroadcastGroup, GroupError, Pending, reach
+from trainer_bridge.transports.nccl.group import REACH_S, BroadcastGroup, GroupError, Pending, first_line, reach
 from trainer_bridge.wire.address import address_towards, bare, host_port, is_loopback
 from trainer_bridge.wire.errors import BadRequest, InternalError, RolloutError, WeightsRejected
 from trainer_bridge.wire.manifest import TensorEntry
@@ -217,7 +217,7 @@ class GroupMember:
         except (RuntimeError, ValueError) as error:
             raise GroupError(
                 f"its {meeting.size} members did not meet at {host_port(meeting.host, meeting.port)} within "
-                f"{self._timeout_s:g} s: {_first_line(error)}"
+                f"{self._timeout_s:g} s: {first_line(error)}"
             ) from error
 
     def _value(self, key: str) -> bytes:
@@ -225,7 +225,7 @@ class GroupMember:
         try:
             return store.get(key)
         except RuntimeError as error:
-            raise GroupError(f"the trainer's store has no {key}: {_first_line(error)}") from error
+            raise GroupError(f"the trainer's store has no {key}: {first_line(error)}") from error
 
     def _meet(self, store: dist.Store, prefix: str, until_s: float) -> BroadcastGroup:
         meeting = self.meeting
@@ -318,7 +318,3 @@ def cut(sizes: Iterable[int], packed_bytes: int | None) -> list[list[int]]:
         broadcasts[-1].append(size)
         filled += size
     return broadcasts
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:300]

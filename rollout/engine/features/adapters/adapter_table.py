@@ -4,11 +4,12 @@
     ready        before admission: which adapters of the queue are in a slot; copies of others begin
     take, give   a sequence is admitted; no step in flight names it any more
 
-Adapters get slots in the order of the queue. The least recently used one whose rows have ended loses its slot, at first
-one that nothing waits for. While an adapter waits for a slot, sequences of adapters in slots pass it, so that all rows
-are in use. This ends: a slot that has taken its share of all rows may be *closed* for sequences behind the one that
-waits, and comes free when its rows have ended. A quarter of the slots is closed at a time, those with the fewest rows
-first. So no adapter starves: it waits for one closed slot for itself and one for each adapter that waits before it.
+Adapters get slots in the order of the queue. Of the adapters whose rows have ended, the least recently used one loses
+its slot; adapters that no sequence waits for go first. While an adapter waits for a slot, sequences of adapters in
+slots pass it, so that all rows are in use. This ends: once a slot has taken its share of all rows, it may be *closed*
+for sequences that come after the waiting one; it is free when its rows have ended. At most a quarter of the slots is
+closed at a time, those with the fewest rows first. So no adapter starves: it waits for one closed slot for itself and
+one for each adapter that waits before it.
 
 Invariants:
 - A slot that a sequence has taken belongs to that adapter until it is given back, together with row and pages

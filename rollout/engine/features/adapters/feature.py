@@ -39,7 +39,7 @@ class AdaptersFeature(StepFeature):
         return None
 
     def ready(self, heads: list[Sequence]) -> list[Sequence]:
-        """Those without an adapter, and those whose adapter's slot takes them. Other adapters are loaded, or wait."""
+        """The sequences without an adapter, or with one whose slot takes them. Other adapters are loaded, or wait."""
         waiting = [seq.group.adapter for seq in heads if seq.group.adapter is not None]
         if not waiting:
             return heads

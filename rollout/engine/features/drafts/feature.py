@@ -95,7 +95,7 @@ class DraftsFeature(StepFeature):
     ) -> Plan:
         """A step of these decode rows, with `drafts` of some of them, in the order of `seqs`.
 
-        A draft model writes KV at the positions of the drafts that it makes, so the plan tells the pages of these, too.
+        A draft model writes KV at the positions of the drafts that it makes, so the plan includes their pages.
         """
         page_size, ahead = allocator.page_size, self.planner.most if after is DraftAfter.DRAFT else 0
         counts, draft_rows = {draft.seq: draft.length for draft in drafts}, iter(self._draft_rows)

@@ -181,7 +181,7 @@ class ModelDrafter(DeviceDrafter):
         return tokens_R
 
     def _copy_rows(self, rows_R: torch.Tensor, copies: slice, needs: RowNeeds) -> tuple[RowState, Sampler]:
-        """Copies of rows with what `needs` ask of them, and what draws for these."""
+        """Copies of rows with the state that `needs` requires, and the sampler of the copies."""
         rows, ahead, draw = self.rows, self._ahead, self._draw
         if needs & RowNeeds.PENALIZE:  # the counts take a vocabulary for each row, so they are set up only when needed
             ahead = RowState(len(rows_R), 1, rows.vocab, rows.ints.device)

@@ -2,18 +2,18 @@
 
 Drafts come from a drafter on the host, or from one on the device (`drafter`).
 
-The drafter on the host gives a path. It begins after the committed tokens of a row. The row's drafts begin later, where
-the row is once the steps in flight have run: each of them draws one token at least, and more if drafts are accepted. So
-a path is longer than the drafts.
+The drafter on the host gives a path, which begins after the committed tokens of a row. The row's drafts begin later: at
+the position of the row once the steps in flight have run. Each of these steps draws one token or, if drafts are
+accepted, more. So a path is longer than the drafts.
 
 The drafter on the device runs after a step, and makes the drafts that the next step of each row may verify. The plan of
-the first step says that it runs, and sees to pages for its drafts; the plan of the second says how many of them are
-verified. The host knows neither these drafts nor where the row is. They arrive with the tokens of their step: masks of
-a constraint follow them, and the tokens that come next tell how good they were.
+the first step says that the drafter runs, and has pages for its drafts; the plan of the next step says how many of the
+drafts are verified. At that time the host knows neither the drafts nor the position of the row. The drafts arrive with
+the tokens of their step: masks of a constraint follow them, and the tokens drawn next show how good they were.
 
-With `adapts` rows draft only where the step costs less than the tokens that are expected of it: by how often the
-drafter was right for each row, and by the costs of steps. While no row drafts, the drafter on the host is asked for
-some plans only, and the one on the device runs now and then. All rows are measured so, those without drafts as well.
+With `adapts` rows draft only where the expected tokens are worth the costs of the step: by how often the drafter was
+right for each row, and by the costs of steps. While no row drafts, the drafter on the host is asked for some plans
+only, and the drafter on the device runs now and then. So all rows are measured, also those without drafts.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ within a number of tokens; the prompt that was used longest ago goes first. A to
     a prompt in use    prompt + running completions | ended ones: kept
     another prompt     prompt + ended ones: kept
 
-A prompt in use keeps its ended completions while they are not more than the rest of it: to drop them costs an index of
-the rest anew.
+A prompt in use keeps its ended completions while they have no more tokens than its other texts: to drop them, the index
+of the other texts is built anew.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     buffer    | block 0 | block 1 | ...       blocks of places; a place holds the embeddings of one token
 
-An encoding is needed from the step that makes it to the steps that compute KV of its tokens. All these run on one
-stream, so a place may be given away as soon as no step that is being planned needs it: a later encoding overwrites it
-after the earlier steps have read it. So nothing is freed by hand. The least recently used encodings are overwritten.
+An encoding is needed from the step that makes it to the steps that compute KV of its tokens. All these steps run on one
+stream, so a place may be given away as soon as no step that is being planned needs it: a later encoding overwrites the
+place after the earlier steps have read it. So nothing is freed by hand. The least recently used encodings go first.
 If a request needs one again, it is encoded again from the pixels, which requests keep on the host.
 
 Encodings belong to the weights of the tower: an update that changes these drops all of them.
