@@ -43,7 +43,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.support.bridge.file_memory import FileMemory, lend_from, share_from
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
 from trainer_bridge.publish import lent_parts
-from trainer_bridge.publish import publisher as publisher_module
 from trainer_bridge.publish.lent_parts import BorrowedParts
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.trainer_ranks import TrainerRanks
@@ -193,7 +192,7 @@ def train_lending(order: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     seen: dict[str, Any] = {"versions": [], "transports": [], "errors": [], "mapped": [], "warnings": []}
     seen |= {"requested": [], "fetched": [], "events": [], "buffers": []}
-    publisher_module._ABORT_S = 20.0  # for which a worker on a busy machine may take to answer
+    WeightPublisher.abort_s = 20.0  # a worker on a busy machine may take this long to answer
     at, memory = [0], FileMemory(folder / "lent")
     watch(seen, at)
     arm(order["fault"], rank, ranks - 1, memory, at, folder)

@@ -111,7 +111,7 @@ def _install(folder: Path) -> None:
     before(PageMover, "_copy_in", lambda *args, **kwargs: stand_at("back"))
     before(FollowerCopies, "_change_memory", lambda *args, **kwargs: stand_at("memory"))
     staged_weights.SwapCopies.__init__.__defaults__ = (1,)
-    releasable._BLOCK_BYTES, releasable._PIECE_BYTES = 1 << 14, 1 << 14
+    releasable.ReleasableMemory.__init__.__defaults__ = (1 << 14, 1 << 14)  # bytes of a block, and of a piece
     before(FollowerUpdates, "_keep", be_slow)
     before(staged_weights.SwapCopies, "_mark", be_slow)
     before(releasable.ReleasableMemory, "_copy", be_slow)
