@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rollout.models import AttentionBatch, Chunk, Decoder, KVCache, LoadedModel
+from rollout.models import AttentionBatch, Decoder, KVCache, LoadedModel, PromptChunk
 from rollout.models.batch import ExpertRecord, HiddenTaps, WantedTokens
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
@@ -57,11 +57,11 @@ class PagedRunner:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        chunks: list[Chunk] = []
+        chunks: list[PromptChunk] = []
         for row, ids in pieces.items():
             start = self.lengths[row]
             self.lengths[row] += len(ids)
-            chunks.append(Chunk(len(tokens), len(ids), self.lengths[row]))
+            chunks.append(PromptChunk(len(tokens), len(ids), self.lengths[row]))
             tokens += ids
             positions += range(start, self.lengths[row])
             slots += [self._slot(row, position) for position in range(start, self.lengths[row])]
@@ -84,7 +84,7 @@ class PagedRunner:
     def _slot(self, row: int, position: int) -> int:
         return self.tables[row][position // self.page_size] * self.page_size + position % self.page_size
 
-    def _step_adapters(self, rows: list[int], chunks: tuple[Chunk, ...] | None, padding: int) -> StepAdapters | None:
+    def _step_adapters(self, rows: list[int], chunks: tuple[PromptChunk, ...] | None, padding: int) -> StepAdapters | None:
         if self.adapters is None:
             return None
         lengths = [1] * len(rows) if chunks is None else [chunk.query_len for chunk in chunks]
@@ -97,7 +97,7 @@ class PagedRunner:
         positions: list[int],
         slots: list[int],
         rows: list[int],
-        chunks: tuple[Chunk, ...] | None,
+        chunks: tuple[PromptChunk, ...] | None,
         padding: int = 0,
         last_of: list[int] | None = None,
     ) -> torch.Tensor:
@@ -124,7 +124,7 @@ class PagedRunner:
             batch = replace(batch, wanted=self._wanted([rows.index(row) for row in last_of], batch, chunks))
         return self.forward.compute_logits(self.forward(ints(tokens), batch, self.kv))
 
-    def _wanted(self, spans: list[int], batch: AttentionBatch, chunks: tuple[Chunk, ...]) -> WantedTokens:
+    def _wanted(self, spans: list[int], batch: AttentionBatch, chunks: tuple[PromptChunk, ...]) -> WantedTokens:
         last = torch.tensor([chunks[i].query_start + chunks[i].query_len - 1 for i in spans], dtype=torch.int64)
         own = AttentionBatch(
             positions_T=batch.positions_T[last],
@@ -132,7 +132,7 @@ class PagedRunner:
             page_table_BP=batch.page_table_BP[spans],
             context_lens_B=batch.context_lens_B[spans],
             max_context=batch.max_context,
-            chunks=tuple(Chunk(i, 1, chunks[span].context_len) for i, span in enumerate(spans)),
+            chunks=tuple(PromptChunk(i, 1, chunks[span].context_len) for i, span in enumerate(spans)),
         )
         return WantedTokens(last, own)
 
