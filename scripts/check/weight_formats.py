@@ -27,7 +27,7 @@ import torch
 from rollout_kernels.moe.formats import Format
 
 from rollout.config import ModelSettings
-from rollout.models import AttentionBatch, Chunk, Decoder, KVCache, load_model
+from rollout.models import AttentionBatch, Decoder, KVCache, PromptChunk, load_model
 from rollout.models.coded import CodedView
 from scripts.bench.output import write_results
 from scripts.bench.shapes import model_config
@@ -64,7 +64,7 @@ def log_probs(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     kv = KVCache.allocate(model.spec, 2, count, model.embed.dtype, "cpu")
     at = torch.arange(count)
     table, lengths = torch.ones(1, 1, dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
-    batch = AttentionBatch(at, at + count, table, lengths, count, (Chunk(0, count, count),))
+    batch = AttentionBatch(at, at + count, table, lengths, count, (PromptChunk(0, count, count),))
     hidden_TH = model(torch.tensor(tokens), batch, kv)
     return model.compute_logits(hidden_TH[:-1]).log_softmax(-1)
 

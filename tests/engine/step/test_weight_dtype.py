@@ -198,12 +198,12 @@ def test_on_a_gpu_captured_steps_read_the_codes_and_see_new_ones(format, tmp_pat
 
 def whole(model, ids):
     """Logits of all positions, by the model itself on a CPU."""
-    from rollout.models import AttentionBatch, Chunk, KVCache
+    from rollout.models import AttentionBatch, KVCache, PromptChunk
 
     count = len(ids)
     kv = KVCache.allocate(model.spec, 2, count, torch.float32, "cpu")
     at = torch.arange(count)
     batch = AttentionBatch(
-        at, at + count, torch.ones(1, 1).int(), torch.tensor([count]).int(), count, (Chunk(0, count, count),)
+        at, at + count, torch.ones(1, 1).int(), torch.tensor([count]).int(), count, (PromptChunk(0, count, count),)
     )
     return model.compute_logits(model(torch.tensor(ids), batch, kv))
