@@ -84,7 +84,9 @@ class PagedRunner:
     def _slot(self, row: int, position: int) -> int:
         return self.tables[row][position // self.page_size] * self.page_size + position % self.page_size
 
-    def _step_adapters(self, rows: list[int], chunks: tuple[PromptChunk, ...] | None, padding: int) -> StepAdapters | None:
+    def _step_adapters(
+        self, rows: list[int], chunks: tuple[PromptChunk, ...] | None, padding: int
+    ) -> StepAdapters | None:
         if self.adapters is None:
             return None
         lengths = [1] * len(rows) if chunks is None else [chunk.query_len for chunk in chunks]
