@@ -42,6 +42,7 @@ from rollout.engine.sizing import (
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.engine.step.row_state import RowState
 from rollout.models import load_model
+from rollout.models.coded import coded_products
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import native
 from rollout.models.loader import check_cut
@@ -242,7 +243,7 @@ def steps_estimate(engine: EngineSettings, model: Decoder, target: DeviceTarget)
     """Bytes of the largest steps: an estimate for a GPU, 0 on a CPU, where workers do not count it.
 
     The largest prefill step has `chunk_tokens` tokens, of which each layer writes the outputs of its products; its
-    logits are float32, for the rows and for 128 scored tokens.
+    logits are float32, for the rows and for 128 scored tokens. The weights of one product of codes are decoded.
     """
     if target.kind == "cpu":
         return StepNeeds()
@@ -250,7 +251,9 @@ def steps_estimate(engine: EngineSettings, model: Decoder, target: DeviceTarget)
     a_token = 2 * hidden + max(_values_written(layer, hidden) for layer in model.spec.layers)
     of_tokens = chunk_tokens(engine, model, target) * a_token * item
     logits = 2 * (engine.step_rows + 128) * len(model.embed) * torch.float32.itemsize
-    return StepNeeds(int(_STEPS_FACTOR * (of_tokens + logits)), _STEPS_FIXED)
+    coded = [] if model.format == "plain" else [part for layer in model.spec.layers for part in coded_products(layer)]
+    decoded = max((part.outputs * part.inputs * item for part in coded), default=0)
+    return StepNeeds(int(_STEPS_FACTOR * (of_tokens + logits)) + decoded, _STEPS_FIXED)
 
 
 def _values_written(layer: LayerSpec, hidden: int) -> int:

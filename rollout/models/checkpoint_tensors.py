@@ -100,7 +100,7 @@ def join_fp8(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         scales = tensors.get(name + FP8_SCALES)
         if codes.dtype != "F8_E4M3" or scales is None or scales.dtype not in _DTYPES:
             continue
-        if scales.shape == tuple(-(-size // BLOCK) for size in codes.shape):
+        if len(codes.shape) == 2 and scales.shape == tuple(-(-size // BLOCK) for size in codes.shape):
             del joined[name + FP8_SCALES]
             joined[name] = replace(codes, dtype="FP8_BLOCK", scales=scales.file)
     return joined

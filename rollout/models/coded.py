@@ -1,8 +1,8 @@
 """Weights that are kept as e4m3 codes: views that take weights and store codes.
 
 Coded are q, k, v and o of attention, the products of latent attention except `kv_b`, feed-forward blocks and experts.
-Embedding, output layer, norms, routers, gates, linear attention, draft models and towers of images keep the model's
-dtype.
+Embedding, output layer, norms, routers, gates, linear attention, draft models (save experts) and towers of images keep
+the model's dtype.
 
 A checkpoint or a trainer sends weights; the model holds codes and scales. The codes of a tensor have its shape and lie
 where its weights would. So a view of the codes tells which parameters a name writes, as any view does. Only the copy

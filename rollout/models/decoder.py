@@ -228,7 +228,8 @@ class Decoder(Block):
             prefix = self.spec.names.layer.format(index)
             views |= layer.mixer.scale_views(prefix)  # type: ignore[operator,union-attr]
             views |= layer.feed_forward.scale_views(prefix)  # type: ignore[operator,union-attr]
-        return {name: view for stem, view in views.items() for name in self.spec.names.spellings(stem)}
+        views = {name: view for stem, view in views.items() for name in self.spec.names.spellings(stem)}
+        return views if self.draft is None else views | self.draft.scale_views()
 
     def draft_names(self) -> frozenset[str]:
         """Names of the tensors of the draft model in updates."""

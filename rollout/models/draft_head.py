@@ -258,6 +258,12 @@ class DraftHead(Block):
             for region in self.regions()
         ]
 
+    def scale_views(self) -> dict[str, torch.Tensor]:
+        """What takes the scales of coded experts, by the names of the weights in updates."""
+        names, views = self.spec.names, self.feed_forward.scale_views(self.spec.names.layer)
+        spelled = {name: view for stem, view in views.items() for name in names.spellings(stem)}
+        return {prefix + name: view for prefix in names.prefixes for name, view in spelled.items()}
+
     def views(self) -> dict[str, torch.Tensor]:
         """Names of a checkpoint of its own, and for each a view of its part of a parameter."""
         return all_views(self.regions())

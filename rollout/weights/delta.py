@@ -34,7 +34,7 @@ from trainer_bridge.transports.changed_words import WORD_BYTES, Part, find_words
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.wire.delta import Delta, read_content, read_delta
 from trainer_bridge.wire.errors import WeightsRejected
-from trainer_bridge.wire.manifest import Manifest, TensorEntry
+from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry
 
 _ROUND_S = 0.02  # seconds of work before the receiver's thread looks at its messages again
 
@@ -242,10 +242,10 @@ def kept_words(
     if cut is None:
         yield index, None
         return
-    inner = math.prod(entry.shape[cut.dim + 1 :]) * (entry.nbytes // WORD_BYTES // math.prod(entry.shape))
-    row, kept_row, offset = cut.whole * inner, cut.kept * inner, 0
+    inner = math.prod(entry.shape[cut.dim + 1 :]) * DTYPE_BYTES[entry.dtype]  # codes have less than a word each
+    row, kept_row, offset = cut.whole * inner // WORD_BYTES, cut.kept * inner // WORD_BYTES, 0
     rows, columns = index // row, index % row
-    for begin, end in ((begin * inner, end * inner) for begin, end in cut.ranges):
+    for begin, end in ((begin * inner // WORD_BYTES, end * inner // WORD_BYTES) for begin, end in cut.ranges):
         chosen = ((columns >= begin) & (columns < end)).nonzero()[:, 0]
         yield rows[chosen] * kept_row + columns[chosen] + (offset - begin), chosen
         offset += end - begin

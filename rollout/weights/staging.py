@@ -329,6 +329,8 @@ class WeightStaging:
             return "this worker does not hold the update that they change"
         if self._layout.digest != manifest.layout_digest:
             return "they are of other tensors, or in other buckets, than the update that they change"
+        if name := next((kept.entry.name for kept in self._kept.values() if self._shard and _halves_words(kept)), ""):
+            return f"a rank's part of {name}, whose rows have an odd number of bytes, is not whole words"
         if self._prints != self._fingerprints():
             self.forget()
             return "the bytes that they change are no longer those that were verified"
@@ -731,6 +733,11 @@ def _follows(before: _Kept, after: _Kept) -> bool:
 
 def _adjoins(before: _Kept, after: _Kept) -> bool:
     return before.at + before.nbytes == after.at
+
+
+def _halves_words(kept: _Kept) -> bool:
+    """Whether the words of changes, two bytes each, are not whole in a part of a tensor."""
+    return DTYPE_BYTES[kept.entry.dtype] == 1 and kept.entry.shape[-1] % 2 == 1
 
 
 def _is_plain(target: torch.Tensor) -> bool:

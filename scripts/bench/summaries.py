@@ -25,6 +25,7 @@ _RENAMED = (
     (r"^scripts/(\w+)\.py", r"python -m scripts.\1"),
     (r"^python -m scripts\.train_grpo( --steps \d+) --no-wandb", r"python -m scripts.learn --task counting\1"),
     (r"^rollout bench ", "python -m scripts.bench."),
+    (r"\bexpert_dtype=", "weight_dtype="),
 )
 
 Row = Mapping[str, Any]

@@ -97,6 +97,16 @@ def test_coded_experts_are_counted(experts, tmp_path):
     assert weight_bytes(shapes) < weight_bytes(outline(settings_for(tmp_path), tmp_path)[0])
 
 
+def test_the_largest_product_of_codes_is_counted_as_it_is_decoded(tmp_path):
+    make_checkpoint("qwen3", tmp_path, hidden_size=128, intermediate_size=512)
+    on_gpu = {"device": "cuda", "dtype": "bfloat16"}
+    plain, coded = (
+        plan_memory(settings_for(tmp_path, on_gpu, weight_dtype=format), Machine.gpu("h200"), tmp_path)
+        for format in ("bf16", "fp8_block")
+    )
+    assert coded.steps - plain.steps == 2 * 512 * 128 * 2
+
+
 @pytest.mark.parametrize("name", ["Glm4Moe", "Qwen3_5"])
 def test_a_layer_that_drafts_is_counted_where_it_does(name, tmp_path):
     make_predicting(name, tmp_path)

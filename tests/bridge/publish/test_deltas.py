@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.weights.delta import DeltaStaging
+from rollout.models.cut import Cut, CutView
+from rollout.weights.delta import DeltaStaging, put_kept
+from rollout.weights.parameter_map import ManifestFit
+from rollout.weights.staging import KeptPart, WeightStaging
 from tests.support.bridge.fault_client import FaultServer, run_fault
 from tests.support.bridge.fault_server import changed
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
@@ -23,6 +26,7 @@ from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import PublishHandle, WeightPublisher
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import ConnectionLost, RolloutError, RolloutTimeout, WeightsRejected
+from trainer_bridge.wire.manifest import DTYPE_BYTES, TensorEntry, pack
 
 SMALL = 192
 SHARE = 0.05
@@ -349,3 +353,31 @@ def test_a_worker_that_has_two_parameters_for_a_tensor_gets_both_names() -> None
 def test_a_wrong_place_for_the_kept_update_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="deltas must be"):
         WeightPublisher("tcp://127.0.0.1:1", deltas="gpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "cut", [None, Cut(0, 8, ((2, 4), (6, 8))), Cut(1, 12, ((4, 10),))], ids=["all", "rows", "columns"]
+)
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_changed_words_reach_the_part_that_a_rank_keeps(dtype: str, cut: Cut | None) -> None:
+    """Also of codes, of which a word holds two."""
+    old = torch.randint(256, (8, 12, DTYPE_BYTES[dtype]), dtype=torch.uint8)
+    new = torch.where(torch.rand(old.shape) < 0.3, old ^ 1, old)
+    before, after = old.flatten().view(torch.int16), new.flatten().view(torch.int16)
+    index = (before != after).nonzero()[:, 0]
+    memory, expected = ((each if cut is None else cut.take(each)).flatten().clone() for each in (old, new))
+    put_kept(KeptPart(TensorEntry("w", dtype, (8, 12), 0), memory, cut), index, after[index])
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize(("columns", "whole"), [(6, False), (5, True)])
+def test_a_rank_takes_codes_whole_whose_rows_are_not_whole_words(columns: int, whole: bool) -> None:
+    view = CutView.of(torch.zeros(4, columns, dtype=torch.uint8), Cut(0, 8, ((0, 4),)))
+    staging, manifest = (
+        WeightStaging({"w": view}, "host", shard=True),
+        pack(1, [("w", "float8_e4m3fn", [8, columns])], 256),
+    )
+    staging.open(manifest, ManifestFit(("w",), ()))
+    staging.take(0, torch.zeros(manifest.total_bytes, dtype=torch.uint8))
+    staging.verified("first")
+    assert bool(staging.lacks_base(manifest, "first")) == whole

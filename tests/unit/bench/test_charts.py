@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout.config import EngineSettings
 from scripts.bench import charts
 from scripts.bench.bars import Panel, draw
 from scripts.bench.output import DEFAULT_FOLDER
@@ -136,3 +137,6 @@ def test_every_command_of_a_summary_names_a_module_that_exists() -> None:
     modules = {module for command in commands for module in re.findall(r"-m (scripts[\w.]+)", command)}
     assert modules and not [module for module in modules if importlib.util.find_spec(module) is None]
     assert not [command for command in commands if command and "python -m scripts." not in command]
+    given = " ".join(found for command in commands for found in re.findall(r"--set ((?:\w+=\S+ ?)+)", command))
+    settings = {pair.partition("=")[0] for pair in given.split()}
+    assert settings and settings <= EngineSettings.model_fields.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.coded import SCALES, CodedView, decoded
 from rollout.models.loader import check_cut
 from tests.support.models.families import make_checkpoint
+from tests.support.models.hybrids import make_hybrid
+from tests.support.models.latent import make_latent
+from tests.support.models.mtp_layers import make_predicting
 from tests.support.models.paged import PagedRunner
 from tests.support.models.side_by_side import tokens
 from trainer_bridge import quantize_fp8_block
@@ -29,7 +33,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 160, "moe_intermediate_size": 96, "num_hidden_layers": 2, "attention_bias": False},
     "DeepseekV3": {},
 }
-KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "e_score_correction_bias")
+KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "e_score_correction_bias", "shared_expert_gate")
+EVEN = {"hidden_size": 64, "moe_intermediate_size": 32}
 
 
 def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -51,13 +56,16 @@ def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def publish(family: str, folder: Path, scale_dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Make a checkpoint and quantise it in place as published ones are; returns its tensors."""
+    """Make a checkpoint in fp8; returns its tensors."""
     if family == "DeepseekV3":
-        from tests.support.models.latent import make_latent
-
-        make_latent(family, folder, hidden_size=64, moe_intermediate_size=32)
+        make_latent(family, folder, **EVEN)
     else:
         make_checkpoint(family, folder, **SIZES[family])
+    return in_codes(folder, scale_dtype)
+
+
+def in_codes(folder: Path, scale_dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Quantise a checkpoint in place as published ones are; returns its tensors."""
     file, made = folder / "model.safetensors", {}
     for name, tensor in one_by_one(load_file(file)).items():
         if tensor.dim() == 2 and not any(part in name for part in KEPT):
@@ -77,8 +85,8 @@ def edit(folder: Path, **keys: Any) -> None:
     )
 
 
-def load(folder: Path, weights: str = "auto", dtype: str = "float32") -> Decoder:
-    model = load_model(ModelSettings(path=str(folder), dtype=dtype), CPU, weights=weights).model
+def load(folder: Path, weights: str = "auto", dtype: str = "float32", mtp: str = "unused") -> Decoder:
+    model = load_model(ModelSettings(path=str(folder), dtype=dtype), CPU, weights=weights, mtp=mtp).model
     assert isinstance(model, Decoder)
     return model
 
@@ -141,7 +149,7 @@ def test_other_quantisation_is_refused(changed, tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("fault", ["no scales", "scales of another shape", "scales alone"])
+@pytest.mark.parametrize("fault", ["no scales", "scales of another shape", "scales alone", "codes of a vector"])
 def test_codes_and_scales_that_do_not_fit_are_named(fault, tmp_path):
     made = publish("qwen3", tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -149,11 +157,36 @@ def test_codes_and_scales_that_do_not_fit_are_named(fault, tmp_path):
         del made[name + SCALES]
     elif fault == "scales of another shape":
         made[name + SCALES] = made[name + SCALES][:1].contiguous()
-    else:
+    elif fault == "scales alone":
         made[name] = made[name].float()
+    else:
+        name = "model.norm.weight"
+        made[name], made[name + SCALES] = made[name].to(torch.float8_e4m3fn), torch.ones(2)
     save_file(made, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(CheckpointError, match=re.escape(name)):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3_5Moe"])
+def test_a_layer_for_multi_token_prediction_is_read_from_codes(name, tmp_path):
+    """Its experts are kept as codes; its other products are decoded."""
+    if name == "DeepseekV3":
+        make_predicting(name, tmp_path, make=lambda folder, seed: make_latent(name, folder, seed, **EVEN))
+    else:
+        kinds = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+        make_predicting(name, tmp_path, make=lambda folder, seed: make_hybrid(name, folder, seed, **EVEN, **kinds))
+    made = in_codes(tmp_path)
+    head = load(tmp_path, mtp="needed").draft
+    views = {name: view for region in head.update_regions() for name, view in region.alternatives[0].items()}
+    scales, kept = head.scale_views(), 0
+    for name, view in views.items():
+        if isinstance(view, CodedView):
+            assert torch.equal(torch.as_tensor(view).view(view.shape), made[name].view(torch.uint8)), name
+            assert torch.equal(scales[name], made[name + SCALES]), name
+            kept += 1
+        elif name + SCALES in made:
+            assert torch.equal(view, decoded(made[name], made[name + SCALES])), name
+    assert kept > 8
 
 
 def test_a_cut_within_a_block_is_refused_at_the_start(tmp_path):
