@@ -391,6 +391,19 @@ def test_a_wrong_matrix_of_targets_is_named(client: httpx.Client, change: dict[s
     assert found == ("target_prompt_logprobs" if field is None else f"target_prompt_logprobs.{field}")
 
 
+def test_a_short_body_may_not_ask_for_a_large_message(client: httpx.Client) -> None:
+    """One long row fills all others up. A worker cuts the connection if a message is far too large."""
+    rows, longest = 8192, 8192
+    sparse = {"sparse_crow_indices": [0, *[longest] * rows], "sparse_col_indices": list(range(longest))}
+    targets = {"data": [5] * longest, "dtype": "int64", "shape": [rows, longest]} | sparse
+    found = refused(client, f"{API}/asample", body([5] * (rows + 1), target_prompt_logprobs=targets))
+    assert found == "target_prompt_logprobs.data"
+    ragged = [[5] * longest, *[[]] * (rows - 1)]
+    params = {"max_tokens": 1, "prompt_logprobs": 1, "prompt_logprob_token_ids": ragged, "prompt_logprob_start": 0}
+    asked = {"token_ids": [5] * (rows + 1), "sampling_params": params}
+    assert refused(client, "/inference/v1/generate", asked) == "sampling_params.prompt_logprob_token_ids"
+
+
 def test_what_only_a_worker_knows_to_be_wrong_is_an_error_of_the_request(client: httpx.Client) -> None:
     for change, field in (
         ({"sampling_params": {"temperature": -1.0}}, "sampling_params.temperature"),
