@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -389,6 +391,19 @@ def test_a_wrong_matrix_of_targets_is_named(client: httpx.Client, change: dict[s
     assert found == ("target_prompt_logprobs" if field is None else f"target_prompt_logprobs.{field}")
 
 
+def test_a_short_body_may_not_ask_for_a_large_message(client: httpx.Client) -> None:
+    """One long row fills all others up. A worker cuts the connection if a message is far too large."""
+    rows, longest = 8192, 8192
+    sparse = {"sparse_crow_indices": [0, *[longest] * rows], "sparse_col_indices": list(range(longest))}
+    targets = {"data": [5] * longest, "dtype": "int64", "shape": [rows, longest]} | sparse
+    found = refused(client, f"{API}/asample", body([5] * (rows + 1), target_prompt_logprobs=targets))
+    assert found == "target_prompt_logprobs.data"
+    ragged = [[5] * longest, *[[]] * (rows - 1)]
+    params = {"max_tokens": 1, "prompt_logprobs": 1, "prompt_logprob_token_ids": ragged, "prompt_logprob_start": 0}
+    asked = {"token_ids": [5] * (rows + 1), "sampling_params": params}
+    assert refused(client, "/inference/v1/generate", asked) == "sampling_params.prompt_logprob_token_ids"
+
+
 def test_what_only_a_worker_knows_to_be_wrong_is_an_error_of_the_request(client: httpx.Client) -> None:
     for change, field in (
         ({"sampling_params": {"temperature": -1.0}}, "sampling_params.temperature"),
@@ -481,13 +496,62 @@ def test_results_that_were_read_make_room_first() -> None:
         assert kept(sessions, *"abcd") == [True, False, True, True]
         await run(sessions, session, "e", 10)
         assert kept(sessions, *"acde") == [False, True, True, True]
-        await run(sessions, session, "f", 31)
-        assert kept(sessions, *"cdef") == [False] * 4
         with pytest.raises(HttpError) as gone:
-            await sessions.ended("f", 1.0)
+            await sessions.ended("b", 1.0)
         assert gone.value.status == 410
 
     asyncio.run(check())
+
+
+def test_a_result_that_is_too_large_to_keep_is_an_error() -> None:
+    """Status 410 would have its client sample again, and again."""
+
+    async def check() -> None:
+        sessions: Sessions[Sized] = Sessions(Clock(), most_bytes=4096)
+        session = sessions.create()
+        await run(sessions, session, "a", 1000)
+
+        async def large() -> Sized:
+            await asyncio.sleep(0)
+            return Sized(4097)
+
+        await sessions.start("b", session, b"", large())
+        found = await sessions.ended("b", 1.0)
+        assert isinstance(found, HttpError) and found.status == 400 and "4097" in str(found)
+        assert kept(sessions, "a") == [True]
+
+    asyncio.run(check())
+
+
+async def failed(error: Exception, held: list[weakref.ref[Sized]]) -> tuple[HttpError, bool]:
+    """The outcome of a request that waits and fails, and whether what it held is free while the outcome is kept."""
+    sessions: Sessions[Sized] = Sessions(Clock())
+
+    async def failing() -> Sized:
+        prompt = Sized(1)
+        held.append(weakref.ref(prompt))
+        await asyncio.sleep(0)
+        try:
+            raise LookupError
+        except LookupError as cause:
+            raise error from cause
+
+    await sessions.start("a", sessions.create(), b"", failing())
+    outcome = await sessions.ended("a", 60)
+    assert isinstance(outcome, HttpError) and kept(sessions, "a") == [True]
+    gc.collect()
+    return outcome, held[0]() is None
+
+
+def test_the_error_of_a_request_does_not_keep_the_request() -> None:
+    outcome, free = asyncio.run(failed(HttpError(400, "no room"), []))
+    assert outcome.status == 400 and free
+
+
+def test_a_fault_is_logged_whether_its_client_asks_or_not(caplog: pytest.LogCaptureFixture) -> None:
+    fault = KeyError("x")
+    assert asyncio.run(failed(fault, []))[0].status == 500
+    assert [record for record in caplog.records if record.exc_info and record.exc_info[1] is fault]
 
 
 def test_a_silent_client_loses_its_requests_and_results() -> None:

@@ -13,7 +13,9 @@ from rollout.gateway.http.http_errors import bad_request
 from trainer_bridge.client.results import GenerateResult
 
 _NONE = -1  # fills rows up
-_MOST_IDS = 1 << 26  # ids of all rows, filled up: a short body may ask for any number
+#: Ids of all rows, filled up: a short body may ask for any number, and a worker cuts off what sends it twice its
+#: default limit of 64 MiB.
+MOST_IDS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,9 @@ class ChosenTokens:
             raise bad_request(
                 f"send a row of tokens for each of the {count} tokens after token {start}, or one list for all", field
             )
-        if count * most > _MOST_IDS:
+        if count * most > MOST_IDS:
             raise bad_request(
-                f"{count} rows of up to {most} tokens are more than {_MOST_IDS} tokens; send shorter rows", field
+                f"{count} rows of up to {most} tokens are more than {MOST_IDS} tokens; send shorter rows", field
             )
         filled = np.full((count, most), _NONE, np.int32)
         for row, given in zip(filled, rows, strict=True):

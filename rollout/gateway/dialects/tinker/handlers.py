@@ -24,7 +24,7 @@ from rollout.gateway.dialects.tinker.bodies import (
     SessionBody,
 )
 from rollout.gateway.dialects.tinker.sessions import Sampler
-from rollout.gateway.http.http_errors import HttpError, bad_request, http_error
+from rollout.gateway.http.http_errors import HttpError, bad_request
 from rollout.gateway.http.json_text import json_text
 from rollout.gateway.workers.workers import TokenRequest
 
@@ -163,14 +163,11 @@ async def retrieve(request: HttpRequest[ResultBody]) -> Response:
     failed has status 200 and an `error`.
     """
     name = request.body.request_id
-    task = await request.gateway.tinker.ended(name, _POLL_S)
-    if task is None:
+    answer: SampleAnswer | HttpError | None = await request.gateway.tinker.ended(name, _POLL_S)
+    if answer is None:
         return _json(_waiting(request.gateway, name), 408)
-    error = task.exception()
-    if error is not None:
-        assert isinstance(error, Exception), "cancelled ones are not returned"
-        return _failed(http_error(error))
-    answer: SampleAnswer = task.result()
+    if isinstance(answer, HttpError):
+        return _failed(answer)
     if _PROTOBUF in request.headers.get("accept", ""):
         return Response(await asyncio.to_thread(answer.protobuf), media_type=_PROTOBUF)
     return _json(await asyncio.to_thread(answer.json))

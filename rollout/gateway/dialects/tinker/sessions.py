@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from rollout.gateway.http.http_errors import HttpError, bad_request
+from rollout.gateway.http.http_errors import HttpError, bad_request, http_error
 
 SILENT_S = 120.0
 RESULT_S = 600.0
@@ -64,12 +64,12 @@ class Session:
 
 @dataclass(slots=True)
 class SampleRequest(Generic[R]):
-    """One request of a session. `digest`: of what it asks for."""
+    """One request of a session. `digest`: of what it asks for. `task`: gives its result, or its error as a value."""
 
     id: str
     session: str
     digest: bytes
-    task: asyncio.Task[R]
+    task: asyncio.Task[R | HttpError]
     ended_s: float = 0.0
     size: int = 0
 
@@ -150,20 +150,34 @@ class Sessions(Generic[R]):
 
     async def start(self, name: str, session: str, digest: bytes, work: Coroutine[Any, Any, R]) -> None:
         """Run a request. Raises the error of one that the gateway refuses before a worker has it."""
-        request = SampleRequest(name, session, digest, asyncio.ensure_future(work))
+        request = SampleRequest(name, session, digest, asyncio.ensure_future(self._outcome(work)))
         self._requests[name] = request
         owner = self._sessions[session]
         owner.requests.add(name)
         request.task.add_done_callback(lambda _: self._end(request))
         await asyncio.sleep(0)  # the task runs up to its first wait
-        if request.task.done() and not request.task.cancelled() and (error := request.task.exception()) is not None:
-            self._drop(name)
+        outcome = request.task.result() if request.task.done() and not request.task.cancelled() else None
+        if isinstance(outcome, HttpError):
+            self.cancel(name)
             if not owner.samplers:  # a session of this request alone
-                self.end(session)
-            raise error
+                self._sessions.pop(session, None)
+            raise outcome
 
-    async def ended(self, name: str, within_s: float) -> asyncio.Task[R] | None:
-        """The task of a request that has ended, which counts as read; None if it does not end within the time.
+    async def _outcome(self, work: Coroutine[Any, Any, R]) -> R | HttpError:
+        """The result of a request, or its error without the trace: the frames of a trace keep the whole request."""
+        try:
+            found = await work
+        except Exception as error:
+            kept = http_error(error).with_traceback(None)
+            kept.__cause__ = kept.__context__ = None
+            return kept
+        if found.size > self._most_bytes:
+            message = f"the result has {found.size} bytes, and a gateway keeps {self._most_bytes}"
+            return bad_request(f"{message}; ask for fewer samples, tokens or log-probs")
+        return found
+
+    async def ended(self, name: str, within_s: float) -> R | HttpError | None:
+        """The outcome of a request that has ended, which counts as read; None if it does not end within the time.
 
         Raises `HttpError` (410) if the request is not known or was cancelled.
         """
@@ -178,7 +192,7 @@ class Sessions(Generic[R]):
             raise HttpError(410, message, "request_id")
         if name in self._ended:
             self._read[name] = None
-        return request.task
+        return request.task.result()
 
     def cancel(self, name: str) -> None:
         """End a request and forget its result, if it is known."""
@@ -187,11 +201,11 @@ class Sessions(Generic[R]):
 
     def _end(self, request: SampleRequest[R]) -> None:
         """Count the result of a request that has just ended."""
-        failed = request.task.cancelled() or request.task.exception() is not None
         if self._requests.get(request.id) is not request:
             return
         request.ended_s = self._clock()
-        request.size = _ERROR_BYTES if failed else request.task.result().size
+        outcome = None if request.task.cancelled() else request.task.result()
+        request.size = _ERROR_BYTES if outcome is None or isinstance(outcome, HttpError) else outcome.size
         self._bytes += request.size
         self._ended[request.id] = None
         while self._bytes > self._most_bytes:

@@ -10,10 +10,10 @@ from pydantic import Field
 
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.prompts.chosen_tokens import MOST_IDS
 from rollout.gateway.prompts.sampling import MAX_TOKEN_ID
 
 _NONE = -1
-_MOST_IDS = 1 << 26  # the cells of all rows, filled up: a short body may ask for any number
 
 
 class TensorBody(Body):
@@ -59,8 +59,8 @@ class TargetTokens:
             raise bad_request("name at least one token", f"{place}data")
         first = int(rows[0])
         counts = np.bincount(rows - first, minlength=count - first)
-        if len(counts) * int(counts.max()) > _MOST_IDS:
-            message = f"{len(counts)} rows of up to {counts.max()} tokens are more than {_MOST_IDS} tokens; send fewer"
+        if len(counts) * int(counts.max()) > MOST_IDS:
+            message = f"{len(counts)} rows of up to {counts.max()} tokens are more than {MOST_IDS} tokens; send fewer"
             raise bad_request(message, f"{place}data")
         columns = np.arange(len(asked)) - np.repeat(np.cumsum(counts) - counts, counts)
         ids = np.zeros((len(counts), counts.max()), np.int32)
