@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts.learn.rollouts import checked
 from trainer_bridge import RolloutClient, WeightPublisher, start_worker
 
 DEVICE, DTYPE = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
@@ -45,8 +46,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--turns", action="store_true", help="the workers sleep in turn, for one device")
     parser.add_argument("--out", type=Path, default=Path("runs/distilled"), help="folder for the trained student")
     args = parser.parse_args(argv)
+    lines = [line for line in args.prompts.read_text().splitlines() if line.strip()]
+    if not lines:
+        parser.error(f"--prompts {args.prompts} has no prompt: write one on each line")
     tokenizer = AutoTokenizer.from_pretrained(args.student)
-    prompts = [tokenizer(line)["input_ids"] for line in args.prompts.read_text().splitlines() if line.strip()]
+    prompts = [tokenizer(line)["input_ids"] for line in lines]
     model: Any = AutoModelForCausalLM.from_pretrained(args.student, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.to(DEVICE).parameters(), lr=args.lr)
     how = {"max_rows": args.batch * args.samples, "dtype": DTYPE, "kv_memory_max_gib": 4, "sleep": args.turns}
@@ -65,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
             if args.turns:
                 student.sleep()
                 teacher.wake()
-            drawn = [item for result in results for item in result.completions]
+            drawn = [item for result in results for item in checked(result).completions]
             texts = [[*batch[i // args.samples], *item.token_ids] for i, item in enumerate(drawn)]
             asked = [question(text, item.top_ids) for text, item in zip(texts, drawn, strict=True)]
             scores = teacher.generate_many(asked, max_tokens=0)

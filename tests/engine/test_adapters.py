@@ -144,6 +144,29 @@ def test_an_endless_stream_for_adapters_in_slots_starves_none(model, adapters):
     bench.close()
 
 
+def test_an_endless_stream_of_a_higher_priority_keeps_its_slot_and_starves_no_other_adapter(model, adapters):
+    """Its slot has the fewest rows, but never comes free: the slot of the other stream does."""
+    bench = bench_of(model, adapters, 3, slots=2, max_rows=6)
+    sent = {"high": 0, "same": 0}
+
+    def keep_busy(kind: str, most: int, **fields: object) -> None:
+        while sent[kind] - sum(name.startswith(kind) for name in bench.done) < most:
+            bench.submit(f"{kind}{sent[kind]}", prompt_of(6), 6 + sent[kind] % 3, **fields)
+            sent[kind] += 1
+
+    while "waits" not in bench.done:
+        keep_busy("high", 2, adapter="a0", priority=1)
+        keep_busy("same", 12, adapter="a1")
+        bench.engine.tick()
+        if sent["same"] > 30 and "waits" not in bench.completions and sent.setdefault("waits", 0) == 0:
+            bench.submit("waits", prompt_of(6), 5, adapter="a2")
+            sent["waits"] = 1
+        assert sent["same"] < 150
+    greedy_is(adapters[2][1], prompt_of(6), bench.tokens("waits"))
+    bench.run()
+    bench.close()
+
+
 def test_all_rows_are_in_use_while_many_adapters_wait_for_few_slots(model, adapters):
     """Requests come in turn for each adapter: a row for each slot would be a third of the rows, and 36 copies."""
     bench = bench_of(model, adapters, COUNT, slots=2, max_rows=6, prefill_chunk_tokens=64)

@@ -42,3 +42,12 @@ def test_the_students_divergence_from_the_teacher_falls(
     assert len(told) == steps and sum(told[-2:]) < 2 * falls_to * told[0]
     out = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert exact(out, teacher) < falls_to * exact(AutoModelForCausalLM.from_pretrained(student), teacher)
+
+
+def test_a_file_without_prompts_is_refused_before_a_worker_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_text("\n \n")
+    with pytest.raises(SystemExit):
+        main(["--student", "none", "--teacher", "none", "--prompts", str(tmp_path / "prompts")])
+    assert "--prompts" in capfd.readouterr().err

@@ -22,7 +22,7 @@ from verl.workers.rollout.replica import RolloutMode
 from tests.support.integrations.tiny_checkpoints import logprobs_of, make_chat_checkpoint
 from tests.support.integrations.verl_parts import TEMPLATE, compose_config
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
-from trainer_bridge.integrations.verl import VerlServer
+from trainer_bridge.integrations.verl import VerlServer, serve_flags
 from trainer_bridge.integrations.verl_media import ProcessorSource
 
 SEQUENCE = [5, 9, 14, 40, 7, 3, 22]
@@ -76,3 +76,30 @@ def test_a_teacher_of_verl_scores_a_sequence(tmp_path: Path) -> None:
     torch.testing.assert_close(logprobs[:-1], expected.topk(5).values, atol=1e-4, rtol=0)
     torch.testing.assert_close(logprobs[:-1], expected.gather(-1, ids[:-1].long()), atol=1e-4, rtol=0)
     assert not logprobs[-1].any() and not ids[-1].any(), "the last row is padding"
+
+
+@pytest.mark.parametrize("loss", ["k3", "forward_kl_topk"])
+def test_verl_takes_a_worker_as_the_teacher_of_each_loss(tmp_path: Path, loss: str) -> None:
+    settings = {
+        "enabled": True,
+        "n_gpus_per_node": 1,
+        "nnodes": 1,
+        "distillation_loss.loss_mode": loss,
+        "distillation_loss.topk": 5,
+        "distillation_loss.use_policy_gradient": False,
+        "teacher_models.teacher_model.model_path": tmp_path,
+        "teacher_models.teacher_model.inference.tensor_model_parallel_size": 1,
+    }
+    overrides = [f"distillation.{name}={value}" for name, value in settings.items()]
+    distillation = omega_conf_to_dataclass(compose_config(tmp_path, *overrides).distillation)
+    (teacher,) = distillation.teacher_models.values()
+    room = teacher.inference.prompt_length + 1
+    assert serve_flags(teacher.inference, RolloutMode.COLOCATED)["max_context_tokens"] == room
+
+
+def test_verl_refuses_teachers_of_engines_that_it_does_not_know(tmp_path: Path) -> None:
+    overrides = ["distillation.enabled=True", "distillation.teacher_models.teacher_model.inference.name=other"]
+    overrides += ["distillation.distillation_loss.loss_mode=forward_kl_topk", "distillation.nnodes=1"]
+    overrides += [f"distillation.teacher_models.teacher_model.model_path={tmp_path}"]
+    with pytest.raises(Exception, match="does not support inference engine other"):
+        omega_conf_to_dataclass(compose_config(tmp_path, *overrides).distillation)

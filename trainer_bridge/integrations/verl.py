@@ -60,6 +60,7 @@ try:
     from verl.single_controller.ray import RayClassWithInitArgs
     from verl.utils.device import get_resource_name
     from verl.utils.ray_utils import auto_await
+    from verl.workers.config import DistillationTeacherModelConfig
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
     from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
     from verl.workers.rollout.utils import ensure_async_iterator
@@ -603,5 +604,18 @@ class CheckpointManager(CheckpointEngineManager):
         return {name: value for result in results for name, value in (result or {}).items()}
 
 
+_check_engine_of_teacher = DistillationTeacherModelConfig._validate_topk_logprobs
+
+
+def _check_teacher(config: DistillationTeacherModelConfig, use_topk: bool, topk: int | None) -> None:
+    """Check a teacher as verl does, which knows two engines alone for losses of the likeliest tokens."""
+    try:
+        _check_engine_of_teacher(config, use_topk, topk)
+    except NotImplementedError:
+        if config.inference.name != NAME:
+            raise
+
+
+DistillationTeacherModelConfig._validate_topk_logprobs = _check_teacher
 RolloutReplicaRegistry.register(NAME, lambda: Replica)
 _ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.ServerAdapter"

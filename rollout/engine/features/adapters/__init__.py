@@ -1,7 +1,7 @@
 """LoRA adapters that requests name.
 
-table      which adapters lie in slots on the device               books on the host
-memory     the slots, and the column of the row state              device
-feature    what adapters add to admission and uploads
-changes    adapters that arrive, change, or are dropped
+adapter_table    which adapters lie in slots on the device               books on the host
+memory           the slots, and the column of the row state              device
+feature          what adapters add to admission and uploads
+changes          adapters that arrive, change, or are dropped
 """

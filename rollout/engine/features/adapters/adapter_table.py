@@ -8,8 +8,9 @@ Adapters get slots in the order of the queue. Of the adapters whose rows have en
 its slot; adapters that no sequence waits for go first. While an adapter waits for a slot, sequences of adapters in
 slots pass it, so that all rows are in use. This ends: once a slot has taken its share of all rows, it may be *closed*
 for sequences that come after the waiting one; it is free when its rows have ended. At most a quarter of the slots is
-closed at a time, those with the fewest rows first. So no adapter starves: it waits for one closed slot for itself and
-one for each adapter that waits before it.
+closed at a time, those with the fewest rows first. Sequences ahead of the waiting one, such as those of a higher
+priority, still take a closed slot; then it is open again, and slots that fewer of them have passed are closed before
+it. So no adapter starves: it waits for one closed slot for itself and one for each adapter that waits before it.
 
 Invariants:
 - A slot that a sequence has taken belongs to that adapter until it is given back, together with row and pages
@@ -157,6 +158,9 @@ class AdapterTable:
         assert slot is not None and slot.adapter is adapter
         slot.refs += 1
         slot.taken += 1
+        if slot in self._closed:
+            self._closed.remove(slot)
+            slot.passed += 1
         self._use(slot)
         return slot
 
@@ -186,7 +190,7 @@ class AdapterTable:
         if slot.adapter is not None:
             self.counts.evicted += 1
             slot.adapter.slot = None
-        slot.adapter, adapter.slot, slot.taken = adapter, slot, 0
+        slot.adapter, adapter.slot, slot.taken, slot.passed = adapter, slot, 0, 0
         self._use(slot)
         assert adapter.weights is not None, "no request names a dropped adapter"
         self.loads.wait(slot.written)
@@ -195,10 +199,10 @@ class AdapterTable:
         self.counts.loaded += 1
 
     def _close_one(self) -> None:
-        """Close the slot with the fewest rows of those that have taken their share, if there is one."""
+        """Close a slot that has taken its share: one that few sequences pass, then one with few rows."""
         had = [slot for slot in self._slots if slot.refs and slot.taken >= self._share and slot not in self._closed]
         if had:
-            self._closed.append(min(had, key=lambda slot: (slot.refs, slot.used)))
+            self._closed.append(min(had, key=lambda slot: (slot.passed, slot.refs, slot.used)))
 
     def _write(self, slot: AdapterSlot, weights: AdapterWeights, stream: DeviceStream) -> None:
         slot.order = self._orders.give("adapter_copies", slot.number, weights.shared.number, stream is self.loads)
