@@ -34,7 +34,7 @@ from trainer_bridge.transports.changed_words import WORD_BYTES, Part, find_words
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.wire.delta import Delta, read_content, read_delta
 from trainer_bridge.wire.errors import WeightsRejected
-from trainer_bridge.wire.manifest import Manifest, TensorEntry
+from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry
 
 _ROUND_S = 0.02  # seconds of work before the receiver's thread looks at its messages again
 
@@ -84,7 +84,12 @@ class DeltaStaging:
             )
         self._staging, self._manifest, self._delta = staging, manifest, delta
         self.swap_copies, self.in_place = staging.swap_copies, staging.in_place
-        self._codes = staging.code_memory(delta.codes.total_bytes)
+        try:
+            self._codes = staging.code_memory(delta.codes.total_bytes)
+        except RuntimeError as error:  # an error of the allocator
+            raise WeightsRejected(
+                f"the host has no memory for the codes of a delta: {error!s:.200}", field="delta"
+            ) from error
         self._starts = [entry.offset for entry in delta.codes.tensors]
         self._missing = [entry.nbytes for entry in delta.codes.tensors]
         self._left = deque(delta.buckets())
@@ -238,14 +243,17 @@ def put_kept(target: KeptPart, index: torch.Tensor, values: torch.Tensor) -> Non
 def kept_words(
     entry: TensorEntry, cut: Cut | None, index: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Words of a whole tensor in the kept part of it: (places in the part, which of `index` these are; None: all)."""
+    """Words of a whole tensor in the kept part of it: (places in the part, which of `index` these are; None: all).
+
+    The cut is between words (`staging.in_words`).
+    """
     if cut is None:
         yield index, None
         return
-    inner = math.prod(entry.shape[cut.dim + 1 :]) * (entry.nbytes // WORD_BYTES // math.prod(entry.shape))
-    row, kept_row, offset = cut.whole * inner, cut.kept * inner, 0
+    inner = DTYPE_BYTES[entry.dtype] * math.prod(entry.shape[cut.dim + 1 :])  # bytes of one entry of the cut dimension
+    row, kept_row, offset = cut.whole * inner // WORD_BYTES, cut.kept * inner // WORD_BYTES, 0
     rows, columns = index // row, index % row
-    for begin, end in ((begin * inner, end * inner) for begin, end in cut.ranges):
+    for begin, end in ((begin * inner // WORD_BYTES, end * inner // WORD_BYTES) for begin, end in cut.ranges):
         chosen = ((columns >= begin) & (columns < end)).nonzero()[:, 0]
         yield rows[chosen] * kept_row + columns[chosen] + (offset - begin), chosen
         offset += end - begin
