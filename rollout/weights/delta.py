@@ -84,7 +84,12 @@ class DeltaStaging:
             )
         self._staging, self._manifest, self._delta = staging, manifest, delta
         self.swap_copies, self.in_place = staging.swap_copies, staging.in_place
-        self._codes = staging.code_memory(delta.codes.total_bytes)
+        try:
+            self._codes = staging.code_memory(delta.codes.total_bytes)
+        except RuntimeError as error:  # an error of the allocator
+            raise WeightsRejected(
+                f"the host has no memory for the codes of a delta: {error!s:.200}", field="delta"
+            ) from error
         self._starts = [entry.offset for entry in delta.codes.tensors]
         self._missing = [entry.nbytes for entry in delta.codes.tensors]
         self._left = deque(delta.buckets())
@@ -238,11 +243,14 @@ def put_kept(target: KeptPart, index: torch.Tensor, values: torch.Tensor) -> Non
 def kept_words(
     entry: TensorEntry, cut: Cut | None, index: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Words of a whole tensor in the kept part of it: (places in the part, which of `index` these are; None: all)."""
+    """Words of a whole tensor in the kept part of it: (places in the part, which of `index` these are; None: all).
+
+    The cut is between words (`staging.in_words`).
+    """
     if cut is None:
         yield index, None
         return
-    inner = math.prod(entry.shape[cut.dim + 1 :]) * DTYPE_BYTES[entry.dtype]  # codes have less than a word each
+    inner = DTYPE_BYTES[entry.dtype] * math.prod(entry.shape[cut.dim + 1 :])  # bytes of one entry of the cut dimension
     row, kept_row, offset = cut.whole * inner // WORD_BYTES, cut.kept * inner // WORD_BYTES, 0
     rows, columns = index // row, index % row
     for begin, end in ((begin * inner // WORD_BYTES, end * inner // WORD_BYTES) for begin, end in cut.ranges):

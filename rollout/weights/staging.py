@@ -121,6 +121,13 @@ def cut_rows(shape: tuple[int, ...], itemsize: int, cut: Cut | None, lo: int, hi
         offset += end - begin
 
 
+def in_words(entry: TensorEntry, cut: Cut | None) -> bool:
+    """Whether each kept range of a tensor begins and ends between words of 16 bits: codes have 8 bits."""
+    inner = DTYPE_BYTES[entry.dtype] * (1 if cut is None else math.prod(entry.shape[cut.dim + 1 :]))
+    edges = [math.prod(entry.shape)] if cut is None else [cut.whole, *(edge for pair in cut.ranges for edge in pair)]
+    return not any(edge * inner % 2 for edge in edges)
+
+
 class _Kept(NamedTuple):
     """A tensor of an update, and where the kept part of it is staged."""
 
@@ -196,6 +203,7 @@ class WeightStaging:
         self._lent: StagedWeights | None = None
         self.written = False  # in place: some parameters have bytes of this update
         self._content = ""  # names the bytes that the memory holds; empty: not known
+        self._whole_only = ""  # a tensor of the last update that changes cannot be made to
         self._prints: list[int] = []  # fingerprints of these bytes, where the result of changes can't be compared
         self._code_memory = torch.empty(0, dtype=torch.uint8)
 
@@ -316,8 +324,9 @@ class WeightStaging:
 
     def verified(self, content: str) -> None:
         """Note that all bytes of this update are verified, and named by `content`; empty: they have no name."""
-        self._content = content
-        self._prints = self._fingerprints() if content else []
+        self._whole_only = next((name for name, kept in self._kept.items() if not self._takes_changes(kept)), "")
+        self._content = "" if self._whole_only else content
+        self._prints = self._fingerprints() if self._content else []
 
     def forget(self) -> None:
         """The memory may be written: it holds no bytes that are known."""
@@ -325,6 +334,8 @@ class WeightStaging:
 
     def lacks_base(self, manifest: Manifest, content: str) -> str:
         """Why the memory does not hold the bytes that `content` names; empty: it does."""
+        if self._whole_only:
+            return f"{self._whole_only} is not kept as it is sent, in words of 16 bits, so changes cannot be made to it"
         if self._content != content:
             return "this worker does not hold the update that they change"
         if self._layout.digest != manifest.layout_digest:
@@ -367,6 +378,9 @@ class WeightStaging:
         if self._stream is not None:
             self._event = torch.cuda.Event()
             self._event.record(self._stream)
+
+    def _takes_changes(self, kept: _Kept) -> bool:
+        return in_words(kept.entry, kept.cut)
 
     def _base(self, kept: _Kept) -> torch.Tensor:
         return self._blocks[kept.block][kept.at : kept.at + kept.nbytes]
@@ -527,7 +541,6 @@ class InPlace(WeightStaging):
         super().__init__(views, "host", shard=True)  # tensors are written one by one, also by one rank
         self._whole: dict[str, torch.Tensor] = {}  # the kept bytes of tensors that are copied as a whole
         self._others: set[str] = set()  # second names of parameters
-        self._other_form = ""  # a tensor of the last update that changes in place can't be made to
 
     @property
     def place(self) -> None:
@@ -564,21 +577,13 @@ class InPlace(WeightStaging):
         """None: all is copied."""
         return []
 
-    def verified(self, content: str) -> None:
-        """As `WeightStaging.verified`; changes are made to parameters that are kept as they are sent."""
-        self._other_form = next((name for name, kept in self._kept.items() if not self._as_sent(kept)), "")
-        super().verified("" if self._other_form else content)
-
-    def lacks_base(self, manifest: Manifest, content: str) -> str:
-        """As `WeightStaging.lacks_base`."""
-        if self._other_form:
-            return f"{self._other_form} is not kept as it is sent, so changes to it cannot be made in place"
-        return super().lacks_base(manifest, content)
-
     @property
     def base_device(self) -> torch.device:
         """The device of the parameters."""
         return next(iter(self.views.values())).device
+
+    def _takes_changes(self, kept: _Kept) -> bool:
+        return super()._takes_changes(kept) and self._as_sent(kept)
 
     def _as_sent(self, kept: _Kept) -> bool:
         same = kept.target.dtype == TORCH_DTYPES[kept.entry.dtype] and kept.entry.name not in self._others

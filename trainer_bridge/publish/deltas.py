@@ -28,7 +28,7 @@ from trainer_bridge.transports.changed_words import changed_words
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.tensors import typed_view
-from trainer_bridge.wire.delta import Delta
+from trainer_bridge.wire.delta import Delta, comes_whole, exceeds_share
 from trainer_bridge.wire.errors import RolloutError
 
 DeltaMemory = Literal["host", "device"]
@@ -60,7 +60,7 @@ class KeptDeltas(KeptUpdate):
         comparable = before is not None and before.layout_digest == manifest.layout_digest
         base, self._content, self._changes = self._content, secrets.token_hex(16), None
         self._base_holders, self._holders = self._holders, set()
-        comparable &= self._buffer.device == self._kept_on(payload.device)
+        comparable &= self._buffer.device == self._kept_on(payload.device) and not comes_whole(manifest)
         try:
             with payload.on_side_stream():  # memory that only this stream uses: the trainer's stream goes on meanwhile
                 kept = self._memory(manifest.total_bytes, payload.device)
@@ -72,6 +72,7 @@ class KeptDeltas(KeptUpdate):
             ) from error
         codes: dict[str, torch.Tensor] = {}
         prints: list[torch.Tensor] = []
+        code_bytes = 0
         for index in range(manifest.bucket_count):
             if stop.is_set():
                 raise RolloutError("prepare: the publisher was closed", code="closed")
@@ -79,11 +80,16 @@ class KeptDeltas(KeptUpdate):
             new = scratch[: end - start]
             payload.start_bucket(index, new)
             with payload.on_side_stream():
-                prints.append(fingerprint(new))
                 if comparable:
                     try:
+                        prints.append(fingerprint(new))
                         old = kept[start:end].to(new.device, non_blocking=True)
-                        codes |= {f"{index}.{part}": found for part, found in changed_words(old, new).items()}
+                        found = {f"{index}.{part}": code for part, code in changed_words(old, new).items()}
+                        codes |= found
+                        code_bytes += sum(code.nbytes for code in found.values())
+                        if why := exceeds_share(manifest, code_bytes):
+                            comparable, codes = False, {}
+                            _log.info("version %d is sent whole: %s", manifest.version, why)
                     except torch.OutOfMemoryError as error:
                         comparable, codes = False, {}
                         _log.warning("version %d is sent whole: no memory to compare it: %s", manifest.version, error)
@@ -94,15 +100,13 @@ class KeptDeltas(KeptUpdate):
         if comparable:
             self._changes = self._packed(payload, base, codes, [int(each) for each in prints])
 
-    def _packed(self, payload: Payload, base: str, codes: dict[str, torch.Tensor], prints: list[int]) -> Payload | None:
+    def _packed(self, payload: Payload, base: str, codes: dict[str, torch.Tensor], prints: list[int]) -> Payload:
         manifest = payload.manifest
         if not codes and manifest.total_bytes:  # no transport sends nothing: say the first word again
             word = self._buffer[:2].to(payload.device)
             codes = {f"0.{part}": found for part, found in changed_words(word ^ 1, word).items()}
         total = sum(code.nbytes for code in codes.values())
         _log.info("version %d changes %.2f%% of its bytes", manifest.version, 100 * total / manifest.total_bytes)
-        if total >= manifest.total_bytes:
-            return None
         changes = Payload(codes, manifest.version, manifest.bucket_bytes)
         changes.update, changes.content, changes.tied = manifest, self._content, self._tied
         changes.delta = Delta(base, changes.manifest, tuple(prints))
@@ -121,7 +125,7 @@ class KeptDeltas(KeptUpdate):
         return device if self._place == "device" else torch.device("cpu")
 
     def changes(self) -> Payload | None:
-        """The newest update as what has changed; None if there is no base, or if the whole is shorter."""
+        """The newest update as what has changed; None if there is no base, or if too much has changed."""
         return self._changes
 
     def has_base(self, endpoint: str) -> bool:

@@ -160,7 +160,7 @@ class WeightPublisher(ProcessBound):
     ) -> PublishHandle:
         """Start to publish all parameters, by Hugging Face names, as `version`, which must grow.
 
-        Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device, and are read after the work on the
+        Tensors are of 16 or 32 bits, or float8 codes, on the CPU or one CUDA device, and are read after the work on the
         current CUDA stream. They must not change before `held`. Raises ValueError for tensors that cannot be sent,
         `WeightsRejected` for a version or names that no worker can accept.
 

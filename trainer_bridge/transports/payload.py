@@ -40,8 +40,8 @@ class Payload:
     means the usual size. With `once` a tensor that comes under several names has the first one, until
     `use_every_name`; not with `spread`, since all ranks must do the same.
 
-    Raises ValueError for tensors that cannot be sent: a dtype other than float32, bfloat16 and float16, sparse tensors,
-    or several CUDA devices.
+    Raises ValueError for tensors that cannot be sent: another dtype than those of `TORCH_DTYPES`, sparse tensors, or
+    several CUDA devices.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,5})\.(gaps|bits|words|all)")
 _FORMS = (["gaps", "words"], ["bits", "words"], ["all"])
 _WORD_BYTES = 2
 _MOST_PRINT = 1 << 64
+_MOST_SHARE = 0.75  # of an update's bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,22 @@ def read_delta(value: Any, manifest: Manifest) -> Delta:
     if not base or not codes.tensors:
         raise BadRequest("a delta needs the content that it changes, and codes", field="delta")
     _check_codes(delta, manifest)
+    if why := comes_whole(manifest) or exceeds_share(manifest, codes.tensor_bytes):
+        raise WeightsRejected(f"version {manifest.version} came as changes, but {why}: send it whole", field="delta")
     return delta
+
+
+def comes_whole(manifest: Manifest) -> str:
+    """Why an update of these tensors cannot come as changes; empty: it can."""
+    odd = next((entry.name for entry in manifest.tensors if entry.nbytes % _WORD_BYTES), "")
+    return f"{odd} has an odd number of bytes, which are no words of 16 bits" if odd else ""
+
+
+def exceeds_share(manifest: Manifest, code_bytes: int) -> str:
+    """Why codes of this size are too large; empty: they are not. Each rank keeps host memory for all codes."""
+    if code_bytes > _MOST_SHARE * manifest.total_bytes:
+        return f"its codes have {code_bytes} bytes, more than {_MOST_SHARE:.0%} of its {manifest.total_bytes}"
+    return ""
 
 
 def _check_codes(delta: Delta, manifest: Manifest) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from rollout.models.cut import Cut, CutView
 from rollout.weights.delta import DeltaStaging, put_kept
-from rollout.weights.parameter_map import ManifestFit
+from rollout.weights.parameter_map import ManifestFit, UpdateNames
 from rollout.weights.staging import KeptPart, WeightStaging
 from tests.support.bridge.fault_client import FaultServer, run_fault
 from tests.support.bridge.fault_server import changed
@@ -110,10 +110,26 @@ def test_a_worker_that_took_another_publishers_update_gets_a_whole_one(layout: s
         assert [trainer.sent(worker) for _ in range(2)] == [[True], [False]]
 
 
-def test_of_several_workers_each_gets_what_it_lacks() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_publishers_in_turn_never_change_the_other_ones_update(layout: str) -> None:
+    with LAYOUTS[layout]() as worker, ExitStack() as stack:
+        trainers = [
+            Trainer(stack.enter_context(WeightPublisher(worker.endpoint, transport="zmq", deltas="host")))
+            for _ in range(2)
+        ]
+        came_whole = []
+        for turn, version in zip((0, 1, 0, 0, 1, 1), range(1, 7), strict=True):
+            trainers[turn].version = version - 1
+            came_whole += trainers[turn].sent(worker)
+        assert came_whole == [True, True, True, False, True, False]
+
+
+@pytest.mark.parametrize("transport", ["zmq", "shm", "disk"])
+def test_of_several_workers_each_gets_what_it_lacks(tmp_path: Path, transport: str) -> None:
     with ExitStack() as stack:
         one, two = (stack.enter_context(LAYOUTS[layout]()) for layout in ("staged", "in place"))
-        publisher = stack.enter_context(Watchful(one.endpoint, transport="zmq", deltas="host"))
+        how = {"transport": transport, "folder": str(tmp_path), "deltas": "host"}
+        publisher = stack.enter_context(Watchful(one.endpoint, **how))
         trainer = Trainer(publisher)
         trainer.sent(one)
         publisher.add(two.endpoint)
@@ -203,6 +219,38 @@ def test_tensors_of_other_types_and_other_shapes_of_an_update_come_whole_once() 
         assert [trainer.sent(worker) for _ in range(2)] == [[True], [False]]
         trainer.tensors = new_tensors(TinyModel(), 4, stacked=True)
         assert [trainer.sent(worker) for _ in range(2)] == [[True], [False]]
+
+
+def test_a_tensor_of_an_odd_number_of_bytes_comes_whole() -> None:
+    with Worker(names=UpdateNames(unused=("visual.",))) as worker:
+        with WeightPublisher(worker.endpoint, transport="zmq", bucket_bytes=SMALL, deltas="host") as publisher:
+            trainer = Trainer(publisher)
+            for version in (1, 2):
+                trainer.tensors = step(trainer.tensors, version)
+                odd = {"visual.codes": torch.zeros(3, dtype=torch.float8_e4m3fn)}
+                (report,) = publisher.publish({**trainer.tensors, **odd}, version).applied(20)
+                assert report.sent_nbytes == report.nbytes and serves(worker.model, trainer.tensors)
+
+
+@pytest.mark.parametrize("share", [0.95, 1.0])
+def test_an_update_of_which_most_has_changed_comes_whole_and_is_the_base_of_the_next(share: float) -> None:
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="zmq", deltas="host") as publisher:
+        trainer = Trainer(publisher)
+        assert [trainer.sent(worker, share=each) for each in (1.0, share, SHARE)] == [[True], [True], [False]]
+
+
+@pytest.mark.parametrize("layout", ["staged", "in place", "two ranks"])
+def test_a_worker_without_memory_for_codes_gets_the_whole(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    def full(self: WeightStaging, nbytes: int) -> torch.Tensor:
+        return torch.empty(1 << 60, dtype=torch.uint8)
+
+    with LAYOUTS[layout]() as worker, WeightPublisher(worker.endpoint, transport="zmq", deltas="host") as publisher:
+        trainer = Trainer(publisher)
+        trainer.sent(worker)
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightStaging, "code_memory", full)
+            assert trainer.sent(worker) == [True]
+        assert trainer.sent(worker) == [False]
 
 
 def test_in_place_weights_that_are_kept_in_another_type_come_whole_and_the_log_says_which(

@@ -187,9 +187,28 @@ def test_changes_are_quantised_as_a_whole_update_and_in_place_come_whole(checkpo
     first = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in first.values():
         tensor.view(-1)[::50] += 1
-    how = {"transport": "zmq", "bucket_bytes": 1 << 14, "deltas": "host"}
-    with Worker(model=served, apply=apply) as worker, WeightPublisher(worker.endpoint, **how) as publisher:
+    how: dict[str, Any] = {"transport": "zmq", "bucket_bytes": 1 << 14, "deltas": "host"}
+    with worker_of(served, apply=apply) as worker, WeightPublisher(worker.endpoint, **how) as publisher:
         publisher.publish(first, 1).applied(60)
         assert not served.equals(fresh)
         (report,) = publisher.publish(tensors, 2).applied(60)
         assert served.equals(fresh) and (report.sent_nbytes < report.nbytes) == (apply == "staged")
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_codes_and_weights_may_come_as_changes_to_the_last_update_of_their_kind(dense, apply):
+    old, new, tensors = dense
+    served, fresh = Served(old, "fp8_block"), Served(new, "fp8_block")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # none is another one's memory
+    first = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in first.values():
+        tensor.view(-1)[::50] = 0  # the largest of most blocks, and so the scales, stay
+    how: dict[str, Any] = {"transport": "zmq", "bucket_bytes": 1 << 14, "deltas": "host"}
+    versions = [as_codes(first, served), as_codes(tensors, served), first, tensors, as_codes(tensors, served)]
+    sent_whole = []
+    with worker_of(served, apply=apply) as worker, WeightPublisher(worker.endpoint, **how) as publisher:
+        for version, sent in enumerate(versions, 1):
+            (report,) = publisher.publish(sent, version).applied(60)
+            sent_whole.append(report.sent_nbytes == report.nbytes)
+            assert served.equals(fresh) == (sent is not versions[0] and sent is not first)
+    assert sent_whole == ([True, False, True, False, True] if apply == "staged" else [True] * 5)

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from rollout.models.cut import Cut
+from rollout.weights.delta import put_kept
 from rollout.weights.parameter_map import ParameterMap
-from rollout.weights.staging import WeightStaging, cut_rows
+from rollout.weights.staging import KeptPart, WeightStaging, cut_rows, in_words
 from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idle_s, run_fault
 from tests.support.bridge.file_memory import FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
@@ -28,7 +29,7 @@ from tests.support.kernels.grids import nightly
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.disk import DiskReceiver
 from trainer_bridge.wire.errors import RolloutError, RolloutTimeout
-from trainer_bridge.wire.manifest import checksum
+from trainer_bridge.wire.manifest import DTYPE_BYTES, checksum, pack
 
 TRANSPORTS = ["zmq", "shm", "disk", "nccl", "cuda_ipc"]  # gloo, and files in the place of a GPU's memory
 SMALL = 64
@@ -83,6 +84,30 @@ def test_pieces_of_a_tensor_make_the_part_that_a_cut_keeps(seed: int) -> None:
                 target[at : at + width] = source[begin : begin + width]
     assert np.array_equal(target[: wanted.size], wanted.reshape(-1))
     assert (target[wanted.size :] == 255).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("seed", range(30))
+def test_changed_words_of_any_cut_reach_the_kept_part(dtype: str, seed: int) -> None:
+    draws, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    shape = tuple(2 * draws.randrange(1, 5) for _ in range(draws.choice([1, 2, 3])))
+    cut = random_cut(draws, shape)
+    (entry,) = pack(1, [("a", dtype, shape)], 64).tensors
+
+    def kept(whole: torch.Tensor) -> torch.Tensor:
+        entries = whole.view(*shape, DTYPE_BYTES[dtype])
+        return (entries if cut is None else cut.take(entries)).contiguous().view(-1)
+
+    old, new = (torch.randint(256, (entry.nbytes,), dtype=torch.uint8, generator=generator) for _ in range(2))
+    index = (torch.rand(entry.nbytes // 2, generator=generator) < 0.3).nonzero()[:, 0]
+    values = new.view(torch.int16)[index]
+    memory = kept(old).clone()
+    old.view(torch.int16)[index] = values
+    if in_words(entry, cut):
+        put_kept(KeptPart(entry, memory, cut), index, values)
+        assert torch.equal(memory, kept(old))
+    else:
+        assert dtype == "float8_e4m3fn"
 
 
 @pytest.mark.parametrize("size", [2, 3])

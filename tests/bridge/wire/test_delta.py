@@ -94,3 +94,18 @@ def test_a_content_is_32_hex_digits(value: Any) -> None:
     with pytest.raises(RolloutError):
         read_content(value)
     assert read_content(None) == "" and read_content("ab" * 16) == "ab" * 16
+
+
+def test_changes_that_are_nearly_the_whole_update_are_refused_before_they_take_memory() -> None:
+    most = [("0.all", 32), ("1.all", 32), ("3.all", 28)]  # 184 of 248 bytes
+    assert read_delta(wire(codes=codes(*most)), UPDATE)
+    with pytest.raises(WeightsRejected, match="send it whole") as caught:
+        read_delta(wire(codes=codes(*most[:2], ("2.gaps", 1), ("2.words", 3), most[2])), UPDATE)
+    assert caught.value.field == "delta"
+
+
+def test_a_tensor_that_is_no_words_is_named_by_the_refusal_of_changes() -> None:
+    update = pack(3, [("a", "bfloat16", (40,)), ("odd", "float8_e4m3fn", (115,))], 64)
+    with pytest.raises(WeightsRejected, match="odd has an odd number of bytes") as caught:
+        read_delta(wire(codes=codes(("0.all", 32))), update)
+    assert caught.value.field == "delta"

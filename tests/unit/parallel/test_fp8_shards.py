@@ -13,12 +13,15 @@ from rollout.config import ModelSettings
 from rollout.models import LoadedModel, load_model
 from rollout.models.coded import SCALES, CodedView
 from rollout.models.cut import CutView
+from rollout.weights.delta import DeltaStaging
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.staged_weights import SwapCopies
 from rollout.weights.staging import InPlace, WeightStaging
 from tests.support.models.families import make_checkpoint
 from trainer_bridge import quantize_fp8_block
-from trainer_bridge.wire.manifest import pack
+from trainer_bridge.transports.changed_words import changed_words
+from trainer_bridge.wire.delta import Delta
+from trainer_bridge.wire.manifest import Manifest, pack
 
 CPU = torch.device("cpu")
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -62,6 +65,41 @@ def _load_shard(group: TensorGroup, folder: Path) -> int:
     return equal
 
 
+def packed(version: int, tensors: dict[str, torch.Tensor]) -> tuple[Manifest, torch.Tensor]:
+    rows = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
+    manifest = pack(version, rows, 1 << 20)
+    stream = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    for entry in manifest.tensors:
+        stream[entry.offset : entry.end] = tensors[entry.name].contiguous().view(torch.uint8).flatten()
+    return manifest, stream
+
+
+def _change_shard(group: TensorGroup, old: Path, new: Path) -> bool:
+    """Codes, then changes to them: as a shard that was loaded with them."""
+    ours, fresh = load(old, "fp8_block", group), load(new, "fp8_block", group)
+    names = ParameterMap(ours.trainer_views(), update_names(ModelSettings(), ours))
+    staging = WeightStaging(names.views, "host", shard=True)
+    tensors = [codes_of(load_file(folder / "model.safetensors")) for folder in (old, new)]
+    (first, before), (second, after) = (packed(version, found) for version, found in enumerate(tensors, 1))
+    staging.open(first, names.check(first))
+    staging.take(0, before)
+    staging.check()
+    staging.verified("a" * 32)
+    codes = {}
+    for bucket in range(second.bucket_count):
+        start, end = second.bucket_span(bucket)
+        codes |= {f"{bucket}.{part}": code for part, code in changed_words(before[start:end], after[start:end]).items()}
+    manifest, stream = packed(2, codes)
+    changes = DeltaStaging(staging, second, Delta("a" * 32, manifest, (0,) * second.bucket_count))
+    changes.take(0, stream)
+    while not changes.copied():
+        pass
+    changes.check()
+    SwapCopies().enqueue(changes.copies())
+    got, expected = parameters(ours), parameters(fresh)
+    return all(torch.equal(got[name], expected[name]) for name in expected)
+
+
 def _update_shard(group: TensorGroup, old: Path, new: Path, in_place: bool) -> bool:
     """Codes, then weights: each time as a shard that was loaded with them."""
     ours, fresh = load(old, "fp8_block", group), load(new, "fp8_block", group)
@@ -72,14 +110,8 @@ def _update_shard(group: TensorGroup, old: Path, new: Path, in_place: bool) -> b
         (1, codes_of(load_file(new / "model.safetensors")), parameters(fresh)),
         (2, load_file(old / "model.safetensors"), before),
     ):
-        rows = [
-            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()
-        ]
-        manifest = pack(version, rows, 1 << 20)
+        manifest, stream = packed(version, tensors)
         staging.open(manifest, names.check(manifest))
-        stream = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
-        for entry in manifest.tensors:
-            stream[entry.offset : entry.end] = tensors[entry.name].contiguous().view(torch.uint8).flatten()
         for start in range(0, len(stream), 50_000):
             staging.take(start, stream[start : start + 50_000])
         staging.check()
@@ -104,3 +136,9 @@ def test_codes_and_weights_fill_a_shard_as_a_fresh_start_does(tmp_path, start_ra
         make_checkpoint("qwen3", tmp_path / str(seed), seed, **SIZES, num_hidden_layers=2)
     for in_place in (False, True):
         assert all(start_ranks(2).run(_update_shard, tmp_path / "0", tmp_path / "1", in_place))
+
+
+def test_changes_to_codes_fill_a_shard_as_a_fresh_start_does(tmp_path, start_ranks):
+    for seed in range(2):
+        make_checkpoint("qwen3", tmp_path / str(seed), seed, **SIZES, num_hidden_layers=2)
+    assert all(start_ranks(2).run(_change_shard, tmp_path / "0", tmp_path / "1"))
