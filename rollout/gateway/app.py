@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.dialects.handling import Gateway
 from rollout.gateway.dialects.process_group_bodies import TransferState
-from rollout.gateway.dialects.tinker.sessions import Sessions
+from rollout.gateway.dialects.tinker.sessions import TinkerSessions
 from rollout.gateway.endpoints import routes
 from rollout.gateway.history.expiring_cache import ExpiringCache
 from rollout.gateway.history.responses import StoredResponse
@@ -56,7 +56,7 @@ def make_app(
         client = pool()
         workers = Workers(client, settings)
         folder_updates = FolderUpdates(settings.weights_root, settings.update_s, curve)
-        tinker: Sessions[Any] = Sessions()
+        tinker: TinkerSessions[Any] = TinkerSessions()
         tasks = [asyncio.ensure_future(each.run()) for each in (workers.watch, tinker)]
         model: GatewayModel | None = None
         try:

@@ -32,7 +32,7 @@ from rollout.weights.staged_weights import Copy, StagedWeights
 from rollout.weights.staging import KeptPart, WeightStaging, entries_within
 from trainer_bridge.transports.changed_words import WORD_BYTES, Part, find_words
 from trainer_bridge.transports.fingerprint import fingerprint
-from trainer_bridge.wire.delta import Delta, read_content, read_delta
+from trainer_bridge.wire.delta import WeightDelta, read_content, read_delta
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry
 
@@ -43,7 +43,7 @@ class UpdateContent(NamedTuple):
     """The name of an update's bytes (empty: it has none), and how they come; None: whole."""
 
     name: str = ""
-    delta: Delta | None = None
+    delta: WeightDelta | None = None
 
     def to_wire(self) -> dict[str, Any]:
         """The fields of `begin`."""
@@ -77,7 +77,7 @@ class DeltaStaging:
     Raises `WeightsRejected`, with the field `delta`, if the memory does not hold the base.
     """
 
-    def __init__(self, staging: WeightStaging, manifest: Manifest, delta: Delta) -> None:
+    def __init__(self, staging: WeightStaging, manifest: Manifest, delta: WeightDelta) -> None:
         if why := staging.lacks_base(manifest, delta.base):
             raise WeightsRejected(
                 f"version {manifest.version} came as changes, but {why}: send it whole", field="delta"

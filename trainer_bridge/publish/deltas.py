@@ -28,7 +28,7 @@ from trainer_bridge.transports.changed_words import changed_words
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.tensors import typed_view
-from trainer_bridge.wire.delta import Delta, comes_whole, exceeds_share
+from trainer_bridge.wire.delta import WeightDelta, comes_whole, exceeds_share
 from trainer_bridge.wire.errors import RolloutError
 
 DeltaMemory = Literal["host", "device"]
@@ -109,7 +109,7 @@ class KeptDeltas(KeptUpdate):
         _log.info("version %d changes %.2f%% of its bytes", manifest.version, 100 * total / manifest.total_bytes)
         changes = Payload(codes, manifest.version, manifest.bucket_bytes)
         changes.update, changes.content, changes.tied = manifest, self._content, self._tied
-        changes.delta = Delta(base, changes.manifest, tuple(prints))
+        changes.delta = WeightDelta(base, changes.manifest, tuple(prints))
         return changes
 
     def _memory(self, nbytes: int, device: torch.device = torch.device("cpu")) -> torch.Tensor:  # noqa: B008

@@ -19,7 +19,7 @@ import torch
 
 from trainer_bridge.transports.shards import LentParts, Shards, is_spread
 from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, typed_view
-from trainer_bridge.wire.delta import Delta
+from trainer_bridge.wire.delta import WeightDelta
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry, pack, usual_bucket_bytes
 
@@ -80,7 +80,8 @@ class Payload:
         self.on_release: Callable[[], object] = lambda: None
         self.again = False  # a kept update that is sent again
         self.content = ""  # names the update's bytes, for workers that may take changes to them later
-        self.delta: Delta | None = None  # its tensors are the codes of changes; `update` is what results from them
+        #: Not None: the tensors are the codes of changes, and `update` is what results from them.
+        self.delta: WeightDelta | None = None
         self.update: Manifest | None = None
         self._keep_in: Callable[[], torch.Tensor] | None = None
         self._kept: torch.Tensor | None = None

@@ -28,7 +28,7 @@ _MOST_SHARE = 0.75  # of an update's bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class WeightDelta:
     """The changes from one content to another. `fingerprints` has one of each bucket of the result, int64."""
 
     base: str
@@ -54,7 +54,7 @@ def read_content(value: Any) -> str:
     return value
 
 
-def read_delta(value: Any, manifest: Manifest) -> Delta:
+def read_delta(value: Any, manifest: Manifest) -> WeightDelta:
     """Read what `to_wire` wrote, for an update with this manifest. Raises `BadRequest` and `WeightsRejected`.
 
     Afterwards every bucket has a form of a possible size, and no two codes are for the same bucket.
@@ -72,7 +72,7 @@ def read_delta(value: Any, manifest: Manifest) -> Delta:
     codes = from_wire(value["codes"], max_tensors=2 * manifest.bucket_count)
     if codes.version != manifest.version:
         raise WeightsRejected("the codes of a delta must have the update's version", field="delta.codes")
-    delta = Delta(base, codes, tuple(prints))
+    delta = WeightDelta(base, codes, tuple(prints))
     if not base or not codes.tensors:
         raise BadRequest("a delta needs the content that it changes, and codes", field="delta")
     _check_codes(delta, manifest)
@@ -94,7 +94,7 @@ def exceeds_share(manifest: Manifest, code_bytes: int) -> str:
     return ""
 
 
-def _check_codes(delta: Delta, manifest: Manifest) -> None:
+def _check_codes(delta: WeightDelta, manifest: Manifest) -> None:
     for entry in delta.codes.tensors:
         if not _NAME.fullmatch(entry.name) or entry.dtype != "bfloat16" or len(entry.shape) != 1:
             raise _bad(entry.name, "is no code of a bucket")

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.answers.logprobs import LogprobFormat
 from rollout.gateway.dialects.process_group_bodies import TransferState
-from rollout.gateway.dialects.tinker.sessions import Sessions
+from rollout.gateway.dialects.tinker.sessions import TinkerSessions
 from rollout.gateway.history.expiring_cache import ExpiringCache
 from rollout.gateway.history.responses import StoredResponse
 from rollout.gateway.history.trajectories import Trajectories
@@ -40,7 +40,7 @@ class Gateway:
     transfers: TransferState
     trajectories: Trajectories
     responses: ExpiringCache[StoredResponse]
-    tinker: Sessions[Any]
+    tinker: TinkerSessions[Any]
 
     async def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request names as its model, None for the model itself. Raises `HttpError` (404)."""

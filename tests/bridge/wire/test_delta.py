@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer_bridge.wire.delta import Delta, read_content, read_delta
+from trainer_bridge.wire.delta import WeightDelta, read_content, read_delta
 from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
 from trainer_bridge.wire.manifest import pack
 
@@ -26,7 +26,7 @@ def wire(**changes: Any) -> dict[str, Any]:
 
 def test_a_sound_delta_is_read_as_it_was_written() -> None:
     delta = read_delta(wire(), UPDATE)
-    assert delta.to_wire() == wire() and isinstance(delta, Delta)
+    assert delta.to_wire() == wire() and isinstance(delta, WeightDelta)
     assert [(bucket, sorted(parts)) for bucket, parts in delta.buckets()] == [
         (0, ["gaps", "words"]),
         (1, ["bits", "words"]),

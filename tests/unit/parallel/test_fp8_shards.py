@@ -20,7 +20,7 @@ from rollout.weights.staging import InPlace, WeightStaging
 from tests.support.models.families import make_checkpoint
 from trainer_bridge import quantize_fp8_block
 from trainer_bridge.transports.changed_words import changed_words
-from trainer_bridge.wire.delta import Delta
+from trainer_bridge.wire.delta import WeightDelta
 from trainer_bridge.wire.manifest import Manifest, pack
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def _change_shard(group: TensorGroup, old: Path, new: Path) -> bool:
         start, end = second.bucket_span(bucket)
         codes |= {f"{bucket}.{part}": code for part, code in changed_words(before[start:end], after[start:end]).items()}
     manifest, stream = packed(2, codes)
-    changes = DeltaStaging(staging, second, Delta("a" * 32, manifest, (0,) * second.bucket_count))
+    changes = DeltaStaging(staging, second, WeightDelta("a" * 32, manifest, (0,) * second.bucket_count))
     changes.take(0, stream)
     while not changes.copied():
         pass

@@ -80,7 +80,7 @@ class Tops:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class TinkerSequence:
     """One completion: `tokens` int32 [tokens], `logprobs` float32 [tokens].
 
     `versions`: runs of tokens by weights version. `adapter_versions`: from which position on the adapter had which one.
@@ -94,7 +94,7 @@ class Sequence:
     adapter_versions: list[dict[str, int]]
 
     @classmethod
-    def of(cls, completion: Completion, mode: LogprobMode, top: int) -> Sequence:
+    def of(cls, completion: Completion, mode: LogprobMode, top: int) -> TinkerSequence:
         """The form of a completion. Raises `HttpError` if it is not whole: Tinker has no word for that."""
         failed = fault(completion)
         if failed is not None:
@@ -117,7 +117,7 @@ class SampleAnswer:
     `targets`: the tokens that were scored at positions of the prompt, and their log-probs.
     """
 
-    sequences: list[Sequence]
+    sequences: list[TinkerSequence]
     cached_tokens: int
     prompt_logprobs: np.ndarray | None
     prompt_tops: Tops | None
@@ -129,7 +129,7 @@ class SampleAnswer:
         cls, result: GenerateResult, body: SampleBody, scored: int, targets: TargetTokens | None, mode: LogprobMode
     ) -> SampleAnswer:
         """The answer to a request. `scored`: the tokens at the prompt's end that it has scored. Raises `HttpError`."""
-        sequences = [Sequence.of(each, mode, body.topk_sample_logprobs) for each in result.completions]
+        sequences = [TinkerSequence.of(each, mode, body.topk_sample_logprobs) for each in result.completions]
         own = tops = scores = None
         if body.prompt_logprobs:
             assert result.prompt_logprobs is not None, "they were asked for"

@@ -51,14 +51,14 @@ class ResultBody(Body):
     request_id: str = Field(min_length=1, max_length=_MOST_CHARS)
 
 
-class Chunk(Body):
+class TinkerChunk(Body):
     """A part of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
     tokens: list[TokenId]
 
 
-class Prompt(Body):
+class TinkerPrompt(Body):
     """Tinker's `ModelInput`."""
 
     chunks: list[dict[str, Any]]
@@ -71,7 +71,7 @@ class Prompt(Body):
             if (chunk.get("type") or "encoded_text") != "encoded_text":
                 message = "this API takes token ids here; send images to /v1/chat/completions"
                 raise bad_request(message, f"{where}type")
-            found += Chunk.take(chunk, where).tokens
+            found += TinkerChunk.take(chunk, where).tokens
         if not found:
             raise bad_request("send at least one token", "prompt.chunks")
         return found

@@ -17,13 +17,13 @@ from rollout.gateway.dialects.tinker.bodies import (
     NAMES,
     JoinBody,
     Params,
-    Prompt,
     ResultBody,
     SampleBody,
     SamplerBody,
     SessionBody,
+    TinkerPrompt,
 )
-from rollout.gateway.dialects.tinker.sessions import Sampler
+from rollout.gateway.dialects.tinker.sessions import TinkerSampler
 from rollout.gateway.http.http_errors import HttpError, bad_request
 from rollout.gateway.http.json_text import json_text
 from rollout.gateway.workers.workers import TokenRequest
@@ -95,7 +95,7 @@ async def create_sampler(request: HttpRequest[SamplerBody]) -> dict[str, Any]:
     sessions.seen(body.session_id)
     adapter = await _adapter(request.gateway, body.base_model, body.model_path)
     name = f"{body.session_id}:{body.sampling_session_seq_id}"
-    sessions.add(Sampler(name, body.session_id, request.gateway.model.names[0], body.model_path, adapter))
+    sessions.add(TinkerSampler(name, body.session_id, request.gateway.model.names[0], body.model_path, adapter))
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
 
@@ -183,7 +183,7 @@ class _Sample:
     """A sample that is checked: what the workers are asked for, and how the answer is made of theirs."""
 
     def __init__(self, body: SampleBody, adapter: str | None) -> None:
-        prompt = Prompt.take(body.prompt, "prompt.").token_ids()
+        prompt = TinkerPrompt.take(body.prompt, "prompt.").token_ids()
         params = Params.take(body.sampling_params, "sampling_params.")
         self._body = body
         self._scored = body.last_scored(len(prompt))

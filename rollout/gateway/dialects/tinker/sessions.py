@@ -42,7 +42,7 @@ R = TypeVar("R", bound=Result)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class TinkerSampler:
     """What a client samples from. `adapter`: None for the model itself."""
 
     id: str
@@ -53,11 +53,11 @@ class Sampler:
 
 
 @dataclass(slots=True)
-class Session:
+class TinkerSession:
     """One client. `seen_s`: when it has last sent something; `samplers`: those used last stand last."""
 
     seen_s: float
-    samplers: OrderedDict[str, Sampler] = field(default_factory=OrderedDict)
+    samplers: OrderedDict[str, TinkerSampler] = field(default_factory=OrderedDict)
     requests: set[str] = field(default_factory=set)
     joined: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -74,13 +74,13 @@ class SampleRequest(Generic[R]):
     size: int = 0
 
 
-class Sessions(Generic[R]):
+class TinkerSessions(Generic[R]):
     """All sessions. The methods belong to one event loop. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, most_bytes: int = MOST_BYTES) -> None:
         self._clock = clock
         self._most_bytes = most_bytes
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, TinkerSession] = {}
         self._requests: dict[str, SampleRequest[R]] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()  # requests, in the order of their ends
         self._read: OrderedDict[str, None] = OrderedDict()  # those of them that were read, the oldest first
@@ -95,10 +95,10 @@ class Sessions(Generic[R]):
         if len(self._sessions) >= _MOST_SESSIONS:
             raise HttpError(429, f"there are {_MOST_SESSIONS} sessions; finish some, or try again later", retry_s=10.0)
         name = uuid.uuid4().hex
-        self._sessions[name] = Session(self._clock())
+        self._sessions[name] = TinkerSession(self._clock())
         return name
 
-    def seen(self, name: str) -> Session:
+    def seen(self, name: str) -> TinkerSession:
         """A session whose client has sent something. Raises `HttpError` (410): clients end their heartbeats then."""
         found = self._sessions.get(name)
         if found is None:
@@ -107,7 +107,7 @@ class Sessions(Generic[R]):
         found.seen_s = self._clock()
         return found
 
-    def add(self, sampler: Sampler) -> None:
+    def add(self, sampler: TinkerSampler) -> None:
         """Keep a sampler. The same one may come again. Raises `HttpError`."""
         samplers = self.seen(sampler.session).samplers
         if samplers.setdefault(sampler.id, sampler) != sampler:
@@ -116,7 +116,7 @@ class Sessions(Generic[R]):
         if len(samplers) > _MOST_SAMPLERS:
             samplers.popitem(last=False)
 
-    def sampler(self, name: str) -> Sampler:
+    def sampler(self, name: str) -> TinkerSampler:
         """A sampler that is in use. Raises `HttpError` (404)."""
         session = self._sessions.get(name.partition(":")[0])
         if session is None or name not in session.samplers:
