@@ -151,17 +151,21 @@ def test_an_endless_stream_of_a_higher_priority_keeps_its_slot_and_starves_no_ot
 
     def keep_busy(kind: str, most: int, **fields: object) -> None:
         while sent[kind] - sum(name.startswith(kind) for name in bench.done) < most:
-            bench.submit(f"{kind}{sent[kind]}", prompt_of(6), 6 + sent[kind] % 3, **fields)
+            bench.submit(f"{kind}{sent[kind]}", prompt_of(6, sent[kind]), 6 + sent[kind] % 3, **fields)
             sent[kind] += 1
 
-    while "waits" not in bench.done:
+    def tick() -> None:
         keep_busy("high", 2, adapter="a0", priority=1)
         keep_busy("same", 12, adapter="a1")
         bench.engine.tick()
-        if sent["same"] > 30 and "waits" not in bench.completions and sent.setdefault("waits", 0) == 0:
-            bench.submit("waits", prompt_of(6), 5, adapter="a2")
-            sent["waits"] = 1
-        assert sent["same"] < 150
+
+    for _ in range(40):
+        tick()
+    bench.submit("waits", prompt_of(6), 5, adapter="a2")
+    most = sent["same"] + 150
+    while "waits" not in bench.done:
+        tick()
+        assert sent["same"] < most
     greedy_is(adapters[2][1], prompt_of(6), bench.tokens("waits"))
     bench.run()
     bench.close()
