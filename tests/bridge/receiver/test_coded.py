@@ -188,7 +188,7 @@ def test_changes_are_quantised_as_a_whole_update_and_in_place_come_whole(checkpo
     for tensor in first.values():
         tensor.view(-1)[::50] += 1
     how = {"transport": "zmq", "bucket_bytes": 1 << 14, "deltas": "host"}
-    with Worker(model=served, apply=apply) as worker, WeightPublisher(worker.endpoint, **how) as publisher:
+    with worker_of(served, apply=apply) as worker, WeightPublisher(worker.endpoint, **how) as publisher:
         publisher.publish(first, 1).applied(60)
         assert not served.equals(fresh)
         (report,) = publisher.publish(tensors, 2).applied(60)
