@@ -24,7 +24,7 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,5})\.(gaps|bits|words|all)")
 _FORMS = (["gaps", "words"], ["bits", "words"], ["all"])
 _WORD_BYTES = 2
 _MOST_PRINT = 1 << 64
-_MOST_SHARE = 0.75  # the random name of an update's bytes
+_MOST_SHARE = 0.75  # the share of an update that its changes may take, in bytes
 
 
 @dataclass(frozen=True, slots=True)
