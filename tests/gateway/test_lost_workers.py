@@ -98,7 +98,8 @@ def pair(places: tuple[Place, Place]) -> tuple[Place, Place]:
     for place in places:
         if place.worker.returncode is not None:
             place.start()
-        place.status()
+    for place in places:  # while a worker starts, it answers without a version, and then binds its sockets anew
+        until(lambda place=place: "weights_version" in place.status(), "its start")  # type: ignore[misc]
     return places
 
 
