@@ -143,7 +143,7 @@ A worker reports every `metrics.interval_s` seconds, and for the whole run at it
 is `rollout_kv_preemptions_total` (`_total` for counters); it also has `rollout_worker_info` (label `model`),
 `rollout_report_time_s` (Unix time) and `rollout_report_step` (steps committed), in JSON lines `time` and `step`.
 
-- **Gauges** (no kind is named) have the present value, or that of the interval. A mean or percentile without a sample
+- **Gauges** (no kind is named) have the value of the present, or of the interval. A mean or percentile without a sample
   keeps its last value.
 - **Counters** count since the start.
 - **Histograms** count by size: over the interval in W&B and JSON lines (`[begin, bound, count]`, no empty buckets),

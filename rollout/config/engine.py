@@ -56,7 +56,7 @@ class KVSettings(SettingsSection):
         None,
         gt=0.0,
         le=0.98,
-        description="share of the memory beside the weights for KV and, on a GPU, the largest steps; none: 0.25 on a "
+        description="share of the memory without the weights for KV and, on a GPU, the largest steps; none: 0.25 on a "
         "CPU; on a GPU 5% stay free, 3 GiB to 15% (15% with sleep); not with kv_pages",
     )
     kv_memory_max_gib: float | None = Field(

@@ -60,7 +60,7 @@ class FreePart(Protocol):
 
     @property
     def look_at(self) -> int:
-        """The number of tokens at which `narrows` may return more, whatever they are; `NEVER` if there is none."""
+        """The number of tokens after which `narrows` may return more, whichever tokens come; `NEVER`: it never does."""
 
     def narrows(self, tokens: Sequence[int]) -> Narrows:
         """The effect on the next token after a completion's `tokens`; the constraint does not hold for the last one."""

@@ -63,7 +63,7 @@ class AdapterSlot:
     order: int = 0  # number of the copy on the other ranks
     refs: int = 0  # sequences that have taken it
     taken: int = 0  # sequences that ever took it with this adapter
-    passed: int = 0  # those that took it while it was closed: they are ahead of the adapter that waits for it
+    passed: int = 0  # sequences that took it while it was closed: they are ahead of the waiting adapter
     used: int = 0  # grows with every use
 
 

@@ -116,8 +116,8 @@ def _decode() -> list[Table]:
         "30B-A3B with quantised experts, ms a step",
         ("decode_30b_a3b_fp8_last_h200", "decode_30b_a3b_mxfp8_last_h200"),
         {"rows": "rows", "floor": "floor_ms", "here": "steady_ms", "over floor": "over_floor"},
-        "The first lines are fp8 in blocks, the others mxfp8; their attention is bf16, and that of the commands codes. "
-        "Aims: 1.9 at 1 row, 8.5 at 32. No peer.",
+        "The first lines are fp8 in blocks, the others mxfp8. They were measured with attention in bf16; the commands "
+        "code attention, too. Aims: 1.9 at 1 row, 8.5 at 32. No peer.",
     )
     return [
         shape("Qwen3-8B", steady, "rows_8b_h200", (256, 512), (3.9, 4.1, 4.8, 6.5, 10.6, 19.0)),

@@ -95,7 +95,7 @@ class PageAllocator:
         given_way = self._given_way
         fetch = self.fetch(keys, spare + more, first, oldest, begins, end)
         seq.kv.fetches += fetch is not None
-        if fetch is None and self._given_way > given_way:  # what was found may have been theirs
+        if fetch is None and self._given_way > given_way:  # the pages that were found may have given way
             return self.prefixes.find(seq, version)
         return fetch or reusable
 

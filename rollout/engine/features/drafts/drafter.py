@@ -42,7 +42,7 @@ class HostDrafter(Protocol):
         """
 
     def source(self, key: Hashable) -> int | None:
-        """The weights version behind the last path of this completion; None if the path does not come from weights."""
+        """The version of the weights that drafted the last path of this completion; None if no weights did."""
 
     def ended(self, key: Hashable) -> None:
         """Note that this completion has ended; its key may be unknown."""

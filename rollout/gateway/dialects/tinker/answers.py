@@ -223,7 +223,7 @@ def _tensor(targets: TargetTokens, scores: np.ndarray) -> dict[str, Any]:
 
 
 def _message(values: Mapping[str, Any], fields: _Fields) -> bytes:
-    """A message of protobuf: its fields by the table, those that are None left out."""
+    """A protobuf message with the fields of the table; fields that are None are left out."""
     parts = []
     for name, (number, inner) in fields.items():
         value = values.get(name)
