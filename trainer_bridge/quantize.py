@@ -27,10 +27,9 @@ def quantize_fp8_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     A worker with `weight_dtype = fp8_block` takes both in an update: codes under the weight's name, scales under the
     name + `SCALES`.
     """
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(f"a weight must be a floating-point matrix, not {weight.dtype} {list(weight.shape)}")
-    rows, columns = weight.shape
-    padded = F.pad(weight.detach().float(), (0, -columns % _BLOCK, 0, -rows % _BLOCK))
+    wide = _wide(weight)
+    rows, columns = wide.shape
+    padded = F.pad(wide, (0, -columns % _BLOCK, 0, -rows % _BLOCK))
     blocks = padded.unflatten(1, (-1, _BLOCK)).unflatten(0, (-1, _BLOCK))  # [rows of blocks, 128, columns, 128]
     scales = _scale(blocks.abs().amax(dim=(1, 3)))
     codes = _codes(blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
@@ -39,11 +38,15 @@ def quantize_fp8_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 def quantize_fp8_row(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [N, K] (`float8_e4m3fn`) and scales [N] (float32) of a weight [N, K]."""
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(f"a weight must be a floating-point matrix, not {weight.dtype} {list(weight.shape)}")
-    wide = weight.detach().float()
+    wide = _wide(weight)
     scales = _scale(wide.abs().amax(dim=1))
     return _codes(wide / scales[:, None]), scales
+
+
+def _wide(weight: torch.Tensor) -> torch.Tensor:
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(f"a weight must be a floating-point matrix, not {weight.dtype} {list(weight.shape)}")
+    return weight.detach().float()
 
 
 def _scale(largest: torch.Tensor) -> torch.Tensor:

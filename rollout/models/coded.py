@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from rollout_kernels.moe.formats import BLOCK, GROUP, ExpertWeights, Format
+from rollout_kernels.moe.formats import GROUP, SCALE_BLOCKS, ExpertWeights, Format
 from rollout_kernels.moe.quantize import quantize_to
 
 from rollout.models.cut import Cut
@@ -79,16 +79,12 @@ def scale_cut(cut: Cut | None, format: Format) -> Cut | None:
     """What a rank keeps of the scales of a tensor that has `cut`, whose ranges are whole blocks (`check_format`)."""
     if cut is None:
         return None
-    rows, columns = _BLOCKS[format]
+    rows, columns = SCALE_BLOCKS[format]
     block = rows if cut.dim == 0 else columns
     if block is None:  # one scale for a whole row
         return None
     ranges = tuple((begin // block, -(-end // block)) for begin, end in cut.ranges)
     return Cut(cut.dim, -(-cut.whole // block), ranges)
-
-
-#: Rows and columns of weights that share a scale; None: all columns.
-_BLOCKS: dict[Format, tuple[int, int | None]] = {"fp8_block": (BLOCK, BLOCK), "fp8_row": (1, None), "mxfp8": (1, GROUP)}
 
 
 def coded_products(layer: LayerSpec) -> Iterator[LinearSpec]:
@@ -136,7 +132,7 @@ _CUT_ROWS = (
 def _check_cut(cut: Cut | None, format: Format, module: str, spec: ModelSpec) -> None:
     if cut is None or spec.shard is None:
         return
-    block = _BLOCKS[format][cut.dim]
+    block = SCALE_BLOCKS[format][cut.dim]
     if block is None:
         raise ValueError(_CUT_ROWS.format(spec.shard.size))
     if any(edge % block and edge != cut.whole for cut_range in cut.ranges for edge in cut_range):

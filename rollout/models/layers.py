@@ -29,10 +29,10 @@ from rollout_kernels import (
     silu_mul,
     write_kv,
 )
-from rollout_kernels.linear.coded import CodedMatrix, Weights, scale_dtype, scales_shape
+from rollout_kernels.linear.coded import CodedMatrix, Weights, scales_shape
 from rollout_kernels.linear.products import add_product, product
 from rollout_kernels.moe import clamped_glu
-from rollout_kernels.moe.formats import ExpertWeights, Format, Shared, scale_shape
+from rollout_kernels.moe.formats import ExpertWeights, Format, Shared, scale_dtype, scale_shape
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 from torch import nn
 
@@ -613,9 +613,8 @@ class SparseFeedForward(Block):
         shape = scale_shape(experts, outputs, inputs, format, halves)
         if shape is None:
             return empty_parameter(experts, outputs, inputs, dtype=dtype, device=device), None
-        scale_dtype = torch.uint8 if format == "mxfp8" else torch.float32
         codes = empty_parameter(experts, outputs, inputs, dtype=torch.uint8, device=device)
-        return codes, empty_parameter(*shape, dtype=scale_dtype, device=device)
+        return codes, empty_parameter(*shape, dtype=scale_dtype(format), device=device)
 
     def weights(self, projection: Literal["gate_up", "down"]) -> ExpertWeights:
         """One projection of all experts in the kernels' layout, without a copy; plain weights must have 16 bits."""

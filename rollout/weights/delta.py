@@ -30,9 +30,9 @@ from rollout.models.cut import Cut
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staged_weights import Copy, StagedWeights
 from rollout.weights.staging import KeptPart, WeightStaging, entries_within
-from trainer_bridge.transports.changed_words import WORD_BYTES, Part, find_words
+from trainer_bridge.transports.changed_words import find_words
 from trainer_bridge.transports.fingerprint import fingerprint
-from trainer_bridge.wire.delta import WeightDelta, read_content, read_delta
+from trainer_bridge.wire.delta import WORD_BYTES, Part, WeightDelta, read_content, read_delta
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry
 

@@ -415,7 +415,7 @@ def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
 def _weights(experts: int, outputs: int, inputs: int, format: formats.Format, halves: int) -> formats.ExpertWeights:
     values = empty(experts, outputs, inputs, dtype=torch.bfloat16 if format == "plain" else torch.uint8)
     scales = formats.scale_shape(experts, outputs, inputs, format, halves)
-    dtype = torch.uint8 if format == "mxfp8" else torch.float32
+    dtype = formats.scale_dtype(format)
     return formats.ExpertWeights(values, None if scales is None else empty(*scales, dtype=dtype), format, halves)
 
 

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_kernels.linear.coded import CodedMatrix, Weights, scale_dtype, scales_shape
+from rollout_kernels.linear.coded import CodedMatrix, Weights, scales_shape
 from rollout_kernels.linear.products import product
 from rollout_kernels.linear.table import Config, Kind, linear_config
 from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
-from rollout_kernels.moe.formats import FORMATS, Format
+from rollout_kernels.moe.formats import FORMATS, Format, scale_dtype
 
 from scripts.bench.cuda_timing import graph_us, read_bandwidth
 from scripts.bench.linear_candidates import CODED_WAYS, SHAPES, WAYS, candidates

@@ -18,15 +18,10 @@ way. A part that needs an odd number of bytes ends with one more: 255 in gaps, 0
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 
-#: The parts of a bucket's form: their names in an update.
-Part = Literal["gaps", "bits", "words", "all"]
-#: The parts of each form.
-FORMS: tuple[tuple[Part, ...], ...] = (("gaps", "words"), ("bits", "words"), ("all",))
-WORD_BYTES = 2
+from trainer_bridge.wire.delta import WORD_BYTES, Part
 
 _SKIP = 255
 _BITS = 8

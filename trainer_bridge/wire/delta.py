@@ -14,15 +14,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal, get_args
 
 from trainer_bridge.wire.errors import BadRequest, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest, TensorEntry, from_wire
 
 _CONTENT = re.compile(r"[0-9a-f]{32}")
-_NAME = re.compile(r"(0|[1-9][0-9]{0,5})\.(gaps|bits|words|all)")
-_FORMS = (["gaps", "words"], ["bits", "words"], ["all"])
-_WORD_BYTES = 2
+#: A part of a bucket's form: its name in an update.
+Part = Literal["gaps", "bits", "words", "all"]
+#: The parts of each form.
+FORMS: tuple[tuple[Part, ...], ...] = (("gaps", "words"), ("bits", "words"), ("all",))
+WORD_BYTES = 2
+_NAME = re.compile(rf"(0|[1-9][0-9]{{0,5}})\.({'|'.join(get_args(Part))})")
 _MOST_PRINT = 1 << 64
 _MOST_SHARE = 0.75  # the share of an update that its changes may take, in bytes
 
@@ -83,7 +86,7 @@ def read_delta(value: Any, manifest: Manifest) -> WeightDelta:
 
 def comes_whole(manifest: Manifest) -> str:
     """Why an update of these tensors cannot come as changes; empty: it can."""
-    odd = next((entry.name for entry in manifest.tensors if entry.nbytes % _WORD_BYTES), "")
+    odd = next((entry.name for entry in manifest.tensors if entry.nbytes % WORD_BYTES), "")
     return f"{odd} has an odd number of bytes, which are no words of 16 bits" if odd else ""
 
 
@@ -101,11 +104,11 @@ def _check_codes(delta: WeightDelta, manifest: Manifest) -> None:
     last = -1
     for bucket, parts in delta.buckets():
         name = next(iter(parts.values())).name
-        if list(parts) not in _FORMS or not last < bucket < manifest.bucket_count:
+        if tuple(parts) not in FORMS or not last < bucket < manifest.bucket_count:
             raise _bad(name, "is out of order, repeated or of no bucket")
         last = bucket
         start, end = manifest.bucket_span(bucket)
-        words = (end - start) // _WORD_BYTES
+        words = (end - start) // WORD_BYTES
         least = {"all": words, "bits": -(-words // 16), "gaps": 1, "words": 1}
         most = {**least, "gaps": words, "words": words}
         for part, entry in parts.items():

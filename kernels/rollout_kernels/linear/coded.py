@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout_kernels.moe.formats import BLOCK, GROUP, ExpertWeights, Format, scale_shape
+from rollout_kernels.moe.formats import BLOCK, SCALE_BLOCKS, ExpertWeights, Format, scale_shape
 from rollout_kernels.moe.quantize import quantize_to
 
 
@@ -77,6 +77,11 @@ class CodedMatrix:
 Weights = torch.Tensor | CodedMatrix
 
 
+def stored(weights: Weights) -> torch.Tensor:
+    """The matrix [N, K] that is in memory: the weights themselves, or their codes."""
+    return weights.codes_NK if isinstance(weights, CodedMatrix) else weights
+
+
 def scales_shape(widths: Sequence[int], inputs: int, format: Format) -> tuple[int, ...]:
     """The shape of the scales of a coded product whose modules have `widths` rows each."""
     shapes = [scale_shape(1, width, inputs, format, 1) for width in widths]
@@ -86,11 +91,7 @@ def scales_shape(widths: Sequence[int], inputs: int, format: Format) -> tuple[in
     return rows, *last[2:]
 
 
-def scale_dtype(format: Format) -> torch.dtype:
-    """The dtype of a format's scales; e8m0 is stored as uint8."""
-    return torch.uint8 if format == "mxfp8" else torch.float32
-
-
 def scale_block(format: Format, inputs: int) -> tuple[int, int]:
     """Rows and columns of weights that share a scale."""
-    return {"fp8_block": (BLOCK, BLOCK), "fp8_row": (1, inputs), "mxfp8": (1, GROUP)}[format]
+    rows, columns = SCALE_BLOCKS[format]
+    return rows, inputs if columns is None else columns

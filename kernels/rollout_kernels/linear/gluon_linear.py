@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rollout_kernels.common.device import is_hopper
 from rollout_kernels.common.gluon_copy import load_tile, meet
 from rollout_kernels.common.triton_math import follow_options
-from rollout_kernels.linear.coded import CodedMatrix, Weights, scale_block
+from rollout_kernels.linear.coded import CodedMatrix, Weights, scale_block, stored
 
 
 @gluon.jit
@@ -274,7 +274,7 @@ def takes(x_MK: torch.Tensor, weights: Weights, silu: bool) -> bool:
 
     Weights have the dtype of the activations, or are codes with scales of rows or of blocks.
     """
-    w_NK = weights.codes_NK if isinstance(weights, CodedMatrix) else weights
+    w_NK = stored(weights)
     if silu and w_NK.shape[0] % 16:  # gate and up rows are loaded eight at a time
         return False
     if not is_hopper(x_MK.device) or (isinstance(weights, CodedMatrix) and weights.format == "mxfp8"):
@@ -307,7 +307,7 @@ def stream(
     same part of x at once.
     """
     coded = weights if isinstance(weights, CodedMatrix) else None
-    w_NK = weights.codes_NK if isinstance(weights, CodedMatrix) else weights
+    w_NK = stored(weights)
     if coded is not None:
         block_n &= -block_n
     rows, inputs = x_MK.shape

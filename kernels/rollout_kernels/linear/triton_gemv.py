@@ -21,7 +21,7 @@ import triton.language as tl
 
 from rollout_kernels.common.triton_coded_tiles import LANE_CODES, add_products, load_scales
 from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow, two_floats
-from rollout_kernels.linear.coded import CodedMatrix, Weights
+from rollout_kernels.linear.coded import CodedMatrix, Weights, stored
 
 #: The largest number of tokens.
 MOST_ROWS = 4
@@ -124,7 +124,7 @@ def _gemv_kernel(
 def takes(x_MK: torch.Tensor, weights: Weights, config: GemvConfig) -> bool:
     """True if the kernel can run: up to `MOST_ROWS` rows of 16-bit values, whose length the configuration divides."""
     coded = isinstance(weights, CodedMatrix)
-    w_NK = weights.codes_NK if isinstance(weights, CodedMatrix) else weights
+    w_NK = stored(weights)
     rows, inputs = x_MK.shape
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(1) == 1 and t.stride(0) % 8 == 0 for t in (x_MK, w_NK))
     at_once = (_CODES if coded else 2 * _WIDTH) * config.at_once * config.split

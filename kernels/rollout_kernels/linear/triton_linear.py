@@ -31,7 +31,7 @@ import triton.language as tl
 from rollout_kernels.common.triton_coded_tiles import tile_operand
 from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
 from rollout_kernels.linear import gluon_linear, triton_gemv
-from rollout_kernels.linear.coded import CodedMatrix, Weights
+from rollout_kernels.linear.coded import CodedMatrix, Weights, stored
 from rollout_kernels.linear.triton_gemv import GemvConfig
 
 #: Shared memory of a Hopper multiprocessor that programs may use, in bytes, and the multiprocessors of an H200.
@@ -246,7 +246,7 @@ def multiply_into(
     outputs_a_tile = config.block_n // 2 if silu else config.block_n
     tiles = triton.cdiv(outputs, outputs_a_tile)
     items = tiles * config.split
-    w_NK = weights.codes_NK if isinstance(weights, CodedMatrix) else weights
+    w_NK = stored(weights)
     _linear_kernel[(min(items, config.programs), triton.cdiv(rows, block_m))](
         x_MK,
         w_NK,
@@ -272,10 +272,6 @@ def multiply_into(
     )
 
 
-def _outputs(weights: Weights) -> int:
-    return (weights.codes_NK if isinstance(weights, CodedMatrix) else weights).shape[0]
-
-
 def linear(
     x_MK: torch.Tensor,
     weights: Weights,
@@ -285,7 +281,7 @@ def linear(
 ) -> torch.Tensor:
     """`x @ w.T`, summed in float32; returns [M, N] in `out_dtype` (x's by default). `config.split` must be 1."""
     assert config.split == 1
-    outputs = _outputs(weights)
+    outputs = len(stored(weights))
     out_MN = torch.empty(x_MK.shape[0], outputs, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
     multiply_into(x_MK, weights, out_MN, outputs, config, silu=False, beside=beside)
     return out_MN
@@ -295,7 +291,7 @@ def linear_parts(
     x_MK: torch.Tensor, weights: Weights, config: LinearConfig | GemvConfig, beside: bool = False
 ) -> torch.Tensor:
     """Partial sums of `x @ w.T` over the `config.split` parts of K, float32 [S, M, N]."""
-    outputs = _outputs(weights)
+    outputs = len(stored(weights))
     parts_SMN = torch.empty(config.split, x_MK.shape[0], outputs, dtype=torch.float32, device=x_MK.device)
     multiply_into(x_MK, weights, parts_SMN, outputs, config, silu=False, beside=beside)
     return parts_SMN
@@ -304,7 +300,7 @@ def linear_parts(
 def gate_up_silu(x_MK: torch.Tensor, weights: Weights, config: LinearConfig | GemvConfig) -> torch.Tensor:
     """`silu(x @ g.T) * (x @ u.T)`, where `weights` holds all rows of g, then of u. Returns [M, I] in x's dtype."""
     assert config.split == 1
-    outputs = _outputs(weights) // 2
+    outputs = len(stored(weights)) // 2
     out_MI = torch.empty(x_MK.shape[0], outputs, dtype=x_MK.dtype, device=x_MK.device)
     multiply_into(x_MK, weights, out_MI, outputs, config, silu=True)
     return out_MI

@@ -24,6 +24,17 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 BLOCK = 128
 #: Codes along K that share one scale of `mxfp8`.
 GROUP = 32
+#: Rows and columns of weights that share a scale; None: all columns.
+SCALE_BLOCKS: dict[Format, tuple[int, int | None]] = {
+    "fp8_row": (1, None),
+    "fp8_block": (BLOCK, BLOCK),
+    "mxfp8": (1, GROUP),
+}
+
+
+def scale_dtype(format: Format) -> torch.dtype:
+    """The dtype of a format's scales; e8m0 is stored as uint8."""
+    return torch.uint8 if format == "mxfp8" else torch.float32
 
 
 def scale_shape(experts: int, outputs: int, inputs: int, format: Format, halves: int) -> tuple[int, ...] | None:
@@ -79,7 +90,7 @@ class ExpertWeights:
         given = None if self.scales is None else tuple(self.scales.shape)
         if given != shape:
             raise ValueError(f"scales of {self.format} weights must have shape {shape}, not {given}")
-        dtype = torch.uint8 if self.format == "mxfp8" else torch.float32
+        dtype = scale_dtype(self.format)
         if self.scales is not None and (self.scales.dtype != dtype or not self.scales.is_contiguous()):
             raise ValueError(f"scales of {self.format} weights must be contiguous and {dtype}, not {self.scales.dtype}")
 

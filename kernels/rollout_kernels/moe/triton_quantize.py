@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_fp8 import e4m3_code
-from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
+from rollout_kernels.moe.formats import ExpertWeights, Format, scale_dtype, scale_shape
 
 _GROUPS = 128
 _ROWS = 16
@@ -81,7 +81,7 @@ def empty_weights(
     shape = scale_shape(experts, outputs, inputs, format, halves)
     assert shape is not None, "plain weights are not quantised"
     values_ENK = torch.empty(experts, outputs, inputs, dtype=torch.uint8, device=device)
-    dtype = torch.uint8 if format == "mxfp8" else torch.float32
+    dtype = scale_dtype(format)
     return ExpertWeights(values_ENK, torch.empty(shape, dtype=dtype, device=device), format, halves)
 
 

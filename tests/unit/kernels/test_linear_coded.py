@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_kernels.linear.coded import CodedMatrix, scale_dtype, scales_shape
+from rollout_kernels.linear.coded import CodedMatrix, scales_shape
 from rollout_kernels.linear.products import dense
 from rollout_kernels.linear.triton_decode_codes import decode_codes
 from rollout_kernels.linear.triton_gemv import GemvConfig
 from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
-from rollout_kernels.moe.formats import Format
+from rollout_kernels.moe.formats import Format, scale_dtype
 from rollout_kernels.moe.quantize import quantize
 
 from tests.support.kernels.linear_cases import DEVICE, operands, relative
