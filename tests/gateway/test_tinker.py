@@ -109,7 +109,8 @@ def test_samples_are_the_workers_own(client: httpx.Client, direct: RolloutClient
         assert found["tokens"] == completion.token_ids.tolist() and found["stop_reason"] == "length"
         near(found["logprobs"], completion.logprobs)
         near(found["topk_logprobs"], np.stack((completion.top_ids, completion.top_logprobs), -1))
-        assert found["weight_versions"] == [{"version": 0, "start": 0, "end": 12}]
+        ((version, tokens),) = completion.versions
+        assert tokens == 12 and found["weight_versions"] == [{"version": version, "start": 0, "end": tokens}]
     assert answer["prompt_logprobs"][0] is None and answer["topk_prompt_logprobs"][0] is None
     assert truth.prompt_logprobs is not None and truth.prompt_tops is not None
     near(answer["prompt_logprobs"][1:], truth.prompt_logprobs[1:])
@@ -135,7 +136,8 @@ def test_protobuf_has_the_fields_of_json(client: httpx.Client) -> None:
         assert (tops[3], tops[4]) == ([2], [12])
         pairs = zip(np.frombuffer(tops[1][0], "<i4").tolist(), np.frombuffer(tops[2][0], "<f4").tolist(), strict=True)
         assert [list(pair) for pair in pairs] == [pair for row in found["topk_logprobs"] for pair in row]
-        assert message(sequence[1001][0]) == {1: [0], 2: [0], 3: [12]}
+        (span,) = found["weight_versions"]
+        assert message(sequence[1001][0]) == {1: [span["version"]], 2: [0], 3: [12]}
     prompt = np.frombuffer(fields[2][0], "<f4")
     assert np.isnan(prompt[0]) and prompt[1:].tolist() == shown["prompt_logprobs"][1:]
     tops = message(fields[3][0])
