@@ -91,8 +91,9 @@ def _titles() -> dict[type[Body], str]:
 def _shown(endpoint: Endpoint) -> str:
     """An endpoint with its aliases, linked to the fields that it takes, and its dialect."""
     paths = ", ".join(f"`{path.replace(':path', '')}`" for path in endpoint.paths)
-    linked = endpoint.takes not in (None, EmptyBody) and _beside(endpoint.takes) is None
-    known = _to(endpoint.takes, paths) if linked else paths
+    body = endpoint.takes
+    linked = body is not None and body is not EmptyBody and _beside(body) is None
+    known = _to(body, paths) if body is not None and linked else paths
     methods = "/".join(endpoint.methods)
     return f"{'' if methods == 'POST' else f'{methods} '}{known} ({endpoint.dialect})"
 

@@ -308,7 +308,7 @@ _REAL: dict[str, dict[str, Any]] = {
 
 
 def _on_gpu(architecture: str, family: Family) -> str:
-    heads = {} if family.latent else {"head_dim": 128}
+    heads: dict[str, Any] = {} if family.latent else {"head_dim": 128}
     config = CONFIG_MAPPING[family.read_as or family.model_type](**heads, **_REAL.get(architecture, {}))
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}

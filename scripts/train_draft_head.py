@@ -25,6 +25,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,9 @@ class Head(nn.Module):
 
     def forward(self, fused_NTH: torch.Tensor, embeds_NTH: torch.Tensor, rounds: int) -> list[torch.Tensor]:
         """Logits [N, T, V] of each round; `embeds_NTH` belong to the tokens after the positions."""
-        hidden_NTH, keys, values, logits = fused_NTH, [], [], []
+        hidden_NTH, logits = fused_NTH, []
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         for _ in range(rounds):
             hidden_NTH = self._round(hidden_NTH, embeds_NTH, keys, values)
             logits.append(self.lm_head(self.norm(hidden_NTH)))
@@ -98,7 +101,8 @@ class Head(nn.Module):
     def _round(
         self, hidden_NTH: torch.Tensor, embeds_NTH: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]
     ) -> torch.Tensor:
-        layer, attention = self.midlayer, self.midlayer["self_attn"]
+        layer: Any = self.midlayer  # modules by name, and groups of them
+        attention = layer["self_attn"]
         inputs = torch.cat((layer["input_layernorm"](embeds_NTH), layer["hidden_norm"](hidden_NTH)), dim=-1)
         q, k, v = (
             attention[f"{name}_proj"](inputs).unflatten(-1, (HEADS, DIM)).transpose(1, 2) for name in "qkv"

@@ -25,7 +25,7 @@ from trainer_bridge.integrations.trl_generation import WorkerRollouts
 DEMO_MODEL = Path(__file__).parents[1] / "rollout" / "demo" / "checkpoints" / "ones"
 
 
-def share_of_sevens(completions: list[str], **columns: Any) -> list[float]:
+def share_of_sevens(completions: list[str], **columns: Any) -> list[float | None]:
     """The reward: how much of a completion is the digit 7."""
     return [text.count("7") / max(1, len(text)) for text in completions]
 

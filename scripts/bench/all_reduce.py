@@ -41,7 +41,10 @@ class Bench:
 
     def __init__(self, group: TensorGroup, args: argparse.Namespace) -> None:
         self.group, self.args, self.device = group, args, group.device
-        connect = partial(connect_peers, dist.group.WORLD, group.device, MOST_ROWS, args.width // 2)
+        world = dist.group.WORLD
+        assert world is not None
+        self.world = world
+        connect = partial(connect_peers, world, group.device, MOST_ROWS, args.width // 2)
         self.forms: dict[str, PeerBuffers] = {"words": connect(), "rows": connect(flagged=True)}
         generator = torch.Generator(self.device).manual_seed(1)
         self.weight = torch.rand(args.width, generator=generator, device=self.device).add_(0.5).bfloat16()
@@ -85,8 +88,8 @@ class Bench:
         if not self.args.torch or rows * self.args.width * 2 > 1 << 20:
             return None
         memory = symmetric_memory.empty(rows, self.args.width, dtype=torch.bfloat16, device=self.device)
-        symmetric_memory.rendezvous(memory, dist.group.WORLD)
-        name = dist.group.WORLD.group_name
+        symmetric_memory.rendezvous(memory, self.world)
+        name = self.world.group_name
         memory.zero_()
         return lambda x: torch.ops.symm_mem.one_shot_all_reduce(memory.copy_(x), "sum", name)
 

@@ -41,6 +41,7 @@ from rollout.engine.loop import Engine
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request, SamplingParams, StopParams
 from rollout.engine.messages.to_engine import Submit
+from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
@@ -152,7 +153,7 @@ def masks_first(engine: Engine) -> None:
     """Compute the masks of a step before its forward is launched; for the blocking loop."""
     build, pack, execute = engine.masks.build, engine.parts.packer.pack, engine.executor.execute
     packed: list[Plan] = []
-    made: list[list[tuple[Sequence, str]]] = []
+    made: list[list[tuple[Sequence, Finish]]] = []
 
     def packing(plan: Plan, staging: UploadStaging) -> Upload:
         packed[:] = [plan]
@@ -163,7 +164,7 @@ def masks_first(engine: Engine) -> None:
             made.append(build([seq for seq in packed[0].sampled if seq.needs & RowNeeds.CONSTRAIN], slot.masks))
         execute(upload, slot)
 
-    engine.masks.build = lambda seqs, masks: made.pop()  # type: ignore[method-assign]
+    engine.masks.build = lambda seqs, masks: made.pop()  # type: ignore[method-assign, assignment, return-value]
     engine.parts.packer.pack = packing  # type: ignore[method-assign]
     engine.executor.execute = executing  # type: ignore[method-assign]
 

@@ -136,9 +136,9 @@ def check(
     rows = slice(0, 3)
     before = layer.recurrent_NHKV.clone()
     got = step(layer)[rows].float().cpu()
-    given = [x[rows].float().cpu() for x in (layer.mixed_TC, layer.b_TH, layer.a_TH)]
+    mixed, b, a = (x[rows].float().cpu() for x in (layer.mixed_TC, layer.b_TH, layer.a_TH))
     state, few = before[:4].cpu(), Spans(spans.places_B[rows].cpu(), spans.positions_T[rows].cpu())
-    exact = rule.gated_delta(*given, a_log_H.cpu(), dt_bias_H.cpu(), state, few, spec.beta_scale)
+    exact = rule.gated_delta(mixed, b, a, a_log_H.cpu(), dt_bias_H.cpu(), state, few, spec.beta_scale)
     after = layer.recurrent_NHKV[1:4].cpu()
     layer.recurrent_NHKV.copy_(before)
     for name, ours, theirs in (("outputs", got, exact), ("states", after, state[1:])):

@@ -234,7 +234,12 @@ def serve_paced(folder: Path, rows: int, tokens: int, step_s: float) -> None:
     server.start()
     print(server.endpoint, flush=True)
     ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+    def wait_for_end() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
     looked_s = 0.0
     while not ended.is_set():
         if not engine.busy:

@@ -223,7 +223,7 @@ def measure(bench: Bench, shape: str, rows: int) -> dict[str, Any]:
 
 def print_tables(lines: list[dict[str, Any]]) -> None:
     """Compare the prediction with the observation, and the meter with the profiler."""
-    shown = ("shape", "rows", "f_ms", "s_ms", "b_ms", "z_pct", "block_ms", "pipe_ms")
+    shown: tuple[str, ...] = ("shape", "rows", "f_ms", "s_ms", "b_ms", "z_pct", "block_ms", "pipe_ms")
     shown += ("predicted_pct", "observed_pct", "error_points")
     print_table("pipelined over blocking", [{name: line[name] for name in shown} for line in lines])
     active = []

@@ -68,7 +68,12 @@ def measure(
     distinct = sum(batch.distinct for batch in batches) / len(batches)
     layer_bytes = distinct * layers[0].bytes_per_expert
     paths: dict[str, dict[str, Any]] = {}
-    row = {"tokens": tokens, "distinct": distinct, "floor_us": floor_us(layers, batches), "paths": paths}
+    row: dict[str, Any] = {
+        "tokens": tokens,
+        "distinct": distinct,
+        "floor_us": floor_us(layers, batches),
+        "paths": paths,
+    }
     expected = exact(layers[0], batches[0]) if accurate else None
     if expected is not None:
         row["rounded"] = asdict(errors(expected.bfloat16(), expected))

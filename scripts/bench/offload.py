@@ -33,6 +33,7 @@ from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder
+from rollout.models.language_model import native
 from scripts.bench.driver import Driver, random_prompt
 from scripts.bench.output import print_table, write_results
 from scripts.bench.peers.ours_engine import load_random
@@ -152,7 +153,7 @@ def run(mode: str, model: Decoder, args: argparse.Namespace) -> dict[str, Any]:
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure the rows of results, one by one."""
-    model = load_random(args.shape, make_device(args.device).torch_device).model
+    model = native(load_random(args.shape, make_device(args.device).torch_device).model)
     for mode in args.modes:
         yield run(mode, model, args)
         gc.collect()  # the engine frees its pool

@@ -109,7 +109,9 @@ class _Process:
 
 def run_all(runs: Sequence[Run], out: Path, gpus: int, seconds: float, clock: Callable[[], float]) -> list[Ended]:
     """Run them all; how each ended. `clock` gives seconds."""
-    waiting, running, free, ended = list(runs), [], set(range(gpus)), []
+    waiting, free = list(runs), set(range(gpus))
+    running: list[_Process] = []
+    ended: list[Ended] = []
     start_s = clock()
 
     def note(one: Ended) -> None:

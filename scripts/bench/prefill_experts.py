@@ -254,7 +254,10 @@ def bench_attention(quick: bool) -> None:
 
             def run(gather=gather, q=q, starts=starts, lens=lens, blocks=blocks, stages=stages, turns=turns):
                 items = prefill_items(starts, lens, blocks, None)
-                return gathered_attention(q, *gather(), items, scale=dim**-0.5, window=None, stages=stages, turns=turns)
+                keys, values = gather()
+                return gathered_attention(
+                    q, keys, values, items, scale=dim**-0.5, window=None, stages=stages, turns=turns
+                )
 
             label = f"gathered, {stages} stages, {'turns' if turns else 'no turns'}"
             attempt("attention", {"candidate": label, **facts}, lambda run=run, measured=measured: measured(run))
@@ -360,6 +363,7 @@ def profile_layers(shape: str, prompts: int, layers: int = 3, length: int = 4096
     from rollout.config import ModelSettings
     from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
     from rollout.models.fused import FusedDecoder
+    from rollout.models.language_model import native
     from rollout.models.loader import load_model
     from scripts.bench.profiled_steps import profile_steps
 
@@ -368,7 +372,7 @@ def profile_layers(shape: str, prompts: int, layers: int = 3, length: int = 4096
         config = {**model_config(shape), "num_hidden_layers": layers, "max_window_layers": layers}
         Path(folder, "config.json").write_text(json.dumps(config))
         model = load_model(ModelSettings(path=folder, load_format="random"), device).model
-    decoder = FusedDecoder(model)
+    decoder = FusedDecoder(native(model))
     columns, tokens = length // _PAGE, prompts * length
     kv = KVCache.allocate(model.spec, prompts * columns + 1, _PAGE, torch.bfloat16, device)
     table = torch.randperm(prompts * columns, device=device, dtype=torch.int32).view(prompts, columns) + 1
@@ -396,7 +400,12 @@ def profile_layers(shape: str, prompts: int, layers: int = 3, length: int = 4096
         step()
     torch.cuda.synchronize()
     wall_us = (time.perf_counter() - begun) / 3 / layers * 1e6
-    events = profile_steps(lambda: [step() for _ in range(3)])
+
+    def three_steps() -> None:
+        for _ in range(3):
+            step()
+
+    events = profile_steps(three_steps)
     spent: dict[str, list[float]] = defaultdict(list)
     for event in events:
         # Launches of one kernel with different grids are different products.

@@ -28,6 +28,7 @@ from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request, SamplingParams
 from rollout.engine.messages.to_engine import Cancel, Submit
 from rollout.models.decoder import Decoder, DecoderLayer
+from rollout.models.language_model import native
 from rollout.models.layers import Attention, DenseFeedForward, SparseFeedForward
 from rollout.process.progress import stage
 from scripts.bench.cuda_timing import read_bandwidth
@@ -105,7 +106,7 @@ def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> di
     chosen = graphs.experts.get(graphs.sizes.size_for(rows), [])
     distinct = statistics.mean(experts_TK[:rows].unique().numel() for experts_TK in chosen) if chosen else 0.0
     measured: dict[str, Any] = {"rows": rows, "step_us": span / _STEPS, "distinct_experts": distinct}
-    model = engine.executor.step.model
+    model = native(engine.executor.step.model)
     if len({(type(layer.mixer), type(layer.feed_forward)) for layer in model.spec.layers}) == 1:
         timeline = layer_timeline(events, _STEPS, _ATTENTION)
         layer = with_floors(timeline, weight_bytes(model, distinct), bandwidth)

@@ -97,6 +97,7 @@ def _killed_s(args: argparse.Namespace, worker: WorkerProcess) -> float:
         began_s = time.monotonic()
         for _ in stream:
             pass
+        assert stream.result is not None
         (completion,) = stream.result.completions
         assert completion.finish_reason == "error", completion
         return time.monotonic() - began_s

@@ -51,7 +51,9 @@ def _rank(rank: int, work: Work, args: Any, count: int, device: str, store: str,
             place = torch.device("cpu")
             torch.set_num_threads(1)
             dist.init_process_group("gloo", store=files, rank=rank, world_size=count)
-        group = TensorGroup.connected(dist.group.WORLD, place)
+        world = dist.group.WORLD
+        assert world is not None
+        group = TensorGroup.connected(world, place)
         work(group, args)
         group.all_gather(torch.zeros(1, device=place))
         dist.destroy_process_group()

@@ -106,7 +106,7 @@ class ReplayOnDevice:
         self._ahead_G = torch.arange(1, most + 1, device=device)
 
     def __enter__(self) -> None:
-        self._drafter.run = self._replay  # type: ignore[method-assign]
+        self._drafter.run = self._replay  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *_: object) -> None:
         self._drafter.run = self._run  # type: ignore[method-assign]

@@ -89,7 +89,7 @@ def batch_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     vocab, rows = loaded.spec.vocab, args.rows[0]
     pages = args.kv_pages or rows * (-(-args.long // 16) + 2) + 2
     sizes = {"max_rows": rows, "max_context_tokens": args.long, "kv_pages": pages, "prefill_chunk_tokens": args.chunk}
-    settings = Settings(engine=EngineSettings(**sizes, fused_experts=True))
+    settings = Settings(engine=EngineSettings(**sizes))
     engine = build_engine(settings, device, loaded.model, local_links(settings, SimpleQueue[Any]().put))
     rng = np.random.default_rng(0)
 

@@ -150,7 +150,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "shared_prompts.json")
     args = parser.parse_args(argv)
     interval_s = 0.2
-    options = {"max_rows": REQUESTS, "max_context_tokens": 9000, "interval_s": interval_s, "page_size": PAGE}
+    options: dict[str, Any] = {
+        "max_rows": REQUESTS,
+        "max_context_tokens": 9000,
+        "interval_s": interval_s,
+        "page_size": PAGE,
+    }
     with stage("counting"), start_worker(CHECKPOINTS / "ones", wandb=False, **options) as worker:
         rows = asyncio.run(measure(worker.endpoint, interval_s))
     print_table("prompt tokens computed", rows)

@@ -38,6 +38,7 @@ from rollout.engine.messages.to_service import Done, Event, Failed
 from rollout.engine.sizing import weight_bytes
 from rollout.models import LoadedModel, load_model
 from rollout.models.decoder import Decoder
+from rollout.models.language_model import native
 from rollout.models.random_init import fill_random
 from scripts.bench.driver import Driver, random_prompt
 from scripts.bench.output import print_table, write_results
@@ -79,8 +80,12 @@ class Updates:
     def applied(self, update: Any, pause_s: float) -> None:
         """No-op: no publisher waits."""
 
+    def refused(self, update: Any, message: str) -> None:
+        """No update can be refused: raises RuntimeError."""
+        raise RuntimeError(message)
+
     def failed(self, update: Any, message: str) -> None:
-        """No-op: the receiver cannot fail."""
+        """No update can fail: raises RuntimeError."""
         raise RuntimeError(message)
 
 
@@ -96,7 +101,7 @@ class SleepDriver(Driver):
         """Give an order; returns the seconds to the answer, and its facts. Raises RuntimeError for a failure."""
         self.answers += 1
         began_s = time.perf_counter()
-        self.engine.inbox.put(kind(*fields, token=self.answers))
+        self.engine.inbox.put(kind(*fields, token=self.answers))  # type: ignore[misc]
         while self.answers not in self.answered:
             self.engine.tick()
         answer = self.answered[self.answers]
@@ -162,7 +167,7 @@ def one_round(
     wake_s, _ = driver.order(WakeUp)
     began_s = time.perf_counter()
     if level == 2:
-        driver.updates.ready = SameWeights(driver.engine.roster.version + 1, loaded.model)
+        driver.updates.ready = SameWeights(driver.engine.roster.version + 1, native(loaded.model))
     while len(driver.engine.roster.decoding) < args.rows:
         driver.engine.tick()
     back_s = time.perf_counter() - began_s
@@ -195,14 +200,14 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         model_settings = ModelSettings(path=str(write_checkpoint(args.shape, Path(folder))), load_format="random")
         loaded = load_model(model_settings, device.torch_device)
-    plain = SleepDriver(settings_of(args, sleep=False), device, loaded.model)
+    plain = SleepDriver(settings_of(args, sleep=False), device, native(loaded.model))
     begin_rows(plain, args, loaded.spec.vocab, "plain")
     facts: dict[str, Any] = {"shape": args.shape, "batch": args.rows, "plain_step_ms": step_ms(plain, args)}
     plain.drop_all()
     plain.close()
     del plain
     gc.collect()
-    driver = SleepDriver(settings_of(args, sleep=True), device, loaded.model)
+    driver = SleepDriver(settings_of(args, sleep=True), device, native(loaded.model))
     tokens = alone(driver, args, loaded.spec.vocab, "before")
     rows = []
     for level in args.levels:

@@ -950,7 +950,7 @@ _FIRST = "learn_first_h200"
 
 
 def _learning() -> list[Table]:
-    runs = {
+    runs: dict[str, Column] = {
         "run": "name",
         "seed": "seed",
         "steps": "steps_done",
@@ -962,7 +962,7 @@ def _learning() -> list[Table]:
         "seconds until then": lambda found: _until(found, 0.25, "wall_s"),
         "staleness": lambda found: found["staleness"]["mean"],
     }
-    agree = {
+    agree: dict[str, Column] = {
         "run": "name",
         "seed": "seed",
         "tokens": lambda found: found["mismatch"]["tokens"],

@@ -190,7 +190,7 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     accepting = (verified, row_ids, ints(rows), ints(257, dtype=long), state[0], ints(rows))
     yield "accept drafts", lambda: triton_verify.accept_drafts(*accepting, last=0, length=1)
     searched = row_ids, state[0], ints(257, 1024), ints(4096, PAGE), ints(257, 3, dtype=long)
-    limits = {"last": 0, "length": 1, "most_equal": MOST_EQUAL, "reach": REACH}
+    limits: dict[str, Any] = {"last": 0, "length": 1, "most_equal": MOST_EQUAL, "reach": REACH}
     yield "draft by n-grams", lambda: triton_ngrams.draft_by_ngrams(*searched, **limits)
     yield (
         "embed and rope",
@@ -233,7 +233,10 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
             if scales is None:
                 given = (shape, rows, cache, scales, table, lens, window)
                 yield f"softcap and sinks, decode{also}", lambda a=given: _decode(*a, variant=True)
-                yield f"softcap and sinks, prefill{also}", lambda a=(shape, cache, None, window): _prefill(*a, True)
+                yield (
+                    f"softcap and sinks, prefill{also}",
+                    lambda a=(shape, cache, None, window): _prefill(*a, variant=True),
+                )
     columns = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 3, "TEMPERATURE": 0, "NOISE": 1}
     for drawn in (None, floats(rows, shape.vocab)):
         logits, out = floats(rows, shape.vocab), ints(4, rows)
@@ -241,9 +244,12 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     part = VocabShard(_TwoRanks(), shape.vocab // 2, shape.vocab // 2, shape.vocab)
     half = floats(rows, shape.vocab // 2)
     for drawn in (None, half):
-        given = half, drawn, row_ids, *state, ints(4, rows), columns, part
-        yield "sampling, draw over a part", lambda a=given: draw_and_advance(*a)
-    cut = SamplingRows(*state[1].T[:2], row_ids, row_ids, top_k_S=row_ids, top_p_S=floats(rows), min_p_S=floats(rows))
+        parted = half, drawn, row_ids, *state, ints(4, rows), columns, part
+        yield "sampling, draw over a part", lambda a=parted: draw_and_advance(*a)
+    temperatures, noises = state[1].T[:2]
+    cut = SamplingRows(
+        temperatures, noises, row_ids, row_ids, top_k_S=row_ids, top_p_S=floats(rows), min_p_S=floats(rows)
+    )
     yield "sampling, truncation", lambda: triton_truncate.truncate(floats(rows, shape.vocab), cut)
     yield "sampling, truncation of a part", lambda: triton_truncate.truncate(half, cut, part)
     buffers = ints(2, 2, rows, HISTOGRAM_WORDS, dtype=long), ints(2, dtype=long), ints(rows), ints(1)

@@ -185,7 +185,8 @@ class Checker:
         self.vocab = model.spec.vocab
         self.context = max(self.work.long_prompts) + self.work.long_new + 64
         if args.break_ == "rope":
-            model.ropes[0].inv_freq_D.mul_(1.01)
+            rope: Any = model.ropes[0]
+            rope.inv_freq_D.mul_(1.01)
         served: LanguageModel = model
         if args.fallback:
             save_weights(model, folder)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
         random, metrics = train_head(folder / "random", "ones", 0), folder / "metrics.jsonl"
         heads = {name: train_head(folder / name, name, args.updates) for name in NAMES.values()}
-        flags = {**SETTINGS, "speculation_model": random, "jsonl": metrics, "wandb": False}
+        flags: dict[str, Any] = {**SETTINGS, "speculation_model": random, "jsonl": metrics, "wandb": False}
         with start_worker(CHECKPOINTS / "ones", log_file=folder / "worker.log", **flags) as worker:
             try:
                 phases = observe(worker, metrics, heads, args.tokens)

@@ -183,7 +183,7 @@ def _change(value: Any, chance: random.Random, odd: Sequence[Any]) -> None:
     while True:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         if not keys or chance.random() < 0.1:
-            key = chance.choice(["prompt", "model", "n", "\x00", "seed", "tools", "stop", "a" * 200])
+            key: Any = chance.choice(["prompt", "model", "n", "\x00", "seed", "tools", "stop", "a" * 200])
             if isinstance(value, dict):
                 value[key] = copy.deepcopy(chance.choice(odd))
             else:
@@ -256,7 +256,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the mutations")
     parser.add_argument("--out", type=Path, help="file for the figures, JSON")
     args = parser.parse_args()
-    flags = {"max_rows": 8, "max_context_tokens": 512, "wandb": False, "kv_memory_max_gib": 0.125}
+    flags: dict[str, Any] = {"max_rows": 8, "max_context_tokens": 512, "wandb": False, "kv_memory_max_gib": 0.125}
     with start_worker(_ONES, progress=False, **flags) as worker, _gateway(worker.endpoint) as (url, gateway_pid):
         pids, memory, statuses, began = {"gateway": gateway_pid, "worker": worker.pid}, [], Counter[int](), time.time()
         with httpx.Client(base_url=url, timeout=_ANSWER_S) as client:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rollout.metrics import definitions
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, VERSION_METRICS, Metric
@@ -48,7 +48,8 @@ class Section:
 def _layout() -> tuple[Section, ...]:
     """Sections, panels and metrics in the order in which they are declared first."""
     sections: dict[str, dict[definitions.Panel, list[Metric]]] = {}
-    for metric in (*METRICS, *HISTOGRAMS, *VERSION_METRICS):
+    every: tuple[Metric[Any], ...] = (*METRICS, *HISTOGRAMS, *VERSION_METRICS)
+    for metric in every:
         if metric.panel is not None:
             sections.setdefault(metric.panel.section, {}).setdefault(metric.panel, []).append(metric)
     return tuple(

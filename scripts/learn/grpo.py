@@ -76,8 +76,9 @@ def pad(samples: Sequence[Sample], advantage: Sequence[float], device: str) -> R
         where = slice(begin - 1, begin - 1 + len(one.token_ids))
         drawn_NS[row, where], logprobs_NS[row, where], versions_NS[row, where] = one.drawn, one.logprobs, one.versions
     arrays = (torch.from_numpy(array).to(device) for array in (ids_NT, drawn_NS, logprobs_NS, versions_NS))
+    ids, drawn, logprobs, versions = arrays
     column = torch.tensor(advantage, dtype=torch.float32, device=device)[:, None]
-    return Rows(*arrays, column, min(len(one.prompt_ids) for one in samples) - 1)
+    return Rows(ids, drawn, logprobs, versions, column, min(len(one.prompt_ids) for one in samples) - 1)
 
 
 def micro_tokens(recipe: Recipe, device: str) -> int:
@@ -104,18 +105,18 @@ def micro_batches(groups: Sequence[Group], recipe: Recipe, device: str) -> list[
             if cut[-1] and (len(cut[-1]) + 1) * _length(pair[0]) > most:
                 cut.append([])
             cut[-1].append(pair)
-        parts.append([pad(*zip(*part, strict=True), device) for part in cut])
+        parts.append([pad([one for one, _ in part], [each for _, each in part], device) for part in cut])
     return [part for part in parts if part]
 
 
-def _use_float32_logits(head: nn.Module) -> None:
+def _use_float32_logits(head: Any) -> None:
     """Have an output layer compute in float32, whatever the type of its weights."""
     bias = getattr(head, "bias", None)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden.float(), head.weight.float(), None if bias is None else head.bias.float())
 
-    head.forward = forward  # type: ignore[method-assign]
+    head.forward = forward
 
 
 def _length(sample: Sample) -> int:

@@ -169,7 +169,7 @@ async def _talk(
             logprobs.append(np.zeros(len(reply), np.float32))
             versions.append(np.full(len(reply), -1))
     verdict = task.reward(problem, Answer(ids, text, ended, turn))
-    joined = (np.concatenate(arrays) for arrays in (drawn, logprobs, versions))
+    joined = np.concatenate(drawn), np.concatenate(logprobs), np.concatenate(versions)
     return Sample(problem.prompt_ids, ids, *joined, verdict, turn), (sent, new, computed)
 
 

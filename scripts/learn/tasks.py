@@ -291,7 +291,7 @@ def calculator(tokenizer: Any) -> Task:
         number = said.removeprefix("ANSWER ") if said.startswith("ANSWER ") else None
         return graded(data.score_answer(number, problem.facts), answer.ended and number is not None)
 
-    sizes = {"max_tokens": 20, "max_turns": 8, "max_context": 640}
+    sizes: dict[str, Any] = {"max_tokens": 20, "max_turns": 8, "max_context": 640}
     return Task("calculator", problem, reward, len(_TOOL_LEVELS), reply=reply, **sizes)
 
 

@@ -94,8 +94,9 @@ def train(recipe: Recipe, generation: str, out: Path, tell: Any = print, start: 
 
     def reward(
         completions: list[str], completion_ids: list[list[int]], number: list[int], **columns: Any
-    ) -> list[float]:
-        ends = set(end if isinstance(end := trainer.model.generation_config.eos_token_id, list) else [end])
+    ) -> list[float | None]:
+        config: Any = trainer.model.generation_config  # type: ignore[union-attr]
+        ends = set(end if isinstance(end := config.eos_token_id, list) else [end])
         found = [
             task.reward(problems[i], Answer(ids, text, ids[-1] in ends))
             for text, ids, i in zip(completions, completion_ids, number, strict=True)

@@ -27,7 +27,7 @@ import torch
 from rollout_kernels.linear.coded import CodedMatrix, Weights, scales_shape
 from rollout_kernels.linear.products import product
 from rollout_kernels.linear.table import Config, Kind, linear_config
-from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
 from rollout_kernels.moe.formats import FORMATS, Format, scale_dtype
 
 from scripts.bench.cuda_timing import graph_us, read_bandwidth
@@ -106,7 +106,7 @@ def measure(
     return row
 
 
-def _all(run: Callable[..., torch.Tensor], x: torch.Tensor, weights: list[Weights], config: LinearConfig) -> None:
+def _all(run: Callable[..., torch.Tensor], x: torch.Tensor, weights: list[Weights], config: Config) -> None:
     for weight in weights:
         run(x, weight, config)
 

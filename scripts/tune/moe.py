@@ -65,6 +65,7 @@ def warp_candidates(format: Format, kernel: str, tokens: int) -> list[WarpConfig
 
 def grouped_candidates(format: Format, tile_rows: int) -> list[GroupedConfig]:
     """Configurations of the expert-centric kernels."""
+    cut: tuple[tuple[int, int, int, int], ...]
     if tile_rows >= 64:
         cut = (
             ((64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 4, 3))
@@ -153,11 +154,11 @@ class Tuner:
             return grouped_down(h_PI, groups[id(batch)], batch.routing.weights_TK, layer.down, config)
 
         candidates = grouped_candidates(self.format, tile_rows)
-        best = [
-            self._best((name, tile_rows), candidates, work, batches)
+        best = {
+            name: self._best((name, tile_rows), candidates, work, batches)
             for name, work in (("gate_up", gate_up), ("down", down))
-        ]
-        return GroupedPlan(*best, tile_rows)
+        }
+        return GroupedPlan(best["gate_up"], best["down"], tile_rows)
 
     def _best(
         self, key: Any, candidates: list[Any], work: Callable[[Any, Layer, Tokens], object], batches: list[Tokens]

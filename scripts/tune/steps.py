@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from triton.runtime.errors import OutOfResources
 
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.fused import FusedDecoder
+from rollout.models.language_model import native
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.linear_candidates import SHAPES, WAYS, candidates
 from scripts.bench.output import write_results
@@ -35,7 +36,7 @@ from scripts.bench.peers.ours_engine import load_random
 
 _PAGE = 16
 _FINALISTS, _TURNS, _REPLAYS = 5, 6, 6
-_RUN = {"parts": linear_parts, "whole": linear, "silu": gate_up_silu}
+_RUN: dict[Kind, Callable[..., torch.Tensor]] = {"parts": linear_parts, "whole": linear, "silu": gate_up_silu}
 
 Product = tuple[int, int, Kind]
 
@@ -44,7 +45,7 @@ class Steps:
     """Decode steps of a model with random weights, as graphs."""
 
     def __init__(self, shape: str, rows: int, context: int) -> None:
-        model = load_random(shape, torch.device("cuda")).model
+        model = native(load_random(shape, torch.device("cuda")).model)
         self._decoder = FusedDecoder(model)
         columns = context // _PAGE + 1
         self._kv = KVCache.allocate(model.spec, rows * columns + 1, _PAGE, torch.bfloat16, "cuda")
@@ -140,8 +141,8 @@ def tune(steps: Steps, name: str, product: Product, rows: int, ways: list[str], 
     captured(best)
     row = {"product": name, "rows": rows, "tried": len(tried), "table_us": times[table], "best_us": times[best]}
     print(f"{name} at {rows} rows, {len(tried)} tried: table {times[table]:.1f} us a step", flush=True)
-    for config in sorted(times, key=times.__getitem__):
-        print(f"  {times[config]:8.1f}  {config or 'cuBLAS'}", flush=True)
+    for finalist in sorted(times, key=times.__getitem__):
+        print(f"  {times[finalist]:8.1f}  {finalist or 'cuBLAS'}", flush=True)
     return row | {"table": str(table), "best": str(best), "finalists": {str(c): us for c, us in times.items()}}
 
 

@@ -13,4 +13,4 @@ def settings_of(group: type[Group], **fields: Any) -> Group:
     """A group of settings; fields that are constants of the group (`group.constants`) are set there."""
     names = type(group().constants).model_fields  # type: ignore[attr-defined]
     constants = {name: fields.pop(name) for name in list(fields) if name in names}
-    return group(**fields, constants=constants)
+    return group(**fields, constants=constants)  # type: ignore[call-arg]

@@ -44,7 +44,7 @@ def make_engine(job: Job) -> Engine:
     if job.engine == "service":
         from scripts.bench.peers.service_engine import ServiceEngine
 
-        return ServiceEngine(job)
+        return ServiceEngine(job)  # type: ignore[return-value]  # no `serve`, no `repeat`
     if job.engine in VLLM:
         from scripts.bench.peers.vllm_engine import VllmEngine
 
@@ -52,7 +52,7 @@ def make_engine(job: Job) -> Engine:
     if job.engine == "transformers":
         from scripts.bench.peers.transformers_engine import TransformersEngine
 
-        return TransformersEngine(job)
+        return TransformersEngine(job)  # type: ignore[return-value]  # no `serve`, no `repeat`
     raise ValueError(f"no engine is called {job.engine}")
 
 

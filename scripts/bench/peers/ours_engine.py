@@ -24,6 +24,7 @@ from rollout.engine.messages.to_service import Delta, Event, Rejected
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
+from rollout.models.language_model import native
 from rollout.models.loader import MTP, AskedFormat
 from rollout.models.lora_slots import random_adapter
 from rollout.models.spec import MoESpec
@@ -79,7 +80,7 @@ class OursEngine:
         loaded_s = time.perf_counter()
         self._model, self._quiet = loaded.model, False
         self.spec, self.dtype = loaded.spec, loaded.model.embed.dtype
-        self.vocab, self.hidden = loaded.spec.vocab, loaded.spec.hidden
+        self.vocab, self.hidden = loaded.spec.vocab, loaded.model.embed.shape[1]
         self._depth = depth
         self._routing = routing
         self.use_adapters = adapters
@@ -89,13 +90,13 @@ class OursEngine:
         self._arrivals: ArrivalLog | None = None
         self._runs = 0
         self._steps_before = 0
-        self._drafts_before = 0, 0
+        self._drafts_before: tuple[int, int] | None = (0, 0)
         self._active_pct = 0.0
         links = local_links(settings, self._take)
         with stage("preparing decode steps") as advance:
             self.engine = build_engine(settings, device, loaded.model, links, progress=advance)
         for i in range(adapters):
-            weights = random_adapter(loaded.spec, ADAPTER_RANK, loaded.model.embed.dtype, i)
+            weights = random_adapter(native(loaded.model).spec, ADAPTER_RANK, loaded.model.embed.dtype, i)
             links.inbox.put(PutAdapter(f"adapter{i}", weights))
         ready_s = time.perf_counter()
         self.capacity_tokens = self.engine.roster.allocator.pool.total * settings.engine.page_size
@@ -166,7 +167,8 @@ class OursEngine:
 
     def repeat(self, chance: float) -> None:
         """Get the weights whose text repeats. Raises ValueError for a model that cannot have them."""
-        model, spec = self._model, self._model.spec
+        model = native(self._model)
+        spec = model.spec
         if spec.tied or spec.unit_offset or spec.logit_softcap is not None:
             raise ValueError("needs an output layer of its own, a plain final norm and no softcap: take another shape")
         with torch.inference_mode():

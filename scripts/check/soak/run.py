@@ -14,7 +14,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,7 +187,7 @@ class Soak:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    async def _until_idle(self) -> list[dict[str, Any]]:
+    async def _until_idle(self) -> Sequence[Mapping[str, Any]]:
         """Wait until rows, slots, pages and queues are free; complain about the others."""
         async with AsyncRolloutClient([place.direct for place in self._places], timeout_s=30.0) as client:
             end_s = time.monotonic() + _IDLE_LIMIT_S
@@ -218,7 +218,7 @@ class Soak:
                     self.ledger.complain(f"worker {place.index} has {completion.versions}, not version {version}")
 
     def _report(
-        self, faults: Faults, statuses: list[dict[str, Any]], drain_s: float, rows: list[dict[str, Any]]
+        self, faults: Faults, statuses: Sequence[Mapping[str, Any]], drain_s: float, rows: list[dict[str, Any]]
     ) -> SoakReport:
         led = self.ledger
         restarts = sum(status["restarts"] for status in statuses)

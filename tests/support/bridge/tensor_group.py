@@ -134,10 +134,9 @@ class GroupWorker(Worker):
         for number, eventfd in enumerate(eventfds):
             parameters = ParameterMap(self.shards[1 + number].views)
             relayed = SharedMemory(self.relayed.descriptor)  # a map of its own, as in a process of its own
-            memories = (relayed, manifest, self.reports, number)
-            updates = FollowerUpdates(
-                parameters, self.stagings[1 + number], *memories, peers[1 + number] if peers else None
-            )
+            peer = peers[1 + number] if peers else None
+            staging_of_rank = self.stagings[1 + number]
+            updates = FollowerUpdates(parameters, staging_of_rank, relayed, manifest, self.reports, number, peer)
             reader = RingReader(ring, eventfd, lambda at, me=number: self.reports.set(me, "position", at))  # type: ignore[misc]
             follow = threading.Thread(target=self._follow, args=(reader, updates, number), daemon=True)
             follow.start()

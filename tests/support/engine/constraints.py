@@ -78,7 +78,7 @@ class _PatientCall(DeadlineCall):
         return super().result(max(0.0, timeout_s - (time.perf_counter() - began_s)))
 
     def _hangs(self) -> bool:
-        portion = self.work.args[0]
+        portion = self.work.args[0]  # type: ignore[attr-defined]
         under_way = portion.seqs[portion.done : portion.done + 1]
         return any(getattr(seq.matcher, "hangs", False) for seq in under_way)
 

@@ -32,7 +32,7 @@ class LateDevice(CpuDevice):
     def __init__(self, delays: dict[str, Callable[[], float]]) -> None:
         self._delays = delays
 
-    def stream(self, name: str) -> CpuStream:
+    def stream(self, name: str) -> CpuStream:  # type: ignore[override]
         return LateStream(name, self._delays.get(name, lambda: 0.0))
 
 
@@ -65,7 +65,7 @@ class InlineStream:
 class InlineDevice(CpuDevice):
     """A device without threads."""
 
-    def stream(self, name: str) -> InlineStream:
+    def stream(self, name: str) -> InlineStream:  # type: ignore[override]
         return InlineStream()
 
 
@@ -83,7 +83,7 @@ class DeafDevice(LateDevice):
         super().__init__(delays)
         self._deaf = deaf
 
-    def stream(self, name: str) -> CpuStream:
+    def stream(self, name: str) -> CpuStream:  # type: ignore[override]
         kind = DeafStream if name == self._deaf else LateStream
         return kind(name, self._delays.get(name, lambda: 0.0))
 
@@ -109,5 +109,5 @@ class SteppedDevice(CpuDevice):
 
     now_s = 0.0
 
-    def stream(self, name: str) -> SteppedStream:
+    def stream(self, name: str) -> SteppedStream:  # type: ignore[override]
         return SteppedStream(self, 1.0 if name == "compute" else 0.0)

@@ -22,7 +22,7 @@ class WordsAndImages(ProcessorMixin):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **options: Any) -> WordsAndImages:
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> WordsAndImages:  # type: ignore[override]
         """The processor of a folder. Options of transformers make no difference."""
         tokenizer = AutoTokenizer.from_pretrained(folder)
         images = Qwen2VLImageProcessorPil.from_pretrained(folder)

@@ -23,8 +23,8 @@ class Layer:
 
     def rows(self, which: slice | list[int]) -> Layer:
         """The same layer with some of its tokens."""
-        taken = [t[which].contiguous() for t in (self.x_TH, self.experts_TK, self.weights_TK)]
-        return Layer(*taken, self.gate_up, self.down)
+        x, experts, weights = (t[which].contiguous() for t in (self.x_TH, self.experts_TK, self.weights_TK))
+        return Layer(x, experts, weights, self.gate_up, self.down)
 
 
 def layer(

@@ -27,7 +27,7 @@ def records(path: Path) -> list[Any]:
         whole += data[at : at + length]
         at += length
         if kind in (_WHOLE, _LAST):
-            record = wandb_internal_pb2.Record()
+            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
             record.ParseFromString(whole)
             found.append(record)
             whole = b""
