@@ -80,16 +80,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _logging_stays_as_it_was() -> Iterator[None]:
-    """Undo the logging setup of a command that a test ran in this process."""
+def _process_stays_as_it_was() -> Iterator[None]:
+    """Undo what a command that a test ran here set up: logging, and how long a thread keeps Python's lock."""
     root, streams, hooks = logging.getLogger(), sys.stderr, (sys.excepthook, threading.excepthook)
-    handlers = list(root.handlers)
-    levels = {name: logging.getLogger(name).level for name in ("rollout", "trainer_bridge")}
+    handlers, switch_s = list(root.handlers), sys.getswitchinterval()
+    known = [logging.getLogger(name) for name in ("rollout", "trainer_bridge", "transformers")]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in known]
     yield
     root.handlers[:] = [handler for handler in root.handlers if handler in handlers]
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+    for logger, (level, propagate, own) in zip(known, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate, logger.handlers[:] = propagate, own
     logging.captureWarnings(False)
+    sys.setswitchinterval(switch_s)
     if isinstance(sys.stderr, LineStream):
         sys.stderr = streams
     sys.excepthook, threading.excepthook = hooks

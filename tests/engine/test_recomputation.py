@@ -15,7 +15,7 @@ from tests.support.engine.harness import Bench, load, watch_prefills
 from tests.support.engine.replay import replayed
 from tests.support.engine.streams import SteppedDevice, random_delays
 from tests.support.engine.updates import Endless, Mailbox, Update
-from tests.support.kernels.grids import nightly
+from tests.support.kernels.grids import checkered, nightly
 
 
 class Turns(dict):
@@ -68,8 +68,7 @@ def swap_under_way(bench: Bench, mailbox: Mailbox, update: Update) -> None:
 # --- how much is computed again ---
 
 
-@pytest.mark.parametrize("chunk", [8, 64, 2048])
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize(("n", "chunk"), checkered([2, 8], [8, 64, 2048]))
 def test_a_groups_prompt_is_computed_again_once(model, sources, prompt_of, n, chunk):
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, kv_on_swap="recompute", prefill_chunk_tokens=chunk)

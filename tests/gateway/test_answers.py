@@ -23,6 +23,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "does", "parameters": PARAMETERS}}]
 END = "<|im_end|>"
+DEEP = "[" * 16  # one token
 BUDGET, LOOP = {"thinking_token_budget": 3}, {"repetition_detection": {"max_pattern_size": 2, "min_count": 5}}
 
 
@@ -30,6 +31,7 @@ BUDGET, LOOP = {"thinking_token_budget": 3}, {"repetition_detection": {"max_patt
 def tokenizer() -> PreTrainedTokenizerFast:
     found = tokenizer_with("qwen3", "")
     found.eos_token = END  # else there are two tokens that end an answer
+    found.add_tokens([DEEP])
     return found
 
 
@@ -39,7 +41,7 @@ def gateways(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterat
     folder: Path = tmp_path_factory.mktemp("answers")
     end = tokenizer.convert_tokens_to_ids(END)
     make_checkpoint(
-        "qwen3", folder / "model", vocab_size=len(tokenizer) + 5, eos_token_id=end, max_position_embeddings=4096
+        "qwen3", folder / "model", vocab_size=len(tokenizer) + 4, eos_token_id=end, max_position_embeddings=4096
     )
     tokenizer.save_pretrained(folder / "model")
     with ExitStack() as stack:
@@ -219,18 +221,19 @@ def test_arguments_of_a_demanded_call_may_be_nested_deeply(gateways: dict[str, h
     }
     parameters = nested | {"type": "object", "properties": {"a": {"$ref": "#/$defs/list"}}, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    opening = tokenizer.convert_tokens_to_ids("[")
+    bias = {str(token): -100.0 for token in tokenizer.encode(" \t\r\n", add_special_tokens=False)}
+    bias[str(tokenizer.convert_tokens_to_ids(DEEP))] = 100.0
     body = said(
         "",
         tools=tools,
         tool_choice="required",
-        max_tokens=1_250,
+        max_tokens=120,
         structured_outputs=None,
         logprobs=False,
         top_logprobs=0,
     )
-    (found,) = answered(gateways["hermes"], body | {"logit_bias": {str(opening): 100.0}})
-    assert found["finish_reason"] == "length" and len(found["token_ids"]) == 1_250
+    (found,) = answered(gateways["hermes"], body | {"logit_bias": bias})
+    assert found["finish_reason"] == "length" and len(found["token_ids"]) == 120
     assert found["message"]["content"].count("[") > 1_000
 
 

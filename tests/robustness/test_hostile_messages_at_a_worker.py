@@ -19,7 +19,7 @@ from tests.support.worker.harness import check, until
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 
-MESSAGES = [1_200, pytest.param(12_000, marks=pytest.mark.nightly)]
+MESSAGES = [600, pytest.param(12_000, marks=pytest.mark.nightly)]
 BURST = 250
 PROMPT = "17:"
 COMPLETIONS, TOKENS = 2, 15_000  # more than are generated during the attack

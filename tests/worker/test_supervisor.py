@@ -54,7 +54,7 @@ def test_a_worker_that_is_killed_comes_back_and_the_other_goes_on(pair: WorkerPr
     with RolloutClient(pair.endpoints, timeout_s=60.0) as client:
         restarts = [status["restarts"] for status in client.statuses().values()]
         doomed = client.generate("17:", endpoint=first, **LONG)
-        other = client.generate("17:", endpoint=second, **LONG | {"max_tokens": 3_000})  # or it takes a core for long
+        other = client.generate("17:", endpoint=second, **LONG | {"max_tokens": 600})  # or it takes a core for long
         next(doomed), next(other)
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(ConnectionLost):
@@ -67,12 +67,8 @@ def test_a_worker_that_is_killed_comes_back_and_the_other_goes_on(pair: WorkerPr
         assert check("17:", completion, STEPS).tokens == 400
         statuses = client.statuses()
         assert [statuses[endpoint]["restarts"] for endpoint in (first, second)] == [restarts[0] + 1, restarts[1]]
-        next(other)  # nothing has happened to it
-        other.cancel()
-        (completion,) = other.wait().completions
-        # It may be over by now: on a busy machine a start takes long.
-        assert completion.finish_reason in ("cancelled", "length") and len(completion) > len(partial)
-        check("17:", completion, STEPS)
+        (completion,) = other.wait().completions  # nothing has happened to it
+        assert completion.finish_reason == "length" and check("17:", completion, STEPS).tokens == 600
     until(lambda: len(says(pair)) >= said + 2, "both events")
     events = [(fact["event"], fact.get("worker"), fact.get("status")) for fact in says(pair)[said:]]
     assert events == [("worker_ended", 0, -signal.SIGKILL), ("worker_ready", 0, None)]

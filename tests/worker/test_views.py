@@ -27,7 +27,7 @@ from tests.support.chrome_format import check_chrome_trace
 from tests.support.http_page import get
 from tests.support.patience import PATIENCE_S
 from tests.support.reported_metrics import needs_no_drafts
-from tests.support.worker.harness import ONES, facts, launch, rollout, subprocess_environment, until
+from tests.support.worker.harness import ONES, facts, launch, paused_amid, rollout, subprocess_environment, until
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.wire.errors import BadRequest, NotFound
@@ -237,8 +237,7 @@ def test_a_frame_of_a_real_worker_fits_80_columns(worker: WorkerProcess, client:
 
 def test_once_prints_text_or_json_and_a_silent_worker_is_status_1(worker: WorkerProcess, client: RolloutClient) -> None:
     environment = subprocess_environment(COLUMNS="80")
-    with client.generate("17:", request_id="one", **LONG) as stream:
-        next(stream)
+    with paused_amid(client, prompt="17:", request_id="one", max_tokens=400) as stream:
         as_json = ["top", worker.endpoint, "tcp://127.0.0.1:1", "--once", "--json", "--timeout-s", "10"]
         ran = subprocess.run(rollout(*as_json), capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
         shown = subprocess.run(
@@ -249,6 +248,7 @@ def test_once_prints_text_or_json_and_a_silent_worker_is_status_1(worker: Worker
             env=environment,
         )
         stream.cancel()
+        client.resume()
     assert ran.returncode == 1 and shown.returncode == 0, (ran.stderr, shown.stderr)
     answered, silent = map(json.loads, ran.stdout.splitlines())
     assert answered.keys() == {"endpoint", "time", "status"} and silent.keys() == {"endpoint", "time", "error"}

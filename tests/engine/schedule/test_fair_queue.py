@@ -67,7 +67,7 @@ class Rows:
 # --- the queue -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(6), *nightly(*range(6, 20))])
 def test_one_client_is_served_by_priority_and_arrival_whatever_its_sequences_cost(seed):
     rng, rows = random.Random(seed), Rows()
     waiting: list[Sequence] = []

@@ -36,7 +36,7 @@ def checkpoints(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="module", params=SPARSE)
+@pytest.fixture(scope="module", params=["qwen3_moe", "olmoe", *nightly("mixtral")])
 def family(request, checkpoints):
     folder, hf_model = checkpoints[request.param, 0]
     return load(folder), hf_model

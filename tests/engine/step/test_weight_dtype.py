@@ -12,6 +12,7 @@ from rollout.models import load_model
 from tests.support.engine.harness import Bench
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox
+from tests.support.kernels.grids import checkered
 from tests.support.models.coded import decode_into
 from tests.support.models.families import make_checkpoint
 
@@ -84,8 +85,7 @@ def test_weights_that_arrive_while_rows_run_are_quantised(format, folders, promp
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
-@pytest.mark.parametrize("format", CODED)
+@pytest.mark.parametrize(("format", "kv_dtype"), checkered(CODED, ["auto", "fp8_e4m3"]))
 def test_a_prompt_after_a_swap_is_that_of_a_fresh_engine(format, kv_dtype, folders, prompt_of):
     """Neither codes nor scales nor cached KV of the old weights are left."""
     prompt = [token % 71 for token in prompt_of(37)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,3 +21,11 @@ def checkered(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     return [(one, other) for one, other, black in pairs if not black] + nightly(
         *((one, other) for one, other, black in pairs if black)
     )
+
+
+def squared(ones: Sequence[Any], others: Sequence[Any], thirds: Sequence[Any]) -> list[Any]:
+    """All triples: by default each pair of the first two with one of the thirds, a Latin square; the rest nightly."""
+    chosen, left = [], []
+    for (i, one), (j, other), (k, third) in itertools.product(*map(enumerate, (ones, others, thirds))):
+        (chosen if (i + j) % len(thirds) == k else left).append((one, other, third))
+    return chosen + nightly(*left)

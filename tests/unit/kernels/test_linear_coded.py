@@ -12,6 +12,7 @@ from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, lin
 from rollout_kernels.moe.formats import Format, scale_dtype
 from rollout_kernels.moe.quantize import quantize
 
+from tests.support.kernels.grids import squared
 from tests.support.kernels.linear_cases import DEVICE, operands, relative
 
 FORMATS: tuple[Format, ...] = ("fp8_block", "fp8_row", "mxfp8")
@@ -37,10 +38,12 @@ def case(rows: int, widths: tuple[int, ...], inputs: int, format: Format):
     return x, weights, x.double() @ weights.dequantized().T
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("config", [TILED, SPLIT, BY_OUTPUT])
-@pytest.mark.parametrize(("rows", "widths"), [(1, (128, 200)), (3, (64,)), (4, (256, 128, 128))])
-def test_products_are_those_of_float64(format, config, rows, widths):
+@pytest.mark.parametrize(
+    ("format", "config", "size"),
+    squared(FORMATS, [TILED, SPLIT, BY_OUTPUT], [(1, (128, 200)), (3, (64,)), (4, (256, 128, 128))]),
+)
+def test_products_are_those_of_float64(format, config, size):
+    rows, widths = size
     x, weights, expected = case(rows, widths, 512, format)
     parts = linear_parts(x, weights, config)
     assert parts.shape == (config.split, *expected.shape)
@@ -49,9 +52,7 @@ def test_products_are_those_of_float64(format, config, rows, widths):
         assert relative(linear(x, weights, config), expected) < 5e-3
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("config", [TILED, BY_OUTPUT])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("format", "config", "rows"), squared(FORMATS, [TILED, BY_OUTPUT], [1, 4]))
 def test_gated_products_are_those_of_float64(format, config, rows):
     x, weights, expected = case(rows, (128, 128), 512, format)
     gate, up = expected.chunk(2, dim=1)
