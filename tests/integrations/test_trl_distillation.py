@@ -31,12 +31,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path,
 
 @pytest.mark.parametrize("loss", [{"beta": 0.0, "loss_top_k": 12}, {"beta": 1.0}, {"beta": 0.5}], ids=str)
 def test_a_student_of_trls_server_distillation_learns(
-    pair: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: dict[str, Any]
+    pair: tuple[Path, Path, str], tmp_path: Path, vllm_client: Any, loss: dict[str, Any]
 ) -> None:
     """`beta` 0: forward divergence over the teacher's likeliest tokens; 1: reverse, of the drawn ones."""
     distillation = pytest.importorskip("trl.experimental.server_distillation")
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("trl.generation.vllm_client.is_vllm_available", lambda: True)  # its client does not import vLLM
     student, teacher, url = pair
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     before = exact(model, teacher)

@@ -132,16 +132,18 @@ def test_updates_with_and_without_the_tower(served: tuple[WorkerProcess, list[An
     prompt = prompt_with(5, picture(4, 10), 4)
     ours = {name: tensor.detach() for name, tensor in new.named_parameters()}
     with RolloutClient(worker.endpoint) as client, WeightPublisher(worker.endpoint) as publisher:
-        publisher.publish(ours, version=1).applied(60)
+        version = client.status()["weights_version"]
+        publisher.publish(ours, version + 1).applied(60)
         check(new, prompt, client.generate(sent(prompt), max_tokens=8, **GREEDY).completions[0].token_ids)
         text = {name: tensor.detach() for name, tensor in old.named_parameters() if ".visual." not in name}
-        publisher.publish(text, version=2).applied(60)
+        publisher.publish(text, version + 2).applied(60)
         with torch.no_grad():
             for name, parameter in new.named_parameters():
                 if ".visual." not in name:
                     parameter.copy_(text[name])
         check(new, prompt, client.generate(sent(prompt), max_tokens=8, **GREEDY).completions[0].token_ids)
-        publisher.publish({name: tensor.detach() for name, tensor in old.named_parameters()}, version=3).applied(60)
+        before = {name: tensor.detach() for name, tensor in old.named_parameters()}
+        publisher.publish(before, version + 3).applied(60)
         check(old, prompt, client.generate(sent(prompt), max_tokens=8, **GREEDY).completions[0].token_ids)
     assert_idle(worker)
 

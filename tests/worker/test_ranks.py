@@ -145,22 +145,23 @@ def test_an_update_amid_a_completion_is_swapped_by_all_ranks_or_by_none(pair: Pa
             WeightPublisher(worker.endpoint, bucket_bytes=1 << 14) as publisher,
             RolloutClient(worker.endpoint, timeout_s=120) as client,
         ):
+            first = client.status()["weights_version"]
             stream = paused_amid(client, **greedy | {"max_tokens": 170})
-            (report,) = publisher.publish(new, 1).applied(60)
-            assert report.version == 1
+            (report,) = publisher.publish(new, first + 1).applied(60)
+            assert report.version == first + 1
             client.resume()
             (completion,) = stream.wait().completions
-            assert [version for version, _ in completion.versions] == [0, 1]
+            assert [version for version, _ in completion.versions] == [first, first + 1]
             for rank in client.status()["ranks"]:
                 assert rank["verified"] == rank["swapped"] > 0, "all have the update, whole and copied"
             with pytest.raises(Exception, match="missing tensors"):
-                publisher.publish(dict(list(new.items())[1:]), 2).applied(60)
+                publisher.publish(dict(list(new.items())[1:]), first + 2).applied(60)
     (changed,) = pair.both([greedy])
     assert_all_equal([changed])
     assert changed[0].completions[0].token_ids.tolist() != before[0].completions[0].token_ids.tolist()
     for worker in (pair.one, pair.several):
         with WeightPublisher(worker.endpoint) as publisher:
-            publisher.publish(old, 3).applied(60)
+            publisher.publish(old, first + 3).applied(60)
     (again,) = pair.both([greedy])
     assert_all_equal([again])
     assert again[1].completions[0].token_ids.tolist() == before[1].completions[0].token_ids.tolist()

@@ -262,7 +262,7 @@ def test_after_a_sleep_of_level_2_all_ranks_wait_for_weights(pair: Pair, tmp_pat
             client.wake()
             with pytest.raises(Unavailable, match="publish"):
                 client.generate(**request)
-            publisher.publish(old, 1).applied(60)
+            publisher.publish(old, client.status()["weights_version"] + 1).applied(60)
             until(lambda client=client: client.status()["state"] == "serving", "the weights")
     (after,) = pair.both([request])
     pair.check([after])

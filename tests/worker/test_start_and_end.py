@@ -53,14 +53,14 @@ def test_sigterm_finishes_running_completions_and_leaves_all_records(tmp_path: P
         assert list(tmp_path.glob("ready.json*")) == [ready_file]
         with RolloutClient(ready["endpoint"], timeout_s=240.0) as client:
             assert client.status()["weights_endpoint"] == ready["weights_endpoint"] != ready["endpoint"]
-            with client.generate("17:", n=2, max_tokens=1500, stream="tokens", stream_every=8) as stream:
+            with client.generate("17:", n=2, max_tokens=800, stream="tokens", stream_every=8) as stream:
                 next(stream)
                 process.send_signal(signal.SIGTERM)
                 until(lambda: client.status()["state"] == "draining", "the drain")
                 with pytest.raises(Unavailable):
                     client.generate("17:", max_tokens=4)
                 completions = stream.wait().completions
-        assert [(len(completion), completion.finish_reason) for completion in completions] == [(1500, "length")] * 2
+        assert [(len(completion), completion.finish_reason) for completion in completions] == [(800, "length")] * 2
         ended, nothing = process.stdout.readline(), process.stdout.read()
         assert process.wait(60) == 0 and nothing == "" and not ready_file.exists()
     _check_records(json.loads(ended), jsonl, tmp_path)
@@ -69,8 +69,8 @@ def test_sigterm_finishes_running_completions_and_leaves_all_records(tmp_path: P
 def _check_records(ended: dict, jsonl: Path, folder: Path) -> None:
     assert ended["event"] == "ended"
     totals = ended["totals"]
-    assert totals["total/tokens"] == 3000 and totals["total/completions"] == 2
-    assert 0 < totals["gpu/active_pct"] <= 100 and totals["completion/length_mean"] == 1500
+    assert totals["total/tokens"] == 1600 and totals["total/completions"] == 2
+    assert 0 < totals["gpu/active_pct"] <= 100 and totals["completion/length_mean"] == 800
     lines = [json.loads(line) for line in jsonl.read_text().splitlines()]
     assert len(lines) >= 2 and [line.get("final", False) for line in lines] == [False] * (len(lines) - 1) + [True]
     assert all("gpu/active_pct" in line and "queue/waiting" in line for line in lines)

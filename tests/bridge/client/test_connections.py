@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,14 +58,19 @@ def test_a_restart_between_two_requests_goes_unnoticed(connect: Connect, serve: 
     assert [header["op"] for header in second.requests] == ["ping"]
 
 
+def within_context(monkeypatch: pytest.MonkeyPatch, start: Callable[[], Any]) -> tuple[zmq.Context, Any]:
+    """A new context of ZeroMQ, and a client that was started in it."""
+    context = zmq.Context()
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq, "Context", lambda: context)
+        return context, start()
+
+
 def test_a_restart_that_zeromq_has_no_time_to_notice_goes_unnoticed(
     connect: Connect, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = serve()
-    context = zmq.Context()
-    with monkeypatch.context() as patch:
-        patch.setattr(zmq, "Context", lambda: context)
-        client = connect(first.endpoint)
+    context, client = within_context(monkeypatch, lambda: connect(first.endpoint))
     client.ping()
     with standing_still(context):
         first.stop()
@@ -289,10 +295,7 @@ def test_a_client_that_is_dropped_does_not_hang(serve: Serve, kind: str, end: st
 
 def test_a_client_that_is_collected_closes_its_connections(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = serve()
-    context = zmq.Context()
-    with monkeypatch.context() as patch:
-        patch.setattr(zmq, "Context", lambda: context)
-        client = RolloutClient(worker.endpoint)
+    context, client = within_context(monkeypatch, lambda: RolloutClient(worker.endpoint))
     client.ping()
     del client
     gc.collect()

@@ -33,6 +33,7 @@ from scripts.bench.agents.trace import (
     write_trace,
 )
 from scripts.bench.shapes import StepBytes
+from tests.support.worker.harness import launch
 
 PAGE = 16
 ALONE = Trajectory(0, 0, prompt_len=10, out_lens=(3, 4), obs_lens=(5, 6), tool_times=(0.01, 0.01), system_len=4)
@@ -266,8 +267,23 @@ def test_figures_of_vllm_come_from_its_page() -> None:
 
 
 @pytest.fixture(scope="module")
-def endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    folder = serve.checkpoint("toy", tmp_path_factory.mktemp("toy") / "toy", 4096)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without weights."""
+    return serve.checkpoint("toy", tmp_path_factory.mktemp("toy") / "toy", 4096)
+
+
+@pytest.fixture(scope="module")
+def endpoint(folder: Path) -> Iterator[str]:
+    """One worker with the flags of `serve.workers`; it is forked."""
+    flags: dict[str, Any] = {"load_format": "random", "device": "cpu", "max_rows": 8, "max_context_tokens": 4096 + PAGE}
+    flags |= {"page_size": PAGE, "kv_pages": 600, "metrics_port": 0, "interval_s": 0.5}
+    with launch(folder, log=folder / "log", **flags) as worker:
+        yield worker.endpoint
+
+
+@pytest.fixture(scope="module")
+def endpoints(folder: Path) -> Iterator[list[str]]:
+    """Two workers as the benchmark starts them."""
     with serve.workers(folder, 2, "cpu", rows=8, context=4096, pages=600, more={}) as workers:
         yield [worker.endpoint for worker in workers]
 
@@ -305,10 +321,8 @@ def check_counts(row: dict[str, Any], path: Path) -> None:
     assert 0 < row["first_token_s"]["median"] <= row["turn_s"]["median"] <= row["turn_s"]["p99"] <= row["total_s"]
 
 
-def test_a_replay_adds_up_and_a_pool_for_all_computes_little_again(
-    endpoints: list[str], trace: Path, tmp_path: Path
-) -> None:
-    rows = replayed(trace, tmp_path / "out.json", "--workers", endpoints[0], "--requests", "plain", "sessions")
+def test_a_replay_adds_up_and_a_pool_for_all_computes_little_again(endpoint: str, trace: Path, tmp_path: Path) -> None:
+    rows = replayed(trace, tmp_path / "out.json", "--workers", endpoint, "--requests", "plain", "sessions")
     assert [row["requests"] for row in rows] == ["plain", "sessions"]
     for row in rows:
         check_counts(row, trace)
@@ -349,14 +363,12 @@ def test_updates_come_while_agents_run_and_tokens_tell_their_age(
     assert row["staleness"]["most"] > 0 and sum(row["staleness"]["pct"].values()) == pytest.approx(100, abs=0.1)
 
 
-def test_a_time_limit_ends_a_replay_early_also_while_tools_run(
-    endpoints: list[str], trace: Path, tmp_path: Path
-) -> None:
+def test_a_time_limit_ends_a_replay_early_also_while_tools_run(endpoint: str, trace: Path, tmp_path: Path) -> None:
     several = [one for one in read_trace(trace) if len(one.out_lens) > 1]
     slow = [replace(one, fork=None, tool_times=(3600.0,) * len(one.out_lens)) for one in several]
     assert len(slow) > 2
     write_trace(tmp_path / "slow.jsonl", slow)
-    flags = ("--workers", endpoints[0], "--seconds", "2", "--agents", "2")
+    flags = ("--workers", endpoint, "--seconds", "2", "--agents", "2")
     (row,) = replayed(tmp_path / "slow.jsonl", tmp_path / "out.json", *flags)
     assert (row["turns"], row["trajectories"]) == (2, 0), "an agent that waits for its tool takes no other trajectory"
     assert row["computed_prompt_tokens"] + row["known_prompt_tokens"] == row["sent_prompt_tokens"]

@@ -477,26 +477,21 @@ def test_without_the_compiler_the_reason_says_what_to_install(tmp_path, monkeypa
     assert "install" not in constraints_for(None, 300, 5.0).missing
 
 
-def test_compiled_grammars_are_cached_and_the_least_recently_used_goes_first(tokenizer, vocab, monkeypatch):
-    compiled: list[tuple[str, int]] = []
-    compile_grammar = xgrammar.GrammarCompiler.compile_grammar
-
-    def counted(self, source):
-        grammar = compile_grammar(self, source)
-        compiled.append((str(source).split('"')[1], grammar.memory_size_bytes))
-        return grammar
-
-    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_grammar", counted)
+def test_compiled_grammars_are_cached_and_the_least_recently_used_goes_first(tokenizer, vocab, compiled):
     first, second, third = (ConstraintSpec("regex", f"{letter}[a-z]{{1,200}}") for letter in "abc")
+
+    def letters() -> list[str]:
+        return [source.split('"')[1] for source, _ in compiled]
+
     large = ConstraintCompiler(tokenizer, vocab, 200.0)
     for spec in (first, second, first):
         large.compile(spec, (1,), [])
-    assert [letter for letter, _ in compiled] == ["a", "b"]
+    assert letters() == ["a", "b"]
     small = ConstraintCompiler(tokenizer, vocab, 200.0, cache_bytes=int(1.1 * sum(size for _, size in compiled)))
     compiled.clear()
     for spec in (first, second, first, third, first, second):  # the third evicts the second
         small.compile(spec, (1,), [])
-    assert [letter for letter, _ in compiled] == ["a", "b", "c", "b"]
+    assert letters() == ["a", "b", "c", "b"]
 
 
 def test_a_thread_works_on_after_a_call_that_fails_or_hangs():

@@ -8,6 +8,7 @@ from rollout_kernels.linear.table import linear_config
 from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 
 from tests.support.kernels.linear_cases import DEVICE, operands, relative
+from tests.support.kernels.overlap import replay_with_and_without
 
 
 @pytest.mark.parametrize("split", [1, 2, 4])
@@ -101,20 +102,6 @@ def test_overlapping_launches_change_no_bit(monkeypatch):
                 parts = triton_linear.linear_parts(x, w, LinearConfig(64, 64, 2, 4, 4, 12))
         return triton_elementwise.add_rms_norm(residual, parts, norm, 1e-6)
 
-    results = []
-    for overlap in (True, False):
-        if not overlap:
-            for module in (triton_elementwise, triton_linear, gluon_linear):
-                monkeypatch.setattr(module, "follow_options", lambda device: {})
-        chain()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = chain()
-        for _ in range(20):
-            out.zero_()
-            graph.replay()
-            torch.cuda.synchronize()
-            results.append(out.clone())
+    results = replay_with_and_without(monkeypatch, (triton_elementwise, triton_linear, gluon_linear), chain)
     assert results[0].isfinite().all() and results[0].abs().sum() > 0
     assert all(torch.equal(result, results[0]) for result in results)

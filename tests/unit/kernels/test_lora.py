@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
@@ -14,6 +16,7 @@ from rollout_kernels.norm_rope import triton_elementwise
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, silu_mul
 
 from tests.support.kernels.grids import nightly
+from tests.support.kernels.overlap import replay_with_and_without
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -210,21 +213,7 @@ def test_overlapping_launches_change_no_bit(rows, monkeypatch):
     start, norm = torch.randn(rows, hidden, device="cuda").bfloat16(), torch.rand(hidden, device="cuda").bfloat16()
     given = (start, [*layers, *layers], slots, norm)
     assert adds_later(rows, layers[0][2], False)
-    results = []
-    for overlap in (True, False):
-        with monkeypatch.context() as patch:
-            if not overlap:
-                for module in (triton_elementwise, gluon_linear, triton_gemv, triton_linear, triton_lora):
-                    patch.setattr(module, "follow_options", lambda device: {})
-            feed_forward(*given, True)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = feed_forward(*given, True)
-        for _ in range(20):
-            out.zero_()
-            graph.replay()
-            torch.cuda.synchronize()
-            results.append(out.clone())
+    modules = (triton_elementwise, gluon_linear, triton_gemv, triton_linear, triton_lora)
+    results = replay_with_and_without(monkeypatch, modules, partial(feed_forward, *given, True))
     assert all(torch.equal(result, results[0]) for result in results)
     assert relative(results[0], feed_forward(*given, False).double()) < 5e-2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from rollout_kernels.moe.triton_router import Routing, moe_route, router_logits,
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from tests.support.kernels.moe_cases import Layer, assert_close, exact, layer, poison, relative
+from tests.support.kernels.overlap import replay_with_and_without
 
 pytestmark = pytest.mark.gpu
 
@@ -211,22 +213,7 @@ def test_overlapping_launches_change_no_bit(format, tokens, monkeypatch):
 
     plans = path_plans(format)
     for plan in (plan for name, plan in plans.items() if name in ("warp", "grouped-16", "grouped-16-half=True")):
-        results = []
-        for overlap in (True, False):
-            with monkeypatch.context() as patch:
-                if not overlap:
-                    for module in modules:
-                        patch.setattr(module, "follow_options", lambda device: {})
-                chain(plan)
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    out = chain(plan)
-            for _ in range(20):
-                out.zero_()
-                graph.replay()
-                torch.cuda.synchronize()
-                results.append(out.clone())
+        results = replay_with_and_without(monkeypatch, modules, partial(chain, plan))
         assert results[0].isfinite().all() and results[0].abs().sum() > 0
         assert all(torch.equal(result, results[0]) for result in results)
 
