@@ -84,13 +84,11 @@ def _process_stays_as_it_was() -> Iterator[None]:
     """Undo what a command that a test ran here set up: logging, and how long a thread keeps Python's lock."""
     root, streams, hooks = logging.getLogger(), sys.stderr, (sys.excepthook, threading.excepthook)
     handlers, switch_s = list(root.handlers), sys.getswitchinterval()
-    known = [logging.getLogger(name) for name in ("rollout", "trainer_bridge", "transformers")]
-    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in known]
+    levels = {name: logging.getLogger(name).level for name in ("rollout", "trainer_bridge")}
     yield
     root.handlers[:] = [handler for handler in root.handlers if handler in handlers]
-    for logger, (level, propagate, own) in zip(known, before, strict=True):
-        logger.setLevel(level)
-        logger.propagate, logger.handlers[:] = propagate, own
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
     logging.captureWarnings(False)
     sys.setswitchinterval(switch_s)
     if isinstance(sys.stderr, LineStream):
