@@ -75,8 +75,8 @@ def pad(samples: Sequence[Sample], advantage: Sequence[float], device: str) -> R
         ids_NT[row, : begin + len(one.token_ids)] = [*one.prompt_ids, *one.token_ids]
         where = slice(begin - 1, begin - 1 + len(one.token_ids))
         drawn_NS[row, where], logprobs_NS[row, where], versions_NS[row, where] = one.drawn, one.logprobs, one.versions
-    arrays = (torch.from_numpy(array).to(device) for array in (ids_NT, drawn_NS, logprobs_NS, versions_NS))
-    ids, drawn, logprobs, versions = arrays
+    arrays = ids_NT, drawn_NS, logprobs_NS, versions_NS
+    ids, drawn, logprobs, versions = (torch.from_numpy(array).to(device) for array in arrays)
     column = torch.tensor(advantage, dtype=torch.float32, device=device)[:, None]
     return Rows(ids, drawn, logprobs, versions, column, min(len(one.prompt_ids) for one in samples) - 1)
 

@@ -154,11 +154,9 @@ class Tuner:
             return grouped_down(h_PI, groups[id(batch)], batch.routing.weights_TK, layer.down, config)
 
         candidates = grouped_candidates(self.format, tile_rows)
-        best = {
-            name: self._best((name, tile_rows), candidates, work, batches)
-            for name, work in (("gate_up", gate_up), ("down", down))
-        }
-        return GroupedPlan(best["gate_up"], best["down"], tile_rows)
+        best_gate_up = self._best(("gate_up", tile_rows), candidates, gate_up, batches)
+        best_down = self._best(("down", tile_rows), candidates, down, batches)
+        return GroupedPlan(best_gate_up, best_down, tile_rows)
 
     def _best(
         self, key: Any, candidates: list[Any], work: Callable[[Any, Layer, Tokens], object], batches: list[Tokens]

@@ -39,18 +39,23 @@ def pool_pages(trajectories: Sequence[Trajectory], agents: int, share: float) ->
     return max(int(share * held), longest(trajectories) + 2 * _PAGE) // _PAGE + agents
 
 
+def worker_flags(device: str, rows: int, context: int, pages: int | None) -> dict[str, Any]:
+    """Flags of a worker with `rows` rows and `pages` pages (None: what fits)."""
+    return {
+        "load_format": "random", "device": device, "max_rows": rows, "max_context_tokens": context + _PAGE,
+        "page_size": _PAGE, "kv_pages": pages, "metrics_port": 0, "interval_s": 0.5, "wandb": False,
+    }  # fmt: skip
+
+
 @contextlib.contextmanager
 def workers(
     folder: Path, number: int, device: str, rows: int, context: int, pages: int | None, more: Mapping[str, str]
 ) -> Iterator[list[WorkerProcess]]:
-    """Workers of a checkpoint, each with `rows` rows and `pages` pages (None: what fits). `more` are further flags.
+    """Workers of a checkpoint, each with the flags of `worker_flags`. `more` are further flags.
 
     On GPUs each has its own one. The end of a log is printed if something fails.
     """
-    flags: dict[str, Any] = {
-        "load_format": "random", "device": device, "max_rows": rows, "max_context_tokens": context + _PAGE,
-        "page_size": _PAGE, "kv_pages": pages, "metrics_port": 0, "interval_s": 0.5, "wandb": False, **more,
-    }  # fmt: skip
+    flags = {**worker_flags(device, rows, context, pages), **more}
     with contextlib.ExitStack() as stack:
         started = []
         try:

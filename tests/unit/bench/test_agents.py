@@ -274,10 +274,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def endpoint(folder: Path) -> Iterator[str]:
-    """One worker with the flags of `serve.workers`; it is forked."""
-    flags: dict[str, Any] = {"load_format": "random", "device": "cpu", "max_rows": 8, "max_context_tokens": 4096 + PAGE}
-    flags |= {"page_size": PAGE, "kv_pages": 600, "metrics_port": 0, "interval_s": 0.5}
-    with launch(folder, log=folder / "log", **flags) as worker:
+    """One worker as the benchmark starts it, but forked."""
+    with launch(folder, log=folder / "log", **serve.worker_flags("cpu", 8, 4096, 600)) as worker:
         yield worker.endpoint
 
 
