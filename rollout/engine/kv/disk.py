@@ -224,6 +224,7 @@ class DiskPages:
     def finished(self) -> Seq[DiskJob]:
         """The jobs that have ended since the last call, and reads that are given up."""
         self._something_ended.clear()
+        late_s = time.perf_counter() - _PATIENCE_S  # first: a read that ends from now on is not late
         ended = []
         while self._ended:
             job = self._ended.popleft()
@@ -233,7 +234,6 @@ class DiskPages:
             elif job in self._reads:  # a read that was given up is ignored
                 del self._reads[job]
                 ended.append(job)
-        late_s = time.perf_counter() - _PATIENCE_S
         late = any(job.began_s < late_s for job in self._reads)  # the others wait for the same thread
         for job in [job for job in self._reads if job.give_up()] if late else ():
             del self._reads[job]

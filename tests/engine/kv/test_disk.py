@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -412,14 +413,20 @@ def test_the_check_sees_what_the_disk_still_reads_and_what_it_writes_of_pages_gi
         host.check()
 
 
-def test_slow_reads_that_wait_for_each_other_are_not_given_up(tmp_path, monkeypatch, patience):
-    patience(0.5)
-    read = DiskPages._read
-    monkeypatch.setattr(DiskPages, "_read", lambda self, job: (time.sleep(0.15), read(self, job)))
+def test_slow_reads_that_wait_for_each_other_are_not_given_up(tmp_path, monkeypatch):
+    read, clock = DiskPages._read, SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(disk_module, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+
+    def slow(self, job):
+        clock.now_s += 3.0
+        read(self, job)
+
+    monkeypatch.setattr(DiskPages, "_read", slow)
     pages = Pages(tmp_path)
     for key in [pages.write(page) for page in range(5)]:
         pages.disk.read(key, 7, None)
     assert [job.failure for job in pages.ended(5)] == [""] * 5 and not pages.disk.failure
+    assert clock.now_s == 15.0
     pages.disk.close()
 
 
