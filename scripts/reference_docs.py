@@ -26,11 +26,13 @@ import trainer_bridge
 from rollout.config.gateway_settings import GatewayFile
 from rollout.gateway.http.http_errors import from_worker
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
+from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fallback.tested import TESTED
+from rollout.models.families import FAMILIES, MULTIMODAL
+from rollout.models.families.declare import Family
 from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
-from rollout.models.registry import FAMILIES, MULTIMODAL, Family, spec_from_config
 from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
 from scripts.gateway_reference import endpoints_page
 from scripts.hooks_reference import hooks_page

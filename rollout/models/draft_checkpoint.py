@@ -20,8 +20,9 @@ from rollout.models.checkpoint_config import check_config
 from rollout.models.checkpoint_folder import CheckpointError, check_links, read_json
 from rollout.models.checkpoint_tensors import StoredTensor, check_tensors, copy_tensors, list_tensors
 from rollout.models.config_rules import FLAG, MOST_LAYERS, Rule, integer, layer_list
+from rollout.models.config_spec import spec_from_config
 from rollout.models.draft_head import EAGLE_NAMES, FLAGS, OFFSETS, DraftHead
-from rollout.models.registry import config_rules, family_of, spec_from_config
+from rollout.models.registry import config_rules, family_of
 from rollout.models.spec import AttentionSpec, DenseSpec, DraftSpec, ModelSpec
 
 _KIND, _ARCHITECTURE = "an EAGLE-3 draft model", "LlamaForCausalLM"

@@ -40,6 +40,7 @@ from rollout.models.checkpoint_tensors import (
     turn,
 )
 from rollout.models.coded import SCALES, check_format
+from rollout.models.config_spec import is_block_fp8, spec_from_config
 from rollout.models.decoder import Decoder
 from rollout.models.draft_checkpoint import fill_draft, read_draft
 from rollout.models.draft_head import FLAGS, OFFSETS, PREFIX, DraftHead
@@ -47,7 +48,7 @@ from rollout.models.language_model import LanguageModel, LanguageModelSpec
 from rollout.models.longrope import choose_factors
 from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
-from rollout.models.registry import is_block_fp8, is_native, spec_from_config
+from rollout.models.registry import is_native
 from rollout.models.shard import shard_spec
 from rollout.models.spec import DraftSpec, ModelSpec
 

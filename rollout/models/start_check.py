@@ -36,8 +36,8 @@ from rollout.models.checkpoint_tensors import StoredTensor, copy_tensors, first_
 from rollout.models.cut import kept_values
 from rollout.models.decoder import Decoder
 from rollout.models.fallback.probe import probe_layers
+from rollout.models.families import FAMILIES
 from rollout.models.random_init import fill_random
-from rollout.models.registry import FAMILIES
 from rollout.models.spec import AttentionSpec, KVMixerSpec, ModelSpec
 from rollout.models.state_pool import StatePool
 from rollout.process.host_memory import available_bytes

@@ -32,8 +32,8 @@ from rollout.engine.step.slot import Slot
 from rollout.engine.upload import StepInput
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
+from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder
-from rollout.models.registry import spec_from_config
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
 
 _PROMPT = 32

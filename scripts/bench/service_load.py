@@ -43,8 +43,8 @@ from rollout.engine.messages.to_engine import Submit
 from rollout.engine.parts import EngineLinks
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
+from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder
-from rollout.models.registry import spec_from_config
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.threads import SWITCH_INTERVAL_S
 from rollout.service.outbox import Outbox

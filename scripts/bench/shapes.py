@@ -508,7 +508,7 @@ def model_spec(shape: str, layers: int = 0) -> ModelSpec:
     # Imported here: the process of vLLM needs its environment first.
     from transformers import AutoConfig
 
-    from rollout.models.registry import spec_from_config
+    from rollout.models.config_spec import spec_from_config
 
     config = model_config(shape, layers)
     return spec_from_config(AutoConfig.for_model(**config).get_text_config(), config["architectures"][0])

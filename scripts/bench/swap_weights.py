@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 from rollout.models.checkpoint_config import read_config
+from rollout.models.config_spec import spec_from_config
 from rollout.models.cut import whole_shape
 from rollout.models.decoder import Decoder
-from rollout.models.registry import spec_from_config
 
 _CODES = 16
 _FIRST_TOKEN = 10  # after the special tokens of the shapes

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout.models.registry import FAMILIES, Family, Key, MoEFamily, sparse_by_step
+from rollout.models.families import FAMILIES
+from rollout.models.families.declare import Family, Key, MoEFamily, sparse_by_step
 from rollout.models.spec import RouterSpec
 
 ARCHITECTURE = "SigmoidMoeForCausalLM"

@@ -19,7 +19,9 @@ from transformers import CONFIG_MAPPING
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, load_model
 from rollout.models.checkpoint_config import read_config, read_generation_defaults
-from rollout.models.registry import FAMILIES, MULTIMODAL, WITHOUT_EFFECT, Family, config_rules, known_keys
+from rollout.models.families import FAMILIES, MULTIMODAL
+from rollout.models.families.declare import Family
+from rollout.models.registry import WITHOUT_EFFECT, config_rules, known_keys
 from tests.support.kernels.grids import nightly
 from tests.support.models.both_ways import (
     CPU,

@@ -13,11 +13,11 @@ from rollout_kernels.attention.triton_latent_decode import plan_latent_work
 
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, load_model
+from rollout.models.config_spec import spec_from_config
 from rollout.models.cut import kept_values
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
-from rollout.models.registry import spec_from_config
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.kernels.grids import nightly
 from tests.support.models.latent import LATENT, config_of, make_latent

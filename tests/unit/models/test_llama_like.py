@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from rollout.config import ModelSettings
 from rollout.models import load_model
 from rollout.models.checkpoint_config import read_config
+from rollout.models.config_spec import spec_from_config
 from rollout.models.cut import kept_values
+from rollout.models.families import FAMILIES
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
-from rollout.models.registry import FAMILIES, spec_from_config
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint

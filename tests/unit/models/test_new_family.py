@@ -17,20 +17,20 @@ from rollout.config import ModelSettings
 from rollout.models import load_model
 from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.config_rules import layer_list
-from rollout.models.lora_slots import AdapterSlots
-from rollout.models.peft_tensors import load_peft_folder
-from rollout.models.registry import (
-    FAMILIES,
+from rollout.models.config_spec import spec_from_config
+from rollout.models.families import FAMILIES
+from rollout.models.families.declare import (
     Family,
     Key,
     MoEFamily,
     by_layer,
-    config_rules,
     ropes_by_type,
     sparse_by_type,
-    spec_from_config,
     windows_by_type,
 )
+from rollout.models.lora_slots import AdapterSlots
+from rollout.models.peft_tensors import load_peft_folder
+from rollout.models.registry import config_rules
 from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
 from tests.support.kernels.grids import nightly
 from tests.support.models import sigmoid_router

@@ -16,7 +16,8 @@ from transformers import LlamaForCausalLM
 
 from rollout.config import ModelSettings
 from rollout.models import load_model, start_check
-from rollout.models.registry import FAMILIES, Family, by_layer, no_windows, same_rope
+from rollout.models.families import FAMILIES
+from rollout.models.families.declare import Family, by_layer, no_windows, same_rope
 from tests.support.models.both_ways import CPU, NAMES, edit, logits, make, transformers_logits
 from tests.support.models.every_family import EVERY_FAMILY
 from tests.support.models.fallback import make_checkpoint as make_fallback

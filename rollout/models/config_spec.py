@@ -1,0 +1,520 @@
+"""From a transformers config to a `ModelSpec`, by the declaration of its family."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rollout.models.families.declare import DeltaNetFamily, Family, If, Key, LatentFamily, MoEFamily, Power
+from rollout.models.longrope import first_border, rope_maps
+from rollout.models.registry import check_supported, family_of
+from rollout.models.spec import (
+    Activation,
+    AttentionSpec,
+    ClampedGLUSpec,
+    DeltaNetSpec,
+    DenseSpec,
+    DraftNames,
+    DraftSpec,
+    FeedForwardSpec,
+    KVMixerSpec,
+    LatentSpec,
+    LayerSpec,
+    MixerSpec,
+    ModelSpec,
+    MoESpec,
+    QueryGrowth,
+    RopeKind,
+    RopeSpec,
+    RouterSpec,
+)
+from rollout.models.vision_spec import TowerSpec
+
+#: Experts of all layers together; each has its own tensors.
+_MAX_EXPERTS = 1 << 16
+#: Kinds of scaled rotary embeddings. Their frequencies do not depend on the length of a sequence.
+_SCALED_ROPES: tuple[RopeKind, ...] = ("linear", "llama3", "yarn", "longrope")
+#: Activations by their names in config.json.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = None) -> ModelSpec:
+    """The spec of a transformers config; with a `tower` it is served with images.
+
+    Raises:
+        ValueError: the architecture is not supported, or the config asks for something that is not; the message says
+            for what.
+    """
+    check_supported(architecture)
+    family = family_of(architecture, config.model_type)
+    if family.bidirectional is not None and _value(config, family.bidirectional):
+        raise ValueError(f"{family.bidirectional.name} is set, and a model that generates must not see later tokens")
+    for name in family.unsupported:
+        if getattr(config, name, False):
+            raise ValueError(f"{name} is not supported for this architecture: it must be false")
+    quantized = getattr(config, "quantization_config", None)
+    if (
+        quantized is not None
+        and not is_block_fp8(config)
+        and not (family.mxfp4 and _quantization(quantized) == "mxfp4")
+    ):
+        raise ValueError(
+            "this quantization_config is not supported; use a checkpoint with float32, bfloat16 or float16 weights, or "
+            "fp8 ones in blocks (quant_method fp8, fmt e4m3, weight_block_size [128, 128])"
+        )
+    layers = _layers(config, family)
+    return ModelSpec(
+        architecture=architecture,
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        eps=config.rms_norm_eps,
+        max_positions=_max_positions(config),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        layers=layers,
+        names=family.names,
+        embed_scale=_number(config, family.embed_scale),
+        embed_scale_rounded=family.embed_scale_rounded,
+        logit_divisor=_number(config, family.logit_divisor),
+        logit_softcap=_value(config, family.logit_softcap),
+        unit_offset=family.unit_offset,
+        unused=_unused(config, family, tower),
+        turned_files=_turned_files(family),
+        tower=tower,
+        mtp=_mtp(config, family, layers),
+    )
+
+
+def is_block_fp8(config: Any) -> bool:
+    """Whether a checkpoint says that its weights are e4m3 codes with a scale for each block of 128 x 128."""
+    quantized = getattr(config, "quantization_config", None)
+    if _quantization(quantized) != "fp8" or not isinstance(quantized, dict):
+        return False
+    return quantized.get("weight_block_size") == [128, 128] and quantized.get("fmt", "e4m3") == "e4m3"
+
+
+def _quantization(config: Any) -> Any:
+    return config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+
+
+def _turned_files(family: Family) -> tuple[str, ...]:
+    if family.moe is None or not family.turned_experts:
+        return ()
+    return family.moe.names.stacked_gate_up, family.moe.names.stacked_down
+
+
+def _unused(config: Any, family: Family, tower: TowerSpec | None) -> tuple[str, ...]:
+    used = () if tower is None else tower.family.beginnings
+    unused = tuple(beginning for beginning in family.unused if beginning not in used)
+    return unused + tuple(prefix for prefix in _mtp_prefixes(config, family) if not prefix.startswith(unused))
+
+
+def _mtp_prefixes(config: Any, family: Family) -> tuple[str, ...]:
+    """The prefixes of the layers for multi-token prediction."""
+    mtp = family.mtp
+    if mtp is None:
+        return ()
+    first = 0 if mtp.from_zero else config.num_hidden_layers
+    return tuple(mtp.prefix.format(first + index) for index in range(_value(config, mtp.layers) or 0))
+
+
+def _mtp(config: Any, family: Family, layers: tuple[LayerSpec, ...]) -> DraftSpec | None:
+    """The first layer for the prediction of further tokens.
+
+    It is like the last layer of the model, with the attention of the last layer that has any.
+    """
+    mtp, prefixes, last = family.mtp, _mtp_prefixes(config, family), layers[-1]
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, KVMixerSpec)]
+    if mtp is None or not prefixes or not mixers:
+        return None
+    assert last.norms == "before", "as all of them"
+    return DraftSpec(
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        eps=config.rms_norm_eps,
+        taps=(len(layers),),
+        mixer=mixers[-1],
+        feed_forward=last.feed_forward,
+        names=DraftNames(
+            prefix=prefixes[0],
+            layer=mtp.layer,
+            fc=mtp.fc,
+            embed_norm=mtp.embed_norm,
+            hidden_norm=mtp.hidden_norm,
+            feed_forward_norm=mtp.layer + last.names.feed_forward_norm,
+            norm=mtp.norm,
+            mixer_norm=mtp.layer + last.names.mixer_norm,
+            prefix_beginnings=family.names.beginnings,
+        ),
+        joined=True,
+        hidden_first=mtp.hidden_first,
+        unit_offset=family.unit_offset,
+    )
+
+
+def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
+    count = config.num_hidden_layers
+    sparse = (False,) * count if family.moe is None else family.moe.sparse(config)
+    mixers = list(zip(family.windows(config), family.ropes(config), strict=True))
+    ropes = {kind: _rope(config, kind, family) for _, kind in mixers}
+    attention: dict[Any, KVMixerSpec] = {}
+    for window, kind in set(mixers):
+        if family.latent is None:
+            attention[window, kind] = _attention(config, family, ropes[kind], window)
+        else:
+            attention[window, kind] = _latent(config, family.latent, ropes[kind])
+    linear, delta_net = (False,) * count, None
+    if family.linear is not None and any(linear := family.linear.linear(config)):
+        if _activation(config, family) != "silu":
+            raise ValueError(f"{family.activation.name} of a model with linear attention must be silu")
+        delta_net = _delta_net(config, family.linear)
+    if all(linear):
+        raise ValueError("layer_types names no layer with full attention; at least one is needed")
+    feed_forward: dict[bool, FeedForwardSpec] = {}
+    if not all(sparse):
+        feed_forward[False] = _dense(config, family)
+    if family.moe is not None and any(sparse):
+        if _activation(config, family) != "silu":
+            raise ValueError(f"{family.activation.name} of experts must be silu")
+        feed_forward[True] = _moe(config, family.moe)
+    scale = _number(config, family.residual_scale)
+    layers = []
+    for mixer, is_linear, is_sparse in zip(mixers, linear, sparse, strict=True):
+        block: MixerSpec = attention[mixer]
+        names, norms = family.layer_names, family.norms
+        if is_linear and family.linear is not None and delta_net is not None:
+            block, names, norms = delta_net, family.linear.layer_names, family.linear.norms
+        layers.append(LayerSpec(block, feed_forward[is_sparse], names, norms, scale))
+    return tuple(layers)
+
+
+def _delta_net(config: Any, family: DeltaNetFamily) -> DeltaNetSpec:
+    spec = DeltaNetSpec(
+        hidden=config.hidden_size,
+        key_heads=_value(config, family.key_heads),
+        value_heads=_value(config, family.value_heads),
+        key_dim=_value(config, family.key_dim),
+        value_dim=_value(config, family.value_dim),
+        conv=_value(config, family.conv),
+        eps=_value(config, family.eps),
+        interleaved=family.interleaved,
+        beta_scale=2.0 if _value(config, family.reflects) else 1.0,
+        names=family.names,
+    )
+    if spec.value_heads % spec.key_heads:
+        raise ValueError(
+            f"{family.value_heads.name} ({spec.value_heads}) is not a multiple of {family.key_heads.name} "
+            f"({spec.key_heads})"
+        )
+    return spec
+
+
+def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) -> AttentionSpec:
+    heads = config.num_attention_heads
+    spec = AttentionSpec(
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=config.num_key_value_heads or heads,
+        head_dim=_head_dim(config),
+        rope=rope,
+        window=window,
+        qkv_bias=_value(config, family.qkv_bias),
+        o_bias=_value(config, family.o_bias),
+        qk_norm=_value(config, family.qk_norm),
+        clip_qkv=_value(config, family.clip_qkv),
+        eps=config.rms_norm_eps,
+        names=family.attention_names,
+        scale=_value(config, family.attention_scale),
+        softcap=_value(config, family.attention_softcap),
+        unit_offset=family.unit_offset,
+        growth=_growth(config) if family.grown_queries else None,
+        gate=family.attention_gate,
+        query_gate=family.query_gate,
+        sinks=family.attention_sinks,
+    )
+    if spec.heads % spec.kv_heads:
+        raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
+    if spec.head_dim % 2 or not spec.head_dim:
+        raise ValueError(f"head_dim ({spec.head_dim}) must be even and at least 2, for rotary embeddings")
+    _check_width(rope, spec.head_dim)
+    if window is not None and window < 1:
+        raise ValueError("sliding_window must be at least 1")
+    return spec
+
+
+def _latent(config: Any, family: LatentFamily, rope: RopeSpec) -> LatentSpec:
+    for key in (family.kv_rank, family.nope_dim, family.rope_dim, family.value_dim):
+        if _value(config, key) is None:
+            raise ValueError(f"config.json gives no {key.name}")
+    nope_dim, rope_dim = _value(config, family.nope_dim), _value(config, family.rope_dim)
+    spec = LatentSpec(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        q_rank=_value(config, family.q_rank),
+        kv_rank=_value(config, family.kv_rank),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=_value(config, family.value_dim),
+        rope=rope,
+        scale=(nope_dim + rope_dim) ** -0.5 * _yarn_score_factor(config),
+        bias=bool(_value(config, family.bias)),
+        eps=family.eps,
+        names=family.names,
+    )
+    if rope_dim % 2:
+        raise ValueError(f"{family.rope_dim.name} ({rope_dim}) must be even, for rotary embeddings")
+    for name, dim in (("head_dim", rope_dim), ("qk_head_dim", spec.head_dim)):
+        if getattr(config, name, dim) not in (None, dim):  # transformers' class sets it, unless config.json has it
+            raise ValueError(f"{name} ({getattr(config, name)}) must be {dim} in a model with these heads, or absent")
+    _check_width(rope, rope_dim)
+    if config.num_key_value_heads not in (None, spec.heads):
+        raise ValueError(
+            f"num_key_value_heads ({config.num_key_value_heads}) must be num_attention_heads ({spec.heads}), or absent"
+        )
+    if spec.bias and spec.q_rank is None:
+        raise ValueError(f"{family.bias.name} needs {family.q_rank.name}: the product of queries alone has no bias")
+    return spec
+
+
+def _dense(config: Any, family: Family) -> DenseSpec:
+    bias = _value(config, family.mlp_bias)
+    activation = _activation(config, family)
+    return DenseSpec(config.hidden_size, config.intermediate_size, bias, family.dense_names, activation)
+
+
+def _activation(config: Any, family: Family) -> Activation:
+    name = getattr(config, family.activation.name, "silu")
+    if name not in _ACTIVATIONS:
+        supported = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"{family.activation.name} {name!r:.80} is not supported; supported: {supported}")
+    return _ACTIVATIONS[name]
+
+
+def _moe(config: Any, family: MoEFamily) -> MoESpec:
+    grouped = _is_grouped(config, family)
+    spec = MoESpec(
+        hidden=config.hidden_size,
+        experts=_value(config, family.experts),
+        intermediate=_value(config, family.intermediate),
+        router=RouterSpec(
+            scoring=family.scoring,
+            top_k=_value(config, family.top_k) or 0,
+            renormalize=_value(config, family.renormalize),
+            bias=family.router_bias,
+            float32=family.router_float32,
+            groups=_value(config, family.groups) if grouped else 1,
+            top_groups=_value(config, family.top_groups) if grouped else 1,
+            group_best=family.group_best,
+            scale=_number(config, family.scale),
+            logit_bias=family.logit_bias,
+        ),
+        names=family.names,
+        shared=_shared(config, family),
+        shared_gate=family.shared_gate,
+        clamped=_clamped(config, family),
+    )
+    layers = config.num_hidden_layers
+    if layers * spec.experts > _MAX_EXPERTS:
+        most = _MAX_EXPERTS // layers
+        raise ValueError(f"{family.experts.name} is {spec.experts}; with {layers} layers it must be at most {most}")
+    if not 1 <= spec.router.top_k <= spec.experts:
+        raise ValueError(f"{family.top_k.name} ({spec.router.top_k}) must be between 1 and {spec.experts}")
+    _check_groups(spec)
+    return spec
+
+
+def _is_grouped(config: Any, family: MoEFamily) -> bool:
+    """Whether a token's experts come from few groups."""
+    if family.grouped is not None:
+        method = _value(config, family.grouped)
+        if method not in ("greedy", "group_limited_greedy"):
+            raise ValueError(
+                f"{family.grouped.name} {method!r:.80} is not supported; supported: greedy, group_limited_greedy"
+            )
+        if method == "greedy":
+            return False
+    for key in (family.groups, family.top_groups):
+        if isinstance(key, Key) and _value(config, key) is None:
+            raise ValueError(f"config.json gives no {key.name}")
+    return True
+
+
+def _clamped(config: Any, family: MoEFamily) -> ClampedGLUSpec | None:
+    if family.clamp_alpha is None:
+        return None
+    return ClampedGLUSpec(_value(config, family.clamp_alpha), _value(config, family.clamp_limit))
+
+
+def _check_groups(spec: MoESpec) -> None:
+    router = spec.router
+    if router.groups == 1:
+        return
+    size = spec.experts // router.groups
+    if size * router.groups != spec.experts or size < 2:
+        raise ValueError(f"{spec.experts} experts do not make {router.groups} groups of two or more")
+    if not router.top_k / size <= router.top_groups <= router.groups:
+        raise ValueError(
+            f"topk_group ({router.top_groups}) must be at most {router.groups} and have {router.top_k} experts"
+        )
+
+
+def _shared(config: Any, family: MoEFamily) -> DenseSpec | None:
+    width = _value(config, family.shared_intermediate)
+    if family.shared_experts is not None:
+        width = (_value(config, family.shared_experts) or 0) * _value(config, family.intermediate)
+    return DenseSpec(config.hidden_size, width, False, family.names.shared) if width else None
+
+
+def _value(config: Any, declared: Any) -> Any:
+    if isinstance(declared, If):
+        return _value(config, declared.value if getattr(config, declared.name) else declared.otherwise)
+    if isinstance(declared, Power):
+        return getattr(config, declared.name) ** declared.exponent
+    if not isinstance(declared, Key):
+        return declared
+    return getattr(config, declared.name, *([] if declared.default is None else [declared.default]))
+
+
+def _number(config: Any, declared: Any) -> float:
+    """A value that no model of the family lacks. Raises ValueError where the key is null."""
+    value = _value(config, declared)
+    if value is None:
+        raise ValueError(f"config.json gives no {declared.name}")
+    return float(value)
+
+
+# --- rotary embedding ------------------------------------------------------------------------------------------------
+
+
+def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
+    if part is None or (family.optional_rope and _rope_parameters(config).get("rope_theta") is None):
+        return RopeSpec("none", theta=1.0)
+    params = _rope_parameters(config, part, family.one_rope_map)
+    nested = part if part in (config.rope_parameters or {}) else ""
+    share = params.get("partial_rotary_factor", _rope_share(config, family))
+    if share != 1.0 and not family.partial_rope:
+        raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor ({share}) must be above 0 and at most 1")
+    interleaved = bool(_value(config, family.interleaved_rope))
+    rope = replace(_scaled_rope(config, nested, params), share=share, interleaved=interleaved)
+    return replace(rope, axes=_rope_axes(config, family, params, rope))
+
+
+def _rope_share(config: Any, family: Family) -> float:
+    """The share of a head that turns, where `rope_parameters` does not say it."""
+    width = None if family.rope_width is None else getattr(config, family.rope_width.name, None)
+    return 1.0 if width is None else width / _head_dim(config)
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _check_width(rope: RopeSpec, head_dim: int) -> None:
+    """Raise ValueError unless an even number of dimensions turns, with a frequency for each two of them."""
+    width = rope.width(head_dim)
+    if not width or width % 2:
+        raise ValueError(
+            f"partial_rotary_factor ({rope.share}) must leave an even number of {head_dim} dimensions, at least 2"
+        )
+    if rope.frequencies and len(rope.frequencies) != width // 2:
+        raise ValueError(
+            f"rope scaling {rope.kind!r} has {len(rope.frequencies)} frequencies, and {width // 2} are needed: check "
+            "head_dim, partial_rotary_factor, short_factor and long_factor"
+        )
+
+
+def _rope_axes(config: Any, family: Family, params: dict[str, Any], rope: RopeSpec) -> tuple[int, ...]:
+    """The axis of each frequency; empty for families whose tokens have one position."""
+    default = family.rope_turns or family.rope_blocks
+    if default is None:
+        return ()
+    count, given = rope.width(_head_dim(config)) // 2, params.get("mrope_section") or default
+    if len(given) != 3 or any(type(part) is not int or part < 0 for part in given):
+        raise ValueError(f"mrope_section ({given!r:.80}) must be three integers")
+    if family.rope_blocks is not None:
+        if sum(given) != count:
+            raise ValueError(f"mrope_section ({given!r:.80}) must have the sum {count}, one for each frequency")
+        return tuple(axis for axis, part in enumerate(given) for _ in range(part))
+    axes = [0] * count
+    for axis in (1, 2):
+        for index in range(axis, min(3 * given[axis], count), 3):
+            axes[index] = axis
+    return tuple(axes)
+
+
+def _rope_parameters(config: Any, part: str = "", one_map: bool = False) -> dict[str, Any]:
+    # transformers folds the older `rope_theta` and `rope_scaling` keys into this one when it reads a config.
+    params = dict(config.rope_parameters or {})
+    if not part:
+        return params
+    if one_map and part not in params:
+        return params if part == "full_attention" else {"rope_theta": params.get("rope_theta")}
+    return dict(params.get(part) or {})
+
+
+def _growth(config: Any) -> QueryGrowth | None:
+    """The factor of queries that `rope_parameters` describes; transformers reads both keys without a default."""
+    params = _rope_parameters(config)
+    beta, positions = params.get("llama_4_scaling_beta"), params.get("original_max_position_embeddings")
+    if beta is None or positions is None:
+        raise ValueError("rope_parameters must have llama_4_scaling_beta and original_max_position_embeddings")
+    if type(positions) is not int:
+        raise ValueError(f"original_max_position_embeddings ({positions}) must be an integer")
+    return QueryGrowth(beta, positions)
+
+
+def _scaled_rope(config: Any, part: str, params: dict[str, Any]) -> RopeSpec:
+    """The embedding that one map of `rope_parameters` describes; scaled frequencies are those of transformers."""
+    kind, theta = params.get("rope_type", "default"), params.get("rope_theta")
+    if theta is None:
+        raise ValueError("config.json gives no rope_theta")
+    if theta <= 1:
+        raise ValueError(f"rope_theta ({theta}) must be more than 1")
+    if kind not in ("default", *_SCALED_ROPES):
+        supported = ", ".join(("default", *_SCALED_ROPES))
+        raise ValueError(f"rope_type {kind!r:.80} is not supported; supported: {supported}")
+    if kind == "default":
+        return RopeSpec(kind, theta)
+    try:
+        inv_freq_F, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=part or None)
+    except KeyError as error:
+        raise ValueError(f"config.json: rope scaling {kind!r} needs {error.args[0]!r}") from error
+    # The function makes logarithms and tensors of values that may fit no scaling.
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"config.json: rope scaling {kind!r} cannot be computed: {error!s:.200}") from error
+    if not bool(torch.isfinite(inv_freq_F).all()):
+        raise ValueError(f"config.json: rope scaling {kind!r} gives frequencies that are no numbers: check its factors")
+    return RopeSpec(kind, theta, frequencies=tuple(inv_freq_F.tolist()), amplitude=float(factor))
+
+
+def _yarn_score_factor(config: Any) -> float:
+    """The factor of latent attention's scores where a rotary embedding is scaled and has `mscale_all_dim`."""
+    params = _rope_parameters(config)
+    kind, mscale_all, factor = params.get("rope_type", "default"), params.get("mscale_all_dim"), params.get("factor")
+    if kind == "default" or not mscale_all:
+        return 1.0
+    if factor is None:
+        raise ValueError(f"config.json: rope scaling {kind!r} with 'mscale_all_dim' needs 'factor'")
+    return (0.1 * mscale_all * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+
+
+def _max_positions(config: Any) -> int:
+    """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one."""
+    if border := first_border(config):
+        return border
+    extended = [
+        int(params["factor"] * params["original_max_position_embeddings"])
+        for params in rope_maps(config, "yarn")
+        if params.get("factor") and params.get("original_max_position_embeddings")
+    ]
+    return max(config.max_position_embeddings, *extended, 0)

@@ -1,0 +1,381 @@
+"""How a family is declared: what differs from Llama.
+
+A value is a constant, or a `Key`: the value of that key of config.json. Where a value depends on the layer, the
+declaration names a function from the config to a tuple of values, one a layer.
+
+A family reads no key without a rule: a `Key` has the rule of its field, a function reads the keys that it lists, and
+`registry` has those of all families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field
+from types import SimpleNamespace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
+from rollout.models.spec import (
+    AttentionNames,
+    DeltaNetNames,
+    DenseNames,
+    LatentNames,
+    LayerNames,
+    ModelNames,
+    MoENames,
+    NormPlace,
+    QKNorm,
+    Scoring,
+)
+from rollout.models.vision_spec import TowerFamily
+
+WIDTH = integer(1, 1 << 22)
+WINDOW = integer(0, 1 << 31)  # transformers writes 0 where windows are not used
+
+
+class Key(NamedTuple):
+    """The value of this key of config.json; `default` where neither it nor transformers' config class has the key."""
+
+    name: str
+    default: Any = None
+
+
+class Power(NamedTuple):
+    """The value of this key of config.json, raised to a power."""
+
+    name: str
+    exponent: float
+
+
+class If(NamedTuple):
+    """A value where the flag under this key of config.json is true, and another one elsewhere."""
+
+    name: str
+    value: Any
+    otherwise: Any
+
+
+# --- what a value is in each layer -----------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ByLayer(Generic[T]):
+    """A value that depends on the layer: a function of the config, and the keys that it may read."""
+
+    function: Callable[[Any], tuple[T, ...]]
+    rules: Mapping[str, Rule]
+
+    def __call__(self, config: Any) -> tuple[T, ...]:
+        """One value a layer. Raises ValueError if the keys are for another number of layers."""
+        count = config.num_hidden_layers
+        given = {name: getattr(config, name) for name in self.rules}
+        values = self.function(SimpleNamespace(num_hidden_layers=count, **given))
+        if len(values) != count:
+            raise ValueError(f"{' and '.join(self.rules)} names {len(values)} layers of {count}")
+        return values
+
+
+def by_layer(**rules: Rule) -> Callable[[Callable[[Any], tuple[T, ...]]], ByLayer[T]]:
+    """Decorate a function from a config to one value a layer; it sees `num_hidden_layers` and the keys named here."""
+    return lambda function: ByLayer(function, rules)
+
+
+@by_layer()
+def no_windows(config: Any) -> tuple[int | None, ...]:
+    """Every token sees all tokens before it."""
+    return (None,) * config.num_hidden_layers
+
+
+@by_layer(sliding_window=WINDOW)
+def same_window(config: Any) -> tuple[int | None, ...]:
+    """One window for all layers, or none."""
+    return (config.sliding_window,) * config.num_hidden_layers
+
+
+@by_layer(sliding_window=WINDOW, use_sliding_window=FLAG)
+def same_window_if_used(config: Any) -> tuple[int | None, ...]:
+    """One window for all layers, if a flag says so."""
+    return (config.sliding_window if config.use_sliding_window else None,) * config.num_hidden_layers
+
+
+@by_layer(layer_types=layer_list(str), sliding_window=WINDOW)
+def windows_by_type(config: Any) -> tuple[int | None, ...]:
+    """The config names the kind of attention of each layer."""
+    windows: list[int | None] = []
+    for kind in config.layer_types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"layer type {kind!r} is not supported; supported: full_attention, sliding_attention")
+        if kind == "sliding_attention" and config.sliding_window is None:
+            raise ValueError("layer_types names sliding_attention, and there is no sliding_window: add it")
+        windows.append(config.sliding_window if kind == "sliding_attention" else None)
+    return tuple(windows)
+
+
+@by_layer()
+def same_rope(config: Any) -> tuple[str, ...]:
+    """All layers take the whole of `rope_parameters`."""
+    return ("",) * config.num_hidden_layers
+
+
+@by_layer(layer_types=layer_list(str))
+def ropes_by_type(config: Any) -> tuple[str, ...]:
+    """`rope_parameters` has a map for each kind of attention."""
+    return tuple(config.layer_types)
+
+
+@by_layer(no_rope_layers=layer_list(int))
+def ropes_where_listed(config: Any) -> tuple[str | None, ...]:
+    """The config lists 1 for each layer with a rotary embedding, 0 for each without."""
+    return tuple("" if has_rope else None for has_rope in config.no_rope_layers)
+
+
+@by_layer(layer_types=layer_list(str))
+def linear_by_type(config: Any) -> tuple[bool, ...]:
+    """The config names the layers with linear attention."""
+    for kind in config.layer_types:
+        if kind not in ("full_attention", "linear_attention"):
+            raise ValueError(f"layer type {kind!r:.80} is not supported; supported: full_attention, linear_attention")
+    return tuple(kind == "linear_attention" for kind in config.layer_types)
+
+
+@by_layer(layer_types=layer_list(str))
+def ropes_in_windows(config: Any) -> tuple[str | None, ...]:
+    """Layers with a window have a rotary embedding, the others none."""
+    return tuple("" if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+@by_layer()
+def all_sparse(config: Any) -> tuple[bool, ...]:
+    """Every layer has experts."""
+    return (True,) * config.num_hidden_layers
+
+
+@by_layer(mlp_only_layers=layer_list(int), num_experts=integer(0, 4096), decoder_sparse_step=integer(1, MOST_LAYERS))
+def sparse_by_step(config: Any) -> tuple[bool, ...]:
+    """Every n-th layer is sparse, except the layers in a list."""
+    return tuple(
+        layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+def sparse_from(key: str) -> ByLayer[bool]:
+    """The first layers are dense; `key` says how many."""
+
+    def sparse(config: Any) -> tuple[bool, ...]:
+        return tuple(layer >= getattr(config, key) for layer in range(config.num_hidden_layers))
+
+    return ByLayer(sparse, {key: integer(0, MOST_LAYERS)})
+
+
+@by_layer(mlp_layer_types=layer_list(str))
+def sparse_by_type(config: Any) -> tuple[bool, ...]:
+    """The config names the kind of feed-forward block of each layer."""
+    for kind in config.mlp_layer_types:
+        if kind not in ("sparse", "dense"):
+            raise ValueError(f"MLP layer type {kind!r:.80} is not supported; supported: sparse, dense")
+    return tuple(kind == "sparse" for kind in config.mlp_layer_types)
+
+
+# --- the declarations ------------------------------------------------------------------------------------------------
+
+
+def declared(rule: Rule, default: Any = MISSING) -> Any:
+    """A field of a declaration: a constant, or the `Key` of a value that obeys the rule."""
+    return field(default=default, metadata={"rule": rule})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEFamily:
+    """The mixture of experts of a family."""
+
+    experts: Key = declared(integer(0, 4096))
+    intermediate: Key = declared(WIDTH)  # width of one expert
+    top_k: Key = declared(integer(1, 4096), Key("num_experts_per_tok"))
+    renormalize: bool | Key = declared(FLAG)
+    scoring: Scoring = "softmax"
+    router_bias: bool = False
+    router_float32: bool = False
+    groups: int | Key = declared(integer(1, 4096), 1)
+    top_groups: int | Key = declared(integer(1, 4096), 1)
+    group_best: int = 2
+    grouped: Key | None = declared(TEXT, None)  # "greedy": there are no groups; "group_limited_greedy": there are
+    scale: float | Key = declared(NUMBER, 1.0)
+    shared_intermediate: Key | None = declared(WIDTH, None)  # width of the expert that every token takes
+    shared_experts: Key | None = declared(integer(0, 4096), None)  # its width in experts, where a config says that
+    shared_gate: bool = False
+    logit_bias: bool = False
+    clamp_alpha: Key | None = declared(NUMBER, None)  # given with the limit: experts have biases and a clamped GLU
+    clamp_limit: Key | None = declared(NUMBER, None)
+    sparse: ByLayer[bool] = all_sparse
+    names: MoENames = MoENames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetFamily:
+    """The layers of a family that have gated DeltaNet instead of attention."""
+
+    key_heads: Key = declared(integer(1, 4096), Key("linear_num_key_heads"))
+    value_heads: Key = declared(integer(1, 4096), Key("linear_num_value_heads"))
+    key_dim: Key = declared(integer(1, 8192), Key("linear_key_head_dim"))
+    value_dim: Key = declared(integer(1, 8192), Key("linear_value_head_dim"))
+    conv: Key = declared(integer(2, 64), Key("linear_conv_kernel_dim"))
+    eps: float | Key = declared(NUMBER, Key("rms_norm_eps"))  # epsilon of the norm of the outputs
+    reflects: bool | Key = declared(FLAG, False)  # beta goes up to 2
+    interleaved: bool = False
+    linear: ByLayer[bool] = linear_by_type
+    names: DeltaNetNames = DeltaNetNames()
+    #: Keys of the layers with DeltaNet.
+    norms: NormPlace = "before"
+    layer_names: LayerNames = LayerNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentFamily:
+    """The latent attention of a family."""
+
+    q_rank: Key = declared(WIDTH, Key("q_lora_rank"))
+    kv_rank: Key = declared(WIDTH, Key("kv_lora_rank"))
+    nope_dim: Key = declared(integer(1, 8192), Key("qk_nope_head_dim"))
+    rope_dim: Key = declared(integer(2, 8192), Key("qk_rope_head_dim"))
+    value_dim: Key = declared(integer(1, 8192), Key("v_head_dim"))
+    bias: Key = declared(FLAG, Key("attention_bias"))
+    eps: float = 1e-6  # epsilon of the norms of latents; transformers' default, whatever `rms_norm_eps` is
+    names: LatentNames = LatentNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPFamily:
+    """The layers of a family's checkpoints that predict further tokens. The first one may draft; see `DraftSpec`."""
+
+    #: How many there are.
+    layers: Key = declared(integer(0, MOST_LAYERS), Key("num_nextn_predict_layers", 0))
+    #: The prefix of one's tensors; `{}`: its number, counted on from the layers of the model.
+    prefix: str = "model.layers.{}."
+    from_zero: bool = False  # they have numbers of their own
+    layer: str = ""  # the beginning of its blocks' names, after the prefix
+    fc: str = "eh_proj"
+    embed_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    norm: str = "shared_head.norm"
+    hidden_first: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The differences from Llama without biases. For the fields see the specs that are built from them."""
+
+    model_type: str  # in config.json
+    models: str = ""  # names of its models, for the docs
+    read_as: str | None = None  # the model type that transformers reads config.json as; None: its own
+    #: Other names that `model_type` may have, of models with the same architecture; read as the first one.
+    other_types: tuple[str, ...] = ()
+    activation: Key = declared(TEXT, Key("hidden_act"))
+    qkv_bias: bool | Key = declared(FLAG, False)
+    o_bias: bool | Key = declared(FLAG, False)
+    mlp_bias: bool | Key = declared(FLAG, False)
+    qk_norm: QKNorm | If = declared(FLAG, "none")
+    clip_qkv: Key | None = declared(NUMBER, None)
+    windows: ByLayer[int | None] = no_windows
+    #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
+    ropes: ByLayer[Any] = same_rope
+    partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
+    #: How many dimensions of a head turn; used where `rope_parameters` has no such factor.
+    rope_width: Key | None = declared(integer(2, 8192), None)
+    #: `rope_parameters` may be one map: layers with full attention take it, the others only its `rope_theta`.
+    one_rope_map: bool = False
+    #: `mrope_section` of `rope_parameters` says how many frequencies take each of three positions: in turns, or one
+    #: block of frequencies after the other. The value is what transformers takes where the key is absent.
+    rope_turns: tuple[int, int, int] | None = None
+    rope_blocks: tuple[int, int, int] | None = None
+    interleaved_rope: bool | Key = declared(FLAG, False)
+    optional_rope: bool = False  # without a `rope_theta` no layer has a rotary embedding
+    attention_gate: bool = False
+    query_gate: bool = False
+    attention_sinks: bool = False
+    grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
+    attention_scale: Key | Power | None = declared(NUMBER, None)
+    attention_softcap: Key | None = declared(NUMBER, None)
+    linear: DeltaNetFamily | None = None
+    latent: LatentFamily | None = None  # all layers have it
+    norms: NormPlace = "before"
+    unit_offset: bool = False
+    residual_scale: float | Key = declared(NUMBER, 1.0)
+    embed_scale: float | Key | Power | If = declared(NUMBER, 1.0)
+    embed_scale_rounded: bool = False
+    logit_divisor: float | Key = declared(NUMBER, 1.0)
+    logit_softcap: Key | None = declared(NUMBER, None)
+    bidirectional: Key | None = declared(FLAG, None)  # true: tokens see those after them, which is refused
+    #: Flags that must be false or absent, because neither transformers nor this code does what they ask for.
+    unsupported: tuple[str, ...] = ()
+    moe: MoEFamily | None = None
+    turned_experts: bool = False  # files have tensors of all experts with inputs before outputs; updates have not
+    mxfp4: bool = False  # checkpoints may have experts in this format; they are decoded when they are loaded
+    #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images. A
+    #: tensor of a draft model is used whatever its name begins with.
+    unused: tuple[str, ...] = (
+        *("mtp.", "visual.", "vision_tower.", "multi_modal_projector."),
+        *("model.visual.", "model.vision_tower.", "model.multi_modal_projector."),
+    )
+    mtp: MTPFamily | None = None  # layers for the prediction of several tokens at once, where they can draft
+    names: ModelNames = ModelNames()
+    layer_names: LayerNames = LayerNames()
+    attention_names: AttentionNames = AttentionNames()
+    dense_names: DenseNames = DenseNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multimodal:
+    """A model of text and images: it is served for text alone, or with images where `tower` is declared.
+
+    The config of the language model is the map `text_config` of config.json.
+    """
+
+    model_type: str  # in config.json
+    models: str  # names of its models, for the docs
+    #: What its language model may be, one of `FAMILIES` or of its own; the `model_type` of `text_config` says which.
+    language_models: tuple[str | Family, ...]
+    #: See `ModelNames`.
+    beginnings: tuple[tuple[str, tuple[str, ...]], ...]
+    tower: TowerFamily | None = None
+    flat: bool = False  # files may have the keys of `text_config` beside `vision_config`
+
+
+# --- what several families share --------------------------------------------------------------------------------------
+
+ATTENTION_BIAS = Key("attention_bias")
+#: How the names of a language model begin in a model of text and images, and in the language model alone.
+INSIDE = (("model.", ("model.language_model.", "model.")),)
+#: The same, with what files on the hub have: transformers' module has the second spelling.
+INSIDE_LLAVA = (
+    ("model.", ("language_model.model.", "model.language_model.", "model.")),
+    ("lm_head", ("language_model.lm_head", "lm_head")),
+)
+NORMS_AROUND = LayerNames(
+    "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+)
+NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernorm")
+SHARED_EXPERTS = DenseNames(
+    ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
+)
+GATE_UP = DenseNames(gate_up=("mlp.gate_up_proj",))
+
+
+def deepseek_moe(sparse: ByLayer[bool]) -> MoEFamily:
+    """The experts of DeepSeek-V3 and of the models after it."""
+    return MoEFamily(
+        experts=Key("n_routed_experts"),
+        intermediate=Key("moe_intermediate_size"),
+        renormalize=Key("norm_topk_prob"),
+        scoring="sigmoid",
+        router_bias=True,
+        router_float32=True,
+        groups=Key("n_group"),
+        top_groups=Key("topk_group"),
+        scale=Key("routed_scaling_factor"),
+        sparse=sparse,
+        shared_experts=Key("n_shared_experts"),
+        names=MoENames(shared=SHARED_EXPERTS),
+    )

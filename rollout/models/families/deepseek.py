@@ -1,0 +1,48 @@
+"""DeepSeek, and models that load as DeepSeek."""
+
+from __future__ import annotations
+
+from rollout.models.families.declare import (
+    SHARED_EXPERTS,
+    Family,
+    Key,
+    LatentFamily,
+    MoEFamily,
+    MTPFamily,
+    deepseek_moe,
+    sparse_from,
+)
+from rollout.models.spec import MoENames
+
+FAMILIES: dict[str, Family] = {
+    "DeepseekV3ForCausalLM": Family(
+        model_type="deepseek_v3",
+        other_types=("kimi_k2",),
+        models="DeepSeek-V3, DeepSeek-R1, Moonlight, Kimi-K2",
+        interleaved_rope=Key("rope_interleave"),
+        latent=LatentFamily(),
+        mtp=MTPFamily(),
+        moe=deepseek_moe(sparse_from("first_k_dense_replace")),
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        model_type="deepseek_v2",
+        models="DeepSeek-V2, DeepSeek-V2-Lite",
+        interleaved_rope=True,
+        latent=LatentFamily(),
+        unsupported=("norm_topk_prob", "mlp_bias"),
+        moe=MoEFamily(
+            experts=Key("n_routed_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=False,
+            router_float32=True,
+            groups=Key("n_group"),
+            top_groups=Key("topk_group"),
+            group_best=1,
+            grouped=Key("topk_method"),
+            scale=Key("routed_scaling_factor"),
+            sparse=sparse_from("first_k_dense_replace"),
+            shared_experts=Key("n_shared_experts"),
+            names=MoENames(shared=SHARED_EXPERTS),
+        ),
+    ),
+}
