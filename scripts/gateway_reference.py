@@ -15,7 +15,6 @@ from rollout.gateway.dialects import process_group_bodies as group_bodies
 from rollout.gateway.dialects import vllm_generate, worker_extensions
 from rollout.gateway.dialects.sglang_generate import SglangParams
 from rollout.gateway.dialects.tinker import bodies as tinker_bodies
-from rollout.gateway.dialects.tinker.target_tokens import TensorBody
 from rollout.gateway.endpoints import ENDPOINTS, Endpoint
 from rollout.gateway.http.bodies import Body, EmptyBody
 from rollout.gateway.prompts import sampling
@@ -23,13 +22,19 @@ from rollout.gateway.prompts import sampling
 _INTRODUCTION = """\
 # Endpoints of the gateway
 
-How to use them: [gateway](../gateway.md). Each line: path (POST, unless another method is named), the server or trainer
-whose clients use it, what it does, its fields: of the body, or of the URL for a GET, a pause, sleep, wake or session.
+How to use them: [gateway](../gateway.md). Each line has the path (POST, unless it names another method), the server or
+trainer whose clients call it, what it does, and its fields. A GET, a pause, a sleep, a wake and a session take their
+fields from the URL, all others from the body.
 
-A field has its default after `=`, and a type or range where the default does not show the type. `null`, the default of
-the others, means the default. A count is an integer from 0 to 2147483647; ranges are of integers, also of token ids.
-**Ignored** fields change nothing. Any other field is an error (400) that names it, unless these servers have it and its
-value switches the feature off."""
+A field shows its default after `=`, and its type or range if the default does not show them. Other fields without a
+default may be `null`. A count is an integer from 0 to 2147483647. Names have a largest length; the error states it.
+**Ignored** fields change nothing. Any other field is an error (400) that names it, unless the other server has it and
+its value switches the feature off.
+
+Process groups, worker extensions and Tinker take what their packages send; their fields are not listed."""
+
+#: Modules of bodies that packages write, never users: the page does not list their fields.
+_OF_PACKAGES = {module.__name__ for module in (group_bodies, tinker_bodies, worker_extensions)}
 
 #: Bodies with more lines than this have a section of their own.
 _MOST_LINES = 3
@@ -43,15 +48,8 @@ _INNER: Mapping[type[Body], str] = {
     vllm_generate.GenerateParams: "`sampling_params` of `/inference/v1/generate` and `/skyrl/v1/generate`",
     vllm_generate.MediaBody: "An item of `media`",
     SglangParams: "`sampling_params` of `/generate`",
-    tinker_bodies.TinkerPrompt: "`prompt` of `/api/v1/asample`",
-    tinker_bodies.TinkerChunk: "An item of `chunks`",
-    tinker_bodies.Params: "`sampling_params` of `/api/v1/asample`",
-    TensorBody: "`target_prompt_logprobs`",
-    group_bodies.InitInfo: "`init_info`",
-    group_bodies.UpdateInfo: "`update_info`",
-    worker_extensions.UpdateInfoBody: "`kwargs` of `/collective_rpc` with `update_weights_nccl`",
 }
-#: The bound of token ids and counts, which the introduction states.
+#: The bound of token ids and counts, which the introduction states; no line states it, or a larger one.
 _MOST = sampling.MAX_TOKEN_ID
 _SHARED: Mapping[type[Body], str] = {
     sampling.SamplingBody: "Sampling fields",
@@ -62,10 +60,13 @@ _SHARED: Mapping[type[Body], str] = {
 def endpoints_page() -> str:
     """The text of the page."""
     lines = [_INTRODUCTION, ""]
-    for (sentence, body), endpoints in groupby(ENDPOINTS, lambda each: (_sentence(each.handler), _beside(each.takes))):
+    of_tinker = [each for each in ENDPOINTS if each.dialect == "Tinker"]
+    others = (each for each in ENDPOINTS if each.dialect != "Tinker")
+    for (sentence, body), endpoints in groupby(others, lambda each: (_sentence(each.handler), _beside(each.takes))):
         described = [] if body is None else [*_body(body)]
         fields = f" {'; '.join(described)}." if described else ""
         lines.append(f"- {', '.join(map(_shown, endpoints))}: {sentence}{fields}")
+    lines.append(f"- {', '.join(_path(each) for each in of_tinker)}: [Tinker](../integrations/tinker.md).")
     for body, title in _titles().items():
         if _beside(body) is None:
             lines += ["", f"## {title}", "", *(f"- {line}" for line in _body(body))]
@@ -74,7 +75,7 @@ def endpoints_page() -> str:
 
 def _beside(body: type[Body] | None) -> type[Body] | None:
     """The body whose few fields stand beside its endpoints; None: it has none, or a section."""
-    if body is None or body is EmptyBody or body in _SHARED or body in _INNER:
+    if body not in _titles() or body in _SHARED or body in _INNER:
         return None
     return None if any(base in _titles() for base in body.__mro__[1:]) or len([*_body(body)]) > _MOST_LINES else body
 
@@ -83,19 +84,24 @@ def _titles() -> dict[type[Body], str]:
     """The titles of all classes of bodies with fields: bodies of endpoints, shared ones, inner ones."""
     taken: dict[type[Body], list[str]] = {}
     for endpoint in ENDPOINTS:
-        if endpoint.takes not in (None, EmptyBody):
+        if endpoint.takes not in (None, EmptyBody) and endpoint.takes.__module__ not in _OF_PACKAGES:
             taken.setdefault(endpoint.takes, []).extend(f"`{path}`" for path in endpoint.paths)
     return {body: ", ".join(paths) for body, paths in taken.items()} | dict(_SHARED) | dict(_INNER)
 
 
 def _shown(endpoint: Endpoint) -> str:
-    """An endpoint with its aliases, linked to the fields that it takes, and its dialect."""
+    """An endpoint with its aliases and its dialect."""
+    return f"{_path(endpoint)} ({endpoint.dialect})"
+
+
+def _path(endpoint: Endpoint) -> str:
+    """The method of an endpoint, and its paths, linked to a section with its fields if there is one."""
     paths = ", ".join(f"`{path.replace(':path', '')}`" for path in endpoint.paths)
     body = endpoint.takes
-    linked = body is not None and body is not EmptyBody and _beside(body) is None
+    linked = body is not None and body in _titles() and _beside(body) is None
     known = _to(body, paths) if body is not None and linked else paths
     methods = "/".join(endpoint.methods)
-    return f"{'' if methods == 'POST' else f'{methods} '}{known} ({endpoint.dialect})"
+    return f"{'' if methods == 'POST' else f'{methods} '}{known}"
 
 
 def _sentence(thing: Any) -> str:
@@ -171,7 +177,7 @@ def _several(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(map(_several, schema["anyOf"]))
     word, one = schema.get("type", "object"), _values(schema)
-    return f"{one}s" if one.isalpha() else f"{word}s of {one}"
+    return one.replace(word, f"{word}s", 1) if word in one else f"{one}s" if one.isalpha() else f"{word}s of {one}"
 
 
 def _values(schema: Mapping[str, Any]) -> str:
@@ -183,12 +189,13 @@ def _values(schema: Mapping[str, Any]) -> str:
     kind: str = schema.get("type", "object" if "$ref" in schema else "any value")
     if kind == "array":
         return _several(schema["items"]) if schema.get("items") else "list"
-    least = schema.get("minimum", schema.get("minLength", schema.get("exclusiveMinimum")))
-    most = schema.get("maximum", schema.get("maxLength", schema.get("exclusiveMaximum", _MOST + 1) - 1))
-    unit = " characters" if kind == "string" else ""
-    if most == _MOST:
-        if least in (None, -_MOST):
-            return kind
-        above = ">" if "exclusiveMinimum" in schema else ">="
-        return "count" if (kind, least, above) == ("integer", 0, ">=") else f"{kind} {above} {least}{unit}"
-    return f"{least} to {most}{unit}"
+    if kind not in ("integer", "number"):
+        return kind
+    least = schema.get("minimum", schema.get("exclusiveMinimum"))
+    most = schema.get("maximum", schema.get("exclusiveMaximum", _MOST + 1) - 1)
+    if most < _MOST:
+        return f"{least} to {most}"
+    if least is None or least <= -_MOST:
+        return kind
+    above = ">" if "exclusiveMinimum" in schema else ">="
+    return "count" if (kind, least, above) == ("integer", 0, ">=") else f"{kind} {above} {least}"

@@ -14,8 +14,8 @@ from rollout.engine.step.device_feature import DeviceFeature
 _INTRODUCTION = """\
 # Hooks of features
 
-The hooks of [features of a step](../design/features.md), in the order of a step, and the features that have each. The
-docstrings say more."""
+For engineers who change a [feature of a step](../design/features.md): each hook, in the order of a step, with the
+features that have it. Its docstring says when it is called."""
 
 _SECTIONS: tuple[tuple[str, type], ...] = (
     ("On the host", StepFeature),
@@ -32,12 +32,11 @@ def hooks_page() -> str:
     for title, base in _SECTIONS:
         hooks = dict(_hooks(base))
         module = f"`{base.__module__.replace('.', '/')}.py`"
-        lines += ["", f"## {title}", "", f"{len(hooks)} hooks, {module}.", "", "| hook | called | features |"]
-        lines.append("|---|---|---|")
+        lines += ["", f"## {title}", "", f"{len(hooks)} hooks, {module}:", ""]
         for name, hook in hooks.items():
             kinds = on_device if base is DeviceFeature else on_host
             having = ", ".join(kind.name for kind in kinds if getattr(kind, name) is not hook)
-            lines.append(f"| `{name}` | {_when(hook)} | {having} |")
+            lines.append(f"- `{name}`: {having}")
     return "\n".join(lines) + "\n"
 
 
@@ -46,10 +45,3 @@ def _hooks(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name, value in vars(base).items():
         if inspect.isfunction(value) and not name.startswith("_"):
             yield name, value
-
-
-def _when(hook: Callable[..., Any]) -> str:
-    """The first sentence of a docstring up to its colon, without `Called`."""
-    text = " ".join((inspect.getdoc(hook) or "").split())
-    first = text.split(". ")[0].rstrip(".")
-    return first.split(": ")[0].removeprefix("Called ")
