@@ -28,6 +28,8 @@ LIGHTNING_READY := $(LIGHTNING)/.ready
 LIGHTNING_TESTS := tests/integrations/test_agent_lightning.py
 CHATS := .venv-chat-clients
 CHATS_READY := $(CHATS)/.ready
+AGENTS := .npm-integrations
+AGENTS_READY := $(AGENTS)/.ready
 CHATS_TESTS := tests/integrations/test_chat_clients.py tests/integrations/test_tinker.py
 # On a terminal pip shows how far its downloads are; in a log it would only be long.
 INSTALL := -m pip install $$(test -t 2 || echo --quiet) $(PIP_FLAGS)
@@ -66,7 +68,7 @@ test-nightly: $(DEV_READY) ## soak, benchmark scripts, full grids of kernel shap
 
 # In environments of their own: verl does not run beside TRL, and Agent Lightning asks for older packages than either. A
 # test that cannot run is an error there. All environments are tested, also after a failure in one.
-test-integrations: $(INTEGRATIONS_READY) $(VERL_READY) $(LIGHTNING_READY) $(CHATS_READY) ## the packages of trainers, Ray and routers, on a CPU, against real workers
+test-integrations: $(INTEGRATIONS_READY) $(VERL_READY) $(LIGHTNING_READY) $(CHATS_READY) $(AGENTS_READY) ## the packages of trainers, Ray and routers, on a CPU, against real workers
 	@export TEST_INTEGRATIONS=1; failed=0; \
 	$(INTEGRATIONS)/bin/python -m pytest -m 'not gpu' tests/integrations \
 		$(addprefix --ignore=,$(VERL_TESTS) $(LIGHTNING_TESTS) $(CHATS_TESTS)) $(ARGS) || failed=1; \
@@ -159,4 +161,9 @@ $(CHATS_READY): pyproject.toml $(CHATS)/.ready-venv
 	@echo "installing the clients of chats into $(CHATS): minutes, the first time"
 	@$(CHATS)/bin/python $(INSTALL) -e '.[chat-client-tests]'
 	@$(CHATS)/bin/python $(INSTALL) --no-deps 'tinker-cookbook==0.6.1'
+	@touch $@
+
+$(AGENTS_READY): Makefile
+	@echo "installing agent programs into $(AGENTS)"
+	@npm install --silent --no-audit --no-fund --prefix $(AGENTS) @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0
 	@touch $@

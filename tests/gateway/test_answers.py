@@ -19,6 +19,7 @@ from tests.support.models.families import make_checkpoint
 from tests.support.worker.harness import assert_idle, launch
 
 CHAT, TEXT, SGLANG = "/v1/chat/completions", "/v1/completions", "/generate"
+RESPONSES = "/v1/responses"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "does", "parameters": PARAMETERS}}]
@@ -184,6 +185,84 @@ def test_half_a_surrogate_pair_in_a_call_of_llama(gateways: dict[str, httpx.Clie
     (choice,) = answered(gateways["llama3"], said(text, tools=TOOLS))
     check_tokens(choice, text, tokenizer)
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "\ufffd", "arguments": '{"a": "\ufffd"}'}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "item"),
+    [
+        ("patch", '{"input":"+\\n\\u00e9"}', {"type": "custom_tool_call", "name": "patch", "input": "+\né"}),
+        ("patch", '{"diff":"+"}', {"type": "custom_tool_call", "name": "patch", "input": '{"diff": "+"}'}),
+        ("patch", '{"input":1}', {"type": "custom_tool_call", "name": "patch", "input": '{"input": 1}'}),
+        ("f", '{"a":"x"}', {"type": "function_call", "name": "f", "arguments": '{"a": "x"}'}),
+        (
+            "agents__close",
+            '{"a":"x"}',
+            {"type": "function_call", "namespace": "agents", "name": "close", "arguments": '{"a": "x"}'},
+        ),
+        ("other", '{"a":"x"}', {"type": "function_call", "name": "other", "arguments": '{"a": "x"}'}),
+    ],
+)
+def test_calls_of_all_tools_of_responses(
+    gateways: dict[str, httpx.Client], name: str, arguments: str, item: dict[str, Any]
+) -> None:
+    """A tool gets its arguments or its text; whatever the model writes is sent back as it was."""
+    function = {"type": "function", "name": "close", "parameters": PARAMETERS}
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "+" /.*/'}
+    tools = [
+        {"type": "custom", "name": "patch", "description": "edits", "format": grammar},
+        {"type": "namespace", "name": "agents", "description": "others", "tools": [function]},
+        function | {"name": "f"},
+    ]
+    text, client = hermes(arguments, name), gateways["hermes"]
+    body = {"input": "Hello", "tools": tools, "seed": 1, "structured_outputs": {"choice": [text]}}
+    (found,) = post(client, RESPONSES, body)["output"]
+    call_id = found.pop("call_id")
+    assert {key: value for key, value in found.items() if key != "id"} == item | {"status": "completed"}
+    with client.stream("POST", RESPONSES, json=body | {"stream": True}) as answer:
+        told = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line.startswith("data: ")]
+    argument = "input" if "input" in item else "arguments"
+    part = {"input": "custom_tool_call_input", "arguments": "function_call_arguments"}[argument]
+    assert [each["type"].removeprefix("response.") for each in told][2:-1] == [
+        *("output_item.added", f"{part}.delta", f"{part}.done", "output_item.done")
+    ]
+    assert told[3]["delta"] == told[4][argument] == told[5]["item"][argument] == item[argument]
+    result = {"type": f"{found['type']}_output", "call_id": call_id, "output": "done"}
+    again = post(client, RESPONSES, body | {"input": [item | {"call_id": call_id}, result]})
+    chained = post(client, RESPONSES, body | {"previous_response_id": again["id"], "input": "More"})
+    kept = client.get(f"/v1/trajectories/{again['id']}").json()
+    assert chained["status"] == "completed" and [turn["parent"] for turn in kept["turns"]] == [None, 0]
+
+
+def test_a_tool_with_a_text_is_a_function_to_the_model(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
+    """The same prompt as of a chat: the grammar stands in the description, and the template gets the verbosity."""
+    grammar = {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}
+    tool = {"type": "custom", "name": "patch", "description": "edits", "format": grammar}
+    shape = {
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    function = {
+        "name": "patch",
+        "parameters": shape,
+        "description": "edits\n\nThe input has this grammar (regex):\n[a-z]+",
+    }
+    chat = {"messages": MESSAGES, "tools": [{"type": "function", "function": function}]}
+    wanted = post(gateways["hermes"], f"{CHAT}/render", chat)["token_ids"]
+    body = {"input": "Hello", "tools": [tool], "text": {"verbosity": "low"}, "max_output_tokens": 1}
+    answer = post(gateways["hermes"], RESPONSES, body)
+    kept = gateways["hermes"].get(f"/v1/trajectories/{answer['id']}").json()
+    assert kept["branches"][0]["token_ids"][: kept["turns"][0]["start"]] == wanted
+    assert answer["text"] == {"format": {"type": "text"}, "verbosity": "low"}
+
+
+def test_a_demanded_text_of_a_tool(gateways: dict[str, httpx.Client], tokenizer: Any) -> None:
+    ends = {str(tokenizer.convert_tokens_to_ids(token)): 60.0 for token in ('"', "}", END)}
+    tool = {"type": "custom", "name": "patch"}
+    body = {"input": "Hello", "tools": [tool], "tool_choice": {"type": "custom", "name": "patch"}, "seed": 1}
+    (item,) = post(gateways["hermes"], RESPONSES, body | {"max_output_tokens": 600, "logit_bias": ends})["output"]
+    assert item["type"] == "custom_tool_call" and item["name"] == "patch" and isinstance(item["input"], str)
 
 
 @pytest.mark.parametrize("arguments", ['{"a":"\\ud83d"}', '{"a\\udc00":["\\ud83d"]}'])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -12,7 +12,7 @@ from rollout.gateway.dialects.answer_facts import finish_reason, now
 from rollout.gateway.dialects.chat_builder import client_names
 from rollout.gateway.dialects.conversation import Conversation, begin
 from rollout.gateway.dialects.handling import Gateway, HttpRequest
-from rollout.gateway.dialects.responses_body import ResponsesBody
+from rollout.gateway.dialects.responses_body import DeclaredTool, ResponsesBody
 from rollout.gateway.formats.calls import ToolCall
 from rollout.gateway.formats.segments import AnswerPiece
 from rollout.gateway.history.responses import StoredResponse
@@ -95,7 +95,7 @@ class _Answer:
         self._before, self._before_bytes = (0, 0) if earlier is None else (len(earlier.messages), earlier.size)
         self._gateway: Gateway = asked.call.gateway
         self._created = now()
-        self._items = _Items()
+        self._items = _Items(body.declared)
 
     async def whole(self) -> dict[str, Any]:
         """The answer without streaming."""
@@ -210,11 +210,13 @@ def _is_whole(last: Completion) -> bool:
 
 
 class _Items:
-    """The items of an answer, and their events with consecutive numbers."""
+    """The items of an answer, and their events with consecutive numbers. `declared` is that of the body."""
 
-    def __init__(self) -> None:
+    def __init__(self, declared: Mapping[str, DeclaredTool]) -> None:
         self.done: list[dict[str, Any]] = []
         self.count = 0  # number of events
+        self._declared = declared
+        self._calls: list[ToolCall] = []
         self._open: dict[str, Any] | None = None
         self._content: list[str] = []
         self._text = ""
@@ -232,19 +234,10 @@ class _Items:
 
     def message(self) -> dict[str, Any]:
         """The items as one message of a chat."""
-        calls = [
-            {
-                "id": item["call_id"],
-                "type": "function",
-                "function": {"name": item["name"], "arguments": item["arguments"]},
-            }
-            for item in self.done
-            if item["type"] == "function_call"
-        ]
         answer: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
         if self.reasoning:
             answer["reasoning_content"] = self.reasoning
-        return answer | {"tool_calls": calls} if calls else answer
+        return answer | {"tool_calls": [call.shown() for call in self._calls]} if self._calls else answer
 
     def add(self, piece: AnswerPiece) -> Iterator[Event]:
         """The events of new parts."""
@@ -288,15 +281,24 @@ class _Items:
         self._open = None
 
     def _call(self, call: ToolCall) -> Iterator[Event]:
-        item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress"}
-        item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+        tool = self._declared.get(call.name, DeclaredTool(call.name))
+        kind, name, part, prefix = "function_call", "arguments", "function_call_arguments", "fc"
+        if tool.freeform:
+            kind, name, part, prefix = "custom_tool_call", "input", "custom_tool_call_input", "ctc"
+        text = _freeform_input(call) if tool.freeform else call.arguments
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        item |= {"call_id": call.id, "name": tool.name, name: ""}
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
         place = {"item_id": item["id"]}
         yield self._told("response.output_item.added", item=item)
-        yield self._told("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._told("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
-        item = item | {"status": "completed", "arguments": call.arguments}
+        yield self._told(f"response.{part}.delta", **place, delta=text)
+        whole = {name: text} if tool.freeform else {"name": tool.name, name: text}
+        yield self._told(f"response.{part}.done", **place, **whole)
+        item = item | {"status": "completed", name: text}
         yield self._told("response.output_item.done", item=item)
         self.done.append(item)
+        self._calls.append(call)
 
     @property
     def _name(self) -> str:
@@ -314,6 +316,12 @@ class _Items:
 
     def _told(self, name: str, /, **fields: Any) -> Event:
         return self.numbered({"type": name, "output_index": len(self.done), **fields})
+
+
+def _freeform_input(call: ToolCall) -> str:
+    """The text that a call gives to a tool; all arguments, if the model has written others than this one."""
+    given = call.decoded().get("input")
+    return given if isinstance(given, str) else call.arguments
 
 
 def _item(kind: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -14,6 +16,27 @@ from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, Int32, Number
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = ("input_text", "output_text", "text")
 _INCLUDED = ("reasoning.encrypted_content",)  # reasoning is in answers as plain text
+#: What a chat's function has as its parameters that stands for a tool whose input is a text.
+_FREEFORM = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredTool:
+    """A tool as the client declares it. `freeform`: its input is a text, not a JSON object."""
+
+    name: str
+    namespace: str | None = None
+    freeform: bool = False
+
+    @property
+    def function(self) -> str:
+        """The name of the function that stands for it in a chat."""
+        return self.name if self.namespace is None else f"{self.namespace}__{self.name}"
 
 
 class ResponsesBody(ExtraFields):
@@ -22,7 +45,7 @@ class ResponsesBody(ExtraFields):
     ignored: ClassVar = dict.fromkeys(
         ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         "OpenAI's accounting and cache",
-    ) | {"stream_options": "OpenAI's padding of events"}
+    ) | {"client_metadata": "Codex's accounting", "stream_options": "OpenAI's padding of events"}
     switched_off: ClassVar = {
         "background": (None, False),
         "background_options": (None,),
@@ -74,9 +97,9 @@ class ResponsesBody(ExtraFields):
         if self.max_output_tokens is not None:
             fields["max_tokens"] = self.max_output_tokens
         if self.tools:
-            fields["tools"] = [_tool(tool, f"tools.{place}") for place, tool in enumerate(self.tools)]
+            fields["tools"] = [_function(tool, declared, field) for tool, declared, field in self._declared()]
             fields["tool_choice"] = self._tool_choice()
-        fields |= self._format() | self._reasoning()
+        fields |= self._format() | self._template_options()
         known = {
             **builder.names,
             "messages": "input",
@@ -85,6 +108,37 @@ class ResponsesBody(ExtraFields):
             "response_format.json_schema": "text.format",
         }
         return ChatBody.take(fields), known, own.messages
+
+    @property
+    def declared(self) -> dict[str, DeclaredTool]:
+        """The tools by the names of the functions that stand for them. Raises `HttpError`."""
+        return {declared.function: declared for _, declared, _ in self._declared()}
+
+    def _declared(self) -> Iterator[tuple[dict[str, Any], DeclaredTool, str]]:
+        """All tools, those of namespaces among them, each with its field."""
+        seen = set()
+        for tool, namespace, field in self._flat_tools():
+            kind = named(tool, field, "type")["type"]
+            if kind not in ("function", "custom"):
+                raise bad_request(
+                    f"this gateway runs no tool of the type {kind!r:.80}; declare tools of the types function, custom "
+                    "and namespace",
+                    f"{field}.type",
+                )
+            declared = DeclaredTool(named(tool, field, "name")["name"], namespace, kind == "custom")
+            if declared.function in seen:
+                raise bad_request(f"two tools have the name {declared.function!r:.200}", f"{field}.name")
+            seen.add(declared.function)
+            yield tool, declared, field
+
+    def _flat_tools(self) -> Iterator[tuple[Any, str | None, str]]:
+        for place, tool in enumerate(self.tools):
+            field = f"tools.{place}"
+            if named(tool, field, "type")["type"] != "namespace":
+                yield tool, None, field
+                continue
+            for number, each in enumerate(listed(named(tool, field, "name").get("tools"), f"{field}.tools")):
+                yield each, tool["name"], f"{field}.tools.{number}"
 
     def _messages(self, before: list[dict[str, Any]], instructions: str | None) -> ChatBuilder:
         if instructions is not None and before:
@@ -108,7 +162,7 @@ class ResponsesBody(ExtraFields):
             if choice not in ("auto", "none", "required"):
                 raise bad_request("use auto, none, required or a function", "tool_choice")
             return choice
-        if choice.get("type") != "function":
+        if choice.get("type") not in ("function", "custom"):
             raise bad_request(
                 f"this gateway offers no choice of the type {choice.get('type')!r:.80}; use auto, none, required "
                 'or {"type": "function", "name": ...}',
@@ -120,8 +174,9 @@ class ResponsesBody(ExtraFields):
         """The constraint of the answer."""
         given = dict(self.text or {})
         form, verbosity = given.pop("format", None), given.pop("verbosity", None)
-        if given or verbosity not in (None, "medium"):
-            name = "verbosity" if not given else next(iter(given))
+        if verbosity not in (None, "low", "medium", "high"):
+            raise bad_request("use low, medium or high", "text.verbosity")
+        for name in given:
             raise bad_request(f"this gateway does not offer {name!r:.80}; remove it", f"text.{name:.80}")
         if form is None:
             return {}
@@ -134,9 +189,12 @@ class ResponsesBody(ExtraFields):
                 return {"response_format": {"type": "json_schema", "json_schema": {"schema": form["schema"]}}}
         raise bad_request("use text, json_object or json_schema", "text.format.type")
 
-    def _reasoning(self) -> dict[str, Any]:
-        """The reasoning options that the request names, for the chat template."""
+    def _template_options(self) -> dict[str, Any]:
+        """The options of reasoning and of verbosity that the request names, for the chat template."""
         options, given = dict(self.chat_template_kwargs), dict(self.reasoning or {})
+        verbosity = (self.text or {}).get("verbosity")
+        if verbosity is not None:
+            options.setdefault("verbosity", verbosity)
         effort = given.pop("effort", None)
         for name in ("summary", "generate_summary"):  # the whole text is shown instead
             if given.pop(name, None) not in (None, "auto", "concise", "detailed"):
@@ -168,17 +226,23 @@ def _add_item(builder: ChatBuilder, item: Any, field: str) -> None:
             text = _reasoning_text(item, field)
             if text:
                 builder.think(text, field)
-        case "function_call":
-            named(item, field, "call_id", "name", "arguments")
-            builder.call(item["call_id"], item["name"], item["arguments"], field)
-        case "function_call_output":
+        case "function_call" | "custom_tool_call" as kind:
+            freeform = kind == "custom_tool_call"
+            given = named(item, field, "call_id", "name", "input" if freeform else "arguments")
+            if item.get("namespace") is not None:
+                named(item, field, "namespace")
+            function = DeclaredTool(item["name"], item.get("namespace")).function
+            builder.call(
+                item["call_id"], function, {"input": given["input"]} if freeform else given["arguments"], field
+            )
+        case "function_call_output" | "custom_tool_call_output":
             call_id = named(item, field, "call_id")["call_id"]
             parts = [part for part, _ in _parts(item.get("output"), f"{field}.output")]
             builder.result(call_id, parts, field, f"{field}.output")
         case kind:
             raise bad_request(
-                f"this gateway has no item of the type {kind!r:.80}; use message, reasoning, function_call and "
-                "function_call_output",
+                f"this gateway has no item of the type {kind!r:.80}; use message, reasoning, function_call, "
+                "custom_tool_call and their outputs",
                 f"{field}.type",
             )
 
@@ -216,17 +280,28 @@ def _reasoning_text(item: dict[str, Any], field: str) -> str:
     return "".join(texts)
 
 
-def _tool(tool: Any, field: str) -> dict[str, Any]:
-    """A tool as chats declare it."""
-    kind = named(tool, field, "type")["type"]
-    if kind != "function":
-        raise bad_request(f"this gateway has no tool of the type {kind!r:.80}; declare functions", f"{field}.type")
-    parameters = named(tool, field, "name").get("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict):
-        raise bad_request(f"'{field}.parameters' is a JSON schema, an object", f"{field}.parameters")
+def _function(tool: dict[str, Any], declared: DeclaredTool, field: str) -> dict[str, Any]:
+    """The function that stands for a tool, as chats declare it."""
     if tool.get("defer_loading"):
         raise bad_request("this gateway does not offer 'defer_loading'; remove it", f"{field}.defer_loading")
-    function = {"name": tool["name"], "parameters": parameters}
-    if isinstance(tool.get("description"), str):
-        function["description"] = tool["description"]
-    return {"type": "function", "function": function}
+    texts = [tool["description"]] if isinstance(tool.get("description"), str) else []
+    if declared.freeform:
+        parameters: Any = _FREEFORM
+        texts += _grammar(tool.get("format"), f"{field}.format")
+    else:
+        parameters = tool.get("parameters") or {"type": "object", "properties": {}}
+        if not isinstance(parameters, dict):
+            raise bad_request(f"'{field}.parameters' is a JSON schema, an object", f"{field}.parameters")
+    function = {"name": declared.function, "parameters": parameters}
+    return {"type": "function", "function": function | ({"description": "\n\n".join(texts)} if texts else {})}
+
+
+def _grammar(form: Any, field: str) -> list[str]:
+    """What a model is told of the grammar of a tool's input; nothing without one."""
+    kind = "text" if form is None else named(form, field, "type")["type"]
+    if kind == "text":
+        return []
+    if kind != "grammar":
+        raise bad_request("use text or grammar", f"{field}.type")
+    named(form, field, "syntax", "definition")
+    return [f"The input has this grammar ({form['syntax']}):\n{form['definition']}"]
