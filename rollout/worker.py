@@ -32,19 +32,19 @@ from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.build import (
     adapter_registry,
     build_engine,
+    check_model,
     longest_sequence,
     rebuild_engine,
     sleeping_memory,
 )
 from rollout.engine.device.streams import Device, make_device
 from rollout.engine.features.routing.record import kept_routing
-from rollout.engine.features.site import OrderSizes, alone
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.statuses import RankStatus
 from rollout.engine.messages.to_engine import Command, NextTick, PutAdapter, Shutdown
-from rollout.engine.model_check import check_model
 from rollout.engine.parts import EngineLinks
+from rollout.engine.step.device_feature import OrderSizes, alone
 from rollout.engine.step.execute import Orders
 from rollout.metrics.health import Health
 from rollout.metrics.prometheus import PrometheusSink

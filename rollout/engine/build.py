@@ -1,4 +1,4 @@
-"""Puts an engine together from settings and a loaded model."""
+"""Puts an engine together from settings and a loaded model, and refuses settings that the model does not have."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from queue import SimpleQueue
 
 import torch
+from rollout_kernels.linear.coded import CodedMatrix
 
 from rollout.config import EngineSettings, Settings
 from rollout.engine.adapters import AdapterRegistry
@@ -18,19 +19,17 @@ from rollout.engine.device.cuda_pages import CudaPages
 from rollout.engine.device.releasable import HostPages, PermanentMemory, ReleasableMemory
 from rollout.engine.device.streams import Device
 from rollout.engine.features.all import FEATURES, MakeFeature
-from rollout.engine.features.site import Lead, Site, alone
 from rollout.engine.gate import Gate
 from rollout.engine.kv.offload import Offload
 from rollout.engine.loop import Engine
 from rollout.engine.messages.to_service import Event
-from rollout.engine.model_check import check_model
 from rollout.engine.parts import EngineLinks, EngineParts, NoOffload, NoReceiver, Receiver
 from rollout.engine.schedule.refusal import SchedulerLimits
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sizing import PoolSize, context_limit
-from rollout.engine.step.device_feature import HostParts
+from rollout.engine.step.device_feature import HostParts, Lead, Site, alone
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import Progress, no_progress
 from rollout.engine.step.pack import Packer, spare_words, upload_words
@@ -38,7 +37,11 @@ from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.shared_pages import make_shared_pages
 from rollout.engine.step.slot import Slot
 from rollout.metrics.meter import Meter
+from rollout.models.decoder import Decoder
+from rollout.models.deterministic import check_deterministic
+from rollout.models.fused import supports
 from rollout.models.language_model import LanguageModel
+from rollout.models.layers import Linear
 
 
 def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -> int:
@@ -179,3 +182,58 @@ def _host_features(executor: Executor, version: int, before: Seq[StepFeature]) -
     parts = HostParts(executor.streams, executor.orders, executor.step.kv, host_pages, version)
     made = [feature.host_part(parts, kept.get(feature.name)) for feature in executor.step.features]
     return [feature for feature in made if feature is not None]
+
+
+def check_model(engine: EngineSettings, model: LanguageModel) -> None:
+    """Raise ValueError if the settings ask for something that this model does not have."""
+    if engine.disk_kv_gib and model.spec.state_bytes(model.embed.dtype):
+        raise ValueError("disk_kv_gib keeps no states of linear attention, which this model has: set disk_kv_gib = 0")
+    if isinstance(model, Decoder):
+        _check_format(engine, model)
+        _check_deterministic(engine, model)
+    else:
+        _check_fallback(engine, model.spec.architecture)
+
+
+def _check_fallback(engine: EngineSettings, architecture: str) -> None:
+    """Raise ValueError for a setting that only native families have."""
+    asked = {
+        "adapter_slots = 0": engine.adapter_slots > 0,
+        "routing = false": engine.routing,
+        "deterministic = false": engine.deterministic,
+        "speculation = off": engine.speculation != "off",
+        "weight_dtype = auto": engine.weight_format not in ("auto", "plain"),
+    }
+    if wrong := [setting for setting, is_asked in asked.items() if is_asked]:
+        raise ValueError(
+            f"{architecture} runs through transformers' own code, which has no adapters, routing, deterministic mode, "
+            f"speculation or coded weights: set {' and '.join(wrong)}"
+        )
+
+
+def _check_format(engine: EngineSettings, model: Decoder) -> None:
+    """Raise ValueError for coded experts that no kernel reads: on a GPU each step would decode all of them."""
+    assert engine.weight_format in ("auto", model.format), "the model was loaded for other settings"
+    if model.format != "plain" and model.spec.moe is not None and model.embed.is_cuda and not supports(model):
+        raise ValueError(
+            f"weight_dtype = {model.format}, and the fused kernels don't run {model.spec.architecture} in "
+            f"{model.embed.dtype} with the biases of this checkpoint: use weight_dtype = bf16, or bfloat16"
+        )
+
+
+def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
+    """Raise ValueError if steps cannot be made deterministic: only steps of the fused kernels can."""
+    if not engine.deterministic:
+        return
+    if not supports(model):
+        raise ValueError(
+            f"engine.deterministic needs the fused kernels: a GPU, a model in 16 bits without biases of its output and "
+            f"MLP products; on a {model.embed.device.type} torch's products have other bits in other batches"
+        )
+    check_deterministic(model.spec)
+    for name, module in model.named_modules():
+        stored = module.stored if isinstance(module, Linear) else None
+        if isinstance(stored, CodedMatrix) and not stored.kernels_take(model.embed.dtype):
+            raise ValueError(
+                f"no kernel reads {name} as {stored.format}: set deterministic = false, or weight_dtype = bf16"
+            )

@@ -12,7 +12,6 @@ import torch
 from rollout.config import EngineSettings
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.all import keeps_token_ids
-from rollout.engine.features.site import Site
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.host_pages import HostEntryCounts, HostPageBooks
@@ -30,6 +29,7 @@ from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sizing import check_states, kv_dtype, state_pool_bytes, states_on_host
+from rollout.engine.step.device_feature import Site
 from rollout.engine.step.execute import Executor
 from rollout.models.batch import KVCache
 from rollout.models.language_model import LanguageModel, native

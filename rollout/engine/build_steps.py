@@ -20,7 +20,6 @@ from rollout.engine.build_kv import (
 )
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.all import FEATURES, MakeFeature
-from rollout.engine.features.site import OrderSizes, Site
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.page_mover import HostMemory, PageMover
@@ -39,7 +38,7 @@ from rollout.engine.sizing import (
     states_on_host,
     weight_bytes,
 )
-from rollout.engine.step.device_feature import DeviceFeature
+from rollout.engine.step.device_feature import DeviceFeature, OrderSizes, Site
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, GroupRole, Movers
 from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs, Progress, capturable, make_graphs

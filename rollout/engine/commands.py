@@ -16,7 +16,7 @@ from collections.abc import Callable
 from queue import Empty
 
 from rollout.engine.adapters import AdapterError
-from rollout.engine.features.adapters.changes import drop_adapter, edition_of, put_adapter
+from rollout.engine.features.adapters.feature import drop_adapter, edition_of, put_adapter
 from rollout.engine.kv.prefetch import prefetch
 from rollout.engine.messages.to_engine import (
     Cancel,

@@ -22,7 +22,6 @@ from rollout.engine.commands import WORKER_ENDS, Commands
 from rollout.engine.device.releasable import SleepMemory
 from rollout.engine.messages.to_service import Delta, Event, RequestDone
 from rollout.engine.parts import EngineLinks, EngineParts
-from rollout.engine.recomputation import Recomputation
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
@@ -30,7 +29,7 @@ from rollout.engine.sleep import Sleeper
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.masks import MaskBuilder, usual_threads
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
-from rollout.engine.swap import Swapper
+from rollout.engine.swap import Recomputation, Swapper
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 

@@ -34,9 +34,9 @@ import msgpack
 import numpy as np
 import torch
 
-from rollout.engine.device.group_memory import GroupMemory
+from rollout.engine.device.group_orders import GroupMemory
 from rollout.engine.device.releasable import ReleasableMemory, SleepMemory
-from rollout.engine.features.site import OrderSizes
+from rollout.engine.step.device_feature import OrderSizes
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Extra, Header, Upload

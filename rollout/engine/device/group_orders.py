@@ -1,10 +1,11 @@
-"""Orders of rank 0 to the other ranks of a tensor group, which these acknowledge."""
+"""Orders of rank 0 to the other ranks of a tensor group, which these acknowledge; the first: to release memory."""
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
-from rollout.engine.device.releasable import ReleasableMemory, SleepMemory
+from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory, SleepMemory
 
 
 class GroupOrders(Protocol):
@@ -44,3 +45,94 @@ class NoGroupOrders:
 
 
 NO_GROUP_ORDERS = NoGroupOrders()
+
+
+_LOOK_S = 0.002
+
+
+class SleepOrders(GroupOrders, Protocol):
+    """Orders to the other ranks, including the ones that only a sleep needs."""
+
+    def unmap_relay(self) -> None:
+        """Have the other ranks unmap the memory of this device that they read, before a sleep releases it."""
+
+    def free_relay(self) -> int:
+        """Release that memory after the other ranks have unmapped it; returns its bytes."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that all other ranks have given back."""
+
+
+class GroupMemory:
+    """The memory of all ranks of a tensor group: all have theirs, or none has. `own` is the part of rank 0.
+
+        rank 0   order --> own part --> wait for the others --> a failure of any of them undoes it on all
+
+    A sleep is rare and the device is quiet, so the loop waits here for the other ranks, as it does for its own copies.
+    """
+
+    def __init__(self, own: ReleasableMemory, orders: SleepOrders) -> None:
+        self._own, self._orders = own, orders
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the memory can be given back; all ranks have the same settings."""
+        return self._own.sleeps
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of rank 0; other ranks have about as many."""
+        return self._own.nbytes
+
+    @property
+    def released(self) -> bool:
+        """Whether the memory is given back."""
+        return self._own.released
+
+    def save(self) -> None:
+        """See `SleepMemory.save`."""
+        number, failures = self._orders.give("sleep", "save"), []
+        try:
+            self._own.save()
+        except MemoryShortError as error:
+            failures.append(str(error))
+        failures += self._wait(number)
+        if failures:
+            self.forget()
+            raise MemoryShortError("; ".join(failures))
+
+    def release(self) -> int:
+        """See `SleepMemory.release`; returns the bytes of all ranks."""
+        before = self._orders.freed_bytes
+        self._orders.unmap_relay()
+        number = self._orders.give("sleep", "release")
+        freed_bytes = self._own.release()
+        self._wait(number)
+        freed_bytes += self._orders.free_relay()
+        return freed_bytes + self._orders.freed_bytes - before
+
+    def forget(self) -> None:
+        """See `SleepMemory.forget`."""
+        self._orders.give("sleep", "forget")
+        self._own.forget()
+
+    def restore(self) -> None:
+        """See `SleepMemory.restore`."""
+        number, failures = self._orders.give("sleep", "restore"), []
+        try:
+            self._own.restore()
+        except MemoryShortError as error:
+            failures.append(str(error))
+        failures += self._wait(number)
+        if failures:
+            number = self._orders.give("sleep", "fall_back")
+            self._own.fall_back()
+            self._wait(number)
+            raise MemoryShortError("; ".join(failures))
+
+    def _wait(self, number: int) -> list[str]:
+        """Wait for the other ranks; returns the failures."""
+        while not self._orders.done("sleep", number):
+            time.sleep(_LOOK_S)
+        return self._orders.failures("sleep", number)

@@ -11,8 +11,7 @@ from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.features.images.encoder import ImageEncoder
 from rollout.engine.features.routing.record import RoutingRecord
 from rollout.engine.features.scores.taker import ScoreTaker
-from rollout.engine.features.site import Site
-from rollout.engine.step.device_feature import DeviceFeature
+from rollout.engine.step.device_feature import DeviceFeature, Site
 from rollout.models.language_model import LanguageModel
 
 #: Makes a feature's part on the device; None where this worker does not have the feature.

@@ -26,8 +26,7 @@ from rollout.engine.kv.prefixes import Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.messages.requests import VERSION_END
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.sequence.sequence_kv import NO_HOST_STATE, NO_POINT, OffloadedKV, PrefixEnd
-from rollout.engine.sequence.session import SessionKV
+from rollout.engine.sequence.sequence_kv import NO_HOST_STATE, NO_POINT, OffloadedKV, PrefixEnd, SessionKV
 
 #: The most fetches for one admission of a sequence. Pages that wait for a row may be evicted meanwhile.
 _MOST_FETCHES = 3

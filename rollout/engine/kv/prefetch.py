@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages.prompts import Prompt
-from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.sequence_kv import PrefixKeys
 
 
 def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edition: int, spare: int) -> int:

@@ -16,9 +16,8 @@ import numpy as np
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.tier import HostTier
-from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
-from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd, PrefixHit, Snapshot
+from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd, PrefixHit, PrefixKeys, Snapshot
 
 
 class HostPrefix(NamedTuple):

@@ -31,7 +31,7 @@ from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import CachedSnapshot, Snapshots
 from rollout.engine.messages.requests import Request, RequestKey, SessionKey
 from rollout.engine.messages.statuses import SessionStatus
-from rollout.engine.sequence.session import KeptSession, SessionKV
+from rollout.engine.sequence.sequence_kv import KeptSession, SessionKV
 from trainer_bridge.wire.codec import MAX_ID_CHARS
 
 #: The most sessions that a page may belong to, on average.

@@ -13,7 +13,7 @@ import numpy as np
 from rollout.engine.messages.requests import VersionRuns
 from rollout.engine.messages.to_service import Delta, RequestDone
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.sequence.prompt_scores import PromptScoreRows
+from rollout.engine.sequence.drawn_tokens import PromptScoreRows
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit
 

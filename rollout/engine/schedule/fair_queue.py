@@ -1,4 +1,4 @@
-"""The queue for rows: by priority, then fairly between clients, then by arrival.
+"""The queue for rows: by priority, then fairly between clients, then by arrival; and the order of prompts of rows.
 
 Clients of one priority that wait together get equal numbers of tokens, however many completions each has queued. A
 client has a virtual time, in tokens, and the client with the smallest one is next:
@@ -22,12 +22,15 @@ applications", INFOCOM 1994), with measured costs.
 
 from __future__ import annotations
 
+import heapq
+import math
+from bisect import insort
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from rollout.engine.adapters import Adapter
-from rollout.engine.schedule.swept_heap import SweptHeap
 from rollout.engine.sequence.sequence import Sequence
 
 #: Sequences of one adapter, or of none.
@@ -200,3 +203,100 @@ class _Head:
 
 def _finalized(seq: Sequence) -> bool:
     return seq.finalized
+
+
+_Item = TypeVar("_Item")
+_Key = tuple[float, ...]
+
+#: The heap is swept when it has this many entries more than twice the number left by the last sweep.
+_SLACK = 16
+
+
+class SweptHeap(Generic[_Item]):
+    """Items by key, lowest first. Keys are unique. Dead items are swept out when they may be half of the heap."""
+
+    def __init__(self, dead: Callable[[_Item], bool]) -> None:
+        self._dead = dead
+        self._heap: list[tuple[_Key, _Item]] = []
+        self._sweep_at = _SLACK
+
+    def push(self, key: _Key, item: _Item) -> None:
+        """Add an item."""
+        heapq.heappush(self._heap, (key, item))
+        if len(self._heap) >= self._sweep_at:
+            self._sweep(lambda _: False)
+
+    def remove(self, keys: Container[_Key]) -> None:
+        """Remove the items with these keys."""
+        self._sweep(lambda key: key in keys)
+
+    def first(self, most: float = math.inf) -> _Item | None:
+        """The item with the lowest key, which stays in the heap; None if its key begins with more than `most`."""
+        while self._heap and self._dead(self._heap[0][1]):
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap and self._heap[0][0][0] <= most else None
+
+    def pop(self) -> None:
+        """Remove the item that `first` returned."""
+        heapq.heappop(self._heap)
+
+    def _sweep(self, unwanted: Callable[[_Key], bool]) -> None:
+        self._heap = [entry for entry in self._heap if not unwanted(entry[0]) and not self._dead(entry[1])]
+        heapq.heapify(self._heap)
+        self._sweep_at = 2 * len(self._heap) + _SLACK
+
+
+class PromptTurns:
+    """Keeps the rows with prompts of a roster in their order: fair between clients, within a client by admission.
+
+    Rows may be free for hundreds of prompts, of which a step computes a few. So a place in the queue is not enough: one
+    prompt would wait for all that another client sent before. A row gets its turn when it is admitted, in tokens:
+
+        turn = max(now, the turn of its client's last row) + tokens of its prompt that are to be computed
+
+    `now` is the latest turn that has begun. Rows go by their turns, and a prompt that has begun goes on to its end.
+    Every row that is admitted and begins moves `now` on, so a row waits for a bounded number of others, whatever
+    clients come. A row that was preempted, or whose KV is computed again, costs its client nothing. With one client,
+    or without fair queueing, this is the order of admission.
+
+    A sequence may wait for the prefill of another client's row (`QueueFeed.join`). If its own turn would be earlier,
+    the row takes that turn, and the client of the sequence pays: it is served as if the sequence computed the prompt
+    itself. This is self-clocked fair queueing, too, here with costs that are known.
+    """
+
+    def __init__(self, prefilling: list[Sequence]) -> None:
+        self._prefilling = prefilling
+        self._now = 0
+        self.last_turns: dict[str, int] = {}  # client -> its last row's turn; past turns may be missing
+
+    def admit(self, seq: Sequence, tokens: int) -> None:
+        """Add a sequence that has got a row, and has to compute this many tokens of its prompt."""
+        if seq.group.client not in self.last_turns:
+            self.last_turns = {client: turn for client, turn in self.last_turns.items() if turn > self._now}
+        seq.turn = self.last_turns[seq.group.client] = self._next(seq, tokens)
+        self._insert(seq)
+
+    def begin(self, seq: Sequence) -> None:
+        """Note that the first chunk of a row is launched."""
+        self._now = max(self._now, seq.turn)
+
+    def hasten(self, other: Sequence, seq: Sequence, tokens: int) -> None:
+        """Note that `seq`, which has no row and would compute this many tokens, waits for the prefill of `other`."""
+        turn = self._next(seq, tokens)
+        if turn < other.turn and not other.row_ready:
+            other.turn = self.last_turns[seq.group.client] = turn
+            self._prefilling.remove(other)
+            self._insert(other)
+
+    def _next(self, seq: Sequence, tokens: int) -> int:
+        cost = 0 if seq.begun else tokens
+        return max(self._now, self.last_turns.get(seq.group.client, 0)) + cost
+
+    def _insert(self, seq: Sequence) -> None:
+        rows = self._prefilling
+        begun = next((place for place in range(len(rows), 0, -1) if rows[place - 1].row_ready), 0)
+        insort(rows, seq, lo=begun, key=_turn)
+
+
+def _turn(seq: Sequence) -> int:
+    return seq.turn

@@ -8,7 +8,7 @@ A sequence whose KV is on the host leaves the queue until that is back in the po
 
 A sequence whose tokens another sequence is prefilling leaves the queue until these tokens are launched. If that prefill
 stops, the first sequence that waited computes the tokens, and the others wait for it. A new session may wait for room
-(`newcomers`).
+(`newcomer_waits`).
 """
 
 from __future__ import annotations

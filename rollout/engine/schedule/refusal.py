@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Rejected
-from rollout.engine.schedule.swept_heap import SweptHeap
+from rollout.engine.schedule.fair_queue import SweptHeap
 from rollout.engine.sequence.row_needs import OPTIONAL, RowNeeds, needs_of
 from rollout.engine.sequence.sequence import Group
 

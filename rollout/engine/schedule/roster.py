@@ -26,7 +26,7 @@ from rollout.engine.kv.fetches import Fetch
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.messages.to_service import Event, Finish
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
-from rollout.engine.schedule.prompt_turns import PromptTurns
+from rollout.engine.schedule.fair_queue import PromptTurns
 from rollout.engine.schedule.queue_feed import QueueFeed
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.drawn_tokens import NO_TOPS

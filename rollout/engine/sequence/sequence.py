@@ -43,13 +43,10 @@ from rollout.constraints.matcher import NEVER, FreePart, Matcher
 from rollout.engine.adapters import Adapter, AdapterUse
 from rollout.engine.messages.requests import NOTHING_BEFORE, Request, RequestKey
 from rollout.engine.messages.to_service import Finish
-from rollout.engine.sequence.drawn_tokens import DrawnTokens
-from rollout.engine.sequence.prefix_keys import PrefixKeys
-from rollout.engine.sequence.prompt_scores import PromptScoreRows
+from rollout.engine.sequence.drawn_tokens import DrawnTokens, PromptScoreRows
 from rollout.engine.sequence.repetition import repetition_of
 from rollout.engine.sequence.row_needs import RowNeeds, needs_of
-from rollout.engine.sequence.sequence_kv import SequenceKV
-from rollout.engine.sequence.session import KeptSession
+from rollout.engine.sequence.sequence_kv import KeptSession, PrefixKeys, SequenceKV
 
 SEED_MASK = (1 << 63) - 1
 _CONSTRAIN = RowNeeds.CONSTRAIN.value

@@ -1,4 +1,6 @@
-"""The KV of one sequence: plain data. `allocator` gives it pages, `offload` copies it to the host and back.
+"""The KV of one sequence, and of a session between its turns: plain data.
+
+`allocator` gives a sequence pages, `offload` copies its KV to the host and back.
 
 While a sequence is offloaded, its KV is in `SequenceKV.offloaded`, and it has no pages of its own. When it is admitted
 again it gets pages, and it needs the offloaded ones until its next step is launched.
@@ -8,11 +10,58 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.messages.requests import RequestKey, SessionKey
+
+
+class PrefixKeys:
+    """The digests of one sequence's full pages, made page by page as its tokens become known.
+
+    By these keys other sequences find the pages (`kv/pool`).
+    """
+
+    def __init__(self, version: int, page_size: int, adapter_edition: int = 0) -> None:
+        self.version, self._adapter_edition = version, adapter_edition
+        self._page_size = page_size
+        self._keys: list[bytes] = []
+        adapter = adapter_edition.to_bytes(8, "little") if adapter_edition else b""
+        self._last = blake2b(version.to_bytes(8, "little") + adapter, digest_size=16).digest()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self._keys[index]
+
+    @property
+    def last(self) -> bytes:
+        """The digest of all present full pages."""
+        return self._last
+
+    def fork(self, pages: int) -> PrefixKeys:
+        """A copy with the keys of the first `pages` pages, to go on with another content."""
+        keys = PrefixKeys(self.version, self._page_size, self._adapter_edition)
+        keys._keys = self._keys[:pages]
+        keys._last = keys._keys[-1] if keys._keys else keys._last
+        return keys
+
+    def next_key(self, content: bytes) -> bytes:
+        """The key of the next page if it has this content (of `page_size` positions)."""
+        return blake2b(content, key=self._last, digest_size=16).digest()
+
+    def tail_key(self, content: bytes) -> bytes:
+        """The key of the first positions of the next page, which have this content."""
+        return blake2b(content, key=self._last, digest_size=16, person=b"tail").digest()
+
+    def append(self, key: bytes) -> None:
+        """Add the key of the next page."""
+        self._last = key
+        self._keys.append(key)
+
 
 #: The source of KV that a sequence reuses: its group; full pages in the cache; a whole prompt in the
 #: cache; the end of the last turn of its session, or as much of it as the turn agrees with.
@@ -240,3 +289,30 @@ class OffloadedKV(KVContent):
 
 #: The offloaded KV of a sequence without any.
 NOT_OFFLOADED: OffloadedKV = OffloadedKV()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKV:
+    """The KV of a session."""
+
+    tokens: np.ndarray  # int32 or int64 [tokens]: the tokens of the KV, as in `Sequence.identity`
+    pages: list[int]  # the last one may be half full
+    oldest: int  # oldest weights version of the KV
+    keys: PrefixKeys | None  # keys of at least all full pages; None without a prefix cache
+    adapter_edition: int = 0  # 0 without an adapter
+    snapshots: tuple[Snapshot, ...] = ()  # models with states, longest first: KV is usable up to a snapshot
+
+
+@dataclass(eq=False, slots=True)
+class KeptSession:
+    """One conversation; `kv/sessions` has the books of all."""
+
+    key: SessionKey
+    lease_s: float
+    turns: int = 0  # submitted turns that are not settled: the last one, and earlier ones with steps in flight
+    turn: RequestKey | None = None  # the last turn
+    over: bool = False  # the session was ended: it keeps no KV
+    kv: SessionKV | None = None
+    until_s: float = 0.0  # end of its lease, while it has no turn
+    last_s: float = 0.0  # time after a turn in which it is evicted after others
+    last_until_s: float = 0.0  # end of that time, while it has no turn

@@ -11,11 +11,10 @@ import torch
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.all import FEATURES
-from rollout.engine.features.site import Site
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.step_feature import StepFeature, find_feature
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.step.device_feature import DeviceFeature, Drawn, HostParts, Replays
+from rollout.engine.step.device_feature import DeviceFeature, Drawn, HostParts, Replays, Site
 from rollout.engine.step.row_state import LENGTH, RowState
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, StepInput, UploadStaging

@@ -13,8 +13,7 @@ from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.sequence.prefix_keys import PrefixKeys
-from rollout.engine.sequence.sequence_kv import OffloadedKV, OffloadedPage
+from rollout.engine.sequence.sequence_kv import OffloadedKV, OffloadedPage, PrefixKeys
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import load, watch_prefills
 from tests.support.engine.offloading import counts, offloading

@@ -14,7 +14,7 @@ from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_engine import EndSession
-from rollout.engine.sequence.session import SessionKV
+from rollout.engine.sequence.sequence_kv import SessionKV
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench
 from tests.support.engine.offloading import offloading

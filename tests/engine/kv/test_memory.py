@@ -215,7 +215,7 @@ def test_pages_with_mixed_versions_are_not_remembered(model, prompt_of):
 
 
 def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
-    monkeypatch.setattr("rollout.engine.sequence.prefix_keys.PrefixKeys.__init__", _versionless_init)
+    monkeypatch.setattr("rollout.engine.sequence.sequence_kv.PrefixKeys.__init__", _versionless_init)
     bench = Bench(model)
     allocator = bench.engine.roster.allocator
     allocator.forget_all = lambda: None

@@ -8,7 +8,7 @@ import pytest
 from rollout.engine.messages.prompts import Prompt, TokenIds
 from rollout.engine.messages.requests import Request, SamplingParams
 from rollout.engine.messages.to_engine import Submit
-from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.sequence_kv import PrefixKeys
 from tests.support.engine.harness import Bench
 
 PAGE = 4

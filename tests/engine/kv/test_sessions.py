@@ -16,7 +16,7 @@ from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_engine import Cancel, EndSession, StopAt
 from rollout.engine.messages.to_service import Done, Rejected
-from rollout.engine.sequence.session import KeptSession, SessionKV
+from rollout.engine.sequence.sequence_kv import KeptSession, SessionKV
 from tests.support.alive import alive
 from tests.support.engine.conversation import Conversation, admissions
 from tests.support.engine.faults import fail_a_step

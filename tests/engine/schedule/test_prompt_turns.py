@@ -9,7 +9,7 @@ import pytest
 
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request
-from rollout.engine.schedule.prompt_turns import PromptTurns
+from rollout.engine.schedule.fair_queue import PromptTurns
 from rollout.engine.sequence.sequence import Group, Sequence
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.updates import Mailbox, Update

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rollout.engine.messages.to_engine import Cancel
-from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.sequence.sequence_kv import PrefixKeys
 from tests.support.alive import alive
 from tests.support.engine.harness import Bench
 

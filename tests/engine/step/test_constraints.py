@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from rollout.constraints.matcher import AllowList, Matcher, mask_words
-from rollout.engine.features.drafts.acceptance import Acceptance
-from rollout.engine.features.drafts.row_drafts import Drafts, RowDrafts
+from rollout.engine.features.drafts.row_drafts import Acceptance, Drafts, RowDrafts
 from rollout.engine.messages.requests import Prior, StopParams
 from rollout.engine.step import masks as masks_module
 from rollout.engine.step.masks import MOST_LEFT_BEHIND, MaskBuilder, MaskClock, RowAhead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.engine.features.drafts.acceptance import Acceptance
+from rollout.engine.features.drafts.row_drafts import Acceptance
 from rollout.engine.features.drafts.step_costs import StepCosts, worthwhile
 
 

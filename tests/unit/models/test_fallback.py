@@ -22,7 +22,7 @@ from transformers.masking_utils import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rollout.config import EngineSettings, ModelSettings
-from rollout.engine.model_check import check_model
+from rollout.engine.build import check_model
 from rollout.models import CheckpointError, Decoder, LoadedModel, load_model
 from rollout.models.fallback.attention import PAGED, paged_attention
 from rollout.models.fallback.experts import by_kernels, kernels_take

@@ -11,7 +11,7 @@ import msgpack
 import pytest
 import torch
 
-from rollout.engine.device.group_memory import GroupMemory
+from rollout.engine.device.group_orders import GroupMemory
 from rollout.engine.device.releasable import MemoryShortError, PermanentMemory, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.step.execute import Executor, Streams

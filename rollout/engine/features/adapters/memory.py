@@ -11,10 +11,9 @@ from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.device.streams import Device
 from rollout.engine.features.adapters.adapter_table import AdapterTable
 from rollout.engine.features.adapters.feature import AdaptersFeature
-from rollout.engine.features.site import Site
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.device_feature import DeviceFeature, HostParts
+from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import StepInput
 from rollout.models.language_model import native

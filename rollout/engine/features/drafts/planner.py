@@ -24,10 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout.config import EngineConstants
-from rollout.engine.features.drafts.acceptance import Acceptance
 from rollout.engine.features.drafts.counts import DraftCounts
 from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, DeviceDrafterName, DraftAfter, HostDrafter
-from rollout.engine.features.drafts.row_drafts import IN_ROW_STATE, Drafts, RowDrafts
+from rollout.engine.features.drafts.row_drafts import IN_ROW_STATE, Acceptance, Drafts, RowDrafts
 from rollout.engine.features.drafts.step_costs import StepCosts, worthwhile
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence

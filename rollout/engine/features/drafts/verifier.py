@@ -34,10 +34,9 @@ from rollout.engine.features.drafts.model_drafter import ModelDrafter
 from rollout.engine.features.drafts.ngram_drafter import NgramDrafter
 from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
-from rollout.engine.features.site import Site
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.device_feature import DeviceFeature, Drawn, HostParts, Replays
+from rollout.engine.step.device_feature import DeviceFeature, Drawn, HostParts, Replays, Site
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.slot import Slot

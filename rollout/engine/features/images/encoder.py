@@ -20,10 +20,9 @@ import torch
 from rollout.config import EngineSettings
 from rollout.engine.features.images.encodings import BLOCK, Encode, Encodings, encodes_of, extra_of
 from rollout.engine.features.images.feature import TOKEN_WORDS, ImagesFeature
-from rollout.engine.features.site import Site
 from rollout.engine.messages.prompts import Pixels
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.step.device_feature import DeviceFeature, HostParts
+from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import ROPE_DELTA, RowState
 from rollout.engine.upload import Extra, StepInput
 from rollout.models.batch import StepImages

@@ -20,10 +20,9 @@ import torch
 from rollout.config import EngineSettings
 from rollout.engine.features.routing.entries import ExpertPages, entry_words
 from rollout.engine.features.routing.feature import RoutingFeature
-from rollout.engine.features.site import Site
 from rollout.engine.messages.requests import RoutingShape
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.step.device_feature import DeviceFeature, HostParts
+from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import Header, StepInput
 from rollout.models.batch import AttentionBatch, ExpertRecord

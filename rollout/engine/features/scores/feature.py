@@ -20,7 +20,7 @@ from rollout.engine.features.scores.buffers import WIDE_WORDS, ScoredPrompts, Sc
 from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, Request
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.sequence.prompt_scores import PromptScoreRows
+from rollout.engine.sequence.drawn_tokens import PromptScoreRows
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step_output import StepOutput
