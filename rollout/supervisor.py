@@ -31,8 +31,8 @@ from typing import Any
 from rollout.config import Settings
 from rollout.model_name import readable_name
 from rollout.process.announce import announce, write_atomically
-from rollout.process.child_python import import_path
-from rollout.process.observed_time import ObservedTime
+from rollout.process.child_processes import import_path
+from rollout.process.watchdog import ObservedTime
 from rollout.ranks.group_watch import SILENT_S
 from rollout.ranks.thread_stat import is_stopped
 from trainer_bridge.client.launch import worker_environment

@@ -46,8 +46,7 @@ from rollout.engine.messages.to_engine import Command, NextTick, PutAdapter, Shu
 from rollout.engine.parts import EngineLinks
 from rollout.engine.step.device_feature import OrderSizes, alone
 from rollout.engine.step.execute import Orders
-from rollout.metrics.health import Health
-from rollout.metrics.prometheus import PrometheusSink
+from rollout.metrics.prometheus import Health, PrometheusSink
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Sink
 from rollout.metrics.wandb_mode import wandb_mode
 from rollout.metrics.wandb_sink import ContinuedRun, WandbSink
@@ -60,12 +59,11 @@ from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
 from rollout.network.access import Access
 from rollout.network.ports import check_free
 from rollout.process.announce import announce, write_atomically
-from rollout.process.end import End
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
 from rollout.process.progress import advance_both, stage
 from rollout.process.threads import hand_over_soon, set_cpu_threads
-from rollout.process.watchdog import Watchdog
+from rollout.process.watchdog import End, Watchdog
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.ranks.follower_processes import FollowerProcesses
 from rollout.ranks.group_watch import LaneName, LaneProgress
@@ -73,9 +71,9 @@ from rollout.ranks.orders import ring_bytes
 from rollout.ranks.processes import ConnectError, OwnProgress, Ranks
 from rollout.ranks.start_watch import PREPARING
 from rollout.service.adapter_loading import AdapterFolders
+from rollout.service.capabilities import ServedModel
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
-from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, ServedText, Server
 from rollout.service.text.codec import TextCodec, load_text_codec
 from rollout.service.text.process import TextProcess

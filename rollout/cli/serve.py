@@ -14,7 +14,7 @@ from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.cli.setting_flags import add_setting_flags, given_flags
 from rollout.config import Settings
 from rollout.process.announce import remove_ready_file
-from rollout.process.child_python import module_command
+from rollout.process.child_processes import module_command
 from rollout.process.logs import set_up, worker_name
 from rollout.settings_sources import (
     POSITIONAL,
@@ -103,7 +103,7 @@ def _run(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any])
     if args.restarts is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if settings.exit_with_parent:  # first: the parent may end while the model is loaded
-        from rollout.process.parent_watch import exit_with_parent
+        from rollout.process.child_processes import exit_with_parent
 
         exit_with_parent(grace_s=settings.service.drain_s + PARENT_GRACE_S)
     if settings.ready_file is None or args.restarts is not None:  # a supervisor handles the ready files of its workers

@@ -97,7 +97,7 @@ def _live(pollers: list[Poller], screen: Screen) -> int:
     from rich.live import Live
 
     from rollout.top.frame import frame
-    from rollout.top.terminal import keyboard
+    from rollout.top.screen import keyboard
 
     console = Console()
     places = {poller.view.endpoint: poller for poller in pollers}

@@ -11,11 +11,50 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rollout.config.engine import EngineConstants, EngineSettings
-from rollout.config.model import LongRope, ModelConstants, ModelImpl, ModelSettings
-from rollout.config.observe import MetricsSettings
 from rollout.config.section import SettingsSection
 from rollout.config.service import ServiceConstants, ServiceSettings
-from rollout.config.weights import WeightsSettings
+
+#: The code that runs a model: a decoder of a native family, or transformers' own code.
+ModelImpl = Literal["auto", "native", "transformers"]
+#: The frequencies of a model with LongRoPE.
+LongRope = Literal["short", "long"]
+
+
+class CheckpointSettings(SettingsSection):
+    """The model and the device."""
+
+    path: str = Field("", description="checkpoint: folder or Hugging Face hub id")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub checkpoint")
+    load_format: Literal["auto", "random"] = Field(
+        "auto", description="random: tensors of the real shapes without files, for benchmarks"
+    )
+    model_impl: ModelImpl = Field(
+        "auto",
+        description="native: our decoder; transformers: its code, half as fast; auto: native if it can",
+    )
+    longrope: LongRope = Field(
+        "short",
+        description="frequencies of Phi-3 and Phi-4-mini; short ends sequences at the original context",
+    )
+    images: bool = Field(False, description="serve images, with the model's vision tower")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="type of the weights; auto: the checkpoint's, float32 on a CPU"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+
+
+class ModelConstants(SettingsSection):
+    """Values of the model that no source of settings can change. Tests load models with other values."""
+
+    #: Seed of the weights that `load_format = random` makes.
+    random_seed: int = 0
+
+
+class ModelSettings(CheckpointSettings):
+    """The model, and how it is loaded."""
+
+    constants: ModelConstants = ModelConstants()
+
 
 __all__ = [
     "EngineConstants",
@@ -32,6 +71,64 @@ __all__ = [
     "SupervisorSettings",
     "WeightsSettings",
 ]
+
+
+class MetricsSettings(SettingsSection):
+    """Metrics: where they go, and how often."""
+
+    interval_s: float = Field(5.0, gt=0, description="seconds between two reports")
+    jsonl: str | None = Field(None, description="file for metrics, one JSON object a report")
+    wandb: bool = Field(
+        True,
+        description="log to W&B, which reads its variables (WANDB_NAME, WANDB_RUN_GROUP, ...); without an API key "
+        "offline, below WANDB_DIR or runs",
+    )
+    wandb_project: str = Field("rollout", description="W&B project")
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="HTTP port of /metrics (Prometheus) and /health; 0: a free one; none: no HTTP",
+    )
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="address of the metrics port")
+
+
+class WeightsSettings(SettingsSection):
+    """The worker's side of weights updates."""
+
+    bind: str = Field("tcp://127.0.0.1:0", description="endpoint for weights updates; port 0: a free one")
+    initial_version: int = Field(0, ge=0, lt=2**63, description="weights version of the checkpoint")
+    min_version: int = Field(
+        0,
+        ge=0,
+        lt=2**63,
+        description="no completion begins under an older version; initial_version + 1: never sample from the "
+        "checkpoint",
+    )
+    idle_s: float = Field(
+        60.0,
+        gt=0,
+        description="seconds without data after which an unfinished update is dropped; more than the publisher's "
+        "begin_s and stall_s",
+    )
+    apply: Literal["auto", "staged", "in_place"] = Field(
+        "auto",
+        description="staged: an update has its own memory and is swapped in; in_place: it overwrites the weights "
+        "while generation is held; auto: staged if memory allows",
+    )
+    staging: Literal["auto", "device", "host"] = Field(
+        "auto",
+        description="memory of a staged update; device: less KV; host: pinned, swaps take about 40 times as long; "
+        "auto: device if it takes at most a third of the free memory",
+    )
+
+    @model_validator(mode="after")
+    def _waits_somewhere(self) -> WeightsSettings:
+        if self.apply == "in_place" and self.staging != "auto":
+            raise ValueError(
+                f"staging = {self.staging} applies to staged updates only: remove it, or set apply = staged"
+            )
+        return self
 
 
 class SecuritySettings(SettingsSection):

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.demo.counting import PROBE_TOKENS
-from rollout.process.child_python import import_path, module_command
+from rollout.process.child_processes import import_path, module_command
 from trainer_bridge.client.launch import WorkerFailed, WorkerProcess, start_worker
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"

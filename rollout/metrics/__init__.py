@@ -5,12 +5,11 @@
       step_timing    when one step, or one swap, happened
       samples        sums, means and quantiles of a stretch of time
       histogram      counts by size
-      busy_window    busy time and tokens of the last ten seconds
       idle           why the compute stream was idle
       by_version     one row for each weights version
       mismatch       a trainer's log-probs compared with the worker's
     sinks            the metrics thread, and the JSON-lines file
-      wandb_sink, wandb_mode   Weights & Biases     prometheus, health   the metrics port
+      wandb_sink, wandb_mode   Weights & Biases     prometheus   the metrics port
     recording        the last steps as they travel to `rollout trace`
       chrome_trace   as a Chrome trace          overlap      as a picture of host and device
 

@@ -10,17 +10,39 @@ sink that blocks (W&B, a file) does not delay the page. Histograms count since t
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import ThreadingHTTPServer
 from itertools import accumulate
 from threading import Thread
 from typing import Any
 
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, Metric
-from rollout.metrics.health import Health
 from rollout.metrics.histogram import Histogram
 from rollout.metrics.sinks import Report
 from trainer_bridge.wire.address import bare, host_port, resolve
+
+
+class Health:
+    """Whether the worker serves; it answers from the moment the port is open, which is before the model is loaded.
+
+    The threads of the metrics port call `reason`; the worker calls `watch` once it takes requests.
+    """
+
+    def __init__(self) -> None:
+        self._ask: Callable[[], str] = _starting
+
+    def watch(self, ask: Callable[[], str]) -> None:
+        """From now on call `ask`, which returns why the worker does not serve, or an empty string if it does."""
+        self._ask = ask
+
+    def reason(self) -> str:
+        """Why the worker does not serve; empty if it does. Any thread may call this."""
+        return self._ask()
+
+
+def _starting() -> str:
+    return "the worker is starting"
+
 
 _PREFIX = "rollout_"
 

@@ -1,4 +1,4 @@
-"""A bound ROUTER socket, and what wakes the thread that polls it."""
+"""A bound ROUTER socket, that of requests too, and what wakes the thread that polls it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import zmq
 
+from rollout.config import ServiceSettings
 from rollout.network.access import Access
 
 
@@ -64,3 +65,42 @@ class PollWaker:
         """Close the pair. Later signals have no effect."""
         self._writer.close()
         self._reader.close()
+
+
+RECEIVE_HWM = 64  # unread messages of one connection; beyond that TCP stops its sender
+_HEARTBEAT_MS = 10_000  # a client whose host is gone is noticed within 40 s, soon enough for a lease of 60 s
+_HEARTBEATS_MISSED = 3
+
+
+def receive_parts(socket: zmq.Socket, max_parts: int, max_bytes: int) -> list[bytes]:
+    """The parts of a message after the first one, which the caller has received.
+
+    Parts are kept up to `max_parts`, and until they exceed `max_bytes` together; the others are read and dropped.
+    """
+    parts: list[bytes] = []
+    size = 0
+    while socket.getsockopt(zmq.RCVMORE):
+        part = socket.recv(zmq.NOBLOCK)
+        if len(parts) < max_parts and size <= max_bytes:
+            parts.append(part)
+            size += len(part)
+    return parts
+
+
+def open_router(context: zmq.Context, settings: ServiceSettings, access: Access) -> zmq.Socket:
+    """A bound ROUTER socket. Raises ValueError if the endpoint cannot be bound, or needs CURVE."""
+    options = {
+        zmq.ROUTER_MANDATORY: 1,  # an unknown destination is an error, not a silent drop
+        # A client with its own routing id takes the id over when it reconnects, even while its old, half-open
+        # connection still exists here. Without this option ZeroMQ ignores the new connection for good.
+        zmq.ROUTER_HANDOVER: 1,
+        zmq.SNDHWM: settings.constants.send_hwm,
+        zmq.RCVHWM: RECEIVE_HWM,
+        # Twice the limit: a slightly oversized message gets an error reply; a far larger one is cut off before it
+        # takes memory.
+        zmq.MAXMSGSIZE: 2 * settings.max_message_bytes,
+        zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
+        zmq.HEARTBEAT_TIMEOUT: _HEARTBEATS_MISSED * _HEARTBEAT_MS,
+        zmq.HEARTBEAT_TTL: min(_HEARTBEATS_MISSED * _HEARTBEAT_MS, 6_553_500),
+    }
+    return bind_router(context, settings.bind, "service.bind", access, options)

@@ -20,12 +20,28 @@ import threading
 import time
 from collections.abc import Callable
 
-from rollout.process.observed_time import ObservedTime
-
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _HEARD = (signal.SIGTERM, signal.SIGINT)
+
+
+class ObservedTime:
+    """Time that a thread has seen pass, from look to look; `period_s` is the usual time between two.
+
+    A process that was stopped itself (SIGSTOP, a laptop asleep) has seen nothing meanwhile, so a look counts two
+    periods at the most: what it looks at may not have hung.
+    """
+
+    def __init__(self, period_s: float) -> None:
+        self._most_s = 2 * period_s
+        self._looked_s = time.monotonic()
+
+    def passed_s(self) -> float:
+        """The seconds since the last look; of a longer gap, only two periods."""
+        now_s = time.monotonic()
+        passed_s, self._looked_s = min(now_s - self._looked_s, self._most_s), now_s
+        return passed_s
 
 
 class Watchdog:
@@ -102,3 +118,35 @@ class Watchdog:
             if number in _HEARD:
                 self._signals += 1
                 self._on_signal(self._signals)
+
+
+class End:
+    """The end of this process, which several threads may begin: the first one says why, and with which status.
+
+        the loop               an error that it cannot mend      `begin`, then it cleans up and returns the status
+        a watching thread      a peer is lost                    `begin`, then it exits
+        the watchdog's thread  the loop hangs                    `begin`, then it exits
+
+    A thread whose `begin` is False does nothing more: the process ends with the reason and status of the first.
+
+    Args:
+        end_within: ends the process with a status after some seconds, if it still runs (`Watchdog.end_within`).
+    """
+
+    def __init__(self, end_within: Callable[[float, int], None]) -> None:
+        self._end_within = end_within
+        self._lock = threading.Lock()
+        self.reason, self.status = "", 0  # set once it has begun
+
+    def begin(self, reason: str, status: int, within_s: float) -> bool:
+        """Begin the end, which must not take longer than `within_s`; False if another thread has begun it."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._end_within(within_s, status)
+        self.reason, self.status = reason, status
+        log.critical("the process ends", extra={"reason": reason, "status": status})
+        return True
+
+    def wait(self) -> None:
+        """Wait for the exit that another thread has begun; does not return."""
+        threading.Event().wait()

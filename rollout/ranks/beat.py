@@ -25,7 +25,7 @@ from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import Device
 from rollout.engine.step.slot import Slot
 from rollout.process.compiling import compiling
-from rollout.process.observed_time import ObservedTime
+from rollout.process.watchdog import ObservedTime
 from rollout.ranks.group_watch import BEAT_S, SILENT_S
 from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.thread_stat import is_stopped

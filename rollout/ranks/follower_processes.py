@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.process.child_python import import_path, module_command
+from rollout.process.child_processes import import_path, module_command
 from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
 

@@ -32,7 +32,7 @@ from rollout.engine.messages.statuses import RankStatus
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.peft_tensors import AdapterPacker
 from rollout.process.compiling import compiling, watch_compilations
-from rollout.process.observed_time import ObservedTime
+from rollout.process.watchdog import ObservedTime
 from rollout.ranks.adapters import RankAdapters
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device

@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 import torch
 
-from rollout.process.observed_time import ObservedTime
+from rollout.process.watchdog import ObservedTime
 from rollout.ranks.device_relay import DeviceBacking
 from rollout.ranks.orders import OrderWriter, check_alive
 from rollout.ranks.relay import RELAY_SIZES, HostBacking, RelayBacking, RelayMemory, RelaySizes

@@ -1,13 +1,34 @@
-"""The capabilities of a worker: what `status.capabilities` lists."""
+"""The capabilities of a worker, which `status.capabilities` lists, and facts about its model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollout.engine.messages.requests import RoutingShape
 from rollout.engine.messages.statuses import SequenceStatus
+from rollout.models.vision_spec import TowerSpec
 from rollout.service.text.codec import TextCodec
 from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Facts about the served model."""
+
+    name: str
+    vocab_size: int
+    max_context_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    sparse: bool = False  # a mixture of experts
+    routing: RoutingShape | None = None  # shape of the expert records; None: not recorded
+    adapters: bool = False  # requests may name adapters
+    sleep: bool = False  # sleep and wake are offered
+    min_version: int = 0  # no completion begins under an older version
+    images: TowerSpec | None = None  # the vision tower; None: requests have no images
+    image_patches: int = 0  # most patches of an image
+    dtype: str = ""  # dtype of the computation, such as `bfloat16`
 
 
 class WeightControl(Protocol):

@@ -30,8 +30,9 @@ from rollout.engine.messages.to_engine import Command
 from rollout.engine.messages.to_service import Done, Failed
 from rollout.metrics.mismatch import MismatchBox
 from rollout.network.access import Access
+from rollout.network.router_socket import open_router, receive_parts
 from rollout.service.adapter_loading import AdapterFolders
-from rollout.service.capabilities import EngineViews, WeightControl, default_capabilities
+from rollout.service.capabilities import EngineViews, ServedModel, WeightControl, default_capabilities
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.controls import Controls, Order
 from rollout.service.delivery.mismatch_reports import Compare, MismatchReports, compare_result
@@ -46,8 +47,6 @@ from rollout.service.requests.constraint import Constraints
 from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.preparation import Preparation
 from rollout.service.requests.request_media import MediaStore
-from rollout.service.router import open_router, receive_parts
-from rollout.service.served_model import ServedModel
 from rollout.service.shutdowns import Shutdowns
 from rollout.service.status import WorkerStatus
 from rollout.service.text.codec import PromptEncoder, PromptSource, TextCodec

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.engine.messages.statuses import EngineStatus
-from rollout.service.capabilities import EngineViews, WeightControl
+from rollout.service.capabilities import EngineViews, ServedModel, WeightControl
 from rollout.service.delivery.replies import sequence_fields, status_reply, trace_reply
 from rollout.service.generation import Generation
-from rollout.service.served_model import ServedModel
 from trainer_bridge.wire.errors import BadRequest
 
 

@@ -20,7 +20,7 @@ from rollout.config import SecuritySettings, ServiceSettings, Settings, WeightsS
 from rollout.engine.gate import Gate
 from rollout.engine.messages.statuses import EngineStatus
 from rollout.network.access import Access, ClientKeyList, is_loopback
-from rollout.service.served_model import ServedModel
+from rollout.service.capabilities import ServedModel
 from rollout.service.server import ServedEngine, Server
 from rollout.weights.destination import UpdateMemories
 from rollout.weights.parameter_map import ParameterMap

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import zmq
 
-from rollout.service.router import receive_parts
+from rollout.network.router_socket import receive_parts
 from tests.support.service.harness import serving
 
 PARTS = 100_000

@@ -11,7 +11,7 @@ import numpy as np
 
 from rollout.engine.messages.statuses import EngineStatus, SequenceStatus
 from rollout.engine.messages.to_service import Delta, RequestDone
-from rollout.service.served_model import ServedModel
+from rollout.service.capabilities import ServedModel
 from trainer_bridge.wire.codec import JOINED_ARRAYS, PROTOCOL_VERSION
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.errors import error_reply as error_fields

@@ -28,6 +28,7 @@ from rollout.engine.messages.requests import (
     StopParams,
 )
 from rollout.models.vision_spec import TowerSpec
+from rollout.service.capabilities import ServedModel
 from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
 from rollout.service.delivery.forced_tokens import ForcedTokens
@@ -36,7 +37,6 @@ from rollout.service.requests.constraint import ConstraintFields, Constraints
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.request_media import MediaLimits, check_media, check_pieces, check_placeholders
 from rollout.service.requests.schema import GenerateMessage, MediaMessage, PrefetchMessage, Sampling
-from rollout.service.served_model import ServedModel
 from rollout.service.text.codec import TextCodec, check_chars
 from rollout.service.text.stop_strings import StopText
 from trainer_bridge.wire.errors import BadRequest, TooLong

@@ -17,9 +17,9 @@ import numpy as np
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import RequestKey
 from rollout.service.delivery.in_flight import InFlight
+from rollout.service.fork_sources import joined
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints
-from rollout.service.requests.forked_prompt import joined
 from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.request_media import MediaFields, MediaStore
 from rollout.service.requests.schema import GenerateMessage

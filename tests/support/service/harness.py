@@ -16,8 +16,8 @@ from rollout.engine.messages.requests import Request, RequestKey
 from rollout.engine.messages.statuses import EngineStatus
 from rollout.engine.messages.to_engine import Submit
 from rollout.engine.messages.to_service import Delta, Finish, RequestDone
+from rollout.service.capabilities import ServedModel
 from rollout.service.delivery.mismatch_reports import Compare, compare_result
-from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, ServedText, Server
 from tests.support.patience import PATIENCE_S
 from tests.support.settings import settings_of

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rollout.models.vision_spec import TowerFamily, TowerSpec
-from rollout.service.served_model import ServedModel
+from rollout.service.capabilities import ServedModel
 from tests.support.service.harness import MODEL
 from trainer_bridge.wire.media_hash import media_hash
 

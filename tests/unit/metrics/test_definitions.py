@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric, Panel
-from rollout.metrics.health import Health
 from rollout.metrics.meter import Meter
-from rollout.metrics.prometheus import PrometheusSink, prometheus_name
+from rollout.metrics.prometheus import Health, PrometheusSink, prometheus_name
 from rollout.metrics.sinks import JsonlSink, MetricsThread
 from tests.support.http_page import get
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout.metrics.health import Health
-from rollout.metrics.prometheus import PrometheusSink
+from rollout.metrics.prometheus import Health, PrometheusSink
 from tests.support.http_page import get
 
 

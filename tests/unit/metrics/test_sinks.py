@@ -21,9 +21,9 @@ from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Setti
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS
-from rollout.metrics.health import Health
 from rollout.metrics.meter import Meter
 from rollout.metrics.mismatch import MismatchSums
+from rollout.metrics.prometheus import Health
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Report
 from rollout.metrics.step_timing import StepTiming
 from rollout.metrics.wandb_mode import wandb_mode

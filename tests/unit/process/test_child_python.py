@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from rollout.process.child_python import import_path, module_command
+from rollout.process.child_processes import import_path, module_command
 
 
 def test_a_file_of_the_current_folder_hides_no_library_from_a_child(tmp_path: Path) -> None:

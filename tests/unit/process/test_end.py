@@ -7,12 +7,12 @@ import subprocess
 import sys
 import threading
 
-from rollout.process.end import End
+from rollout.process.watchdog import End
 
 PATIENCE_S = 60
 RACE = """
 import os, threading, time
-from rollout.process.end import End
+from rollout.process.watchdog import End
 
 def end_within(seconds, status):
     threading.Timer(seconds, os._exit, [status]).start()

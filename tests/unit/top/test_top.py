@@ -9,10 +9,8 @@ from rich.cells import cell_len
 
 from rollout.metrics.definitions import TOP_METRICS
 from rollout.metrics.idle import IDLE_CAUSES
-from rollout.top.frame import frame
-from rollout.top.marks import bar, count, fit, parts, seconds, spark
-from rollout.top.screen import HELP, CancelRequest, Screen, WorkerView, rows_of
-from rollout.top.terminal import keys_in
+from rollout.top.frame import bar, count, fit, frame, parts, seconds, spark
+from rollout.top.screen import HELP, CancelRequest, Screen, WorkerView, keys_in, rows_of
 
 ENDPOINT = "tcp://127.0.0.1:5757"
 

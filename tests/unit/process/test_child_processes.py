@@ -12,7 +12,7 @@ import pytest
 CHILD = """
 import signal, sys, threading, time
 from types import SimpleNamespace
-from rollout.process import parent_watch
+from rollout.process import child_processes
 mode, pidfd, grace_s, heard = sys.argv[1], sys.argv[2] == "pidfd", 600.0, threading.Event()
 if mode == "orderly":
     signal.signal(signal.SIGTERM, lambda *_: (print("terminated", flush=True), sys.exit(0)))
@@ -21,9 +21,9 @@ elif mode == "stubborn":
     signal.signal(signal.SIGTERM, lambda *_: (print("refused", flush=True), heard.set()))
     # On a busy machine a signal may be heard later than the grace is long.
     wait = lambda seconds: (seconds == grace_s and heard.wait(), time.sleep(seconds))
-    parent_watch.time = SimpleNamespace(sleep=wait)
+    child_processes.time = SimpleNamespace(sleep=wait)
 # With a pidfd nothing is polled: a second look would come after an hour.
-parent_watch.exit_with_parent(grace_s=grace_s, poll_s=3600.0 if pidfd else 0.02, use_pidfd=pidfd)
+child_processes.exit_with_parent(grace_s=grace_s, poll_s=3600.0 if pidfd else 0.02, use_pidfd=pidfd)
 print("ready", flush=True)
 while True:
     time.sleep(0.05)  # a signal may come just before the call

@@ -1,4 +1,4 @@
-"""Ends this process when the one that launched it ends.
+"""Children that run a module of this package, and their end: this process ends when the one that launched it does.
 
 A watcher thread waits for the parent. On Linux it sleeps on a pidfd, which the kernel makes readable the moment the
 parent exits; elsewhere, or where pidfds are not allowed, it compares the parent's id every `poll_s` seconds. Linux'
@@ -14,11 +14,22 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 import time
 
 #: Seconds between two checks of the parent's id, if there are no pidfds.
 POLL_S = 0.5
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command line that runs a module. Without -P every import would be looked for in the current folder first."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def import_path() -> dict[str, str]:
+    """The variable by which a child looks for imports where this process does, and nowhere else."""
+    return {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
 
 def exit_with_parent(grace_s: float, poll_s: float = POLL_S, use_pidfd: bool = True) -> threading.Thread:
