@@ -279,10 +279,11 @@ def models_page() -> str:
         entries = [
             (entry, FAMILIES[entry]) if isinstance(entry, str) else (name, entry) for entry in whole.language_models
         ]
-        ways = dict.fromkeys(_on_gpu(*entry) for entry in entries)
-        marks = dict.fromkeys(mark for _, family in entries for mark in _marks(name, family))
         images = [] if whole.tower is None else ["images"]
-        families += [(way, _marked(whole.models, [*images, *marks]), name) for way in ways]
+        marks: dict[str, dict[str, None]] = {}
+        for entry in entries:
+            marks.setdefault(_on_gpu(*entry), {}).update(dict.fromkeys(_marks(name, entry[1])))
+        families += [(way, _marked(whole.models, [*images, *of_way]), name) for way, of_way in marks.items()]
     lines = [_MODELS_INTRODUCTION]
     for way, meaning in _WAYS.items():
         if found := sorted(family for family in families if family[0] == way):

@@ -170,7 +170,8 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
         if family.latent is None:
             attention[window, kind] = _attention(config, family, ropes[kind], window)
         else:
-            attention[window, kind] = _latent(config, family.latent, ropes[kind])
+            growth = _growth(config) if family.grown_queries else None
+            attention[window, kind] = _latent(config, family.latent, ropes[kind], growth)
     linear, delta_net = (False,) * count, None
     if family.linear is not None and any(linear := family.linear.linear(config)):
         if _activation(config, family) != "silu":
@@ -184,7 +185,9 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     if family.moe is not None and any(sparse):
         if _activation(config, family) != "silu":
             raise ValueError(f"{family.activation.name} of experts must be silu")
-        feed_forward[True] = _moe(config, family.moe)
+        feed_forward[True] = experts = _moe(config, family.moe)
+        if experts.shared is not None and _value(config, family.mlp_bias):
+            raise ValueError("biases of feed-forward blocks are not supported in a model with a shared expert")
     scale = _number(config, family.residual_scale)
     layers = []
     for mixer, is_linear, is_sparse in zip(mixers, linear, sparse, strict=True):
@@ -250,7 +253,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
     return spec
 
 
-def _latent(config: Any, family: LatentFamily, rope: RopeSpec) -> LatentSpec:
+def _latent(config: Any, family: LatentFamily, rope: RopeSpec, growth: QueryGrowth | None) -> LatentSpec:
     for key in (family.kv_rank, family.nope_dim, family.rope_dim, family.value_dim):
         if _value(config, key) is None:
             raise ValueError(f"config.json gives no {key.name}")
@@ -268,12 +271,15 @@ def _latent(config: Any, family: LatentFamily, rope: RopeSpec) -> LatentSpec:
         bias=bool(_value(config, family.bias)),
         eps=family.eps,
         names=family.names,
+        growth=growth,
     )
     if rope_dim % 2:
         raise ValueError(f"{family.rope_dim.name} ({rope_dim}) must be even, for rotary embeddings")
-    for name, dim in (("head_dim", rope_dim), ("qk_head_dim", spec.head_dim)):
-        if getattr(config, name, dim) not in (None, dim):  # transformers' class sets it, unless config.json has it
-            raise ValueError(f"{name} ({getattr(config, name)}) must be {dim} in a model with these heads, or absent")
+    for name, dims in (("head_dim", (rope_dim, spec.head_dim)), ("qk_head_dim", (spec.head_dim,))):
+        given = getattr(config, name, None)  # transformers' class sets it, unless config.json has it
+        if given not in (None, *dims):
+            allowed = " or ".join(map(str, dims))
+            raise ValueError(f"{name} ({given}) must be {allowed} in a model with these heads, or absent")
     _check_width(rope, rope_dim)
     if config.num_key_value_heads not in (None, spec.heads):
         raise ValueError(
@@ -315,6 +321,7 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
             group_best=family.group_best,
             scale=_number(config, family.scale),
             logit_bias=family.logit_bias,
+            least_sum=_number(config, family.least_sum),
         ),
         names=family.names,
         shared=_shared(config, family),
@@ -400,6 +407,8 @@ def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
     params = _rope_parameters(config, part, family.one_rope_map)
     nested = part if part in (config.rope_parameters or {}) else ""
     share = params.get("partial_rotary_factor", _rope_share(config, family))
+    if family.latent is not None and share == _value(config, family.latent.rope_dim) / _head_dim(config):
+        share = 1.0  # The factor was that of a whole head.
     if share != 1.0 and not family.partial_rope:
         raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
     if not 0 < share <= 1:

@@ -99,7 +99,8 @@ class FusedExperts:
         if not spec.router.plain:
             router = spec.router
             best = (router.groups, router.top_groups, router.group_best)
-            self._rule = ScoreRule(router.scoring, router.top_k, router.renormalize, *best, router.scale)
+            rest = (router.scale, router.least_sum)
+            self._rule = ScoreRule(router.scoring, router.top_k, router.renormalize, *best, *rest)
         self._kept = spec.kept_experts
         self._all_kept = len(self._kept) == spec.experts
         self._experts = {block: experts_of(block) for block in blocks}

@@ -29,7 +29,7 @@ from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch, PromptChunk
-from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext
+from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, grown
 from rollout.models.names import Region, one_name
 from rollout.models.spec import LatentSpec
 
@@ -114,7 +114,7 @@ class LatentAttention(Block):
         q_TQX, cos_sin = q_TN.unflatten(1, (spec.heads, -1)), context.cos_sin[self.rope]
         both = torch.cat((q_TQX[..., spec.nope_dim :], turned_TD[:, None]), dim=1)
         q_TQD, turned_T1D = apply_rope(both, *cos_sin, spec.rope.interleaved).split((spec.heads, 1), dim=1)
-        q_TQX = torch.cat((q_TQX[..., : spec.nope_dim], q_TQD), dim=-1)
+        q_TQX = grown(torch.cat((q_TQX[..., : spec.nope_dim], q_TQD), dim=-1), spec.growth, context.batch)
         return q_TQX, torch.cat((self.kv_norm(latent_TR), turned_T1D[:, 0]), dim=-1)
 
     def _kv_b(self) -> torch.Tensor:

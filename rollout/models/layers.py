@@ -42,7 +42,7 @@ from rollout.models.cut import Cut, CutView
 from rollout.models.joined import JoinedView
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.names import Region, one_name
-from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, RouterSpec, Scoring
+from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, QueryGrowth, RouterSpec, Scoring
 
 #: From router logits [T, E] and the router's bias [E], float32 or None, to weights and experts of each token, [T, K].
 Route = Callable[[torch.Tensor, torch.Tensor | None, RouterSpec], tuple[torch.Tensor, torch.Tensor]]
@@ -77,7 +77,7 @@ def _route_by_scores(
     experts_TK = choice_TE.topk(router.top_k, dim=-1).indices
     weights_TK = scores_TE.gather(1, experts_TK)
     if router.renormalize:
-        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True).clamp_min(router.least_sum) + 1e-20)
     return weights_TK * router.scale, experts_TK
 
 
@@ -325,6 +325,18 @@ def gate_output(out_TK: torch.Tensor, gate_TK: torch.Tensor | None) -> torch.Ten
     return out_TK if gate_TK is None else out_TK * torch.sigmoid(gate_TK)
 
 
+def grown(q_TQD: torch.Tensor, growth: QueryGrowth | None, batch: AttentionBatch) -> torch.Tensor:
+    """Queries times the factor that grows with their positions, if there is one."""
+    if growth is None:
+        return q_TQD
+
+    def factors() -> torch.Tensor:
+        steps_T = (batch.positions_T // growth.positions).float()
+        return (1.0 + growth.beta * torch.log1p(steps_T)).to(q_TQD.dtype)[:, None, None]
+
+    return q_TQD * batch.shared(growth, factors)
+
+
 # --- mixers ----------------------------------------------------------------------------------------------------------
 
 
@@ -392,15 +404,7 @@ class Attention(Block):
 
     def grown(self, q_TQD: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Queries times the factor that grows with their positions, if the spec has one."""
-        growth = self.spec.growth
-        if growth is None:
-            return q_TQD
-
-        def factors() -> torch.Tensor:
-            steps_T = (batch.positions_T // growth.positions).float()
-            return (1.0 + growth.beta * torch.log1p(steps_T)).to(q_TQD.dtype)[:, None, None]
-
-        return q_TQD * batch.shared(growth, factors)
+        return grown(q_TQD, self.spec.growth, batch)
 
     def attend(self, q_TQD: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
         """Attention of a step's queries over this layer's cache, [T, Q, D]."""
@@ -716,7 +720,8 @@ class SparseFeedForward(Block):
         if self.logit_bias is not None:
             regions.append(Region(tuple({f"{prefix}{name}.bias": self.logit_bias.data} for name in names.router)))
         if self.router_bias is not None:
-            views = tuple({f"{prefix}{name}": self.router_bias.data} for name in names.router_bias)
+            bias = self.router_bias.data[None] if names.bias_row else self.router_bias.data
+            views = tuple({f"{prefix}{name}": bias} for name in names.router_bias)
             regions.append(Region(views, kept_if_absent=True))
         return regions
 

@@ -54,6 +54,11 @@ _MADE_INTO_OTHERS = frozenset(
         *("full_attention_interval", "qk_head_dim", "no_rope_layer_interval", "global_attn_every_n_layers"),
     )
 )
+#: Keys of which they make this one.
+_MADE_INTO: dict[str, frozenset[str]] = {
+    "mlp_layer_types": frozenset({"first_k_dense_replace"}),
+    "indexer_types": frozenset({"index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"}),
+}
 #: Keys on which no forward of a family here depends: names, token ids, training, what transformers returns and caches,
 #: and what models of the hub have for their own code alone.
 WITHOUT_EFFECT = frozenset(
@@ -73,7 +78,7 @@ WITHOUT_EFFECT = frozenset(
         *("moe_layer_freq", "scoring_func", "num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
         *("mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "attn_output_gate", "model_max_length", "topk_method"),
         *("image_token_id", "video_token_id", "vision_token_id", "vision_start_token_id", "vision_end_token_id"),
-        *("experts_per_token", "initial_context_length", "use_mrope"),
+        *("experts_per_token", "initial_context_length", "use_mrope", "enable_moe_fp32_combine"),
     )
 )
 #: Keys that are off while they are null, also for families that do not read them.
@@ -149,7 +154,7 @@ def family_of(architecture: str, model_type: Any) -> Family:
         return FAMILIES[architecture]
     whole = MULTIMODAL[architecture]
     declared_families = [FAMILIES[entry] if isinstance(entry, str) else entry for entry in whole.language_models]
-    families = {family.model_type: family for family in declared_families}
+    families = {name: family for family in declared_families for name in (family.model_type, *family.other_types)}
     if model_type not in families:
         raise ValueError(
             f"text_config: model_type {model_type!r:.80} does not belong to {architecture}; it must be "
@@ -174,6 +179,7 @@ def known_keys(family: Family) -> frozenset[str]:
     windows = {"use_sliding_window"} if "sliding_window" in own else set()
     # Families that read another key for their activation do not read this one. Quantization is read for all.
     others = {"hidden_act", "quantization_config"}
+    others |= {name for key in own & _MADE_INTO.keys() for name in _MADE_INTO[key]}
     return frozenset(own | common | windows | others | _MADE_INTO_OTHERS | WITHOUT_EFFECT)
 
 

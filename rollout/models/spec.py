@@ -268,6 +268,7 @@ class LatentSpec:
     bias: bool  # biases of the products that make latents, and of the output product
     eps: float  # epsilon of the norms of latents
     names: LatentNames = LatentNames()
+    growth: QueryGrowth | None = None
     shard: Shard | None = None  # the heads above are those of one rank; latents are whole on every rank
 
     @property
@@ -474,6 +475,7 @@ class RouterSpec:
     group_best: int = 2  # how many scores these are sums of
     scale: float = 1.0  # factor of the weights
     logit_bias: bool = False  # the product that makes the logits has a bias
+    least_sum: float = 0.0  # weights that add up to less are divided by this
 
     @property
     def plain(self) -> bool:
@@ -486,6 +488,7 @@ class MoENames(NamedTuple):
 
     router: tuple[str, ...] = ("mlp.gate",)  # alternatives; the first is what files usually have
     router_bias: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)  # alternatives; a tensor, no module
+    bias_row: bool = False  # this tensor is a matrix of one row
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
@@ -689,10 +692,15 @@ class ModelNames(NamedTuple):
     norm: str = "model.norm"
     lm_head: str = "lm_head"
     beginnings: Beginnings = ()  # beginnings of the names above
+    parts: Beginnings = ()  # the same of parts inside of names
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """All that files and updates may call a tensor or module of this name; files usually have the first."""
-        return _spellings(name, self.beginnings)
+        names = _spellings(name, self.beginnings)
+        for part, others in self.parts:
+            if part in name:
+                names = tuple(spelled.replace(part, other) for other in others for spelled in names)
+        return names
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class ScoreRule(NamedTuple):
     top_groups: int = 1
     group_best: int = 2
     scale: float = 1.0
+    least_sum: float = 0.0
 
     def takes(self, experts: int) -> bool:
         """True if the kernel has this rule for this number of experts: groups must be powers of two."""
@@ -79,7 +80,7 @@ def _in_best_groups(
     return tl.reshape(tl.where((place_G < TOP_GROUPS)[:, None], choice_GE, float("-inf")), [E2])
 
 
-@triton.jit(do_not_specialize=["tokens", "record_stride"])
+@triton.jit(do_not_specialize=["tokens", "record_stride", "least_sum"])
 def _choose_scored_kernel(
     parts_ptr,
     logit_bias_ptr,
@@ -91,6 +92,7 @@ def _choose_scored_kernel(
     tokens,
     record_stride,
     scale,
+    least_sum,
     CHOICE: tl.constexpr,
     PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -128,7 +130,7 @@ def _choose_scored_kernel(
     chosen = (place < CHOICE.TOP_K) & live
     weight = tl.where(live, scores, 0.0)
     if CHOICE.RENORMALIZE:
-        weight = weight / (sum_of_chosen(weight, chosen) + _SUM_EPS)
+        weight = weight / (tl.maximum(sum_of_chosen(weight, chosen), least_sum) + _SUM_EPS)
     weight *= scale
     to = Outputs(experts_ptr, weights_ptr, record_ptr, slots_ptr, record_stride)
     store_choices(token, e, place, chosen, weight, narrow(gate, DTYPE).to(tl.float32), to, CHOICE)
@@ -168,6 +170,7 @@ def choose_scored(
         score_bias_E,
         *output_arguments(out, record, tokens),
         rule.scale,
+        rule.least_sum,
         CHOICE=choice,
         PARTS=parts,
         DTYPE=TRITON_DTYPES[dtype],

@@ -7,5 +7,5 @@ _LINEAGES = (llama, mistral, qwen, glm, deepseek, gemma, olmo, mixtures)
 #: By the name that stands in the `architectures` of a config.json.
 FAMILIES: dict[str, Family] = {name: family for lineage in _LINEAGES for name, family in lineage.FAMILIES.items()}
 MULTIMODAL: dict[str, Multimodal] = {
-    name: whole for lineage in (mistral, qwen, gemma) for name, whole in lineage.MULTIMODAL.items()
+    name: whole for lineage in (mistral, qwen, deepseek, gemma) for name, whole in lineage.MULTIMODAL.items()
 }

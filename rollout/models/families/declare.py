@@ -146,6 +146,13 @@ def ropes_in_windows(config: Any) -> tuple[str | None, ...]:
     return tuple("" if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
+@by_layer(layer_types=layer_list(str), sliding_window=WINDOW)
+def ropes_in_windows_if_any(config: Any) -> tuple[str | None, ...]:
+    """The same, if the model has windows; without them all layers have one."""
+    kinds = config.layer_types
+    return tuple("" if config.sliding_window is None or kind == "sliding_attention" else None for kind in kinds)
+
+
 @by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
@@ -168,6 +175,18 @@ def sparse_from(key: str) -> ByLayer[bool]:
         return tuple(layer >= getattr(config, key) for layer in range(config.num_hidden_layers))
 
     return ByLayer(sparse, {key: integer(0, MOST_LAYERS)})
+
+
+@by_layer(
+    moe_layer_interval=integer(1, MOST_LAYERS),
+    moe_layer_start_index=integer(0, MOST_LAYERS),
+    moe_layer_end_index=integer(-1, MOST_LAYERS),
+)
+def sparse_by_interval(config: Any) -> tuple[bool, ...]:
+    """Every n-th layer is sparse, from one layer to another; a last one of -1 is the model's."""
+    count, last = config.num_hidden_layers, config.moe_layer_end_index
+    between = range(config.moe_layer_start_index, (count if last == -1 else last + 1))
+    return tuple((layer + 1) % config.moe_layer_interval == 0 and layer in between for layer in range(count))
 
 
 @by_layer(mlp_layer_types=layer_list(str))
@@ -201,6 +220,7 @@ class MoEFamily:
     groups: int | Key = declared(integer(1, 4096), 1)
     top_groups: int | Key = declared(integer(1, 4096), 1)
     group_best: int = 2
+    least_sum: float | Key = declared(NUMBER, 0.0)
     grouped: Key | None = declared(TEXT, None)  # "greedy": there are no groups; "group_limited_greedy": there are
     scale: float | Key = declared(NUMBER, 1.0)
     shared_intermediate: Key | None = declared(WIDTH, None)  # width of the expert that every token takes
@@ -318,6 +338,7 @@ class Family:
     unused: tuple[str, ...] = (
         *("mtp.", "visual.", "vision_tower.", "multi_modal_projector."),
         *("model.visual.", "model.vision_tower.", "model.multi_modal_projector."),
+        *("mm_projector.", "model.mm_projector."),
     )
     mtp: MTPFamily | None = None  # layers for the prediction of several tokens at once, where they can draft
     names: ModelNames = ModelNames()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from rollout.models.families.declare import (
+    INSIDE_LLAVA,
     SHARED_EXPERTS,
     Family,
     Key,
     LatentFamily,
     MoEFamily,
     MTPFamily,
+    Multimodal,
     deepseek_moe,
     sparse_from,
 )
@@ -43,6 +45,25 @@ FAMILIES: dict[str, Family] = {
             sparse=sparse_from("first_k_dense_replace"),
             shared_experts=Key("n_shared_experts"),
             names=MoENames(shared=SHARED_EXPERTS),
+        ),
+    ),
+}
+
+MULTIMODAL: dict[str, Multimodal] = {
+    "Kimi_K25ForConditionalGeneration": Multimodal(
+        model_type="kimi_k25",
+        models="Kimi-K2.5, Kimi-K2.6 (their language model)",
+        language_models=("DeepseekV3ForCausalLM",),
+        beginnings=(
+            # transformers 5.24 saves the last but one.
+            (
+                "model.layers.",
+                (
+                    *("language_model.model.layers.", "model.language_model.layers."),
+                    *("language_model.model.blocks.", "model.layers."),
+                ),
+            ),
+            *INSIDE_LLAVA,
         ),
     ),
 }

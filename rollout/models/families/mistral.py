@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollout.models.families.declare import (
     INSIDE_LLAVA,
     Family,
     Key,
+    LatentFamily,
     MoEFamily,
     Multimodal,
+    deepseek_moe,
     same_window,
+    sparse_from,
     windows_by_type,
 )
 from rollout.models.spec import MoENames
@@ -46,13 +51,26 @@ FAMILIES: dict[str, Family] = {
         windows=same_window,
         grown_queries=True,
     ),
+    "Mistral4ForCausalLM": Family(
+        model_type="mistral4",
+        models="Mistral 4, text",
+        interleaved_rope=Key("rope_interleave"),
+        grown_queries=True,
+        latent=LatentFamily(),
+        moe=replace(
+            deepseek_moe(sparse_from("first_k_dense_replace")),
+            scoring="softmax",
+            router_bias=False,
+            router_float32=False,
+        ),
+    ),
 }
 
 MULTIMODAL: dict[str, Multimodal] = {
     "Mistral3ForConditionalGeneration": Multimodal(
         model_type="mistral3",
-        models="Mistral Small 3, Magistral, Ministral 3 (their language model)",
-        language_models=("MistralForCausalLM", "Ministral3ForCausalLM"),
+        models="Mistral Small 3, Magistral, Ministral 3, Mistral 4 (their language model)",
+        language_models=("MistralForCausalLM", "Ministral3ForCausalLM", "Mistral4ForCausalLM"),
         beginnings=INSIDE_LLAVA,
     ),
 }

@@ -2,21 +2,114 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollout.models.families.declare import (
     ATTENTION_BIAS,
+    NORMS_AFTER,
     SHARED_EXPERTS,
     Family,
     If,
     Key,
     MoEFamily,
     Power,
+    deepseek_moe,
     ropes_in_windows,
+    ropes_in_windows_if_any,
+    sparse_by_interval,
+    sparse_by_type,
     sparse_from,
     windows_by_type,
 )
-from rollout.models.spec import LayerNames, MoENames
+from rollout.models.spec import DenseNames, LayerNames, ModelNames, MoENames
+
+_USE_BIAS = Key("use_bias")
+_ERNIE = Family(
+    model_type="ernie4_5",
+    models="ERNIE 4.5",
+    qkv_bias=_USE_BIAS,
+    o_bias=_USE_BIAS,
+    mlp_bias=_USE_BIAS,
+    interleaved_rope=True,
+)
 
 FAMILIES: dict[str, Family] = {
+    "HYV3ForCausalLM": Family(
+        model_type="hy_v3",
+        models="Hunyuan 3",
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        mlp_bias=Key("mlp_bias"),
+        qk_norm="head",
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=True,
+            scoring="sigmoid",
+            router_bias=True,
+            router_float32=True,
+            scale=Key("router_scaling_factor"),
+            sparse=sparse_by_type,
+            shared_experts=Key("num_shared_experts"),
+            names=MoENames(
+                router=("mlp.router.gate", "mlp.gate"),
+                router_bias=("mlp.expert_bias", "mlp.e_score_correction_bias"),
+                shared=DenseNames(("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"), "mlp.shared_mlp.down_proj"),
+            ),
+        ),
+        unused=("model.layers.80.",),  # the layer for multi-token prediction of the published checkpoint
+        names=ModelNames(parts=((".mlp.shared_mlp.", (".mlp.shared_mlp.", ".mlp.shared_experts.")),)),
+    ),
+    "Exaone4ForCausalLM": Family(
+        model_type="exaone4",
+        models="EXAONE 4",
+        qk_norm="head",
+        windows=windows_by_type,
+        ropes=ropes_in_windows_if_any,
+        norms="after",
+        layer_names=NORMS_AFTER,
+    ),
+    "ExaoneMoeForCausalLM": Family(
+        model_type="exaone_moe",
+        models="K-EXAONE",
+        qk_norm="head",
+        windows=windows_by_type,
+        ropes=ropes_in_windows_if_any,
+        moe=replace(
+            deepseek_moe(sparse_by_type),
+            experts=Key("num_experts"),
+            shared_experts=Key("num_shared_experts"),
+            names=MoENames(
+                router_bias=("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"), shared=SHARED_EXPERTS
+            ),
+        ),
+    ),
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "Ernie4_5_MoeForCausalLM": replace(
+        _ERNIE,
+        model_type="ernie4_5_moe",
+        models="ERNIE 4.5 with experts",
+        unused=("model.mtp_",),
+        moe=MoEFamily(
+            experts=Key("moe_num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            top_k=Key("moe_k"),
+            renormalize=True,
+            router_bias=True,
+            router_float32=True,
+            least_sum=Key("moe_norm_min"),
+            sparse=sparse_by_interval,
+            shared_experts=Key("moe_num_shared_experts"),
+            names=MoENames(
+                router_bias=(
+                    "mlp.moe_statics.e_score_correction_bias",
+                    "mlp.gate.moe_statics.e_score_correction_bias",
+                ),
+                bias_row=True,
+                shared=SHARED_EXPERTS,
+            ),
+        ),
+    ),
     "MiniMaxM2ForCausalLM": Family(
         model_type="minimax_m2",
         models="MiniMax-M2",

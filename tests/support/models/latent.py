@@ -60,6 +60,12 @@ LATENT: dict[str, dict[str, Any]] = {
     # As DeepSeek-V2-Lite.
     "DeepseekV2": {"q_lora_rank": None, "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
     "DeepseekV2 groups": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "Mistral4": {
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+    },
     # As GLM-4.7-Flash: values are wider than what does not turn.
     "Glm4MoeLite": {"v_head_dim": 20, "norm_topk_prob": True, "n_shared_experts": 1},
 }

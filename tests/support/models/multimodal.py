@@ -54,6 +54,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         _VISION | _PIXTRAL,
         {"tie_word_embeddings": True},
     ),
+    "Kimi-K2.5": (
+        "Kimi_K25",
+        {
+            "model_type": "kimi_k2", "num_key_value_heads": 4, "q_lora_rank": 22, "kv_lora_rank": 18, "head_dim": 8,
+            "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 14, "n_routed_experts": 8, "n_group": 1,
+            "topk_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 20,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        {"projection_hidden_size": 16, "tie_word_embeddings": False},
+    ),
     "Qwen3.5": ("Qwen3_5", _QWEN, _QWEN_VISION, {"tie_word_embeddings": False}),
     "Qwen3.5-MoE": ("Qwen3_5Moe", _QWEN | _EXPERTS, _QWEN_VISION, {"tie_word_embeddings": False}),
 }  # fmt: skip

@@ -76,6 +76,31 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
         },
         True,
     ),
+    "HYV3": (
+        EXPERTS | {
+            "num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse", "sparse"], "router_scaling_factor": 1.7,
+            "head_dim": 16, "attention_bias": True,
+        },
+        True,
+    ),
+    "Exaone4": ({"sliding_window": 6, "layer_types": LAYER_TYPES, "head_dim": 12}, False),
+    "Exaone4 full": ({"sliding_window": None, "layer_types": ["full_attention"] * 3}, False),
+    "ExaoneMoe": (
+        EXPERTS | {
+            "num_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "num_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse", "sparse"], "routed_scaling_factor": 1.7, "sliding_window": 6,
+            "layer_types": LAYER_TYPES, "head_dim": 12,
+        },
+        True,
+    ),
+    "Ernie4_5": ({"use_bias": True, "head_dim": 12}, True),
+    "Ernie4_5_Moe": (
+        {
+            "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_norm_min": 0.5,
+        },
+        True,
+    ),
     "MiniMaxM2": (
         EXPERTS | {
             "num_local_experts": 6, "head_dim": 16, "rotary_dim": 8,

@@ -28,6 +28,7 @@ RULES: dict[str, tuple[int, RouterSpec]] = {
     ),
     "kimi": (384, RouterSpec("sigmoid", 8, True, bias=True, float32=True, scale=2.8)),
     "not renormalised": (40, RouterSpec("sigmoid", 3, False, bias=True, scale=0.7)),
+    "ernie": (40, RouterSpec("softmax", 3, True, bias=True, float32=True, least_sum=0.4)),
     "softmax with a bias": (40, RouterSpec("softmax", 3, True, bias=True)),
 }
 
@@ -38,7 +39,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def rule_of(spec: RouterSpec) -> ScoreRule:
     best = (spec.groups, spec.top_groups, spec.group_best)
-    return ScoreRule(spec.scoring, spec.top_k, spec.renormalize, *best, spec.scale)
+    return ScoreRule(spec.scoring, spec.top_k, spec.renormalize, *best, spec.scale, spec.least_sum)
 
 
 @pytest.mark.parametrize("shared", [NO_SHARED, *nightly((Shared(1),), (Shared(1, True),), (Shared(2),))])

@@ -410,12 +410,12 @@ def test_files_of_the_hub_are_known(name: str, tmp_path: Path) -> None:
     assert set(read_config(tmp_path).unknown) == {"new_key"} | inside
 
 
-#: Of the keys without an effect, those that modelling code reads: for training, or for what a forward returns.
+#: Of the keys without an effect, those that modelling code reads: for training, for what a forward returns, for a rounding.
 _READ_IN_VAIN = {
     *("attention_dropout", "resid_pdrop", "residual_dropout", "router_jitter_noise", "initializer_range"),
     *("output_router_logits", "router_aux_loss_coef", "pad_token_id", "_attn_implementation", "num_labels"),
     *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"),
-    *("image_token_id", "video_token_id", "vision_start_token_id", "use_cache"),
+    *("image_token_id", "video_token_id", "vision_start_token_id", "use_cache", "enable_moe_fp32_combine"),
 }
 
 

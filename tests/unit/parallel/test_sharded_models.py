@@ -50,8 +50,9 @@ EVEN: dict[str, dict[str, Any]] = {
     "DeepseekV3 moonlight": {"num_attention_heads": 8, "num_key_value_heads": 8},
     "DeepseekV3": {"moe_intermediate_size": 20},
     "Glm4MoeLite": {"moe_intermediate_size": 20},
+    "Mistral4": {"moe_intermediate_size": 20},
 }  # fmt: skip
-EXPERT_COUNTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
+EXPERT_COUNTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8}
 #: As Llama 3.1 70B and Qwen3-235B-A22B over eight ranks: a KV head for each, and one for two ranks.
 EIGHT: dict[str, dict[str, Any]] = {
     "llama": {
