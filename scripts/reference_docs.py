@@ -298,7 +298,8 @@ def _marked(models: str, marks: list[str]) -> str:
 def _marks(architecture: str, family: Family) -> list[str]:
     """What the introduction of the page calls marks."""
     marks = ["MLA"] if family.latent else []
-    marks += [] if family.mtp is None else ["MTP"]
+    drafts = family.mtp is not None and not (family.latent and family.latent.indexer)
+    marks += ["MTP"] if drafts else []
     compared = architecture if family.read_as is None else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.read_as]
     return marks if compared == architecture or architecture in MULTIMODAL else [*marks, f"compared with `{compared}`"]
 

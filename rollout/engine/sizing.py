@@ -24,8 +24,10 @@ from rollout.engine.features.all import keeps_token_ids
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.engine.step.row_state import RowState
+from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.lora_slots import AdapterSlots
+from rollout.models.spec import LatentSpec
 
 _GIB = 2**30
 #: States on the host for each row, those of known prefixes included.
@@ -189,7 +191,7 @@ def kv_dtype(settings: EngineSettings, model: LanguageModel, target: DeviceTarge
     if settings.kv_dtype == "auto":
         return model.embed.dtype
     target = target or DeviceTarget.of(model)
-    if any(shape.v_dim == 0 for shape in model.spec.kv_shapes):
+    if isinstance(model, Decoder) and any(isinstance(layer.mixer, LatentSpec) for layer in model.spec.layers):
         raise ValueError("kv_dtype = fp8_e4m3 is not possible for latent attention: use auto")
     odd = next((dim for shape in model.spec.kv_shapes for dim in (shape.k_dim, shape.v_dim) if dim % 4), None)
     if target.kind == "cuda" and odd is not None:

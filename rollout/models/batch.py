@@ -117,6 +117,14 @@ class AttentionBatch:
             self._shared[key] = make()
         return self._shared[key]
 
+    def keep(self, key: Any, value: Any) -> None:
+        """Give the layers after this one a value, in the place of an earlier one of this key."""
+        self._shared[key] = value
+
+    def kept(self, key: Any) -> Any:
+        """The last value that a layer before this one kept under `key`."""
+        return self._shared[key]
+
     def decode_plan(
         self, window: int | None, k_cache_PSGD: torch.Tensor, q_TQD: torch.Tensor
     ) -> DecodePlan | DecodeWork:
@@ -184,7 +192,8 @@ class LayerKV(NamedTuple):
 class KVCache:
     """The pool of KV pages: for each layer that has KV, keys and values [P, S, G, D] with the heads of that layer.
 
-    Keys and values of a layer may have different dimensions. Where values are in the keys, `v` has no dimension.
+    Keys and values of a layer may have different dimensions. Where values are in the keys, `v` has no dimension, or the
+    keys of an indexer.
 
     Either in the model's dtype, or as e4m3 codes (uint8), and then with float32 scales [P, 2, G, S], keys' first.
     With `tokens`, a page also holds the ids of its tokens; drafts by n-grams are found there.

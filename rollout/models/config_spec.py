@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rollout.models.families.declare import DeltaNetFamily, Family, If, Key, LatentFamily, MoEFamily, Power
+from rollout.models.families.declare import (
+    DeltaNetFamily,
+    Family,
+    If,
+    IndexerFamily,
+    Key,
+    LatentFamily,
+    MoEFamily,
+    Power,
+)
 from rollout.models.longrope import first_border, rope_maps
 from rollout.models.registry import check_supported, family_of
 from rollout.models.spec import (
@@ -21,6 +30,7 @@ from rollout.models.spec import (
     DraftNames,
     DraftSpec,
     FeedForwardSpec,
+    IndexerSpec,
     KVMixerSpec,
     LatentSpec,
     LayerSpec,
@@ -135,6 +145,8 @@ def _mtp(config: Any, family: Family, layers: tuple[LayerSpec, ...]) -> DraftSpe
     mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, KVMixerSpec)]
     if mtp is None or not prefixes or not mixers:
         return None
+    if isinstance(mixers[-1], LatentSpec) and (mixers[-1].indexer or mixers[-1].shares_choice):
+        return None  # such a layer would need an indexer of its own
     assert last.norms == "before", "as all of them"
     return DraftSpec(
         hidden=config.hidden_size,
@@ -163,15 +175,21 @@ def _mtp(config: Any, family: Family, layers: tuple[LayerSpec, ...]) -> DraftSpe
 def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     count = config.num_hidden_layers
     sparse = (False,) * count if family.moe is None else family.moe.sparse(config)
-    mixers = list(zip(family.windows(config), family.ropes(config), strict=True))
-    ropes = {kind: _rope(config, kind, family) for _, kind in mixers}
+    indexer = None if family.latent is None else family.latent.indexer
+    indexed = (None,) * count if indexer is None else indexer.kinds(config)
+    mixers = list(zip(family.windows(config), family.ropes(config), indexed, strict=True))
+    ropes = {kind: _rope(config, kind, family) for _, kind, _ in mixers}
     attention: dict[Any, KVMixerSpec] = {}
-    for window, kind in set(mixers):
+    for mixer in set(mixers):
+        window, kind, index = mixer
         if family.latent is None:
-            attention[window, kind] = _attention(config, family, ropes[kind], window)
+            attention[mixer] = _attention(config, family, ropes[kind], window)
         else:
             growth = _growth(config) if family.grown_queries else None
-            attention[window, kind] = _latent(config, family.latent, ropes[kind], growth)
+            spec = _latent(config, family.latent, ropes[kind], growth)
+            if index == "full" and indexer is not None:
+                spec = replace(spec, indexer=_indexer(config, indexer, spec))
+            attention[mixer] = replace(spec, shares_choice=index == "shared")
     linear, delta_net = (False,) * count, None
     if family.linear is not None and any(linear := family.linear.linear(config)):
         if _activation(config, family) != "silu":
@@ -288,6 +306,15 @@ def _latent(config: Any, family: LatentFamily, rope: RopeSpec, growth: QueryGrow
     if spec.bias and spec.q_rank is None:
         raise ValueError(f"{family.bias.name} needs {family.q_rank.name}: the product of queries alone has no bias")
     return spec
+
+
+def _indexer(config: Any, family: IndexerFamily, latent: LatentSpec) -> IndexerSpec:
+    if latent.q_rank is None:
+        raise ValueError("an indexer needs q_lora_rank: its queries are made of the latents of queries")
+    heads, dim, top_k = (_value(config, key) for key in (family.heads, family.dim, family.top_k))
+    if dim < latent.rope_dim:
+        raise ValueError(f"{family.dim.name} ({dim}) must be at least the {latent.rope_dim} dimensions that turn")
+    return IndexerSpec(latent.hidden, latent.q_rank, heads, dim, top_k, family.interleaved)
 
 
 def _dense(config: Any, family: Family) -> DenseSpec:

@@ -29,6 +29,7 @@ from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch, PromptChunk
+from rollout.models.indexer import Choice, Indexer, chosen_attention
 from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, grown
 from rollout.models.names import Region, one_name
 from rollout.models.spec import LatentSpec
@@ -71,13 +72,17 @@ class LatentAttention(Block):
         self.kv_norm = RMSNorm(spec.kv_rank, spec.eps, dtype, device)
         self.kv_b_proj = Linear(spec.kv_b, dtype, device)
         self.o_proj = Linear(spec.o, dtype, device, group, format)
+        self.indexer = None if spec.indexer is None else Indexer(spec.indexer, dtype, device)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""
         batch, cache_PS1L = context.batch, context.kv.layer(self.kv_index).k_PSGD
-        q_TQX, latent_TL = self._project(x_TH, context)
+        q_TQX, latent_TL, latent_q_TK = self._project(x_TH, context)
         write_latent(latent_TL, cache_PS1L, context.slots_T)
-        if batch.chunks is None:
+        choice = self._choose(x_TH, latent_q_TK, context)
+        if choice is not None:
+            out_TQV = self._attend_to(choice, q_TQX, cache_PS1L)
+        elif batch.chunks is None:
             rows = AbsorbedRows(0, batch.page_table_BP, batch.context_lens_B, batch.max_context)
             out_TQV = self._absorb(q_TQX, rows, cache_PS1L, batch)
         else:
@@ -99,13 +104,36 @@ class LatentAttention(Block):
                 )
         return out_TQV
 
-    def _project(self, x_TH: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [T, Q, X], and what is kept of the tokens, [T, L]; both turned."""
+    def _choose(self, x_TH: torch.Tensor, latent_q_TK: torch.Tensor, context: StepContext) -> Choice | None:
+        """The tokens that the step's tokens attend to; None if these are all tokens before them."""
+        indexer, batch = self.indexer, context.batch
+        if self.spec.shares_choice:
+            return batch.kept(Choice)
+        if indexer is None:
+            return None
+        cos_T1D, sin_T1D = context.cos_sin[self.rope]
+        if self.spec.rope.interleaved and not indexer.spec.interleaved:  # neighbours have one angle
+            cos_T1D, sin_T1D = (torch.cat((part[..., ::2], part[..., 1::2]), dim=-1) for part in (cos_T1D, sin_T1D))
+        keys_PS1D = context.kv.layer(self.kv_index).v_PSGD
+        queries = indexer(x_TH, latent_q_TK, (cos_T1D, sin_T1D), context.slots_T, keys_PS1D)
+        choice = indexer.choose(queries, batch, keys_PS1D)
+        batch.keep(Choice, choice)
+        return choice
+
+    def _attend_to(self, choice: Choice, q_TQX: torch.Tensor, cache_PS1L: torch.Tensor) -> torch.Tensor:
+        """Attention over chosen tokens, [T, Q, V]."""
+        spec = self.spec
+        q_TQL = self._absorbed(q_TQX)
+        return self._values(chosen_attention(q_TQL, cache_PS1L, choice, rank=spec.kv_rank, scale=spec.scale))
+
+    def _project(self, x_TH: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [T, Q, X], what is kept of the tokens, [T, L], both turned; and the latents of queries, if any."""
         spec, adapters = self.spec, context.batch.adapters
         all_TN = self.in_proj(x_TH)
         if adapters is not None:
             adapters.add(self.layer, "qkv", all_TN, x_TH)
         q_TN, latent_TR, turned_TD = all_TN.split((spec.inputs.widths[0], spec.kv_rank, spec.rope_dim), dim=1)
+        latent_q_TK = q_TN
         if self.q_norm is not None and self.q_b_proj is not None:
             latent_q_TK = self.q_norm(q_TN)
             q_TN = self.q_b_proj(latent_q_TK)
@@ -115,7 +143,7 @@ class LatentAttention(Block):
         both = torch.cat((q_TQX[..., spec.nope_dim :], turned_TD[:, None]), dim=1)
         q_TQD, turned_T1D = apply_rope(both, *cos_sin, spec.rope.interleaved).split((spec.heads, 1), dim=1)
         q_TQX = grown(torch.cat((q_TQX[..., : spec.nope_dim], q_TQD), dim=-1), spec.growth, context.batch)
-        return q_TQX, torch.cat((self.kv_norm(latent_TR), turned_T1D[:, 0]), dim=-1)
+        return q_TQX, torch.cat((self.kv_norm(latent_TR), turned_T1D[:, 0]), dim=-1), latent_q_TK
 
     def _kv_b(self) -> torch.Tensor:
         """The weights by which each head makes keys, then values, of a latent: [Q, Y, R], a view."""
@@ -126,9 +154,7 @@ class LatentAttention(Block):
     ) -> torch.Tensor:
         """Attention of queries, each the last of its context, without expanded keys; [T, Q, V]."""
         spec = self.spec
-        key_QNR, value_QVR = self._kv_b().split((spec.nope_dim, spec.value_dim), dim=1)
-        q_QTR = torch.bmm(q_TQX[..., : spec.nope_dim].transpose(0, 1), key_QNR)
-        q_TQL = torch.cat((q_QTR.transpose(0, 1), q_TQX[..., spec.nope_dim :]), dim=-1)
+        q_TQL = self._absorbed(q_TQX)
         plan = batch.shared(
             ("plan of absorbed rows", rows.number, spec.heads),
             lambda: plan_latent_decode(
@@ -138,6 +164,17 @@ class LatentAttention(Block):
         sums_TQR = latent_decode_attention(
             q_TQL, cache_PS1L, rows.page_table_BP, rows.context_lens_B, rank=spec.kv_rank, scale=spec.scale, plan=plan
         )
+        return self._values(sums_TQR)
+
+    def _absorbed(self, q_TQX: torch.Tensor) -> torch.Tensor:
+        """Queries that meet latents, [T, Q, L]."""
+        nope = self.spec.nope_dim
+        q_QTR = torch.bmm(q_TQX[..., :nope].transpose(0, 1), self._kv_b()[:, :nope])
+        return torch.cat((q_QTR.transpose(0, 1), q_TQX[..., nope:]), dim=-1)
+
+    def _values(self, sums_TQR: torch.Tensor) -> torch.Tensor:
+        """The values of weighted sums of latents, [T, Q, V]."""
+        value_QVR = self._kv_b()[:, self.spec.nope_dim :]
         return torch.bmm(sums_TQR.transpose(0, 1), value_QVR.transpose(1, 2)).transpose(0, 1)
 
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
@@ -152,6 +189,8 @@ class LatentAttention(Block):
         if self.q_norm is not None and self.q_b_proj is not None:
             regions += [one_name(f"{prefix}{names.q_norm}.weight", self.q_norm.weight), *self.q_b_proj.regions(prefix)]
         regions.append(one_name(f"{prefix}{names.kv_norm}.weight", self.kv_norm.weight))
+        if self.indexer is not None:
+            regions += self.indexer.regions(prefix)
         return regions + self.kv_b_proj.regions(prefix) + self.o_proj.regions(prefix)
 
 

@@ -18,6 +18,7 @@ from rollout.models.families.declare import (
     DeltaNetFamily,
     Family,
     If,
+    IndexerFamily,
     Key,
     LatentFamily,
     MoEFamily,
@@ -188,7 +189,9 @@ def size_rules() -> dict[str, Rule]:
     return {name: _COMMON[name] for name in _SIZES} | dict.fromkeys(_EXPERT_COUNTS, integer(0, 1 << 14))
 
 
-def _rules(declaration: Family | MoEFamily | DeltaNetFamily | LatentFamily | MTPFamily) -> dict[str, Rule]:
+def _rules(
+    declaration: Family | MoEFamily | DeltaNetFamily | LatentFamily | IndexerFamily | MTPFamily,
+) -> dict[str, Rule]:
     rules: dict[str, Rule] = dict.fromkeys(getattr(declaration, "unsupported", ()), FLAG)
     for entry in fields(declaration):
         match getattr(declaration, entry.name):
@@ -200,7 +203,7 @@ def _rules(declaration: Family | MoEFamily | DeltaNetFamily | LatentFamily | MTP
                 rules[name] = FLAG
             case ByLayer() as values:
                 rules |= values.rules
-            case MoEFamily() | DeltaNetFamily() | LatentFamily() | MTPFamily() as part:
+            case MoEFamily() | DeltaNetFamily() | LatentFamily() | IndexerFamily() | MTPFamily() as part:
                 rules |= _rules(part)
     return rules
 

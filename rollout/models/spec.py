@@ -57,7 +57,10 @@ class RopeSpec:
 
 
 class KVShape(NamedTuple):
-    """The KV of a token in one layer: a key and a value for each KV head; a `v_dim` of 0 if values are in the keys."""
+    """The KV of a token in one layer: a key and a value for each KV head; a `v_dim` of 0 if values are in the keys.
+
+    Of latent attention with an indexer, the indexer's keys stand in the place of values.
+    """
 
     heads: int
     k_dim: int
@@ -249,6 +252,39 @@ class LatentNames(NamedTuple):
     o: str = "self_attn.o_proj"
 
 
+class IndexerNames(NamedTuple):
+    """Modules of an indexer."""
+
+    q: str = "self_attn.indexer.wq_b"
+    k: str = "self_attn.indexer.wk"
+    k_norm: str = "self_attn.indexer.k_norm"
+    weights: str = "self_attn.indexer.weights_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """The choice of the tokens that take part in latent attention; see `rollout.models.indexer`."""
+
+    hidden: int
+    q_rank: int  # width of the latent that its queries are made of
+    heads: int
+    dim: int  # dimensions of a head, of which the first ones turn
+    top_k: int  # tokens that a token attends to
+    interleaved: bool  # a dimension turns with its neighbour, whatever those of latent attention do
+    eps: float = 1e-6  # epsilon of the norm of keys
+    names: IndexerNames = IndexerNames()
+
+    @property
+    def q(self) -> LinearSpec:
+        """The product that makes queries."""
+        return LinearSpec(self.q_rank, (self.names.q,), (self.heads * self.dim,), False)
+
+    @property
+    def k(self) -> LinearSpec:
+        """The product that makes the key of a token."""
+        return LinearSpec(self.hidden, (self.names.k,), (self.dim,), False)
+
+
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1): all heads share one latent a token.
@@ -269,6 +305,8 @@ class LatentSpec:
     eps: float  # epsilon of the norms of latents
     names: LatentNames = LatentNames()
     growth: QueryGrowth | None = None
+    indexer: IndexerSpec | None = None  # chooses tokens, also for the layers after it that share its choice
+    shares_choice: bool = False  # it uses the choice of the last indexer before it
     shard: Shard | None = None  # the heads above are those of one rank; latents are whole on every rank
 
     @property
@@ -319,8 +357,8 @@ class LatentSpec:
 
     @property
     def kv_shape(self) -> KVShape:
-        """The KV of a token: one head, whose values are the first dimensions of its key."""
-        return KVShape(1, self.latent_dim, 0)
+        """The KV of a token: one head, whose values are the first dimensions of its key; then the indexer's key."""
+        return KVShape(1, self.latent_dim, 0 if self.indexer is None else self.indexer.dim)
 
 
 class DeltaNetNames(NamedTuple):

@@ -38,7 +38,7 @@ from rollout.models.decoder import Decoder
 from rollout.models.fallback.probe import probe_layers
 from rollout.models.families import FAMILIES
 from rollout.models.random_init import fill_random
-from rollout.models.spec import AttentionSpec, KVMixerSpec, ModelSpec
+from rollout.models.spec import AttentionSpec, KVMixerSpec, LatentSpec, ModelSpec
 from rollout.models.state_pool import StatePool
 from rollout.process.host_memory import available_bytes
 
@@ -192,7 +192,7 @@ def _with_layers(cls: Any, whole: Any, outline: Any, chosen: Sequence[int]) -> A
     """A module on the CPU with these layers of the outline; it changes their config, which is `whole`."""
     text = whole.get_text_config()
     for name, value in vars(text).copy().items():
-        if name.endswith("layer_types") and isinstance(value, list):
+        if name.endswith(("layer_types", "indexer_types")) and isinstance(value, list):
             setattr(text, name, [value[index] for index in chosen])
     text.num_hidden_layers = len(chosen)
     module, layers = _module(cls, whole, _CPU), _layers(outline)
@@ -302,6 +302,8 @@ def _logits(model: Decoder, ids: torch.Tensor, positions: torch.Tensor) -> torch
 
 def _other_windows(model: Decoder, module: Any) -> str:
     """How the windows of transformers' layers differ; empty if they do not."""
+    if any(isinstance(layer.mixer, LatentSpec) and layer.mixer.indexer for layer in model.spec.layers):
+        return ""  # transformers' classes with indexers have none, and their attention cannot be probed
     with torch.inference_mode():
         theirs = [facts.window for facts in probe_layers(module, model.spec.vocab).values()]
     mixers = [layer.mixer for layer in model.spec.layers if isinstance(layer.mixer, KVMixerSpec)]

@@ -252,6 +252,35 @@ class DeltaNetFamily:
     layer_names: LayerNames = LayerNames()
 
 
+@by_layer(layer_types=layer_list(str))
+def all_indexed(config: Any) -> tuple[str, ...]:
+    """Every layer has an indexer."""
+    if set(config.layer_types) != {"indexed_attention"}:
+        raise ValueError(f"layer_types {config.layer_types!r:.80} is not supported: all must be indexed_attention")
+    return ("full",) * config.num_hidden_layers
+
+
+@by_layer(layer_types=layer_list(str), indexer_types=layer_list(str))
+def indexed_by_type(config: Any) -> tuple[str, ...]:
+    """The config names the layers with an indexer, and those that share the choice of the last one."""
+    all_indexed.function(config)
+    kinds = tuple(config.indexer_types)
+    if not set(kinds) <= {"full", "shared"} or kinds[:1] == ("shared",):
+        raise ValueError(f"indexer_types {kinds!r:.80} is not supported; supported: full, shared, the first one full")
+    return kinds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerFamily:
+    """The sparse attention of a family."""
+
+    heads: Key = declared(integer(1, 4096), Key("index_n_heads"))
+    dim: Key = declared(integer(2, 8192), Key("index_head_dim"))
+    top_k: Key = declared(integer(1, 1 << 26), Key("index_topk"))
+    interleaved: bool = False
+    kinds: ByLayer[str] = all_indexed  # "full": it has an indexer; "shared": it uses the choice of the last one
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentFamily:
     """The latent attention of a family."""
@@ -264,6 +293,7 @@ class LatentFamily:
     bias: Key = declared(FLAG, Key("attention_bias"))
     eps: float = 1e-6  # epsilon of the norms of latents; transformers' default, whatever `rms_norm_eps` is
     names: LatentNames = LatentNames()
+    indexer: IndexerFamily | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,14 @@ from rollout.models.families.declare import (
     INSIDE_LLAVA,
     SHARED_EXPERTS,
     Family,
+    IndexerFamily,
     Key,
     LatentFamily,
     MoEFamily,
     MTPFamily,
     Multimodal,
     deepseek_moe,
+    sparse_by_type,
     sparse_from,
 )
 from rollout.models.spec import MoENames
@@ -25,6 +27,15 @@ FAMILIES: dict[str, Family] = {
         latent=LatentFamily(),
         mtp=MTPFamily(),
         moe=deepseek_moe(sparse_from("first_k_dense_replace")),
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        model_type="deepseek_v32",
+        models="DeepSeek-V3.2",
+        unsupported=("mlp_bias",),
+        interleaved_rope=True,
+        latent=LatentFamily(indexer=IndexerFamily()),
+        mtp=MTPFamily(),
+        moe=deepseek_moe(sparse_by_type),
     ),
     "DeepseekV2ForCausalLM": Family(
         model_type="deepseek_v2",

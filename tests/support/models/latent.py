@@ -60,6 +60,24 @@ LATENT: dict[str, dict[str, Any]] = {
     # As DeepSeek-V2-Lite.
     "DeepseekV2": {"q_lora_rank": None, "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
     "DeepseekV2 groups": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    # Prompts are several times longer than what a token attends to; many heads, so that hardly any scores are 0.
+    "DeepseekV32": {
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "index_n_heads": 16,
+        "index_head_dim": 12,
+        "index_topk": 9,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.3},
+    },
+    "GlmMoeDsa": {
+        "num_hidden_layers": 4,
+        "n_shared_experts": 1,
+        "index_n_heads": 16,
+        "index_head_dim": 12,
+        "index_topk": 9,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
     "Mistral4": {
         "n_group": 4,
         "topk_group": 2,

@@ -410,7 +410,7 @@ def test_files_of_the_hub_are_known(name: str, tmp_path: Path) -> None:
     assert set(read_config(tmp_path).unknown) == {"new_key"} | inside
 
 
-#: Of the keys without an effect, those that modelling code reads: for training, for what a forward returns, for a rounding.
+#: Of the keys without an effect, those that modelling code reads: for training, for what a forward returns, to round.
 _READ_IN_VAIN = {
     *("attention_dropout", "resid_pdrop", "residual_dropout", "router_jitter_noise", "initializer_range"),
     *("output_router_logits", "router_aux_loss_coef", "pad_token_id", "_attn_implementation", "num_labels"),

@@ -129,6 +129,9 @@ def test_random_weights_give_finite_logits(made: Any) -> None:
         ("DeepseekV3", {"v_head_dim": None}, "v_head_dim"),
         ("DeepseekV3", {"num_key_value_heads": 2}, "num_key_value_heads"),
         ("DeepseekV3", {"q_lora_rank": None}, "attention_bias"),
+        ("DeepseekV32", {"index_head_dim": 6}, "index_head_dim"),
+        ("DeepseekV32", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("GlmMoeDsa", {"indexer_types": ["shared", "full", "full", "full"]}, "indexer_types"),
     ],
 )
 def test_a_config_that_asks_for_something_else_is_refused(name: str, wrong: dict[str, Any], says: str) -> None:

@@ -51,6 +51,8 @@ EVEN: dict[str, dict[str, Any]] = {
     "DeepseekV3": {"moe_intermediate_size": 20},
     "Glm4MoeLite": {"moe_intermediate_size": 20},
     "Mistral4": {"moe_intermediate_size": 20},
+    "DeepseekV32": {"moe_intermediate_size": 20},
+    "GlmMoeDsa": {"moe_intermediate_size": 20},
 }  # fmt: skip
 EXPERT_COUNTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8}
 #: As Llama 3.1 70B and Qwen3-235B-A22B over eight ranks: a KV head for each, and one for two ranks.

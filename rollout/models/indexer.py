@@ -1,0 +1,159 @@
+"""Sparse attention: an indexer chooses the tokens of the context that each token attends to.
+
+    query latent --product--> heads of queries       token --product, norm--> one key --> cache, beside the latent
+    score of a token of the context = sum over heads of  weight(token) relu(query . key)
+    the `top_k` tokens with the largest scores take part in latent attention; up to so many, all take part
+
+The choice is exact: it scores the whole context. Layers without an indexer use the choice of the last one before them.
+The work is bounded by host integers alone, so steps can be captured.
+
+Source: DeepSeek-V3.2 (arXiv 2512.02556, section 2.1). Legend: T tokens, H heads of the indexer, D their dimension, C
+positions of a context, K chosen tokens, Q query heads, L what the cache keeps of a token, R width of the latent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rollout_kernels import apply_rope
+from rollout_kernels.attention.latent import write_latent
+
+from rollout.models.batch import AttentionBatch
+from rollout.models.layers import Block, Linear, empty_parameter
+from rollout.models.names import Region, one_name
+from rollout.models.spec import IndexerSpec
+
+#: Scores, or latents of chosen tokens, that are in memory at once, bytes; those of one token at least.
+_AT_ONCE_BYTES = 256 << 20
+
+
+class Choice(NamedTuple):
+    """The tokens that each token of a step attends to."""
+
+    slots_TK: torch.Tensor  # int64: their places in the cache, as in `AttentionBatch.kv_slots_T`
+    live_TK: torch.Tensor  # false where a context has fewer tokens
+
+
+class Queries(NamedTuple):
+    """The queries of a step."""
+
+    q_THD: torch.Tensor
+    weights_TH: torch.Tensor  # float32
+
+
+class Indexer(Block):
+    """Keeps a key of each token in pages, and chooses tokens by it."""
+
+    def __init__(self, spec: IndexerSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.q_proj, self.k_proj = Linear(spec.q, dtype, device), Linear(spec.k, dtype, device)
+        self.k_norm = _LayerNorm(spec.dim, spec.eps, dtype, device)
+        # The weights of heads decide between nearly equal scores; transformers keeps them in float32, too.
+        self.head_weights = empty_parameter(spec.heads, spec.hidden, dtype=torch.float32, device=device)
+
+    def forward(
+        self,
+        x_TH: torch.Tensor,
+        latent_TK: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        slots_T: torch.Tensor,
+        keys_PS1D: torch.Tensor,
+    ) -> Queries:
+        """The queries of a step, from the normalised `x_TH` and the latents of its queries; keys go to the cache."""
+        spec = self.spec
+        q_THD = self.q_proj(latent_TK).unflatten(1, (spec.heads, spec.dim))
+        both_TXD = torch.cat((q_THD, self.k_norm(self.k_proj(x_TH))[:, None]), dim=1)
+        q_THD, k_T1D = apply_rope(both_TXD, *cos_sin, spec.interleaved).split((spec.heads, 1), dim=1)
+        write_latent(k_T1D[:, 0], keys_PS1D, slots_T)
+        return Queries(q_THD, F.linear(x_TH.float(), self.head_weights) * (spec.heads * spec.dim) ** -0.5)
+
+    def choose(self, queries: Queries, batch: AttentionBatch, keys_PS1D: torch.Tensor) -> Choice | None:
+        """The tokens that a step's tokens attend to; None if these are all tokens before them."""
+        if batch.max_context <= self.spec.top_k:
+            return None
+        page_size = keys_PS1D.shape[1]
+        columns = -(-batch.max_context // page_size)
+        table_BP, positions_C = (
+            batch.page_table_BP[:, :columns].long(),
+            torch.arange(columns * page_size, device=keys_PS1D.device),
+        )
+        slots, live = [], []
+        for tokens, row, count in _spans(batch, self.spec.heads * columns * page_size):
+            pages_P = table_BP[row, : -(-count // page_size)]
+            keys_XCD = keys_PS1D[pages_P].flatten(-4, -2)
+            seen_C = positions_C[: keys_XCD.shape[-2]]
+            scores_TC = _scores(queries, tokens, keys_XCD)
+            scores_TC = scores_TC.masked_fill(seen_C > batch.positions_T[tokens][:, None], -math.inf)
+            best = scores_TC.topk(min(self.spec.top_k, len(seen_C)), dim=1)
+            pages_TK = pages_P.expand(len(scores_TC), -1).gather(1, best.indices // page_size)
+            missing = (0, self.spec.top_k - best.indices.shape[1])
+            slots.append(F.pad(pages_TK * page_size + best.indices % page_size, missing))
+            live.append(F.pad(best.values > -math.inf, missing))
+        return Choice(torch.cat(slots), torch.cat(live))
+
+    def regions(self, prefix: str) -> list[Region]:
+        """Hugging Face tensors under the layer's `prefix`."""
+        names = self.spec.names
+        return [
+            *self.q_proj.regions(prefix),
+            *self.k_proj.regions(prefix),
+            one_name(f"{prefix}{names.k_norm}.weight", self.k_norm.weight),
+            one_name(f"{prefix}{names.k_norm}.bias", self.k_norm.bias),
+            one_name(f"{prefix}{names.weights}.weight", self.head_weights),
+        ]
+
+
+class _LayerNorm(Block):
+    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(width, dtype=dtype, device=device)
+        self.bias = empty_parameter(width, dtype=dtype, device=device)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def _spans(batch: AttentionBatch, values: int) -> Iterator[tuple[slice, slice | int, int]]:
+    """Tokens that are scored at once, their row or rows, and a bound on their contexts.
+
+    `values` is the number of float32 scores of a token, by head.
+    """
+    most = max(1, _AT_ONCE_BYTES // (torch.float32.itemsize * values))
+    if batch.chunks is None:
+        for begin in range(0, len(batch.context_lens_B), most):
+            some = slice(begin, min(begin + most, len(batch.context_lens_B)))
+            yield some, some, batch.max_context
+        return
+    for row, (start, length, context) in enumerate(batch.chunks):
+        for begin in range(start, start + length, most):
+            yield slice(begin, min(begin + most, start + length)), row, context
+
+
+def _scores(queries: Queries, tokens: slice, keys_XCD: torch.Tensor) -> torch.Tensor:
+    """The scores of a context, [T, C]; keys are [C, D] of one row, or [T, C, D]."""
+    q_THD, weights_TH = queries.q_THD[tokens], queries.weights_TH[tokens]
+    products_THC = torch.matmul(q_THD.float(), keys_XCD.float().transpose(-1, -2))
+    return torch.matmul(weights_TH[:, None], products_THC.relu_())[:, 0]
+
+
+def chosen_attention(
+    q_TQL: torch.Tensor, cache_PS1L: torch.Tensor, choice: Choice, *, rank: int, scale: float
+) -> torch.Tensor:
+    """Attention of absorbed queries over chosen tokens: sums of latents, [T, Q, R]."""
+    latents_NL, count = cache_PS1L.flatten(0, 2), choice.slots_TK.shape[1]
+    bytes_of_one = count * (latents_NL.shape[1] * latents_NL.element_size() + q_TQL.shape[1] * 4)
+    most = max(1, _AT_ONCE_BYTES // bytes_of_one)
+    out = []
+    for q_tQL, slots_tK, live_tK in zip(q_TQL.split(most), *(part.split(most) for part in choice), strict=True):
+        latents_tKL = latents_NL[slots_tK]
+        scores_tQK = torch.matmul(q_tQL, latents_tKL.transpose(1, 2)).float() * scale
+        # Finite, so that a padding row, which has no context, has finite results.
+        scores_tQK = scores_tQK.masked_fill(~live_tK[:, None], torch.finfo(torch.float32).min)
+        out.append(torch.matmul(scores_tQK.softmax(-1).to(q_TQL.dtype), latents_tKL[..., :rank]))
+    return torch.cat(out)
