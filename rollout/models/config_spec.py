@@ -243,7 +243,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
     spec = AttentionSpec(
         hidden=config.hidden_size,
         heads=heads,
-        kv_heads=config.num_key_value_heads or heads,
+        kv_heads=(config.num_key_value_heads or heads) * (1 if window is None else family.window_kv_heads),
         head_dim=_head_dim(config),
         rope=rope,
         window=window,
@@ -259,10 +259,14 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         growth=_growth(config) if family.grown_queries else None,
         gate=family.attention_gate,
         query_gate=family.query_gate,
-        sinks=family.attention_sinks,
+        sinks=family.attention_sinks or (family.window_sinks and window is not None),
+        value_dim=_value(config, family.value_dim),
+        value_scale=_value(config, family.value_scale) or 1.0,
     )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
+    if spec.v_dim > spec.head_dim:
+        raise ValueError(f"values of {spec.v_dim} dimensions are not supported: keys have {spec.head_dim}")
     if spec.head_dim % 2 or not spec.head_dim:
         raise ValueError(f"head_dim ({spec.head_dim}) must be even and at least 2, for rotary embeddings")
     _check_width(rope, spec.head_dim)

@@ -97,10 +97,10 @@ def obstacle(model: Decoder) -> str | None:
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention with a rope by halves and no own gate, or linear attention."""
+    """True if the kernels run this mixer: attention with a rope by halves, no own gate and plain values, or linear attention."""
     if not isinstance(spec, AttentionSpec):
         return isinstance(spec, DeltaNetSpec)
-    return not (spec.gate or spec.rope.interleaved)
+    return not (spec.gate or spec.rope.interleaved or spec.value_dim or spec.value_scale != 1.0)
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:

@@ -371,7 +371,9 @@ class Attention(Block):
             self.head_kinds: torch.Tensor  # the weight, of two, that each head takes
             self.register_buffer("head_kinds", kinds, persistent=False)
         elif spec.qk_norm == "full":
-            q_cut, k_cut = (None, None) if spec.shard is None else (spec.q_cut(spec.head_dim), spec.kv_cut)
+            q_cut, k_cut = (
+                (None, None) if spec.shard is None else (spec.q_cut(spec.head_dim), spec.kv_cut(spec.head_dim))
+            )
             self.q_norm = HeadsNorm(spec.q_dim, q_cut, spec, dtype, device, group)
             self.k_norm = HeadsNorm(spec.kv_dim, k_cut, spec, dtype, device, group)
 
@@ -379,7 +381,8 @@ class Attention(Block):
         """Attention of the normalised `x_TH`."""
         batch, cache = context.batch, context.kv.layer(self.kv_index)
         q_TQD, gate_TK = self.project(x_TH, context.cos_sin[self.rope], context.slots_T, cache, batch.adapters)
-        out_TK = self.attend(self.grown(q_TQD, batch), batch, cache).flatten(1)
+        out_TQD = self.attend(self.grown(q_TQD, batch), batch, cache)
+        out_TK = out_TQD[..., : self.spec.v_dim].flatten(1)
         if self.gate_proj is not None:
             gate_TK = self.gate_proj(x_TH)
         return LastProduct(self.o_proj, gate_output(out_TK, gate_TK), batch.adapters, self.layer, "o")
@@ -456,9 +459,11 @@ class Attention(Block):
             qkv_TN = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if spec.clip_qkv is not None:
             qkv_TN = qkv_TN.clamp(-spec.clip_qkv, spec.clip_qkv)
-        qkv_THD = qkv_TN.view(x_TH.shape[0], -1, spec.head_dim)
-        qk_heads = spec.heads + spec.kv_heads
-        qk_THD, v_TGD = qkv_THD[:, :qk_heads], qkv_THD[:, qk_heads:]
+        qk_TN, v_TN = qkv_TN.tensor_split((spec.q_dim + spec.kv_dim,), dim=1)
+        qk_THD, v_TGD = qk_TN.unflatten(1, (-1, spec.head_dim)), v_TN.unflatten(1, (-1, spec.v_dim))
+        if spec.value_scale != 1.0:
+            v_TGD = v_TGD * spec.value_scale
+        v_TGD = F.pad(v_TGD, (0, spec.head_dim - spec.v_dim))
         if spec.qk_norm == "head":
             weight_HD = self.qk_norm_weight.index_select(0, self.head_kinds)
             qk_THD = head_rms_norm(qk_THD, weight_HD, spec.eps, spec.unit_offset)

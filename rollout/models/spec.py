@@ -179,6 +179,8 @@ class AttentionSpec:
     gate: bool = False  # a sigmoid of a product of the token weights the output, each value of each head on its own
     query_gate: bool = False  # the same, but the product is part of that of the queries: each head's gate follows it
     inputs: int | None = None  # width of its input; None: that of the residual stream
+    value_dim: int | None = None  # dimensions of a value, fewer than of a key; None: as many
+    value_scale: float = 1.0  # factor of the values
     shard: HeadShard | None = None  # the heads above are those of one rank
 
     @property
@@ -188,17 +190,22 @@ class AttentionSpec:
 
     @property
     def kv_dim(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Width of all key heads."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Dimensions of a value head."""
+        return self.value_dim or self.head_dim
 
     @property
     def qkv(self) -> LinearSpec:
         """The product that makes queries (with their gates, if there are any), keys and values."""
         q_width = 2 * self.q_dim if self.query_gate else self.q_dim
-        widths = _widths(self.names.qkv, (q_width, self.kv_dim, self.kv_dim))
+        widths = _widths(self.names.qkv, (q_width, self.kv_dim, self.kv_heads * self.v_dim))
         cuts: tuple[Cut, ...] = ()
         if self.shard is not None:
-            cuts = (self.q_cut(q_width // self.heads), self.kv_cut, self.kv_cut)
+            cuts = (self.q_cut(q_width // self.heads), self.kv_cut(self.head_dim), self.kv_cut(self.v_dim))
             cuts = cuts if len(self.names.qkv) > 1 else (_joined(cuts),)
         return LinearSpec(self.inputs or self.hidden, self.names.qkv, widths, self.qkv_bias, cuts)
 
@@ -207,12 +214,11 @@ class AttentionSpec:
         assert self.shard is not None
         return self.shard.shard.cut(self.heads * width)
 
-    @property
-    def kv_cut(self) -> Cut:
-        """A shard's cuts of the keys and of the values."""
+    def kv_cut(self, width: int) -> Cut:
+        """A shard's cut of a tensor that has `width` entries for each KV head."""
         assert self.shard is not None
         begin, end = self.shard.kv_range(self.kv_heads)
-        return Cut(0, self.shard.kv_heads * self.head_dim, ((begin * self.head_dim, end * self.head_dim),))
+        return Cut(0, self.shard.kv_heads * width, ((begin * width, end * width),))
 
     @property
     def output_gate(self) -> LinearSpec | None:
@@ -225,8 +231,8 @@ class AttentionSpec:
     @property
     def o(self) -> LinearSpec:
         """The output product."""
-        cut = None if self.shard is None else self.q_cut(self.head_dim).at(1)
-        return LinearSpec(self.q_dim, (self.names.o,), (self.hidden,), self.o_bias, (), cut)
+        cut = None if self.shard is None else self.q_cut(self.v_dim).at(1)
+        return LinearSpec(self.heads * self.v_dim, (self.names.o,), (self.hidden,), self.o_bias, (), cut)
 
     @property
     def turned(self) -> tuple[RopeSpec, int]:
@@ -235,7 +241,7 @@ class AttentionSpec:
 
     @property
     def kv_shape(self) -> KVShape:
-        """The KV of a token."""
+        """The KV of a token; the kernels take values as wide as keys."""
         return KVShape(self.kv_heads, self.head_dim, self.head_dim)
 
 

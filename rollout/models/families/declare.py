@@ -345,6 +345,11 @@ class Family:
     attention_gate: bool = False
     query_gate: bool = False
     attention_sinks: bool = False
+    value_dim: Key | None = declared(integer(1, 8192), None)
+    value_scale: float | Key = declared(NUMBER, 1.0)
+    #: Layers with a window have so many times the KV heads, and with `window_sinks` they alone have sinks.
+    window_kv_heads: int = 1
+    window_sinks: bool = False
     grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
     attention_scale: Key | Power | None = declared(NUMBER, None)
     attention_softcap: Key | None = declared(NUMBER, None)

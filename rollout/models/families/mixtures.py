@@ -14,6 +14,7 @@ from rollout.models.families.declare import (
     MoEFamily,
     Power,
     deepseek_moe,
+    ropes_by_type,
     ropes_in_windows,
     ropes_in_windows_if_any,
     sparse_by_interval,
@@ -21,7 +22,7 @@ from rollout.models.families.declare import (
     sparse_from,
     windows_by_type,
 )
-from rollout.models.spec import DenseNames, LayerNames, ModelNames, MoENames
+from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
 
 _USE_BIAS = Key("use_bias")
 _ERNIE = Family(
@@ -34,6 +35,22 @@ _ERNIE = Family(
 )
 
 FAMILIES: dict[str, Family] = {
+    "MiMoV2FlashForCausalLM": Family(
+        model_type="mimo_v2_flash",
+        models="MiMo-V2-Flash",
+        qkv_bias=ATTENTION_BIAS,
+        windows=windows_by_type,
+        ropes=ropes_by_type,
+        partial_rope=True,
+        value_dim=Key("v_head_dim"),
+        value_scale=Key("attention_value_scale"),
+        window_kv_heads=2,
+        window_sinks=True,
+        moe=replace(deepseek_moe(sparse_by_type), shared_experts=None),
+        unused=("model.mtp.",),
+        names=ModelNames(parts=((".attention_sink_bias", (".attention_sink_bias", ".sinks")),)),
+        attention_names=AttentionNames(sinks="self_attn.attention_sink_bias"),
+    ),
     "HYV3ForCausalLM": Family(
         model_type="hy_v3",
         models="Hunyuan 3",

@@ -76,6 +76,18 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
         },
         True,
     ),
+    "MiMoV2Flash": (
+        {
+            "head_dim": 18, "v_head_dim": 14, "sliding_window": 6, "layer_types": LAYER_TYPES, "n_routed_experts": 8,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4, "topk_group": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"], "attention_value_scale": 0.7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.334},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e2, "partial_rotary_factor": 0.334},
+            },
+        },
+        True,
+    ),
     "HYV3": (
         EXPERTS | {
             "num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse", "sparse"], "router_scaling_factor": 1.7,
