@@ -176,17 +176,28 @@ warns; `model_impl = transformers` runs a native family so. Code of a checkpoint
 Updates may use the names of `save_pretrained` or `named_parameters()`, omit buffers, and contain tensors that
 transformers does not load, such as `mtp.*`.
 
-**Costs**: steps take about twice as long. If values have another dimension than keys (as MLA has here), torch computes
-attention from gathered pages, with memory for `max_rows` times `max_context_tokens`. Decode steps are CUDA graphs if
-attention has kernels and no operation waits for the device; otherwise the log gives the reason.
+Every start tries ways of running the code, the fastest first, and takes the first one whose logits are those of its own
+eager forward; the log names it:
+
+- **packed**: all tokens of a step side by side, our attention over the pages;
+- **rows together**: for layers with a state (Mamba, linear attention, convolutions). Prompts run one after the other,
+  decoded tokens of all rows together;
+- **gathered**: for layers that compute attention themselves (ALiBi, chunks, chosen positions): they get keys and values
+  copied from the pages;
+- **rows alone**, and **by token** for later pieces of prompts: slow, for code that takes nothing else.
+
+**Costs**: packed steps take about twice as long. If attention is gathered, or values have another dimension than keys
+(as MLA has here), it needs memory for `max_rows` times `max_context_tokens`, or for a prompt's piece times its context.
+Decode steps are CUDA graphs if attention has kernels and no operation waits for the device; otherwise the log gives the
+reason.
 
 **Refused at the start**, with the reason:
 
-- the settings `adapter_slots`, `routing`, `deterministic`, `speculation` and `weight_dtype`;
-- layers with a state instead of KV (Mamba, linear attention, convolutions), or with shared KV;
-- attention to later tokens, chunks or chosen positions, or outside of transformers' interface (ALiBi in Bloom and MPT);
+- the settings `adapter_slots`, `routing`, `deterministic`, `speculation` and `weight_dtype`; `kv_dtype` where attention
+  is gathered;
+- attention to later tokens, and states that are not in transformers' cache classes (RWKV, xLSTM);
 - encoders, quantized checkpoints, and parameters in another order than the checkpoint's;
-- models whose logits over the paged cache differ from their own eager attention: every start compares them.
+- models that have their own logits in none of these ways.
 
 LongRoPE: [models](models.md#longrope). Tests compare the architectures below as for [native families](models.md), with
 200 decode steps. Each line: attention; whose code runs experts; architectures without `ForCausalLM`."""

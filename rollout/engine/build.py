@@ -192,10 +192,10 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
         _check_format(engine, model)
         _check_deterministic(engine, model)
     else:
-        _check_fallback(engine, model.spec.architecture)
+        _check_fallback(engine, model.spec.architecture, model.spec.way.attention == "gathered")
 
 
-def _check_fallback(engine: EngineSettings, architecture: str) -> None:
+def _check_fallback(engine: EngineSettings, architecture: str, gathered: bool) -> None:
     """Raise ValueError for a setting that only native families have."""
     asked = {
         "adapter_slots = 0": engine.adapter_slots > 0,
@@ -208,6 +208,10 @@ def _check_fallback(engine: EngineSettings, architecture: str) -> None:
         raise ValueError(
             f"{architecture} runs through transformers' own code, which has no adapters, routing, deterministic mode, "
             f"speculation or coded weights: set {' and '.join(wrong)}"
+        )
+    if gathered and engine.kv_dtype != "auto":
+        raise ValueError(
+            f"the layers of {architecture} read keys and values themselves, not as codes: use kv_dtype = auto"
         )
 
 

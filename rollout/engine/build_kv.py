@@ -32,8 +32,9 @@ from rollout.engine.sizing import check_states, kv_dtype, state_pool_bytes, stat
 from rollout.engine.step.device_feature import Site
 from rollout.engine.step.execute import Executor
 from rollout.models.batch import KVCache
-from rollout.models.language_model import LanguageModel, native
-from rollout.models.state_pool import NO_STATES, StatePool
+from rollout.models.decoder import Decoder
+from rollout.models.language_model import LanguageModel
+from rollout.models.state_pool import NO_STATES, StatePool, States
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def allocate_kv(
     model: LanguageModel,
     pages: int,
     engine: EngineSettings,
-    states: StatePool,
+    states: States,
     zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
 ) -> KVCache:
     """A KV cache of zeros; `zeros` allocates it, by default torch does."""
@@ -81,7 +82,7 @@ def allocate_kv(
     return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states, tokens)
 
 
-def allocate_states(site: Site) -> StatePool:
+def allocate_states(site: Site) -> States:
     """Memory for the states of rows and snapshots, if the model has any. Raises ValueError if there is too little."""
     engine, model = site.settings.engine, site.model
     each = model.spec.state_bytes(model.embed.dtype)
@@ -92,10 +93,11 @@ def allocate_states(site: Site) -> StatePool:
     needed = state_pool_bytes(engine, model)
     facts = {"rows": engine.max_rows, "snapshots": engine.snapshot_places, "bytes": needed}
     log.info("states of linear attention", extra=facts)
+    dtype, device, zeros = model.embed.dtype, model.embed.device, site.memory.zeros
+    if not isinstance(model, Decoder):
+        return model.spec.allocate_states(places, dtype, device, zeros)
     ahead = range(engine.max_rows + 1, engine.step_rows + 1)
-    return StatePool.allocate(
-        native(model).spec, places, model.embed.dtype, model.embed.device, site.memory.zeros, ahead
-    )
+    return StatePool.allocate(model.spec, places, dtype, device, zeros, ahead)
 
 
 def allocate_host_states(site: Site) -> HostMemory:

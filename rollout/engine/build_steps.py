@@ -51,7 +51,7 @@ from rollout.engine.step.streams import Streams
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel
-from rollout.models.state_pool import StatePool
+from rollout.models.state_pool import States
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Memory:
     """Large memory that outlives a fault; its content does not."""
 
     features: Seq[DeviceFeature]
-    states: StatePool
+    states: States
     kv: KVCache | None = None  # None before the first start: its size is not known
     host_memory: HostMemory = NO_HOST_MEMORY  # host memory for KV
     host_states: HostMemory = NO_HOST_MEMORY

@@ -144,7 +144,7 @@ def state_pool_bytes(settings: EngineSettings, model: LanguageModel) -> int:
     each = model.spec.state_bytes(model.embed.dtype)
     if each == 0:
         return 0
-    ahead = (settings.step_rows - settings.max_rows) * native(model).spec.draft_bytes(model.embed.dtype)
+    ahead = (settings.step_rows - settings.max_rows) * model.spec.draft_bytes(model.embed.dtype)
     return (1 + settings.max_rows + settings.snapshot_places) * each + ahead
 
 

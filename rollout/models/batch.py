@@ -20,7 +20,7 @@ from rollout_kernels import DecodePlan, plan_paged_decode
 
 from rollout.models.lora_slots import StepAdapters
 from rollout.models.spec import KVShape
-from rollout.models.state_pool import NO_STATES, StatePool
+from rollout.models.state_pool import NO_STATES, States
 
 if TYPE_CHECKING:
     from rollout_kernels.attention.triton_decode_plan import DecodeWork
@@ -203,7 +203,7 @@ class KVCache:
     v: list[torch.Tensor]
     page_size: int
     scales: list[torch.Tensor] = field(default_factory=list)  # empty where there are no codes
-    states: StatePool = NO_STATES  # states of the layers without KV
+    states: States = NO_STATES  # states of the layers without KV
     tokens: torch.Tensor | None = None  # int32 [P, S]; None where nothing reads them
 
     def layer(self, index: int) -> LayerKV:
@@ -239,7 +239,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
-        states: StatePool = NO_STATES,
+        states: States = NO_STATES,
         tokens: bool = False,
     ) -> KVCache:
         """Allocate `pages` pages of `page_size` tokens, zeroed: attention masks hide values, but not NaN.

@@ -17,6 +17,7 @@ from rollout.models.cut import CutView
 from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, empty_parameter
 from rollout.models.names import Region, one_name
 from rollout.models.spec import DeltaNetSpec
+from rollout.models.state_pool import StatePool
 
 
 class DeltaNet(Block):
@@ -51,6 +52,7 @@ class DeltaNet(Block):
     def mix(self, inputs_TN: torch.Tensor, context: StepContext, one_by_one: bool = False) -> torch.Tensor:
         """The input of the output product, [T, H V]; advances the states. For `one_by_one` see `Spans`."""
         spec, states = self.spec, context.kv.states
+        assert isinstance(states, StatePool)
         # On a GPU chunks are products of tf32, which float32 is asked for to avoid.
         exact = inputs_TN.is_cuda and inputs_TN.dtype == torch.float32
         state, spans = states.layers[self.state_index], step_spans(context.batch, one_by_one or exact)

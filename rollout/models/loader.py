@@ -361,8 +361,7 @@ def _needed(
 
 def _load_fallback(source: _Source, format: Format) -> LanguageModel:
     from rollout.models.fallback.build import make_module, max_positions, module_class
-    from rollout.models.fallback.model import TransformersModel
-    from rollout.models.fallback.start import check_start
+    from rollout.models.fallback.start import serve
     from rollout.models.fallback.tested import TESTED
     from rollout.models.fallback.weights import checkpoint_regions, own_tensors
 
@@ -405,10 +404,10 @@ def _load_fallback(source: _Source, format: Format) -> LanguageModel:
         _check_memory(own.values(), source.folder, device)
         seed = source.settings.constants.random_seed if source.random else None
         module = make_module(cls, config, dtype, device, seed)
-        model = TransformersModel(module, max_positions(config))
         if not source.random:
-            copy_tensors(tensors, model.hf_views(), source.progress)
-        check_start(model)
+            copy_tensors(tensors, all_views(checkpoint_regions(module)), source.progress)
+        model = serve(module, max_positions(config))
+        log.info("the way of running transformers' code", extra={"way": str(model.spec.way)})
     except (CheckpointError, torch.OutOfMemoryError):
         raise
     except ValueError as error:

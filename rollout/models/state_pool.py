@@ -14,7 +14,7 @@ convolution, W its width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,8 +31,33 @@ class LayerState(NamedTuple):
     conv_NCW: torch.Tensor  # the last W - 1 inputs of the convolution, oldest first; in the model's dtype
 
 
+class States:
+    """The states of all layers that have one. `layers` has the tensors of each; their first dimension is the place."""
+
+    layers: Sequence[tuple[torch.Tensor, ...]]
+    drafts: DraftInputs | None  # the inputs of a step's drafts, of all layers; with speculation
+
+    __slots__ = ()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of all layers; the first dimension of each is the place."""
+        return [tensor for layer in self.layers for tensor in layer]
+
+    def copy(self, pairs_M2: torch.Tensor) -> None:
+        """Copy places: (source, target) int64 each. No target may be the source of another pair."""
+        source_M, target_M = pairs_M2.unbind(1)
+        for tensor in self.tensors:
+            tensor.index_copy_(0, target_M, tensor.index_select(0, source_M))
+
+    def catch_up(
+        self, verified_M4: torch.Tensor, rows_S: torch.Tensor, accepted_S: torch.Tensor, one_by_one: bool
+    ) -> None:
+        """Advance the rows of a step by their accepted drafts; without drafts there is nothing to do."""
+
+
 @dataclass(frozen=True, slots=True)
-class StatePool:
+class StatePool(States):
     """The states of all layers of linear attention, in the order of these layers."""
 
     recurrent_LNHKV: torch.Tensor
@@ -55,20 +80,9 @@ class StatePool:
         """Places in each tensor, the padding one included."""
         return self.recurrent_LNHKV.shape[1]
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors of all layers; the first dimension of each is the place."""
-        return [tensor for layer in self.layers for tensor in layer]
-
     def drafts_of(self, layer: int) -> DraftInputs:
         """The inputs that a step keeps of its drafts in this layer."""
         return self._drafts_by_layer[layer]
-
-    def copy(self, pairs_M2: torch.Tensor) -> None:
-        """Copy places: (source, target) int64 each. No target may be the source of another pair."""
-        source_M, target_M = pairs_M2.unbind(1)
-        for tensor in self.tensors:
-            tensor.index_copy_(0, target_M, tensor.index_select(0, source_M))
 
     def catch_up(
         self, verified_M4: torch.Tensor, rows_S: torch.Tensor, accepted_S: torch.Tensor, one_by_one: bool

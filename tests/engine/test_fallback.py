@@ -19,8 +19,12 @@ from tests.support.models.fallback import CONFIGS, make_checkpoint
 from tests.support.models.paged import PagedRunner
 
 #: In every run: bounded scores and windows; sinks and experts with biases; keys and values of different dimensions and
-#: merged names of experts; layer norms with biases and learned positions. All others only at night.
-_ALWAYS = ("Gemma2ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel")
+#: merged names of experts; layer norms with biases and learned positions; states, also beside attention; attention of
+#: the module's own. All others only at night.
+_ALWAYS = (
+    *("Gemma2ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel"),
+    *("MambaForCausalLM", "GraniteMoeHybridForCausalLM", "StableLmForCausalLM"),
+)
 
 
 def load(folder):
@@ -76,7 +80,7 @@ def test_prefill_and_decode_give_the_logits_of_eager_attention(made):
     for row in (0, 1):
         exact = logits_of(double, ids[row])
         rounding = (logits_of(reference, ids[row]) - exact).abs().max()  # up to 2e-4 with GraniteMoe
-        assert (torch.cat(ours[row]) - exact).abs().max() < max(1e-4, 1.5 * rounding)
+        assert (torch.cat(ours[row]) - exact).abs().max() < max(1e-4, 3 * rounding)
 
 
 def test_greedy_tokens_equal_transformers_through_preemptions_and_a_swap(made):
@@ -84,7 +88,7 @@ def test_greedy_tokens_equal_transformers_through_preemptions_and_a_swap(made):
     mailbox = Mailbox()
     bench = Bench(model, receiver=mailbox, max_rows=4, kv_pages=50, prefill_chunk_tokens=23, kv_on_swap="recompute")
     before = {name: view.clone() for name, view in model.hf_views().items()}
-    prompts = {f"r{i}": prompt_of(model, length, i) for i, length in enumerate((50, 3, 31, 17, 8))}
+    prompts = {f"r{i}": prompt_of(model, length, i) for i, length in enumerate((50, 1, 31, 17, 8))}
     for name, prompt in prompts.items():
         bench.submit(name, prompt, 40, n=2 if name == "r0" else 1)
         bench.engine.tick()

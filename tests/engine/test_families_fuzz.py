@@ -36,7 +36,11 @@ LATE = ("h2d", "compute", "d2h", "kv_out", "kv_in", "state_out", "state_in")
 #: Too slow on a CPU, or with contexts that are too short.
 _LEFT_OUT = {"Kimi-K2", "Phi3 long"}
 _NATIVE = [name for name in EVERY_FAMILY if name not in _LEFT_OUT]
-_FALLBACK = ("Gemma2ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel")
+_FALLBACK = (
+    *("Gemma2ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel", "Gemma3nForCausalLM"),
+    *("Lfm2ForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM", "GraniteMoeHybridForCausalLM"),  # with states
+    *("StableLmForCausalLM", "FalconH1ForCausalLM"),  # gathered
+)
 
 
 @dataclass

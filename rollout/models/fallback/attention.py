@@ -1,8 +1,9 @@
 """The attention function that all layers of a fallback model call, and the step that it finds there.
 
-A module of transformers calls the function that its config names, with the queries, keys and values of packed tokens,
-`[1, heads, T, D]`. Nothing in that call says where the tokens sit in the cache: this is in the `FallbackStep` of the
-running forward, a context variable, because modules don't pass unknown arguments through all their layers.
+A module of transformers calls the function that its config names, with the queries, keys and values of the step's
+tokens: `[1, heads, T, D]`, or `[T, heads, 1, D]` where each token is a row of its own. Nothing in that call says where
+the tokens sit in the cache: this is in the `FallbackStep` of the running forward, a context variable, because modules
+don't pass unknown arguments through all their layers.
 
 No mask function is registered under this name. transformers then makes no mask, and passes None.
 
@@ -54,12 +55,14 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer over the paged cache; returns [1, T, Q, V]. The probe found the window."""
+    """Attention of one layer over the paged cache; [1, T, Q, V] or [T, 1, Q, V]. The probe found the window."""
     step = RUNNING.get()
     facts, batch = step.layers[module], step.batch
     cache = step.kv.layer(facts.index)
-    q_TQD, k_TGD, v_TGV = (x[0].transpose(0, 1) for x in (query, key, value))
-    write_kv(k_TGD, v_TGV, cache.k_PSGD, cache.v_PSGD, step.slots_T, cache.scales_P2GS)
+    rows = len(query)
+    q_TQD, k_TGD, v_TGV = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if not facts.shared:
+        write_kv(k_TGD, v_TGV, cache.k_PSGD, cache.v_PSGD, step.slots_T, cache.scales_P2GS)
     scale = q_TQD.shape[-1] ** -0.5 if scaling is None else scaling
     shared: Any = {"scale": scale, "window": facts.window, "scales_P2GS": cache.scales_P2GS, "softcap": softcap}
     caches = cache.k_PSGD, cache.v_PSGD
@@ -74,7 +77,7 @@ def paged_attention(
             sinks_H=s_aux,
             **shared,
         )
-        return out_TQV[None], None
+        return out_TQV.unflatten(0, (rows, -1)), None
     if kernels_take(*caches, softcap, s_aux):
         plan: Any = batch.decode_plan(facts.window, cache.k_PSGD, q_TQD)
     else:
@@ -99,7 +102,7 @@ def paged_attention(
         sinks_H=s_aux,
         **shared,
     )
-    return out_TQV[None], None
+    return out_TQV.unflatten(0, (rows, -1)), None
 
 
 AttentionInterface.register(PAGED, paged_attention)

@@ -14,12 +14,11 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.initialization import no_init_weights
 
-from rollout.models.fallback.attention import PAGED
 from rollout.models.fallback.experts import EXPERTS
 from rollout.models.longrope import first_border
 
-#: Kinds of layers, as configs name them, whose state is no KV.
-_STATE = re.compile("linear|mamba|recurrent|conv|ssm")
+#: The longest context of a model that names none.
+_NO_LIMIT = 1 << 17
 
 
 def module_class(config: Any, architecture: str) -> Any:
@@ -33,22 +32,15 @@ def module_class(config: Any, architecture: str) -> Any:
     if cls is None or cls.__name__ != architecture:
         known = "none" if cls is None else cls.__name__
         raise refusal(f"transformers' causal LM for model_type {config.model_type!r:.80} is {known}")
-    text = config.get_text_config()
-    kinds = sorted({str(kind) for kind in getattr(text, "layer_types", None) or () if _STATE.search(str(kind))})
-    if cls._is_stateful or kinds:
-        which = f" ({', '.join(kinds)})" if kinds else ""
-        raise refusal(f"it has layers with a state of their own{which}, and only keys and values are kept")
     if getattr(config, "is_encoder_decoder", False):
         raise refusal("it has an encoder")
     if getattr(config, "quantization_config", None) is not None:
         raise refusal("its checkpoint is quantized; use one with float32, bfloat16 or float16 weights")
-    if not (cls._supports_attention_backend and cls._can_set_attn_implementation()):
-        raise refusal("its layers compute attention themselves, not through transformers' attention interface")
     return cls
 
 
 def make_module(cls: Any, config: Any, dtype: torch.dtype, device: torch.device, random_seed: int | None = None) -> Any:
-    """A module whose layers call our attention and experts. Its parameters are uninitialised without `random_seed`.
+    """A module with eager attention and our experts. Its parameters are uninitialised without `random_seed`.
 
     With a seed they have transformers' own initial values.
     """
@@ -61,7 +53,7 @@ def make_module(cls: Any, config: Any, dtype: torch.dtype, device: torch.device,
     with seeded, nullcontext() if random_seed is not None else no_init_weights(), torch.device(device):
         if random_seed is not None:
             torch.manual_seed(random_seed)
-        module = cls._from_config(config, dtype=dtype, attn_implementation=PAGED)
+        module = cls._from_config(config, dtype=dtype, attn_implementation="eager")
     module.tie_weights()
     if cls._can_set_experts_implementation():
         module.set_experts_implementation(EXPERTS)
@@ -70,11 +62,10 @@ def make_module(cls: Any, config: Any, dtype: torch.dtype, device: torch.device,
 
 
 def max_positions(config: Any) -> int:
-    """The longest context of a model. Raises ValueError if its config names none."""
+    """The longest context of a model; 128K tokens if its config names none, as those of models with states alone."""
     text = config.get_text_config()
-    most = getattr(text, "max_position_embeddings", None)
-    if type(most) is not int or most < 2:
-        raise ValueError("its config.json names no max_position_embeddings")
+    named = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    most = next((value for value in named if type(value) is int and value >= 2), _NO_LIMIT)
     return min(most, first_border(text) or most)
 
 

@@ -8,6 +8,7 @@ layer be served that passes more tensors to the function: choices of positions, 
 
 from __future__ import annotations
 
+import inspect
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from rollout.models.fallback.cache import CacheFacts, NotingCache, base_of, cache_argument
 from rollout.models.fallback.masks import MaskFunction, Visible, read_mask
 from rollout.models.spec import KVShape
 
@@ -29,11 +31,12 @@ _KNOWN = {"position_ids", "cache_position"}
 class LayerFacts:
     """The KV of a layer, and the tokens that its tokens see."""
 
-    index: int
+    index: int  # among the KV of the pool
     kv: KVShape
     window: int | None
     softcap: bool  # its scores are bounded
     sinks: bool  # its softmax has a score without a value
+    shared: bool = False  # an earlier layer keeps its keys and values
 
 
 @dataclass(slots=True)
@@ -43,6 +46,8 @@ class _Notes:
     #: Each mask with what it means, or why it cannot be served.
     masks: list[tuple[torch.Tensor, Visible | ValueError]] = field(default_factory=list)
     layers: dict[nn.Module, LayerFacts] = field(default_factory=dict)
+    #: The keys of each layer that keeps its own.
+    keys: list[torch.Tensor] = field(default_factory=list)
 
 
 _NOTES: ContextVar[_Notes] = ContextVar("rollout_probe_notes")
@@ -54,17 +59,29 @@ def probe_layers(module: Any, vocab: int) -> dict[nn.Module, LayerFacts]:
     Raises ValueError that says which layer cannot be served, and why.
     """
     before, notes = module.config._attn_implementation, _Notes()
-    device = module.get_input_embeddings().weight.device
-    ids = torch.arange(_TOKENS, device=device)[None] % vocab
-    positions = torch.arange(_TOKENS, device=device)[None]
     token = _NOTES.set(notes)
     module.set_attn_implementation(PROBE)
     try:
-        module.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+        _forward(module, vocab, use_cache=False)
     finally:
         module.set_attn_implementation(before)
         _NOTES.reset(token)
     return notes.layers
+
+
+def probe_cache(module: Any, vocab: int) -> CacheFacts:
+    """What each layer keeps in a cache of transformers. Raises ValueError if that cannot be kept in the pools."""
+    cache = NotingCache(module)
+    _forward(module, vocab, use_cache=True, **{cache_argument(module): cache})
+    return cache.facts()
+
+
+def _forward(module: Any, vocab: int, **arguments: Any) -> None:
+    device = module.get_input_embeddings().weight.device
+    positions = torch.arange(_TOKENS, device=device)[None]
+    if "position_ids" in inspect.signature(base_of(module).forward).parameters:
+        arguments["position_ids"] = positions
+    base_of(module)(input_ids=positions % vocab, **arguments)
 
 
 def _probe_mask(*, q_length: int, kv_length: int, mask_function: MaskFunction, **rest: Any) -> torch.Tensor:
@@ -93,7 +110,8 @@ def _probe_attention(
     notes = _NOTES.get()
     index = len(notes.layers)
     if module in notes.layers:
-        raise ValueError(f"its layer {notes.layers[module].index} computes attention twice for a token")
+        number = list(notes.layers).index(module)
+        raise ValueError(f"its layer {number} computes attention twice for a token")
     visible = next((visible for mask, visible in notes.masks if mask is attention_mask), None)
     if visible is None:
         what = "is called without a mask" if attention_mask is None else "makes its mask itself"
@@ -111,7 +129,11 @@ def _probe_attention(
         raise ValueError(
             f"its layer {index} has {query.shape[1]} query heads, {kv.heads} of keys, {value.shape[1]} of values"
         )
-    notes.layers[module] = LayerFacts(index, kv, visible.window, softcap is not None, s_aux is not None)
+    place = next((place for place, known in enumerate(notes.keys) if known is key), None)
+    if place is None:
+        notes.keys.append(key)
+    facts = len(notes.keys) - 1 if place is None else place, kv, visible.window
+    notes.layers[module] = LayerFacts(*facts, softcap is not None, s_aux is not None, place is not None)
     return value.new_zeros(1, query.shape[2], query.shape[1], kv.v_dim), None
 
 

@@ -1,15 +1,16 @@
-"""The check of a fallback model at every start: its steps over the paged cache against its own eager attention.
+"""The choice of the way in which a fallback model runs: its steps over the paged cache against its own eager forward.
 
 Two rows get their prompts in chunks, then decode together. Their logits are compared with those of the same module
 under transformers' eager attention and experts, on the same device, with the same weights. If layers take into account
-what the attention interface does not pass on, such as biases by position, the model differs there. It is then refused,
-and not served wrongly.
+what a way does not pass on, such as biases by position or an earlier state, the model differs there, and the next way
+is tried. A model that is right in no way is refused, and not served wrongly.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -17,7 +18,8 @@ from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.fallback.attention import PAGED
 from rollout.models.fallback.experts import EXPERTS
 from rollout.models.fallback.host_reads import HostReads
-from rollout.models.fallback.model import TransformersModel
+from rollout.models.fallback.model import TransformersModel, set_attention
+from rollout.models.fallback.ways import WAYS
 
 #: Lengths of the two rows; all but the last tokens come as prompts, in two chunks.
 _LENGTHS, _DECODED = (19, 14), 4
@@ -33,7 +35,11 @@ class _Rows:
         self._model, self._device = model, model.embed.device
         width = -(-max(_LENGTHS) // _PAGE_SIZE)
         pages = len(_LENGTHS) * width
-        self._kv = KVCache.allocate(model.spec, pages + 1, _PAGE_SIZE, model.embed.dtype, self._device)
+        dtype = model.embed.dtype
+        self._states = model.spec.allocate_states(len(_LENGTHS) + 1, dtype, self._device)
+        for state in self._states.tensors:
+            state.fill_(float("nan"))  # a row that begins reads no state
+        self._kv = KVCache.allocate(model.spec, pages + 1, _PAGE_SIZE, dtype, self._device, states=self._states)
         self._tables = torch.arange(pages, 0, -1, dtype=torch.int32, device=self._device).view(-1, width)
         self._lengths = [0] * len(_LENGTHS)
 
@@ -58,9 +64,31 @@ class _Rows:
             max_context=max(self._lengths),
             chunks=None if decode else tuple(chunks),
             query_starts_C1=torch.tensor(query_starts, dtype=torch.int32, device=self._device),
+            rows_B=torch.arange(1, len(pieces) + 1, device=self._device),
         )
         logits = self._model.compute_logits(self._model(torch.cat(pieces), batch, self._kv))
         return list(logits.split([len(piece) for piece in pieces]))
+
+
+def serve(module: Any, max_positions: int) -> TransformersModel:
+    """The module as a model that runs in the first way in which its logits are its own.
+
+    Raises ValueError with what is wrong in each way if there is none.
+    """
+    reasons: dict[str, list[str]] = {}
+    for way in WAYS:
+        try:
+            model = TransformersModel(module, max_positions, way)
+            check_start(model)
+        except ValueError as error:
+            reason = str(error)
+        # Code of transformers that does not expect such calls fails in many ways.
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            reason = f"its own code fails: {type(error).__name__}: {error!s:.500}"
+        else:
+            return model
+        reasons.setdefault(reason, []).append(str(way))
+    raise ValueError("; ".join(f"{reason} ({' | '.join(ways)})" for reason, ways in reasons.items()))
 
 
 def check_start(model: TransformersModel) -> None:
@@ -72,28 +100,31 @@ def check_start(model: TransformersModel) -> None:
         rows = _Rows(model)
         steps = [rows.append(pieces) for pieces in _steps(tokens)]
     done = [0] * len(tokens)
-    errors: dict[str, list[torch.Tensor]] = {"prompts": [], "decode steps": []}
-    for step in steps:
+    errors: dict[tuple[str, int], list[torch.Tensor]] = {}
+    for number, step in enumerate(steps):
         for row, logits in enumerate(step):
             wanted = expected[row][done[row] : done[row] + len(logits)]
             done[row] += len(logits)
             difference = (logits - wanted).pow(2).mean(-1).sqrt() / wanted.std(-1).clamp_min(1e-6)
-            errors["decode steps" if len(logits) == 1 else "prompts"].append(difference)
+            kind = ("first pieces of prompts", "later pieces of prompts")[number] if number < 2 else "decode steps"
+            errors.setdefault((kind, row), []).append(difference)
     tolerance = _TOLERANCE[model.embed.dtype]
-    for kind, parts in errors.items():
-        # The median: in 16 bits a router may choose another expert for single tokens.
-        error = float(torch.cat(parts).median())
+    for (kind, _), parts in errors.items():
+        # The median of each row in 16 bits: there a router may choose another expert for single tokens.
+        exact = model.embed.dtype == torch.float32
+        error = float(torch.cat(parts).max() if exact else torch.cat(parts).median())
         if not error <= tolerance:
             raise ValueError(
                 f"over the paged cache its logits after {kind} differ from those of its own eager attention by "
-                f"{error:.2g} of their standard deviation ({tolerance:g} is allowed), so its attention depends on more "
-                "than queries, keys and values"
+                f"{error:.2g} of their standard deviation ({tolerance:g} is allowed)"
             )
 
 
 def capture_obstacle(model: TransformersModel) -> str:
     """Why decode steps of a model cannot be captured as CUDA graphs; empty if they can. Runs a step on its device."""
-    if any(shape.k_dim != shape.v_dim for shape in model.spec.kv_shapes):
+    if model.spec.way.attention == "gathered":
+        return "its layers compute attention themselves, from gathered pages"
+    if any(layer.kv.k_dim != layer.kv.v_dim for layer in model.spec.layers):
         return "its attention has values of another dimension than keys, for which there are no kernels"
     tokens = _tokens(model)
     *prompts, decode = list(_steps(tokens))[:3]
@@ -127,12 +158,12 @@ def _as_transformers_runs_it(model: TransformersModel) -> Iterator[None]:
     """Eager attention and experts for the time being."""
     module = model.module
     experts = type(module)._can_set_experts_implementation()
-    module.set_attn_implementation("eager")
+    set_attention(module, "eager")
     if experts:
         module.set_experts_implementation("eager")
     try:
         yield
     finally:
-        module.set_attn_implementation(PAGED)
+        set_attention(module, PAGED if model.spec.way.attention == "paged" else "eager")
         if experts:
             module.set_experts_implementation(EXPERTS)

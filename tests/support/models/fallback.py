@@ -42,11 +42,50 @@ _MLA: dict[str, Any] = {
 }
 _GPT2: dict[str, Any] = {**_TOKENS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 19}
+_MAMBA: dict[str, Any] = {
+    "mamba_d_state": 6,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
 
 #: Architecture: what its config has. Windows are smaller than the prompts, so that they matter.
 CONFIGS: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {**_MOE, **_WINDOWS, "num_dense_layers": 1, "num_shared_experts": 1},
     "ApertusForCausalLM": _BASE,
+    "BloomForCausalLM": {**_TOKENS, "hidden_size": 32, "n_layer": 3, "n_head": 4},
+    "DiffLlamaForCausalLM": {**_HEADS, "head_dim": 8},
+    "FalconH1ForCausalLM": {**_HEADS, **_MAMBA, "mamba_d_ssm": 64, "head_dim": 8},
+    "Gemma3nForCausalLM": {
+        **_HEADS,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "sliding_window": 19,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 89,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 6,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "GraniteMoeHybridForCausalLM": {
+        **_MOE,
+        **_MAMBA,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "shared_intermediate_size": 20,
+    },
+    "KimiLinearForCausalLM": {
+        **_MLA,
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+    "Lfm2ForCausalLM": {**_HEADS, "layer_types": ["conv", "full_attention", "conv"]},
+    "MambaForCausalLM": {**_BASE, "state_size": 4, "time_step_rank": 4},
+    "Mamba2ForCausalLM": {**_BASE, "state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
+    "StableLmForCausalLM": {**_BASE, "partial_rotary_factor": 0.5},
     "ArceeForCausalLM": {**_HEADS, "attention_bias": True},
     "CohereForCausalLM": {**_BASE, "logit_scale": 0.5, "use_qk_norm": True},
     "Cohere2ForCausalLM": {**_BASE, **_WINDOWS, "logit_scale": 0.5},

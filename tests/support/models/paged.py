@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ import torch
 from rollout.models import AttentionBatch, Decoder, KVCache, LoadedModel, PromptChunk
 from rollout.models.batch import ExpertRecord, HiddenTaps, WantedTokens
 from rollout.models.fused import FusedDecoder
+from rollout.models.language_model import LanguageModel
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
-from rollout.models.state_pool import NO_STATES, StatePool
+from rollout.models.state_pool import StatePool
 
 
 class PagedRunner:
@@ -21,7 +23,7 @@ class PagedRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         rows: int,
         max_tokens: int,
         page_size: int = 7,
@@ -35,8 +37,10 @@ class PagedRunner:
         pages = list(range(1, rows * self.width + 1))
         random.Random(seed).shuffle(pages)
         self.device, dtype = model.embed.device, model.embed.dtype
-        native = isinstance(model, Decoder)  # row 0 of the states is padding
-        self.states = StatePool.allocate(model.spec, rows + 1, dtype, self.device) if native else NO_STATES
+        of_states = (
+            partial(StatePool.allocate, model.spec) if isinstance(model, Decoder) else model.spec.allocate_states
+        )
+        self.states = of_states(rows + 1, dtype, self.device)  # row 0 is padding
         self.kv = KVCache.allocate(
             model.spec, len(pages) + 1, page_size, kv_dtype or dtype, self.device, states=self.states
         )

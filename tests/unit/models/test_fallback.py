@@ -29,6 +29,7 @@ from rollout.models.fallback.experts import by_kernels, kernels_take
 from rollout.models.fallback.host_reads import HostReads
 from rollout.models.fallback.masks import read_mask
 from rollout.models.fallback.model import TransformersModel
+from rollout.models.fallback.rows import Rows
 from rollout.models.fallback.start import capture_obstacle
 from rollout.weights.parameter_map import ParameterMap, UpdateNames, update_names
 from tests.support.models.fallback import CONFIGS, make_checkpoint, make_model
@@ -111,22 +112,15 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
-SPARSE = ["full_attention", "minimax_m3_sparse"]
-
 
 @pytest.mark.parametrize(
     ("architecture", "values", "why"),
     [
-        ("Qwen3NextForCausalLM", {}, "state"),
-        ("MambaForCausalLM", {"state_size": 4}, "state"),
-        ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2}, "state"),
-        ("BloomForCausalLM", {"n_layer": 2, "n_head": 4}, "attention"),  # alibi
-        ("MptForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "attention"),  # alibi
+        ("RwkvForCausalLM", {"attention_hidden_size": 32}, "no cache of transformers"),
+        ("OpenAIGPTLMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "no cache of transformers"),
         ("BartForCausalLM", {"d_model": 32, "is_encoder_decoder": True}, "encoder"),
         ("ElectraForCausalLM", {"embedding_size": 32, "max_position_embeddings": 64}, "tokens see later ones"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "tokens see later ones"),
-        ("DiffLlamaForCausalLM", {}, "attention"),
-        ("DogeForCausalLM", {}, "mask"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(
@@ -169,6 +163,13 @@ def test_a_setting_that_only_native_families_have_is_refused_by_name(engine: dic
     check_model(EngineSettings(), model)
     with pytest.raises(ValueError, match=next(iter(engine))):
         check_model(EngineSettings(**engine), model)
+
+
+def test_codes_of_keys_are_refused_where_layers_read_keys_themselves(tmp_path: Path) -> None:
+    model = load(write_config(tmp_path, "StableLmForCausalLM", num_key_value_heads=2), load_format="random").model
+    check_model(EngineSettings(), model)
+    with pytest.raises(ValueError, match="kv_dtype"):
+        check_model(EngineSettings(kv_dtype="fp8_e4m3"), model)
 
 
 def test_coded_experts_are_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
@@ -227,9 +228,7 @@ def test_a_mask_of_another_form_is_refused(function: Any) -> None:
 
 
 @pytest.mark.parametrize("damage", ["scale", "window", "position"])
-def test_a_model_that_differs_from_its_own_eager_attention_is_not_served(
-    damage: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_way_that_differs_from_eager_attention_is_not_taken(damage: str, tmp_path: Path, monkeypatch: Any) -> None:
     folder = write_config(tmp_path, "Cohere2ForCausalLM", num_key_value_heads=2, sliding_window=6)
 
     def wrong(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float = 1.0, **rest: Any) -> Any:
@@ -238,12 +237,20 @@ def test_a_model_that_differs_from_its_own_eager_attention_is_not_served(
         if damage == "position":
             query = query.roll(1, 2)
         if damage == "window":
-            key = key * (1 + 0.5 * (torch.arange(key.shape[2]) % 2)[:, None])
+            key = key * (1 + 4 * (torch.arange(key.shape[2]) % 2)[:, None])
         return paged_attention(module, query, key, value, mask, scaling=scaling, **rest)
 
-    load(folder, load_format="random")
+    ways = [load(folder, load_format="random").spec.way.attention]
     monkeypatch.setitem(AttentionInterface._global_mapping, PAGED, wrong)
-    with pytest.raises(ValueError, match="eager attention"):
+    ways.append(load(folder, load_format="random").spec.way.attention)
+    assert ways == ["paged", "gathered"]
+
+
+def test_a_model_without_a_right_way_is_refused_with_what_is_wrong_in_each(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = write_config(tmp_path, "Cohere2ForCausalLM", num_key_value_heads=2, sliding_window=6)
+    monkeypatch.setattr(Rows, "run", lambda self, ids, piece: torch.zeros(*ids.shape, 32))
+    monkeypatch.setattr("rollout.models.fallback.model.probe_layers", lambda module, vocab: {})
+    with pytest.raises(ValueError, match="paged, rows packed.*eager attention.*gathered, rows alone"):
         load(folder, load_format="random")
 
 
