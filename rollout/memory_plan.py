@@ -93,7 +93,7 @@ class Machine(NamedTuple):
             known = GPUS.get(name.lower()) or Gpu(float(name), (9, 0))
         except ValueError:
             raise ValueError(
-                f"{name!r} is no GPU that is known: write its memory in GiB, or {', '.join(GPUS)}"
+                f"the GPU {name!r} is unknown: write its memory in GiB, or one of {', '.join(GPUS)}"
             ) from None
         if not 0 < known.gib < 10_000:
             raise ValueError(f"a GPU has more than 0 and less than 10000 GiB, not {name}")
@@ -293,7 +293,9 @@ def plan_outline(settings: Settings, machine: Machine, shapes: Outline) -> Memor
     pool, host_tokens, on_host = None, 0, 0
     try:
         if weights > machine.total:
-            raise ValueError(f"the weights take {weights / GIB:.2f} GiB, and {machine.total / GIB:.2f} GiB are there")
+            raise ValueError(
+                f"the weights take {weights / GIB:.2f} GiB, but there are only {machine.total / GIB:.2f} GiB"
+            )
         if problem is not None:
             raise ValueError(problem)
         check_row_state(engine, most_pages, model, left)

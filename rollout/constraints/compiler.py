@@ -175,7 +175,7 @@ class ConstraintCompiler:
                 if not ended:
                     raise _not_allowed(index)
         if ended:
-            raise ConstraintError("the tokens to continue from end with a stop token: there is nothing to add")
+            raise ConstraintError("the tokens to continue from end with a stop token, so nothing can follow")
         return compiled, self._constraint(matcher, spec, stop_ids, prior)
 
     def _checked(self, spec: ConstraintSpec, stop_ids: tuple[int, ...]) -> Any:
@@ -195,7 +195,7 @@ class ConstraintCompiler:
         masks_RW = torch.zeros(1, mask_words(self._vocab), dtype=torch.int32)
         first.fill(masks_RW, 0)
         if not (masks_RW.any() or first.complete):
-            raise ConstraintError("no text obeys it, or none that this model's tokens can begin; allow some text")
+            raise ConstraintError("this model can write no text that satisfies it; relax it")
         return grammar
 
     def _begin(self, grammar: Any) -> Any:
@@ -285,7 +285,7 @@ def _begin_of(
         token for token in stop_ids if isinstance(spec.after, str) and texts and spec.after.encode() in texts.of[token]
     ]
     if own or (not isinstance(spec.after, str) and spec.after[-1] in stop_ids):
-        raise ConstraintError("it ends with a stop token of this request, where the completion is over", "after")
+        raise ConstraintError("it ends with a stop token of this request, which would end the completion", "after")
     return (0, b"") if ends_with(prompt, spec.after, texts) else find(marker, prior)
 
 

@@ -130,11 +130,11 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     when the weights or the device are not.
     """
     if engine.gate.swapping:
-        raise RuntimeError("the weights were being changed; only a new process has whole ones")
+        raise RuntimeError("a fault interrupted a change of the weights, so they may be mixed: restart the worker")
     memory = engine.sleeper.memory
     assert isinstance(memory, ReleasableMemory), "a tensor group is not made whole"
     if memory.released:
-        raise RuntimeError("the memory is given back; only a new process has some")
+        raise RuntimeError("the fault came during a sleep, when the memory was released: restart the worker")
     executor, step = engine.executor, engine.executor.step
     executor.close()  # all launched work has ended: nothing writes to the KV any more
     executor.device.synchronize()  # a broken CUDA context raises here
@@ -231,8 +231,8 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
         return
     if not supports(model):
         raise ValueError(
-            f"engine.deterministic needs the fused kernels: a GPU, a model in 16 bits without biases of its output and "
-            f"MLP products; on a {model.embed.device.type} torch's products have other bits in other batches"
+            "engine.deterministic needs the fused kernels, which need a GPU and a model in 16 bits without biases in "
+            f"its output and MLP products; torch's results on a {model.embed.device.type} depend on the batch"
         )
     check_deterministic(model.spec)
     for name, module in model.named_modules():

@@ -125,8 +125,8 @@ def check_row_state(settings: EngineSettings, most_pages: int, model: LanguageMo
     needed = RowState.nbytes(settings.step_rows, most_pages, model.spec.vocab)
     if needed > free_bytes:
         raise ValueError(
-            f"the state of max_rows = {settings.max_rows} rows takes {_gib(needed)}, and beside "
-            f"{_gib(weight_bytes(model))} of weights {_gib(free_bytes)} are free: lower max_rows or max_context_tokens"
+            f"the state of max_rows = {settings.max_rows} rows takes {_gib(needed)}, but {_gib(weight_bytes(model))} "
+            f"of weights leave only {_gib(free_bytes)} free: lower max_rows or max_context_tokens"
         )
 
 
@@ -305,7 +305,7 @@ def kv_pages(
         asked, left = settings.kv_pages * page_bytes, memory.free - memory.needs.total
         if asked > left:
             raise ValueError(
-                f"kv_pages = {settings.kv_pages} take {_gib(asked)}, and {_gib(max(left, 0))} are left for KV: "
+                f"kv_pages = {settings.kv_pages} take {_gib(asked)}, but only {_gib(max(left, 0))} are left for KV: "
                 f"{memory}; lower kv_pages, max_rows or prefill_chunk_tokens"
             )
         return settings.kv_pages

@@ -147,7 +147,9 @@ def _checked(
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
     if not getattr(config, "is_causal", True):
-        raise CheckpointError(f"{where}: is_causal is not true, and a model that generates must not see later tokens")
+        raise CheckpointError(
+            f"{where}: is_causal is not true, but a model that generates must not attend to later tokens"
+        )
     # Keys may have other names in the file than in the config, and transformers adds missing keys.
     check_config(made, rules, where)
     return whole
@@ -201,8 +203,8 @@ def read_tower(folder: Path, config: CheckpointConfig) -> TowerSpec:
     others = [name for name in vision.keys() - VISION_RULES.keys() - WITHOUT_EFFECT if hasattr(made, name)]
     if changed := sorted(name for name in others if vision[name] != getattr(made, name)):
         raise ValueError(
-            f"{file}: vision_config: {', '.join(changed)} other than transformers' default is not supported with "
-            "images: set model.images = false to serve text alone"
+            f"{file}: vision_config: images need transformers' default of {', '.join(changed)}: set model.images = "
+            "false to serve text only"
         )
     ids = {name: getattr(config.whole, name, None) for name in TOKEN_RULES}
     return tower_spec(family, values, ids, config.text)

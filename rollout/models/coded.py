@@ -105,13 +105,15 @@ def check_format(spec: ModelSpec, format: Format) -> None:
         return
     other = "use weight_dtype = bf16"
     if spec.moe is not None and spec.moe.clamped is not None:
-        raise ValueError(f"weight_dtype = {format} is for experts without biases, unlike {spec.architecture}: {other}")
+        raise ValueError(
+            f"weight_dtype = {format} needs experts without biases, and {spec.architecture} has biases: {other}"
+        )
     products = list(dict.fromkeys(product for layer in spec.layers for product in coded_products(layer)))
     widths = [product.inputs for product in products] if format == "mxfp8" else []
     if spec.moe is not None:
         widths += [spec.hidden, spec.moe.intermediate]
     if not products and spec.moe is None:
-        raise ValueError(f"weight_dtype = {format}, but no product of {spec.architecture} is coded: {other}")
+        raise ValueError(f"weight_dtype = {format} applies to no weights of {spec.architecture}: {other}")
     odd = [width for width in widths if width % GROUP]
     if odd:
         raise ValueError(f"weight_dtype = {format} needs widths that are multiples of {GROUP}, not {odd[0]}: {other}")
@@ -137,6 +139,6 @@ def _check_cut(cut: Cut | None, format: Format, module: str, spec: ModelSpec) ->
         raise ValueError(_CUT_ROWS.format(spec.shard.size))
     if any(edge % block and edge != cut.whole for cut_range in cut.ranges for edge in cut_range):
         raise ValueError(
-            f"weight_dtype = {format} has a scale for {block} neighbours, and {spec.shard.size} ranks cut "
-            f"{module} within them: use fewer ranks, another format, or bf16"
+            f"weight_dtype = {format} has a scale for each {block} neighbours, and {spec.shard.size} ranks would cut "
+            f"{module} between such neighbours: use fewer ranks, another format, or bf16"
         )

@@ -67,7 +67,9 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
     check_supported(architecture)
     family = family_of(architecture, config.model_type)
     if family.bidirectional is not None and _value(config, family.bidirectional):
-        raise ValueError(f"{family.bidirectional.name} is set, and a model that generates must not see later tokens")
+        raise ValueError(
+            f"{family.bidirectional.name} is set, but a model that generates must not attend to later tokens"
+        )
     for name in family.unsupported:
         if getattr(config, name, False):
             raise ValueError(f"{name} is not supported for this architecture: it must be false")

@@ -73,7 +73,9 @@ class CutView(torch.Tensor):
     def copy_(self, whole: torch.Tensor, non_blocking: bool = False) -> CutView:  # type: ignore[override]
         """Copy the kept part of a whole tensor, from any device."""
         if tuple(whole.shape) != whole_shape(self):
-            raise ValueError(f"a tensor of shape {list(whole.shape)} is no whole one of {list(whole_shape(self))}")
+            raise ValueError(
+                f"a tensor of shape {list(whole.shape)} is not a whole tensor of {list(whole_shape(self))}"
+            )
         self._kept.copy_(self.cut.take(whole), non_blocking)
         return self
 

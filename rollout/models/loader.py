@@ -155,7 +155,7 @@ def load_model(
     model: LanguageModel = _load_native(source, format) if native else _load_fallback(source, format)
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
         vocab = model.spec.vocab
-        raise CheckpointError(f"{folder} names eos token ids {strange}, and the vocabulary has {vocab} entries")
+        raise CheckpointError(f"{folder} names eos token ids {strange}, but the vocabulary has {vocab} entries")
     return LoadedModel(model, folder, defaults, dtype)
 
 
@@ -367,7 +367,9 @@ def _load_fallback(source: _Source, format: Format) -> LanguageModel:
 
     architecture, config, dtype, device = source.architecture, source.config.whole, source.dtype, source.device
     if source.outline:  # its code needs values to say what its layers keep
-        raise ValueError(f"{architecture} runs through transformers' own code, whose sizes only a started worker knows")
+        raise ValueError(
+            f"{architecture} runs through transformers' own code, whose sizes are known only once a worker has started"
+        )
     if source.settings.images:
         raise ValueError(f"{architecture} runs through transformers' own code, without images: set images = false")
     if source.draft is not None:

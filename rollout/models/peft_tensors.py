@@ -167,7 +167,7 @@ def plan_adapter(
     largest = max(modules, key=lambda module: module.rank)
     if largest.rank > most_rank:
         raise CheckpointError(
-            f"{where}: {largest.a:.200} has rank {largest.rank} and slots were made for {most_rank}: "
+            f"{where}: {largest.a:.200} has rank {largest.rank}, but slots have room for rank {most_rank}: "
             "raise engine.adapter_rank"
         )
     return AdapterPlan(modules, padded_rank(most_rank), model_products(spec), dtype)

@@ -94,7 +94,7 @@ def _mixer(mixer: MixerSpec, shard: Shard) -> MixerSpec:
 def _attention(mixer: AttentionSpec, shard: Shard) -> AttentionSpec:
     heads, kv_heads, size = mixer.heads, mixer.kv_heads, shard.size
     if heads % size:
-        raise _CannotCutError(f"{heads} attention heads are no multiple of {size}")
+        raise _CannotCutError(f"{heads} attention heads are not a multiple of {size}")
     if kv_heads % size and size % kv_heads:
         raise _CannotCutError(f"{kv_heads} KV heads are neither a multiple of {size} nor a divisor of it")
     kept = HeadShard(shard, kv_heads)
@@ -103,21 +103,21 @@ def _attention(mixer: AttentionSpec, shard: Shard) -> AttentionSpec:
 
 def _latent(mixer: LatentSpec, shard: Shard) -> LatentSpec:
     if mixer.heads % shard.size:
-        raise _CannotCutError(f"{mixer.heads} heads of latent attention are no multiple of {shard.size}")
+        raise _CannotCutError(f"{mixer.heads} heads of latent attention are not a multiple of {shard.size}")
     return replace(mixer, heads=mixer.heads // shard.size, shard=shard)
 
 
 def _linear(mixer: DeltaNetSpec, shard: Shard) -> DeltaNetSpec:
     keys, values, size = mixer.key_heads, mixer.value_heads, shard.size
     if keys % size:
-        raise _CannotCutError(f"{keys} key heads of linear attention are no multiple of {size}")
+        raise _CannotCutError(f"{keys} key heads of linear attention are not a multiple of {size}")
     return replace(mixer, key_heads=keys // size, value_heads=values // size, shard=shard)
 
 
 def _dense(block: DenseSpec, shard: Shard) -> DenseSpec:
     if block.intermediate % shard.size:
         raise _CannotCutError(
-            f"the width {block.intermediate} of its feed-forward blocks is no multiple of {shard.size}"
+            f"the width {block.intermediate} of its feed-forward blocks is not a multiple of {shard.size}"
         )
     return replace(block, intermediate=block.intermediate // shard.size, shard=shard)
 
@@ -134,7 +134,7 @@ def _experts(block: MoESpec, shard: Shard) -> MoESpec:
         return replace(block, intermediate=width, shared=shared, shard=ExpertShard(shard, whole_experts=False))
     if block.experts % size:
         raise _CannotCutError(
-            f"{block.experts} experts are no multiple of {size}, nor is their width {block.intermediate} one of "
-            f"{EXPERT_BLOCK} times {size}"
+            f"{block.experts} experts are not a multiple of {size}, nor is their width {block.intermediate} a "
+            f"multiple of {EXPERT_BLOCK} times {size}"
         )
     return replace(block, shared=shared, shard=ExpertShard(shard, whole_experts=True))

@@ -35,7 +35,7 @@ def raise_limit(ranks: int = 1, what: str = "a worker") -> int:
     if soft != resource.RLIM_INFINITY and soft < least:
         group = f" of {ranks} ranks" if ranks > 1 else ""
         raise TooFewFilesError(
-            f"this process may open {soft} files, and {what}{group} needs {least}, and one for each client: raise "
+            f"this process may open {soft} files, and {what}{group} needs {least} plus one for each client: raise "
             f"the hard limit: `ulimit -n {WANTED}`, `docker run --ulimit nofile={WANTED}` or systemd's LimitNOFILE="
         )
     return soft

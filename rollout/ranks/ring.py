@@ -137,7 +137,7 @@ class RingWriter:
         """
         size = len(layout) + sum(len(part) for part in parts)
         if size > self.largest:
-            raise ValueError(f"a record of {size} bytes is larger than the ring takes ({self.largest})")
+            raise ValueError(f"a record of {size} bytes is larger than a record may be ({self.largest})")
         with self._lock:
             taken = -(-(_HEAD.size + size) // _ALIGN) * _ALIGN
             at = self._position % self._capacity

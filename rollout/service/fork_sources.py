@@ -137,8 +137,8 @@ class ForkSources(Store[EndedRequest]):
         history = None if target is None else self.get((client, target))
         if history is None:
             raise NotFound(
-                f"this worker knows no tokens of the session {session!r} of this client, or not any more: send the "
-                "token ids as 'prompt'",
+                f"this worker does not know this client's session {session!r} (any more): send the token ids as "
+                "'prompt'",
                 field="session",
             )
         return joined(history.prompt, history.completions[0])
@@ -149,8 +149,8 @@ class ForkSources(Store[EndedRequest]):
         if history is None or (fork.request is not None and asked not in (None, history.key)):
             kind = "request" if fork.session is None else "session"
             raise NotFound(
-                f"this worker knows no tokens of the {kind} {getattr(fork, kind)!r} of this client, or not any more: "
-                "send the tokens as a prompt",
+                f"this worker does not know this client's {kind} {getattr(fork, kind)!r} (any more): send the "
+                "tokens as a prompt",
                 field=f"fork.{kind}",
             )
         return history
@@ -159,7 +159,7 @@ class ForkSources(Store[EndedRequest]):
         found = self._media.with_pixels(prompt)
         if found is None:
             raise NotFound(
-                "this worker has not all images of these tokens any more: send the whole prompt with its images",
+                "this worker no longer has all images of these tokens: send the whole prompt with its images",
                 field="fork.request" if fork.session is None else "fork.session",
             )
         return found
@@ -183,7 +183,7 @@ def beginning(prompt: Prompt, drawn: np.ndarray, offset: int) -> Prompt:
         else:
             last = start + len(item.token_ids)
             raise BadRequest(
-                f"an image has the places {start} to {last - 1}: use at most {start}, or at least {last}",
+                f"an image takes the places {start} to {last - 1}: use at most {start}, or at least {last}",
                 field="fork.offset",
             )
         start = end

@@ -210,8 +210,8 @@ class Generation:
         stored = self.store.get((client, target))
         if stored is None:
             raise NotFound(
-                f"there is no result of {target!r}: it was acknowledged or dropped; report before 'ack', and "
-                "before many later results push it out",
+                f"the result of {target!r} is not there (any more): report before 'ack', and before many later "
+                "results replace it",
                 field="target",
             )
         return stored

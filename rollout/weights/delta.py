@@ -80,7 +80,7 @@ class DeltaStaging:
     def __init__(self, staging: WeightStaging, manifest: Manifest, delta: WeightDelta) -> None:
         if why := staging.lacks_base(manifest, delta.base):
             raise WeightsRejected(
-                f"version {manifest.version} came as changes, but {why}: send it whole", field="delta"
+                f"version {manifest.version} came as a delta, but {why}: send it whole", field="delta"
             )
         self._staging, self._manifest, self._delta = staging, manifest, delta
         self.swap_copies, self.in_place = staging.swap_copies, staging.in_place
@@ -88,7 +88,7 @@ class DeltaStaging:
             self._codes = staging.code_memory(delta.codes.total_bytes)
         except RuntimeError as error:  # an error of the allocator
             raise WeightsRejected(
-                f"the host has no memory for the codes of a delta: {error!s:.200}", field="delta"
+                f"the host has too little memory for the codes of a delta: {error!s:.200}", field="delta"
             ) from error
         self._starts = [entry.offset for entry in delta.codes.tensors]
         self._missing = [entry.nbytes for entry in delta.codes.tensors]
@@ -125,7 +125,7 @@ class DeltaStaging:
                 while self._left and time.monotonic() < until_s:
                     self._change(*self._left.popleft())
         except torch.OutOfMemoryError as error:
-            raise WeightsRejected("the GPU has no memory to make the changes of a delta", field="delta") from error
+            raise WeightsRejected("the GPU has too little memory to apply a delta", field="delta") from error
         return not self._left and self._staging.copied()
 
     def check(self) -> None:
@@ -180,7 +180,7 @@ class DeltaStaging:
             return None, codes["all"].view(torch.int16)
         found = find_words(codes, (end - start) // WORD_BYTES)
         if found is None:
-            raise self._bad(bucket, "has codes that lie outside of it, or more or fewer values than places")
+            raise self._bad(bucket, "has codes outside of it, or not one value for each place")
         return found
 
     def _change(self, bucket: int, parts: Mapping[str, TensorEntry]) -> None:
@@ -216,7 +216,7 @@ class DeltaStaging:
         found = torch.stack([fingerprint(stream[start:end]) for start, end in spans]).tolist()
         for bucket, (mine, theirs) in enumerate(zip(found, self._delta.fingerprints, strict=True)):
             if mine != theirs:
-                raise self._bad(bucket, f"has the fingerprint {mine} after the changes, at the publisher {theirs}")
+                raise self._bad(bucket, f"has the fingerprint {mine} after the changes, but {theirs} at the publisher")
 
     def _bad(self, bucket: int, what: str) -> WeightsRejected:
         start, end = self._manifest.bucket_span(bucket)

@@ -149,7 +149,7 @@ class ParameterMap:
         sent = {entry.name for entry in manifest.tensors}
         for name, other in tied.items():
             if other not in sent or name in sent:
-                raise WeightsRejected(f"tied names {name!r:.80} as {other!r:.80}; send that one alone", field="tied")
+                raise WeightsRejected(f"tied names {name!r:.80} as {other!r:.80}; send only that one", field="tied")
             if not (self._is_unused(name) or self._is_one(name, other)):
                 raise WeightsRejected(f"{name!r:.80} is not {other!r:.80} here; send it, too", field="tied")
 

@@ -91,8 +91,8 @@ class ProcessGroups:
         receiver = self._receivers.get("torch_group")
         if not isinstance(receiver, TorchGroupReceiver):
             raise BadRequest(
-                "this worker joins no process groups: their connections have no keys, and this worker uses CURVE, or "
-                "its torch has no torch.distributed",
+                "this worker joins no process groups: it uses CURVE and their connections have no keys, or its torch "
+                "lacks torch.distributed",
                 field="action",
             )
         return receiver

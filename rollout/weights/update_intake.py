@@ -409,7 +409,9 @@ class UpdateIntake:
                 return
             raise WeightsRejected("the update is committed and will be applied; it is too late to abort it")
         if newer is not None:
-            raise WeightsRejected("this update does not wait to be applied, so it does not give way", field="newer")
+            raise WeightsRejected(
+                "this update is not waiting to be applied, so no newer one can replace it", field="newer"
+            )
         if self.current is None or self.current.incoming.token != token:
             raise NotFound("no update with this token is being received", field="token")
         self.reject(WeightsRejected("the publisher aborted this update"))

@@ -130,6 +130,6 @@ def test_weights_that_were_being_changed_are_not_trusted(model):
         bench.run()
     bench.engine.fail("no such memory")
     assert update.failures == ["no such memory"]
-    with pytest.raises(RuntimeError, match="weights were being changed"):
+    with pytest.raises(RuntimeError, match="interrupted a change of the weights"):
         rebuild_engine(bench.engine, bench.settings)
     bench.close(check=False)

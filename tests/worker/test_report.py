@@ -144,7 +144,7 @@ def test_a_client_that_acknowledges_by_itself_gets_an_error(client: RolloutClien
 
 
 def test_wrong_values_are_refused_before_they_are_sent(reporter: RolloutClient) -> None:
-    for wrong, says in (([], "no log-probs"), ([None], "no log-probs"), (["x"], "no array"), ([[[0.0]]], "shape")):
+    for wrong, says in (([], "no log-probs"), ([None], "no log-probs"), (["x"], "not an array"), ([[[0.0]]], "shape")):
         with pytest.raises(ValueError, match=says):
             reporter.report("x", wrong)
 

@@ -52,7 +52,9 @@ def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[Reque
     plans = []
     for place, item in enumerate(items):
         if isinstance(item, (int, np.integer)):
-            raise ValueError("generate_many takes a list of prompts, not the tokens of one; use generate(tokens)")
+            raise ValueError(
+                "generate_many takes a list of prompts, not the tokens of one prompt; use generate(tokens)"
+            )
         fields: dict[str, Any] = {**common, **(item if isinstance(item, Mapping) else {"prompt": item})}
         try:
             plans.append(plan_request(fields.pop("prompt", None), fields))

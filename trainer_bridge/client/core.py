@@ -55,7 +55,7 @@ def check_id(request_id: str, in_flight: Collection[str]) -> None:
     """Raise ValueError for an id that is in flight or has a length that workers refuse."""
     if request_id in in_flight or not 1 <= len(request_id) <= wire.MAX_ID_CHARS:
         raise ValueError(
-            f"the id {request_id!r:.40} is in flight already, or has not 1 to {wire.MAX_ID_CHARS} characters"
+            f"the id {request_id!r:.40} is in flight already, or does not have 1 to {wire.MAX_ID_CHARS} characters"
         )
 
 

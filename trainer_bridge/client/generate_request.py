@@ -128,7 +128,7 @@ def plan_request(
     """Build a request. Raises TypeError for an unknown field and ValueError for one that makes no sense."""
     unknown = sorted(fields.keys() - _FIELDS)
     if "input_ids" in unknown:
-        raise TypeError(f"the output of a tokenizer is no request; {_TOKENIZED}")
+        raise TypeError(f"the output of a tokenizer is not a request; {_TOKENIZED}")
     if unknown:
         raise TypeError(
             f"generate takes no field {unknown[0]!r}{_did_you_mean(unknown[0], _FIELDS)}; "
@@ -174,7 +174,7 @@ def token_array(values: Any, name: str) -> np.ndarray:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be one row of integers, not {array.dtype} of shape {array.shape}")
     if array.size and (int(array.min()) < 0 or int(array.max()) > _INT32.max):
-        raise ValueError(f"{name} has a number that is no token id: negative, or more than 32 bits")
+        raise ValueError(f"{name} has a number that is not a token id: negative, or more than 32 bits")
     return array.astype(np.int32)
 
 
@@ -254,7 +254,7 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
     loose = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     twice = sorted(given.keys() & loose.keys())
     if twice:
-        raise ValueError(f"{twice[0]!r} is given both in sampling and by itself; give it once")
+        raise ValueError(f"{twice[0]!r} is given twice, in sampling and outside; give it once")
     given |= loose
     unknown = sorted(given.keys() - set(_SAMPLING))
     if unknown:
@@ -303,7 +303,7 @@ def _given_prior(partial: Completion | Mapping[str, Any], prior: Completion) -> 
     if not isinstance(partial, Completion):
         return {**partial, "token_ids": prior.token_ids}
     if prior.seed is None:
-        raise ValueError("continue_from is a completion without a seed; it cannot go on at the same random position")
+        raise ValueError("continue_from is a completion without a seed, so its random numbers cannot go on")
     return prior_fields(prior)
 
 
@@ -357,7 +357,7 @@ def attach_fields(
     fields: dict[str, Any] = {"target": target}
     partials = list(given.get("partials", ()))
     if partials and not stream:
-        raise ValueError("partials say where a stream goes on; leave them out, or set stream")
+        raise ValueError("partials are for streams; leave them out, or set stream")
     if stream:
         fields |= {"stream": stream, "offsets": _offsets(partials), "text_chars": _text_chars(partials)}
         if given.get("stream_every") is not None:

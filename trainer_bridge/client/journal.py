@@ -205,7 +205,7 @@ class Journal(ProcessBound):
             )
             return _with_result(saved, records[-1][1]) if index.finished else saved
         except (ProtocolError, wire.WireError, KeyError) as error:
-            raise JournalFailed(f"the journal {self.path} has records of {request_id!r} that make no sense") from error
+            raise JournalFailed(f"the journal {self.path} has records of {request_id!r} that cannot be read") from error
 
     def close(self) -> None:
         """Close the file and release its lock."""
@@ -242,7 +242,7 @@ class Journal(ProcessBound):
         record = os.pread(self._fd, size, offset)
         parsed = _parse(record)
         if parsed is None:
-            raise JournalFailed(f"the journal {self.path} has changed under its client at byte {offset}")
+            raise JournalFailed(f"the journal {self.path} was changed at byte {offset} while this client used it")
         return parsed[0], wire.decode(parsed[2:], wire.REPLY_LIMITS)
 
     def _load(self) -> None:
@@ -314,7 +314,7 @@ class Journal(ProcessBound):
                 os.close(fd)
                 raise
         except OSError as error:
-            raise JournalFailed(f"the journal {self.path} cannot be cleared out: {error}") from error
+            raise JournalFailed(f"the journal {self.path} cannot be compacted: {error}") from error
         os.close(self._fd)
         self._fd, self._ids, self._end = fd, moved, os.fstat(fd).st_size
 

@@ -241,7 +241,9 @@ class WorkerProcess(ProcessBound):
             return None
         missing = [name for name in ("endpoint", "weights_endpoint", "model", "pid") if name not in ready]
         if missing:
-            raise WorkerFailed(f"the worker's ready file lacks {missing[0]!r}; are its version and this one the same?")
+            raise WorkerFailed(
+                f"the worker's ready file lacks {missing[0]!r}; do worker and client have the same version?"
+            )
         return ready
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:

@@ -57,8 +57,8 @@ def report_messages(
     """The endpoint and the fields of each message of a report. Raises ValueError for values that cannot be sent."""
     if core.acknowledges:
         raise ValueError(
-            "this client acknowledges every result as it comes, and workers forget those: make it with "
-            "acknowledge=False, report, then ack"
+            "this client acknowledges every result at once, and workers then drop it: make the client with "
+            "acknowledge=False, report, then call ack"
         )
     request_id = target if isinstance(target, str) else target.id
     if endpoint is None and isinstance(target, GenerateResult) and target.endpoint in core.endpoints:
@@ -91,7 +91,7 @@ def _arrays(logprobs: TrainerLogprobs) -> dict[str, np.ndarray]:
         try:
             array = np.asarray(row, dtype=np.float32)
         except (TypeError, ValueError, RuntimeError) as error:  # a torch tensor with a gradient raises
-            raise ValueError(f"the log-probs of completion {index} are no array of numbers: {error}") from error
+            raise ValueError(f"the log-probs of completion {index} are not an array of numbers: {error}") from error
         if array.ndim != 1:
             raise ValueError(f"the log-probs of completion {index} have shape {array.shape}; send one for each token")
         arrays[str(index)] = array

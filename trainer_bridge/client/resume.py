@@ -156,7 +156,7 @@ class Resumer:
     def start(self, plan: RequestPlan) -> ResumedCall:
         """Begin a request, or go on with one that the journal knows. Raises ValueError and `RolloutError`."""
         if self.journal is not None and plan.request_id is None:
-            raise ValueError("with a journal every request needs a request_id, to be found by after a restart")
+            raise ValueError("with a journal every request needs a request_id, so that a restart finds it")
         request_id = self._core.next_id() if plan.request_id is None else plan.request_id
         check_id(request_id, self.calls)
         mark = fingerprint(plan.fields)

@@ -136,7 +136,7 @@ class ResumedCall(ClientCall):
         self.resumes = max(0, len(saved.legs) - 1)
         for chunk in saved.chunks:
             if not 0 <= chunk.index < len(self.parts):
-                raise ProtocolError(f"the journal has completion {chunk.index} of {self.id!r}, which has no such")
+                raise ProtocolError(f"the journal has completion {chunk.index} of {self.id!r}, which has no such index")
             self.take(self.parts[chunk.index], chunk)
         if saved.result is not None:
             for part, text in zip(self.parts, saved.texts, strict=True):

@@ -41,7 +41,7 @@ def vocabulary(words: Iterable[str]) -> Words:
     """
     choices = " | ".join(json.dumps(word, ensure_ascii=False) for word in words)
     if not choices:
-        raise ValueError("a vocabulary of places needs a word")
+        raise ValueError("a vocabulary of places needs at least one word")
     return Words(choices, "", "")
 
 
@@ -73,4 +73,6 @@ def _grammar(root: str, words: Words, coordinates: int) -> str:
 
 def _check(least: int, most: int) -> None:
     if not 0 <= least <= most or most < 1:
-        raise ValueError(f"from {least} to {most} makes no sense: set 0 <= least <= most, and most to at least 1")
+        raise ValueError(
+            f"the range {least} to {most} is empty or negative: set 0 <= least <= most, and most to at least 1"
+        )

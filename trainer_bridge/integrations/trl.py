@@ -204,7 +204,9 @@ class RolloutWorker(ProcessBound):
             raise RuntimeError(f"generating rollouts failed: {self._error}") from self._error
         age_s = time.monotonic() - self._beat_s
         if self._thread is not None and age_s > stale_after_s:
-            raise RuntimeError(f"the rollouts' loop has not turned for {age_s:.0f} s; a reward function may block it")
+            raise RuntimeError(
+                f"the rollout loop has made no progress for {age_s:.0f} s; a reward function may block it"
+            )
 
     # --- its thread ---------------------------------------------------------------------------------------------------
 

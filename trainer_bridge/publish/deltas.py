@@ -67,7 +67,7 @@ class KeptDeltas(KeptUpdate):
                 scratch = kept.new_empty(min(manifest.bucket_bytes, manifest.total_bytes), device=payload.device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise RolloutError(
-                f"prepare: there is no {self._place} memory for the update that deltas are made from "
+                f"prepare: {self._place} memory is too small to keep the last update for deltas "
                 f"({str(error).partition(chr(10))[0]:.200}): free some, or make a publisher with other deltas, or none"
             ) from error
         codes: dict[str, torch.Tensor] = {}

@@ -580,4 +580,4 @@ def _config_map(config: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset, tuple)):
         return sorted(value)
-    raise TypeError(f"a {type(value).__name__} in it is no plain value")
+    raise TypeError(f"a {type(value).__name__} in it is not a plain value")

@@ -58,7 +58,7 @@ class ChatBuilder:
         Raises `HttpError` if no call before has this id.
         """
         if call_id not in self._functions:
-            raise bad_request(f"no call before has the id {call_id!r:.200}; send the call, too", field)
+            raise bad_request(f"no earlier call has the id {call_id!r:.200}; send the call, too", field)
         message = {"role": "tool", "tool_call_id": call_id, "name": self._functions[call_id], "content": content}
         self.messages.append(message)
         self.names[self._last] = field

@@ -64,7 +64,9 @@ async def complete(request: HttpRequest[CompletionBody]) -> Any:
         raise bad_request("a stream has no log-probs of the prompt; remove 'stream'", "stream")
     if body.fork is not None:
         if body.echo:
-            raise bad_request("the gateway has no text of what is continued: use 'return_token_ids'", "echo")
+            raise bad_request(
+                "the gateway does not have the text that this request continues: use 'return_token_ids'", "echo"
+            )
         check_fork(body.stream, body.return_token_ids, body.stream_options)
         fields["return_prompt_ids"] = body.return_token_ids or body.prompt_logprobs is not None
     fields["logprobs"] = body.logprobs or 0

@@ -122,7 +122,7 @@ async def receive_by_engine(gateway: Gateway, update_info: Any, place: str = "")
     if info.names:
         transfers.tensors = info.rows(place)
     if not transfers.tensors:
-        raise bad_request("name the tensors; there is no earlier call whose names could be used", "names")
+        raise bad_request("name the tensors: no earlier call has named them", "names")
     await gateway.group_updates.gather(_VLLM_GROUP, transfers.tensors, packed_bytes if packed else None)
     return {"message": "Weights updated"}
 

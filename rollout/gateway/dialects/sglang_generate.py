@@ -166,8 +166,8 @@ class SglangBody(KvFields, ForkField):
         ids = self.token_ids_logprob or []
         if ids and (not self.return_logprob or self.logprob_start_len < 0):
             raise bad_request(
-                "these are log-probs of tokens at positions of the prompt: set 'return_logprob', and with "
-                "'logprob_start_len' the first position",
+                "this field asks for log-probs at positions of the prompt: set 'return_logprob', and set "
+                "'logprob_start_len' to the first position",
                 "token_ids_logprob",
             )
         rows = [row for row in ids if isinstance(row, list)]
@@ -207,7 +207,8 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
     if body.fork is not None:
         if body.logprob_start_len > 0 and scored:
             raise bad_request(
-                "its position is not known before a fork is found; send 0, or remove 'fork'", "logprob_start_len"
+                "the gateway does not know the positions of a fork's prompt; send 0, or remove 'fork'",
+                "logprob_start_len",
             )
         common["return_prompt_ids"] = scored
     requests, chosen = [], body.chosen(len(prompts))

@@ -139,7 +139,7 @@ async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None
     session, place = request.placement()
     if body.fork is not None and params.prompt_logprob_token_ids is not None:
         raise bad_request(
-            "its positions are not known before a fork is found; remove it or 'fork'",
+            "the gateway does not know the positions of a fork's prompt; remove this field or 'fork'",
             "sampling_params.prompt_logprob_token_ids",
         )
     chosen = _chosen(params, len(body.token_ids))

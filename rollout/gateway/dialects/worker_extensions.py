@@ -70,7 +70,9 @@ async def collective_rpc(request: HttpRequest[RpcBody]) -> dict[str, Any]:
             )
         case "skyrl_sleep_for_weight_sync" | "skyrl_wake_for_weight_sync":
             raise HttpError(
-                501, f"{body.method}: updates are staged; call /sleep and /wake_up to give memory back", "method"
+                501,
+                f"{body.method} is not served: updates need no sleep. To release memory call /sleep and /wake_up",
+                "method",
             )
         case method:
             raise bad_request(f"the method {method!r:.200} is unknown to this gateway", "method")

@@ -117,7 +117,7 @@ class _Publication:
         with self._lock:
             self._publisher = publisher
             if self._over:
-                raise RolloutError("the update was given up", code="closed")
+                raise RolloutError("the update was cancelled", code="closed")
 
     async def end(self) -> None:
         """End it where it is."""

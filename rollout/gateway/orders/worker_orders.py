@@ -64,7 +64,7 @@ class WorkerOrders:
         """Give the device's memory back: weights and KV together."""
         _check_tags(tags)
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
-            raise bad_request("a worker gives back weights and KV together: name both tags, or none", "tags")
+            raise bad_request("a worker releases weights and KV together: name both tags, or none", "tags")
         await self._order_lasting("sleep", level=level)
 
     async def wake(self, tags: list[str] | None = None) -> None:

@@ -61,7 +61,9 @@ class Action(Body):
         if self.action_type != "kv.retain":
             return 0.0
         if self.action_version.partition(".")[0] != "1":
-            raise bad_request("this gateway knows version 1 of kv.retain; send that", f"{place}action_version")
+            raise bad_request(
+                "this gateway knows only version 1 of kv.retain; send that version", f"{place}action_version"
+            )
         return Retain.take(self.payload, f"{place}payload.").lease_s(f"{place}payload.")
 
 
@@ -112,7 +114,7 @@ class ForkBody(Body):
             raise bad_request("send one of 'request' and 'session'", "fork.session")
         named = self.session or session
         if self.request is None and named is None:
-            raise bad_request("name what it continues: 'request', 'session', or X-Session-ID", "fork")
+            raise bad_request("name the source of the fork: 'request', 'session', or X-Session-ID", "fork")
         if self.request is None and self.index:
             raise bad_request("a session has one completion; remove 'index'", "fork.index")
         source = {"session": named} if self.request is None else {"request": self.request, "index": self.index}

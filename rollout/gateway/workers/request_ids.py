@@ -62,6 +62,6 @@ class RequestIds:
                 return self._parts[name]
         raise HttpError(
             404,
-            f"this gateway knows no request {known_id!r}, or not any more: send the tokens as a prompt",
+            f"this gateway does not know the request {known_id!r} (any more): send the tokens as a prompt",
             "fork.request",
         )

@@ -38,7 +38,11 @@ def read_mask(function: MaskFunction) -> Visible:
                 expected &= keys > query - window
             if not torch.equal(_sees(function, query, keys), expected):
                 after = bool(_sees(function, query, keys[keys > query]).any())
-                raise ValueError("tokens see later ones" if after else "what a token sees is no window before it")
+                raise ValueError(
+                    "tokens attend to later ones"
+                    if after
+                    else "a token attends to something other than a window before it"
+                )
     except (IndexError, RuntimeError, TypeError) as error:  # it reads tensors of the probe at positions
         raise ValueError(f"its mask depends on more than positions ({type(error).__name__})") from error
     return Visible(window)

@@ -115,7 +115,7 @@ def _probe_attention(
     visible = next((visible for mask, visible in notes.masks if mask is attention_mask), None)
     if visible is None:
         what = "is called without a mask" if attention_mask is None else "makes its mask itself"
-        raise ValueError(f"its layer {index} {what}, so what its tokens see is not known")
+        raise ValueError(f"its layer {index} {what}, so its attention pattern is unknown")
     if isinstance(visible, ValueError):
         raise ValueError(f"in its layer {index} {visible}")
     unknown = sorted(name for name, value in rest.items() if name not in _KNOWN and isinstance(value, torch.Tensor))

@@ -331,7 +331,7 @@ class Intake:
         if sum(sizes.values()) > most:
             raise BadRequest(
                 f"the reply's {' and '.join(name for name in sizes if sizes[name])} could take {sum(sizes.values())} "
-                f"bytes, and a reply takes {most}; ask for fewer completions or tokens",
+                f"bytes, but a reply may take {most}; ask for fewer completions or tokens",
                 field=max(sizes, key=sizes.__getitem__),
             )
 

@@ -129,7 +129,7 @@ def check_placeholders(prompt: Prompt, tower: TowerSpec) -> None:
     covered = sum(len(item.token_ids) for _, item in prompt.media)
     if count != covered:
         raise BadRequest(
-            f"the prompt has {count} placeholders ({_either(tower.placeholders)}), and its images take {covered}: send "
+            f"the prompt has {count} placeholders ({_either(tower.placeholders)}), but its images take {covered}: send "
             "'media' for each image",
             field="media" if prompt.media else "prompt",
         )

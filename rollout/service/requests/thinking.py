@@ -25,7 +25,8 @@ class ThinkingFields(BaseModel):
         start, end = self._ids("start", text), self._ids("end", text)
         if start == end:
             raise BadRequest(
-                "'thinking.end' has the tokens of the start; send the tokens of the end", field="thinking.end"
+                "'thinking.end' has the same tokens as 'thinking.start'; send the tokens that end a thought",
+                field="thinking.end",
             )
         return ThoughtRule(budget, start, end)
 

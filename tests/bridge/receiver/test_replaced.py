@@ -143,7 +143,7 @@ def test_an_abort_for_a_newer_update_leaves_one_that_does_not_wait(worker: Worke
     worker.engine_gate.note_recomputing(False)
     raw = RawPublisher(worker, tensors := new_tensors(worker.model, 1), 1)
     raw.begin()
-    assert_rejected(worker.control(action="abort", token=raw.token.hex(), newer=2), "does not wait")
+    assert_rejected(worker.control(action="abort", token=raw.token.hex(), newer=2), "is not waiting")
     raw.send_all()
     committed = worker.ask(**raw.commit_fields())
     wait_for(lambda: worker.status()["state"] == "ready", "a ready update")

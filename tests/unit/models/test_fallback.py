@@ -119,8 +119,8 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
         ("RwkvForCausalLM", {"attention_hidden_size": 32}, "no cache of transformers"),
         ("OpenAIGPTLMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "no cache of transformers"),
         ("BartForCausalLM", {"d_model": 32, "is_encoder_decoder": True}, "encoder"),
-        ("ElectraForCausalLM", {"embedding_size": 32, "max_position_embeddings": 64}, "tokens see later ones"),
-        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "tokens see later ones"),
+        ("ElectraForCausalLM", {"embedding_size": 32, "max_position_embeddings": 64}, "tokens attend to later ones"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "tokens attend to later ones"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(

@@ -301,14 +301,14 @@ def _load_as_shard(group: TensorGroup, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("qwen3", {"num_attention_heads": 5, "num_key_value_heads": 5}, "5 attention heads are no multiple of 2"),
+        ("qwen3", {"num_attention_heads": 5, "num_key_value_heads": 5}, "5 attention heads are not a multiple of 2"),
         ("qwen3_moe", {}, "3 KV heads are neither a multiple of 2 nor a divisor of it"),
-        ("mixtral", {}, "5 experts are no multiple of 2, nor is their width 44 one of 128 times 2"),
-        ("qwen2", {"intermediate_size": 71}, "width 71 of its feed-forward blocks is no multiple of 2"),
+        ("mixtral", {}, "5 experts are not a multiple of 2, nor is their width 44 a multiple of 128 times 2"),
+        ("qwen2", {"intermediate_size": 71}, "width 71 of its feed-forward blocks is not a multiple of 2"),
         ("qwen2", {"vocab_size": 4}, "vocabulary has 4 tokens"),
         ("Starcoder2", SIZES, "transformers' own code"),
         ("Qwen3_5", {"linear_num_key_heads": 3, "linear_num_value_heads": 3}, "3 key heads of linear attention"),
-        ("DeepseekV3 moonlight", {}, "5 heads of latent attention are no multiple of 2"),
+        ("DeepseekV3 moonlight", {}, "5 heads of latent attention are not a multiple of 2"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(
@@ -340,7 +340,7 @@ def _copy_a_part(group: TensorGroup, folder: Path) -> bool:
     loaded = _load(folder, group)
     view = loaded.trainer_views()["model.layers.0.mlp.down_proj.weight"]
     assert isinstance(view, CutView) and whole_shape(view) == (48, 72) and tuple(view.shape) == (48, 36)
-    with pytest.raises(ValueError, match="no whole one"):
+    with pytest.raises(ValueError, match="not a whole tensor"):
         view.copy_(torch.zeros(48, 36))
     parameters = ParameterMap(loaded.trainer_views(), UpdateNames())
     rows = [(name, "float32", list(whole_shape(view))) for name, view in loaded.model.hf_views().items()]

@@ -101,7 +101,7 @@ class TinkerSequence:
             raise failed
         reason = finish_reason(completion)
         if reason not in _STOP_REASONS:
-            raise HttpError(503, "the request was aborted before its completions were whole")
+            raise HttpError(503, "the request was aborted before its completions were complete")
         tops = None
         if top and completion.top_ids is not None and completion.top_logprobs is not None:
             tops = Tops.of(completion.top_ids[:, :top], completion.top_logprobs[:, :top], len(completion))
