@@ -1,47 +1,15 @@
-"""The parts of a checkpoint's tensors that one rank of a tensor group keeps, and views that copy these parts.
-
-A cut takes ranges of one dimension, side by side. More than one range is needed where a tensor holds several modules:
-
-    gate_up [2 I, H] of a checkpoint    |====== gate ======|======= up =======|
-    rank 1 of 2 keeps                             |=========|         |========|
-"""
+"""Views of parameters that take whole tensors of a checkpoint, and copy the part that this rank keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import torch
 
 from rollout.models.joined import JoinedView
+from trainer_bridge.transports.cut import Cut
 
-
-class Cut(NamedTuple):
-    """Ranges [begin, end) of a tensor's dimension `dim`, which has `whole` entries; each range in ascending order."""
-
-    dim: int
-    whole: int
-    ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def kept(self) -> int:
-        """Entries that are kept."""
-        return sum(end - begin for begin, end in self.ranges)
-
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a whole tensor: a view if there is one range, else a copy."""
-        parts = [tensor.narrow(self.dim, begin, end - begin) for begin, end in self.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
-
-    def read(self, stored: Any) -> torch.Tensor:
-        """The part of a tensor in a file: `stored` is a slice of safetensors, which reads what is asked for."""
-        before = (slice(None),) * self.dim
-        parts = [stored[(*before, slice(begin, end))] for begin, end in self.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
-
-    def at(self, dim: int) -> Cut:
-        """The same ranges of another dimension."""
-        return self._replace(dim=dim)
+__all__ = ["Cut", "CutView", "kept_values", "whole_shape"]
 
 
 class CutView(torch.Tensor):

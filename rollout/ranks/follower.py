@@ -42,6 +42,7 @@ from rollout.ranks.processes import connect
 from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.ring import OrderHeader, RingReader, SharedMemory
 from rollout.ranks.start_watch import CONNECTING, LOADING, PREPARING, READY, StartProgress
+from rollout.ranks.updates import write_cuts
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.staging import make_staging
 
@@ -192,6 +193,7 @@ def run_follower(told: dict[str, Any]) -> None:
         staging = make_staging(parameters.views, settings.weights, True, allocate, advance)
         memories = (shared["relayed"], shared["manifest"], reports, number)
         updates = FollowerUpdates(parameters, staging, *memories, device_memory(device.torch_device))
+        write_cuts(shared["cuts"], staging.cuts)
         adapters = AdapterCopies(shared["adapters"], rank, loaded.dtype, device.torch_device, reports)
         executor, slots = build_follower(settings, device, loaded.model, memory, start.advance)
         copies = FollowerCopies(executor, adapters, updates.work, memory, reports, number)

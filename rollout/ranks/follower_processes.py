@@ -27,22 +27,24 @@ _KILL_WAIT_S = 5.0
 class FollowerProcesses:
     """A process for each rank but rank 0. The constructor starts them; the kernel ends them when this process ends.
 
-    `memories` has what they inherit, by name: `ring`, `reports`, `relayed`, `manifest`, `adapters`. `eventfds` has one
-    for each process.
+    `memories` has what they inherit, by name: `ring`, `reports`, `relayed`, `manifest`, `adapters`. `eventfds` and
+    `cuts` have one for each process.
     """
 
     def __init__(self, count: int) -> None:
         sizes = {"ring": 0, "reports": count * RankReports.line_bytes(), "relayed": 0, "manifest": 0, "adapters": 0}
         self.memories = {name: SharedMemory.create(f"rollout-{name}", size) for name, size in sizes.items()}
         self.eventfds = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count)]
-        self.running = [self._start(eventfd) for eventfd in self.eventfds]
+        self.cuts = [SharedMemory.create("rollout-cuts", 0) for _ in range(count)]
+        self.running = [self._start(*own) for own in zip(self.eventfds, self.cuts, strict=True)]
 
     def send_facts(self, facts: Mapping[str, Any]) -> None:
         """Have all go on, with what `rollout.ranks.follower.run_follower` must know. Once."""
         shared = {name: memory.descriptor for name, memory in self.memories.items()}
         for rank, (process, eventfd) in enumerate(zip(self.running, self.eventfds, strict=True), 1):
             assert process.stdin is not None
-            told = {**facts, "rank": rank, "shared": {**shared, "eventfd": eventfd}}
+            own = {"eventfd": eventfd, "cuts": self.cuts[rank - 1].descriptor}
+            told = {**facts, "rank": rank, "shared": {**shared, **own}}
             try:
                 process.stdin.write(json.dumps(told).encode())
                 process.stdin.close()
@@ -64,8 +66,8 @@ class FollowerProcesses:
         """The process ids of all ranks except rank 0."""
         return [process.pid for process in self.running]
 
-    def _start(self, eventfd: int) -> subprocess.Popen[bytes]:
+    def _start(self, eventfd: int, cuts: SharedMemory) -> subprocess.Popen[bytes]:
         command = module_command("rollout.ranks.entry", str(os.getpid()))
-        inherited = [eventfd, *(memory.descriptor for memory in self.memories.values())]
+        inherited = [eventfd, cuts.descriptor, *(memory.descriptor for memory in self.memories.values())]
         environment = {**os.environ, **import_path()}
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=inherited, env=environment)

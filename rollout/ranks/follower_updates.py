@@ -23,6 +23,7 @@ from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.staged_weights import Copy
 from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports.cuda_ipc import IpcMemory, IpcReader
+from trainer_bridge.transports.sections import section_of
 from trainer_bridge.wire.manifest import from_wire
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,10 @@ class FollowerUpdates:
         self.work.advance()
         fit = self._map.check(manifest)
         self.work.advance()
-        self._taking = open_staging(self.staging, manifest, fit, False, self._content)
+        begins, section = told["sections"], None
+        if begins:
+            section = [entry for entry, _, _ in section_of(manifest, self.staging.cuts, begins[1 + self._number])]
+        self._taking = open_staging(self.staging, manifest, fit, False, self._content, section)
         self._open = (number, manifest.version)
 
     def _map_relay(self, order: int, handle: bytes, nbytes: int) -> None:
@@ -113,7 +117,9 @@ class FollowerUpdates:
         """Keep this rank's part of a piece, unless the update is refused."""
         number, version = self._open
         self._open = (0, 0)  # if this fails
-        if number:
+        if number and not self._taking.wants(start, start + nbytes):
+            self._open = number, version
+        elif number:
             self._stage(start, nbytes, at, on_device)
             self._open = number, version
 

@@ -151,6 +151,7 @@ class Ranks:
             lambda: self.orders,
             device_memory(next(iter(staging.views.values())).device),
             lost=self._why_lost,
+            cuts=self._followers.cuts,
         )
         return self.updates
 

@@ -15,7 +15,7 @@ is dropped before its swap leaves no trace.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgpack
 import numpy as np
@@ -32,6 +32,8 @@ from rollout.weights.destination import UpdateMemories, UpdateMemory
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports.cuda_ipc import IpcMemory
+from trainer_bridge.transports.cut import Cut
+from trainer_bridge.transports.sections import RankCuts, Sections
 from trainer_bridge.wire.errors import InternalError, Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
@@ -47,7 +49,7 @@ class RankUpdates(UpdateMemories):
 
     `memories` has `relayed`, for pieces on the host, and `manifest`; both are shared with the followers. `on_device`
     makes memory for pieces on the device. `orders` returns None until the followers are ready, `lost` why the group is
-    lost.
+    lost. Each follower has written to its memory of `cuts` by `write_cuts`.
     """
 
     def __init__(
@@ -59,10 +61,13 @@ class RankUpdates(UpdateMemories):
         on_device: IpcMemory | None = None,
         sizes: RelaySizes = RELAY_SIZES,
         lost: Callable[[], str] = lambda: "",
+        cuts: Sequence[SharedMemory] = (),
     ) -> None:
         super().__init__(staging)
         device = next(iter(staging.views.values())).device
         self._lost = lost
+        self._shared_cuts = cuts
+        self._cuts: list[RankCuts] = []
         self._manifest, self._reports, self._find_orders = memories["manifest"], reports, orders
 
         def relay(place: RelayBacking, on_device: bool) -> RelayMemory:
@@ -79,17 +84,33 @@ class RankUpdates(UpdateMemories):
         self._last = 0  # number of the last update that followers were told of
         self._opened = self._prepared = 0  # numbers of its orders
 
+    def cuts(self) -> Sequence[RankCuts] | None:
+        """As `UpdateMemories.cuts`. Raises `Unavailable` while the worker starts."""
+        self._orders()
+        if not self._cuts and self._shared_cuts:
+            self._cuts = [self.staging.cuts, *(read_cuts(memory) for memory in self._shared_cuts)]
+        return self._cuts or None
+
     def open(
-        self, manifest: Manifest, fit: ManifestFit, on_device: bool, content: UpdateContent = WHOLE
+        self,
+        manifest: Manifest,
+        fit: ManifestFit,
+        on_device: bool,
+        content: UpdateContent = WHOLE,
+        sections: Sections | None = None,
     ) -> UpdateMemory:
         """Begin an update on all ranks. Raises `Unavailable` while the worker starts."""
         self._orders()
-        staging = open_staging(self.staging, manifest, fit, False, content)
+        section = None if sections is None else sections.of_rank(0)
+        staging = open_staging(self.staging, manifest, fit, False, content, section)
         arrives = manifest if content.delta is None else content.delta.codes
+        if sections is not None:
+            arrives = sections.manifest
         relays = [self._device, self._host] if on_device and self._device is not None else [self._host]
         for relay in relays:
             relay.open(arrives.bucket_bytes, arrives.total_bytes)
-        return GroupDestination(staging, manifest, self, relays, content)
+        begins = () if sections is None else sections.begins
+        return GroupDestination(staging, manifest, self, relays, content, begins)
 
     def unmap(self) -> None:
         """A sleep begins: have the followers unmap the memory on rank 0's GPU, after all pieces that were given."""
@@ -106,11 +127,11 @@ class RankUpdates(UpdateMemories):
         orders = self._find_orders()
         return super().busy or (orders is not None and not orders.done("swap", orders.swapped))
 
-    def announce(self, manifest: Manifest, content: UpdateContent) -> bool:
-        """Tell the followers of an update; false while they may still read about the one before."""
+    def announce(self, manifest: Manifest, content: UpdateContent, begins: Sequence[int]) -> bool:
+        """Tell the followers of an update, with the places of their sections; false while they read about another."""
         if not self._reports.done("updates", self._opened):
             return False
-        packed = msgpack.packb({"manifest": manifest.to_wire(), **content.to_wire()})
+        packed = msgpack.packb({"manifest": manifest.to_wire(), "sections": begins, **content.to_wire()})
         self._manifest.grow(len(packed))
         self._manifest.map()[: len(packed)] = packed
         self._last += 1
@@ -160,6 +181,19 @@ class RankUpdates(UpdateMemories):
         return orders
 
 
+def write_cuts(memory: SharedMemory, cuts: RankCuts) -> None:
+    """Name the cuts of a follower to rank 0."""
+    packed = msgpack.packb(dict(cuts))
+    memory.grow(len(packed))
+    memory.map()[:] = packed
+
+
+def read_cuts(memory: SharedMemory) -> RankCuts:
+    """What `write_cuts` wrote."""
+    told = msgpack.unpackb(memory.map(), use_list=False)
+    return {name: None if cut is None else Cut(*cut) for name, cut in told.items()}
+
+
 class GroupDestination(UpdateMemory):
     """The memory of one update on all ranks: this rank's, and a relay through which the others get its pieces.
 
@@ -175,9 +209,10 @@ class GroupDestination(UpdateMemory):
         updates: RankUpdates,
         relays: list[RelayMemory],
         content: UpdateContent = WHOLE,
+        begins: Sequence[int] = (),
     ) -> None:
         super().__init__(staging, manifest, content.name)
-        self._updates, self._relays, self._how = updates, relays, content
+        self._updates, self._relays, self._how, self._begins = updates, relays, content, begins
         self._announced = self._asked = self._landed = False
 
     @property
@@ -195,7 +230,7 @@ class GroupDestination(UpdateMemory):
         try:
             if self._announced:
                 self._updates.check()
-            self._announced = self._announced or self._updates.announce(self._manifest, self._how)
+            self._announce()
             while len(self._relays) > 1:
                 usable = self._relays[0].usable()
                 if usable is None:
@@ -204,6 +239,9 @@ class GroupDestination(UpdateMemory):
             return self._announced and self._relays[0].has_room()
         except SharedMemoryError as error:
             raise InternalError(str(error)) from error
+
+    def _announce(self) -> None:
+        self._announced = self._announced or self._updates.announce(self._manifest, self._how, self._begins)
 
     def wait_for_room(self) -> bool:
         """As `has_room`; waits a moment without room. No event comes: devices and other processes make room."""
@@ -245,7 +283,7 @@ class GroupDestination(UpdateMemory):
         if self._how.delta is None and not self._staging.copied():
             return False
         self._updates.check_alive()
-        self._announced = self._announced or self._updates.announce(self._manifest, self._how)
+        self._announce()
         if not self._announced or not self._relays[0].all_given():
             return False
         if not self._asked:

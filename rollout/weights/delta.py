@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,12 +62,20 @@ def read_update_content(fields: Mapping[str, Any], manifest: Manifest) -> Update
 
 
 def open_staging(
-    staging: WeightStaging, manifest: Manifest, fit: ManifestFit, on_device: bool, content: UpdateContent
+    staging: WeightStaging,
+    manifest: Manifest,
+    fit: ManifestFit,
+    on_device: bool,
+    content: UpdateContent,
+    section: Sequence[TensorEntry] | None = None,
 ) -> WeightStaging | DeltaStaging:
-    """Begin an update in `staging`; returns what takes its bytes. Raises `WeightsRejected` if it lacks the base."""
+    """Begin an update in `staging`; returns what takes its bytes. Raises `WeightsRejected` if it lacks the base.
+
+    `section` as in `WeightStaging.open`; an update that comes as changes has none.
+    """
     if content.delta is not None:
         return DeltaStaging(staging, manifest, content.delta)
-    staging.open(manifest, fit, on_device)
+    staging.open(manifest, fit, on_device, section)
     return staging
 
 
@@ -111,6 +119,10 @@ class DeltaStaging:
         if target.data_ptr() != data.data_ptr():
             target.copy_(data)  # waits, if the data is on a device
         return None
+
+    def wants(self, start: int, end: int) -> bool:
+        """Every rank needs all codes."""
+        return True
 
     def copied(self) -> bool:
         """Make the changes of some buckets; true once all are made. Raises `WeightsRejected` for damaged codes.

@@ -7,6 +7,8 @@ from then on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -14,6 +16,7 @@ from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_stagi
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.staging import WeightStaging
+from trainer_bridge.transports.sections import RankCuts, Sections
 from trainer_bridge.wire.manifest import Manifest
 
 
@@ -97,8 +100,21 @@ class UpdateMemories:
         """Whether the memory for the next update still holds one that may be read."""
         return self.staging.busy
 
+    def cuts(self) -> Sequence[RankCuts] | None:
+        """What each rank keeps of each tensor; None if there is one rank, or if that is not known."""
+        return None
+
     def open(
-        self, manifest: Manifest, fit: ManifestFit, on_device: bool, content: UpdateContent = WHOLE
+        self,
+        manifest: Manifest,
+        fit: ManifestFit,
+        on_device: bool,
+        content: UpdateContent = WHOLE,
+        sections: Sections | None = None,
     ) -> UpdateMemory:
-        """Begin an update; with `on_device` all bytes arrive on the device, by `put`."""
+        """Begin an update; with `on_device` all bytes arrive on the device, by `put`.
+
+        With `sections`, made from `cuts`, these arrive in the place of the manifest's stream.
+        """
+        assert sections is None, "one rank takes whole tensors"
         return UpdateMemory(open_staging(self.staging, manifest, fit, on_device, content), manifest, content.name)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.pinned_memory import BLOCK_BYTES, HostBlocks
 from rollout.weights.staged_weights import Copy, StagedWeights, SwapCopies
 from trainer_bridge.transports.fingerprint import fingerprint
+from trainer_bridge.transports.sections import RankCuts
 from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, rows_within
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry
@@ -161,6 +163,14 @@ class _Layout(NamedTuple):
     order: Sequence[_Kept] = ()
 
 
+class _Arriving(NamedTuple):
+    """The tensors whose bytes arrive, and where these begin in what arrives; `cut`: they are this rank's parts."""
+
+    entries: Sequence[TensorEntry] = ()
+    starts: Sequence[int] = ()
+    cut: bool = False
+
+
 class WeightStaging:
     """The memory, and the update that is staged in it. Belongs to one thread at a time.
 
@@ -195,7 +205,7 @@ class WeightStaging:
         self._host = HostBlocks(self._stream is not None, advance)  # host memory of a shard
         self._buffer = torch.empty(0, dtype=torch.uint8)  # host memory where bytes arrive, with one rank
         self._blocks: Sequence[torch.Tensor] = []
-        self._layout = _Layout()
+        self._layout, self._arriving = _Layout(), _Arriving()
         self._kept: dict[str, _Kept] = {}
         self._missing: dict[str, int] = {}  # bytes of each kept tensor of a shard
         self._copies: list[Copy] | None = None
@@ -238,8 +248,17 @@ class WeightStaging:
 
     # --- one update ---------------------------------------------------------------------------------------------------
 
-    def open(self, manifest: Manifest, fit: ManifestFit, on_device: bool = False) -> None:
-        """Begin an update; the one before is not used any more. With `on_device` all bytes arrive there, by `take`."""
+    def open(
+        self,
+        manifest: Manifest,
+        fit: ManifestFit,
+        on_device: bool = False,
+        section: Sequence[TensorEntry] | None = None,
+    ) -> None:
+        """Begin an update; the one before is not used any more. With `on_device` all bytes arrive there, by `take`.
+
+        With `section` the stream that arrives has this rank's parts of tensors, at these places, and other ranks'.
+        """
         assert not self.busy, "the staging memory still holds an update"
         self.forget()
         if not self._shard:
@@ -253,7 +272,34 @@ class WeightStaging:
                 self._blocks = self._host.reserve(sizes)
             self._set_layout(manifest, fit, order)
         self._kept = {kept.entry.name: kept for kept in self._layout.order}
-        self._missing = {name: kept.entry.nbytes for name, kept in self._kept.items() if self._shard}
+        self._expect(section)
+        if not self._shard:
+            self._missing.clear()
+
+    def _expect(self, section: Sequence[TensorEntry] | None) -> None:
+        """Note what arrives: whole tensors, or this rank's `section`."""
+        if section is None:
+            self._arriving = _Arriving(self._layout.entries, self._layout.starts)
+        else:
+            self._arriving = _Arriving(section, [entry.offset for entry in section], cut=True)
+        for entry in section or ():
+            kept = self._kept.get(entry.name)
+            if kept is not None and kept.shape != entry.shape:
+                raise WeightsRejected(
+                    f"this rank keeps {list(kept.shape)} of {entry.name}, and {list(entry.shape)} are sent to it",
+                    field="sections",
+                )
+        whole = section is None
+        self._missing = {name: kept.entry.nbytes if whole else kept.nbytes for name, kept in self._kept.items()}
+
+    def wants(self, start: int, end: int) -> bool:
+        """Whether bytes `start` to `end` of what arrives have some of a tensor for this rank."""
+        return any(True for _ in entries_within(self._arriving.entries, self._arriving.starts, start, end))
+
+    @functools.cached_property
+    def cuts(self) -> RankCuts:
+        """What this rank keeps of each tensor."""
+        return {name: _target(view)[1] for name, view in self.views.items()}
 
     @property
     def stream(self) -> torch.Tensor:
@@ -475,15 +521,16 @@ class WeightStaging:
             kept.copy_(piece, non_blocking=self._stream is not None)
 
     def _take_tensors(self, start: int, data: torch.Tensor) -> None:
-        end = start + data.numel()
-        for i in entries_within(self._layout.entries, self._layout.starts, start, end):
-            entry = self._layout.entries[i]
+        end, arriving = start + data.numel(), self._arriving
+        for i in entries_within(arriving.entries, arriving.starts, start, end):
+            entry = arriving.entries[i]
             kept = self._kept.get(entry.name)
             if kept is None:
                 continue
             lo, hi = max(entry.offset, start) - entry.offset, min(entry.end, end) - entry.offset
             self._missing[entry.name] -= hi - lo
-            self._keep(kept, lo, hi, data[lo + entry.offset - start :][: hi - lo])
+            taken = kept._replace(entry=entry, cut=None) if arriving.cut else kept
+            self._keep(taken, lo, hi, data[lo + entry.offset - start :][: hi - lo])
             if self._missing[entry.name] == 0:
                 self._end(kept)
 
@@ -547,7 +594,13 @@ class InPlace(WeightStaging):
         """There is no staging memory."""
         return None
 
-    def open(self, manifest: Manifest, fit: ManifestFit, on_device: bool = False) -> None:
+    def open(
+        self,
+        manifest: Manifest,
+        fit: ManifestFit,
+        on_device: bool = False,
+        section: Sequence[TensorEntry] | None = None,
+    ) -> None:
         """Begin an update; the one before is not continued."""
         self._whole.clear()
         self.written = False
@@ -557,7 +610,7 @@ class InPlace(WeightStaging):
             self._set_layout(manifest, fit, [kept._replace(at=0) for kept in order])
         self._others = {other for _, other in fit.aliases}
         self._kept = {kept.entry.name: kept for kept in self._layout.order}
-        self._missing = {name: kept.entry.nbytes for name, kept in self._kept.items()}
+        self._expect(section)
 
     def memory(self, start: int, end: int) -> torch.Tensor:
         """As `WeightStaging.memory`; the same memory for all bytes, once `take` has read those before."""

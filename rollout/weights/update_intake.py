@@ -27,7 +27,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rollout.engine.adapters import AdapterUpdate
@@ -39,6 +39,7 @@ from rollout.weights.parameter_map import ManifestFit, ParameterMap
 from rollout.weights.process_groups import ProcessGroups, Reply
 from rollout.weights.staged_weights import StagedWeights
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
+from trainer_bridge.transports.sections import Sections, cuts_to_wire, plan_sections
 from trainer_bridge.wire.errors import (
     BadRequest,
     InternalError,
@@ -118,6 +119,7 @@ class UpdatePlan:
     options: Mapping[str, Any]  # options of the transport
     adapter: IncomingAdapter | None  # None: an update of the model
     content: UpdateContent = WHOLE
+    sections: Sections | None = None  # not None: these arrive
 
 
 @dataclass(slots=True)
@@ -171,6 +173,7 @@ class UpdateIntake:
         self._endpoint = endpoint
         self._post = post
         self._said_unused = self._said_kept = False
+        self._plan: tuple[str, Sections | None] | None = None  # plan of the last layout, by its digest
         self._groups = ProcessGroups(targets.parameters, receivers, self._say_unused)
         self._handlers = {
             "begin": self._begin,
@@ -305,13 +308,31 @@ class UpdateIntake:
             self._gate.request_hold(lambda: self._post(lambda: _let_land(incoming)))
         else:
             _let_land(incoming)
-        reply({"op": "ok", "version": begin.manifest.version, "token": incoming.token.hex(), "grant": grant})
+        answer = {"op": "ok", "version": begin.manifest.version, "token": incoming.token.hex(), "grant": grant}
+        if adapter is None and header.get("sections") == "" and (cuts := self._destinations.cuts()) is not None:
+            answer["cuts"] = cuts_to_wire(begin.manifest, cuts)
+        reply(answer)
 
     def _read_begin(self, header: Mapping[str, Any], adapter: IncomingAdapter | None) -> UpdatePlan:
         served = self.version if adapter is None else adapter.version
         # Half-written or dropped weights may be replaced by the same version.
         again = adapter is None and bool(self._gate.stale)
-        return read_begin(header, adapter, self._parameters, self.receivers, served, again)
+        begin = read_begin(header, adapter, self._parameters, self.receivers, served, again)
+        asked = header.get("sections")
+        if not asked:
+            return begin
+        if adapter is not None or begin.content.delta is not None or type(asked) is not str:
+            raise BadRequest("only a whole update of the model comes in sections, by their digest", field="sections")
+        if (sections := self._sections_of(begin.manifest)) is None or sections.digest != asked:
+            raise WeightsRejected("these are not the sections of this worker: send whole tensors", field="sections")
+        return replace(begin, sections=sections)
+
+    def _sections_of(self, manifest: Manifest) -> Sections | None:
+        """The plan for updates of this layout, which is kept."""
+        if self._plan is None or self._plan[0] != manifest.layout_digest:
+            cuts = self._destinations.cuts()
+            self._plan = manifest.layout_digest, None if cuts is None else plan_sections(manifest, cuts)
+        return self._plan[1]
 
     def _open(self, begin: UpdatePlan, begun_s: float) -> tuple[IncomingUpdate, dict[str, Any]]:
         """Make the update the current one; return it and the grant for its sender."""
@@ -320,9 +341,12 @@ class UpdateIntake:
             destination = begin.adapter.open(manifest)
         else:
             self._say_differences(begin.fit)
-            destination = self._destinations.open(manifest, begin.fit, receiver.on_device, begin.content)
+            how = (receiver.on_device, begin.content, begin.sections)
+            destination = self._destinations.open(manifest, begin.fit, *how)
         delta = begin.content.delta
         arrives = manifest if delta is None else delta.codes
+        if begin.sections is not None:
+            arrives = begin.sections.of_version(manifest.version)
         incoming = IncomingUpdate(arrives, receiver.name, secrets.token_bytes(16), destination)
         try:
             grant = receiver.begin(incoming, begin.options)

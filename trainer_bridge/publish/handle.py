@@ -30,7 +30,7 @@ class WorkerReport:
     pause_s: float  # how long generation stood still
     seconds: float  # time from publish() until the worker used the new weights
     phases: dict[str, float]  # seconds on the worker: receive, verify, wait, apply
-    sent_nbytes: int = 0  # bytes that were sent: fewer than `nbytes` if only changes were
+    sent_nbytes: int = 0  # sent bytes: fewer than `nbytes` for changes, more if several ranks keep a tensor
 
     def __repr__(self) -> str:
         return f"WorkerReport({short_fields(self)})"

@@ -43,6 +43,7 @@ from trainer_bridge.publish.trainer_ranks import TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice, transfer_all
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules
 from trainer_bridge.transports.payload import NamedTensors, Payload
+from trainer_bridge.transports.sections import Sections, cuts_from_wire, plan_sections, sections_digest
 from trainer_bridge.wire.address import endpoint_list
 from trainer_bridge.wire.errors import (
     UNANSWERED,
@@ -53,7 +54,7 @@ from trainer_bridge.wire.errors import (
     WeightsReplaced,
 )
 from trainer_bridge.wire.keys import ClientCurve
-from trainer_bridge.wire.manifest import check_bucket_bytes, usual_bucket_bytes
+from trainer_bridge.wire.manifest import Manifest, check_bucket_bytes, usual_bucket_bytes
 from trainer_bridge.wire.weight_messages import read_token
 from trainer_bridge.wire.worker_connection import REFUSED_S
 
@@ -144,6 +145,9 @@ class WeightPublisher(ProcessBound):
         self._ranks = TrainerRanks(begin_s) if collective else None
         self._deltas = None if deltas is None else KeptDeltas(deltas)
         self._kept = self._deltas if self._deltas is not None else KeptUpdate() if keep else None
+        #: By endpoint the plan for updates of a layout, and the digest of that.
+        self._sections: dict[str, tuple[str, Sections]] = {}
+        self._sections_go = transport != "disk"  # it writes whole tensors, for other readers too
         self._client = f"publisher-{secrets.token_hex(4)}"
         self._links = {link.endpoint: link for link in self._connect()}
         self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | _Change | None] = queue.SimpleQueue()
@@ -304,6 +308,7 @@ class WeightPublisher(ProcessBound):
             self._choice.add(change.endpoint)
             return
         self._links.pop(change.endpoint).close()
+        self._sections.pop(change.endpoint, None)
         self._choice.remove(change.endpoint)
         if self._kept is not None:
             self._kept.forgive(change.endpoint)
@@ -370,6 +375,7 @@ class WeightPublisher(ProcessBound):
         self._gather(payload, handle)
         deltas = self._deltas if payload.adapter is None and not payload.again else None
         if deltas is None:
+            self._cut(payload, recipients)
             self._send_and_commit(payload, handle, recipients)
             return
         deltas.take(payload, self._closing)
@@ -383,11 +389,23 @@ class WeightPublisher(ProcessBound):
                     _log.info("%s gets the whole update: %s", each.endpoint, handle.errors.pop(each.endpoint))
                     lacking.append(Recipient(each.endpoint))
         if lacking:
-            self._send_and_commit(deltas.payload(None), handle, lacking)
+            whole = deltas.payload(None)
+            self._cut(whole, lacking)
+            self._send_and_commit(whole, handle, lacking)
         handle.refused &= not handle.reports
         for endpoint in endpoints:
             if endpoint in handle.reports or isinstance(handle.errors.get(endpoint), WeightsReplaced):
                 deltas.holds(endpoint)
+
+    def _cut(self, payload: Payload, recipients: Sequence[Recipient]) -> None:
+        """Cut an update for the ranks of its workers, if they have told their cuts and keep the same parts."""
+        if not self._sections_go or not payload.may_be_cut:
+            return
+        known = [self._sections.get(recipient.endpoint) for recipient in recipients]
+        layout = payload.manifest.layout_digest
+        plans = [None if each is None or each[0] != layout else each[1] for each in known]
+        if plans[0] is not None and all(each is not None and each.digest == plans[0].digest for each in plans):
+            payload.use_sections(plans[0])
 
     def _send_and_commit(self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]) -> None:
         try:
@@ -457,6 +475,16 @@ class WeightPublisher(ProcessBound):
             begin["adapter"] = payload.adapter
         if payload.tied:
             begin["tied"] = payload.tied
+        if payload.sections is not None:
+            begin["sections"] = payload.sections.digest
+        elif self._sections_go and payload.may_be_cut:
+            begin["sections"] = ""
+
+        def note(recipient: Recipient, reply: dict[str, Any]) -> None:
+            _note_grant(recipient, reply)
+            if begin.get("sections") == "" and "cuts" in reply and not recipient.error:
+                self._note_cuts(recipient, reply["cuts"], manifest)
+
         left = list(recipients)
         while left:
             handle.phase = "prepare"
@@ -468,16 +496,38 @@ class WeightPublisher(ProcessBound):
                 lambda recipient: {**begin, "transport": recipient.transport, "options": options[recipient.route]},  # noqa: B023
                 "begin",
                 self._begin_s,
-                note=_note_grant,
+                note=note,
                 grace_s=_GRACE_S,
             )
             left = self._choice.refused(payload, left)
+        others = [each for each in recipients if each.error is not None and each.error.field == "sections"]
+        if others and "sections" in begin:
+            self._sections_go &= payload.sections is not None  # a worker of another release does not know them
+            for recipient in others:
+                _log.info("%s gets whole tensors: %s", recipient.endpoint, recipient.error)
+                self._sections.pop(recipient.endpoint, None)
+                recipient.error = None
+            payload.use_whole()
+            self._begin(payload, handle, [recipient for recipient in recipients if not recipient.error])
+            return
         for recipient in recipients:
             if not recipient.error:
                 handle.begun = True
                 _log.info(
                     "%s takes version %d by %s: %s", recipient.endpoint, version, recipient.transport, recipient.why
                 )
+
+    def _note_cuts(self, recipient: Recipient, cuts: Any, manifest: Manifest) -> None:
+        """Plan the next updates of a worker, from what its ranks keep of each tensor."""
+        try:
+            ranks = cuts_from_wire(cuts, manifest)
+        except ProtocolError as error:
+            recipient.fail(ProtocolError(f"begin: {recipient.endpoint}: {error}"))
+            return
+        known = next(iter(self._sections.values()), None)
+        if known is None or known[1].digest != sections_digest(manifest, ranks):
+            known = manifest.layout_digest, plan_sections(manifest, ranks)
+        self._sections[recipient.endpoint] = known
 
     def _ask(
         self,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from trainer_bridge.transports.sections import Sections
 from trainer_bridge.transports.shards import LentParts, Shards, is_spread
 from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, typed_view
 from trainer_bridge.wire.delta import WeightDelta
@@ -80,9 +81,10 @@ class Payload:
         self.on_release: Callable[[], object] = lambda: None
         self.again = False  # a kept update that is sent again
         self.content = ""  # names the update's bytes, for workers that may take changes to them later
-        #: Not None: the tensors are the codes of changes, and `update` is what results from them.
-        self.delta: WeightDelta | None = None
+        self.delta: WeightDelta | None = None  # the tensors are the codes of changes
+        #: The update's own manifest, if the tensors are codes or `sections`.
         self.update: Manifest | None = None
+        self.sections: Sections | None = None
         self._keep_in: Callable[[], torch.Tensor] | None = None
         self._kept: torch.Tensor | None = None
         self._flat: tuple[int, torch.Tensor] | None = None
@@ -96,14 +98,42 @@ class Payload:
     def _arrange(self) -> None:
         tensors = [(name, tensor) for name, tensor in self._every if name not in self.tied]
         facts = ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in tensors)
-        self.manifest: Manifest = pack(self._version, facts, self._bucket_bytes)
+        self.manifest: Manifest
+        self._set_manifest(pack(self._version, facts, self._bucket_bytes))
         self._tensors = [tensor for _, tensor in tensors]
-        self._starts = [entry.offset for entry in self.manifest.tensors]
 
     def use_every_name(self) -> None:
         """List each tensor under all of its names. Call it before anything is sent."""
         self.tied = {}
+        self.use_whole()
         self._arrange()
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether it may be sent in sections: it is not kept in another order, and no other rank has parts."""
+        return self.adapter is None and self.delta is None and self.shards is None and self._keep_in is None
+
+    def use_sections(self, sections: Sections) -> None:
+        """Send the parts that a worker's ranks keep, in the place of whole tensors, until `use_whole`."""
+        self.update, self.sections = self.manifest, sections
+        self._set_manifest(sections.of_version(self.manifest.version))
+
+    def use_whole(self) -> None:
+        """Send whole tensors again. Call it before anything is sent."""
+        if self.update is not None and self.sections is not None:
+            self._set_manifest(self.update)
+            self.update = self.sections = None
+
+    def _set_manifest(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._starts = [entry.offset for entry in manifest.tensors]
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        """Tensor number `index` of the manifest, or the part of one."""
+        if self.sections is None:
+            return self._tensors[index]
+        number, cut = self.sections.parts[index]
+        return self._tensors[number] if cut is None else cut.take(self._tensors[number])
 
     @property
     def spread(self) -> bool:
@@ -254,7 +284,7 @@ class Payload:
 
     def _overlap(self, start: int, end: int) -> Iterator[tuple[int, TensorEntry, int, int]]:
         """The tensors that have bytes from `start` to `end` of the stream: index, entry, first byte, past the last."""
-        for i in range(bisect.bisect_right(self._starts, start) - 1, len(self._tensors)):
+        for i in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._starts)):
             entry = self.manifest.tensors[i]
             if entry.offset >= end:
                 return
@@ -314,12 +344,12 @@ class Payload:
     def host_copy(self, index: int) -> torch.Tensor:
         """Tensor number `index` as a contiguous copy in host memory. Complete on return."""
         entry = self.manifest.tensors[index]
-        out = torch.empty(entry.shape, dtype=self._tensors[index].dtype)
+        out = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
         with self._packing, self.on_side_stream():
             if self.shards is not None and self.shards.spread(index):
                 out.view(-1).copy_(self.shards.fetch(index, 0, out.numel()))
             else:
-                out.copy_(self._tensors[index])
+                out.copy_(self._tensor(index))
         if (kept := self.kept) is not None:
             typed_view(kept, entry).copy_(out)
         return out
@@ -367,7 +397,7 @@ class Payload:
             spread(i, first, last, out)
             return
         if self._flat is None or self._flat[0] != i:
-            self._flat = (i, self._tensors[i].contiguous().view(-1))  # a copy only where it is not contiguous
+            self._flat = (i, self._tensor(i).contiguous().view(-1))  # a copy only where it is not contiguous
         piece = self._flat[1][first:last]
         # Copied as bytes: a tensor may begin at any byte of a bucket part.
         out.copy_(piece.view(torch.uint8), non_blocking=piece.is_cuda)

@@ -1,7 +1,8 @@
 """The control messages of the weight bridge: which fields each action has.
 
-    {op: weights, action: begin,  version, manifest, transport, options [, adapter] [, tied] [, content] [, delta]}
-                                                                          -> {op: ok, version, token, grant}
+    {op: weights, action: begin,  version, manifest, transport, options [, adapter] [, tied] [, content] [, delta]
+                                                                        [, sections]}
+                                                                          -> {op: ok, version, token, grant [, cuts]}
     {op: weights, action: commit, token, options}                         -> {op: ok, version, pause_s, bytes, phases}
     {op: weights, action: abort,  token [, newer]}                        -> {op: ok}
     {op: weights, action: status}                                         -> {op: ok, version, state, ...}
@@ -12,9 +13,10 @@ For the transport `torch_group`, before the `begin`:
     {op: weights, action: gather, group, part, tensors, packed_bytes}     -> {op: ok, gathered, missing}
     {op: weights, action: leave,  group}                                  -> {op: ok, left}
 
-`commit` is answered once the update is applied, `join` once all members have met, `gather` once all its tensors have
-come; `missing` lists some of the tensors that the update still lacks. The messages go to the worker's weight socket
-(`weights_endpoint` in its status); the request socket passes them on.
+With empty `sections` a worker of several ranks answers with the `cuts` of all ranks; with a digest the bytes come cut
+for its ranks (`transports.sections`). `commit` is answered once the update is applied, `join` once all members have
+met, `gather` once all its tensors have come; `missing` lists some of the tensors that the update still lacks. The
+messages go to the worker's weight socket (`weights_endpoint` in its status); the request socket passes them on.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _FIELDS: dict[str, set[str]] = {
     "gather": {"group", "part", "tensors", "packed_bytes"},
     "leave": {"group"},
 }
-_OPTIONAL: dict[str, set[str]] = {"begin": {"adapter", "tied", "content", "delta"}, "abort": {"newer"}}
+_OPTIONAL: dict[str, set[str]] = {"begin": {"adapter", "tied", "content", "delta", "sections"}, "abort": {"newer"}}
 
 
 def check_fields(header: Mapping[str, Any]) -> str:

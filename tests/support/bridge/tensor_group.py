@@ -17,7 +17,7 @@ from rollout.ranks.orders import END, OrderWriter
 from rollout.ranks.relay import RELAY_SIZES, RelaySizes
 from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
-from rollout.ranks.updates import RankUpdates
+from rollout.ranks.updates import RankUpdates, write_cuts
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.pinned_memory import BLOCK_BYTES
 from rollout.weights.staged_weights import Copy, StagedWeights, SwapCopies
@@ -124,7 +124,11 @@ class GroupWorker(Worker):
         self.stagings = [staging_of(shard) for shard in self.shards]
         sizes = RelaySizes(relay_bytes, piece_bytes)
         memories = {"relayed": self.relayed, "manifest": manifest}
-        ranks = RankUpdates(self.stagings[0], memories, self.reports, lambda: self.orders, mine, sizes)
+        cuts = [SharedMemory.create("cuts", 0) for _ in range(count)]
+        self._descriptors += [memory.descriptor for memory in cuts]
+        for memory, of_rank in zip(cuts, self.stagings[1:], strict=True):
+            write_cuts(memory, of_rank.cuts)
+        ranks = RankUpdates(self.stagings[0], memories, self.reports, lambda: self.orders, mine, sizes, cuts=cuts)
         self.orders = OrderWriter(writer, 0, self.reports, lambda: None, ranks)
         self.reading = threading.Event()
         self.reading.set()

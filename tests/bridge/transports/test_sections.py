@@ -1,0 +1,241 @@
+"""Updates that are cut for the ranks of a worker: each rank gets the parts that it keeps, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.weights import update_intake
+from tests.support.bridge.file_memory import share_from
+from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
+from tests.support.bridge.tensor_group import GroupWorker
+from tests.support.kernels.grids import nightly
+from tests.support.ports import free_port
+from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.transports.cut import Cut
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.sections import (
+    RankCuts,
+    cuts_from_wire,
+    cuts_to_wire,
+    plan_sections,
+    section_of,
+    sections_digest,
+)
+from trainer_bridge.wire.errors import BadRequest, ProtocolError
+from trainer_bridge.wire.manifest import pack
+from trainer_bridge.wire.weight_messages import check_fields
+
+SMALL = 64
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+def random_cut(draws: random.Random, shape: tuple[int, ...]) -> Cut | None:
+    if not shape or draws.random() < 0.2:
+        return None
+    dim = draws.randrange(len(shape))
+    count = min(shape[dim] + 1, draws.choice([0, 2, 2, 4]))
+    marks = sorted(draws.sample(range(shape[dim] + 1), count // 2 * 2))
+    return Cut(dim, shape[dim], tuple(zip(marks[::2], marks[1::2], strict=True)))
+
+
+def kept(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    if cut is None:
+        return tensor
+    places = [place for begin, end in cut.ranges for place in range(begin, end)]
+    words = tensor.view(torch.uint8).view(*tensor.shape, -1)  # torch selects no float8 numbers
+    return words.index_select(cut.dim, torch.tensor(places, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("seed", [*range(25), *nightly(*range(25, 500))])
+def test_each_bucket_has_the_parts_of_one_rank(seed: int) -> None:
+    draws, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for i in range(draws.randrange(1, 9)):
+        shape = tuple(draws.randrange(1, 9) for _ in range(draws.randrange(4)))
+        values = torch.randint(0, 255, (*shape, 4), generator=generator, dtype=torch.uint8)
+        dtype = draws.choice(DTYPES)
+        tensor = values[..., : dtype.itemsize].contiguous().view(dtype).view(shape)
+        tensors[f"t{i}"] = tensor.mT.contiguous().mT if len(shape) > 1 and draws.random() < 0.3 else tensor
+    payload = Payload(tensors, 7, draws.choice([64, 192, 4096]))
+    whole = payload.manifest
+    ranks: list[RankCuts] = [
+        {name: random_cut(draws, tuple(tensor.shape)) for name, tensor in tensors.items() if draws.random() < 0.9}
+        for _ in range(draws.randrange(1, 5))
+    ]
+    plan = plan_sections(whole, cuts_from_wire(cuts_to_wire(whole, ranks), whole))
+    assert plan.digest == sections_digest(whole, ranks)
+    payload.use_sections(plan)
+    sent = payload.manifest
+    assert sent.version == 7 and sent.bucket_bytes <= whole.bucket_bytes
+    stream = torch.full((sent.bucket_count * sent.bucket_bytes,), 255, dtype=torch.uint8)
+    for index in range(sent.bucket_count):
+        start, end = sent.bucket_span(index)
+        assert payload.pack_bucket(index, stream[start:]) == end - start
+    for rank, cuts in enumerate(ranks):
+        entries = plan.of_rank(rank)
+        assert list(entries) == [entry for entry, _, _ in section_of(whole, cuts, plan.begins[rank])]
+        assert plan.begins[rank] % sent.bucket_bytes == 0
+        expected = {name: kept(tensors[name].contiguous(), cut) for name, cut in cuts.items()}
+        assert {entry.name for entry in entries} == {name for name, part in expected.items() if part.numel()}
+        for entry in entries:
+            part = expected[entry.name].contiguous().view(-1).view(torch.uint8)
+            assert torch.equal(stream[entry.offset : entry.end], part)
+    payload.use_whole()
+    assert payload.manifest == whole
+
+
+def test_two_worlds_of_cuts_have_two_digests() -> None:
+    """Halves in another order have the same shapes."""
+    manifest = pack(1, [("a", "float32", (4, 2))], SMALL)
+    halves: list[RankCuts] = [{"a": Cut(0, 4, ((0, 2),))}, {"a": Cut(0, 4, ((2, 4),))}]
+    digests = {sections_digest(manifest, ranks) for ranks in (halves, halves[::-1], halves[:1], [{}, *halves])}
+    assert len(digests) == 4
+
+
+WIRE: dict[str, Any] = {"cuts": [None, [0, 4, [[0, 2]]]], "ranks": [[1, 0], [-1, 0]]}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ([], None), ([], {}), (["cuts"], {}), (["cuts", 1], "x"), (["cuts", 1], [0, 4]), (["cuts", 1, 0], 2),
+        (["cuts", 1, 0], -1), (["cuts", 1, 1], 5), (["cuts", 1, 1], "4"), (["cuts", 1, 2], None),
+        (["cuts", 1, 2], [[0]]), (["cuts", 1, 2], [[2, 1]]), (["cuts", 1, 2], [[0, 5]]), (["cuts", 1, 2], [[0, True]]),
+        (["cuts", 1, 2], [[1, 2], [0, 1]]), (["cuts", 1, 2], [[0, 1]] * 100), (["ranks"], []), (["ranks"], None),
+        (["ranks"], [[0, 0]] * 65), (["ranks", 0], [0]), (["ranks", 0], {}), (["ranks", 0, 1], 2),
+        (["ranks", 0, 1], -2), (["ranks", 0, 1], None), (["ranks", 0, 1], 1),
+    ],
+)  # fmt: skip
+def test_cuts_that_no_worker_has_are_refused(path: list[str | int], value: Any) -> None:
+    manifest = pack(1, [("a", "float32", (4, 2)), ("b", "float32", (3,))], SMALL)
+    assert cuts_to_wire(manifest, cuts_from_wire(WIRE, manifest)) == {
+        "cuts": [None, [0, 4, [[0, 2]]]],
+        "ranks": [[1, 0], [-1, 0]],
+    }
+    told: Any = copy.deepcopy(WIRE)
+    place = told
+    for step in path[:-1]:
+        place = place[step]
+    if path:
+        place[path[-1]] = value
+    else:
+        told = value
+    with pytest.raises(ProtocolError):
+        cuts_from_wire(told, manifest)
+
+
+def tensors_of(seed: int, stacked: bool = True) -> dict[str, torch.Tensor]:
+    return new_tensors(TinyModel(), seed, stacked=stacked)
+
+
+def worker_of(size: int, **how: Any) -> Worker:
+    return GroupWorker(size, **how) if size > 1 else Worker(**how)
+
+
+def serve(worker: Worker, tensors: dict[str, torch.Tensor]) -> bool:
+    return worker.serve(tensors) if isinstance(worker, GroupWorker) else serves(worker.model, tensors)
+
+
+def sections_bytes(worker: GroupWorker, tensors: dict[str, torch.Tensor]) -> int:
+    """The bytes that all ranks keep, in the types that are sent."""
+    return sum(
+        shard.part(name).numel() * tensor.element_size() for shard in worker.shards for name, tensor in tensors.items()
+    )
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("transport", ["zmq", "shm", "nccl", "cuda_ipc"])
+def test_from_the_second_update_on_each_rank_gets_its_parts(
+    tmp_path: Path, transport: str, stacked: bool, apply: str
+) -> None:
+    with (
+        GroupWorker(3, shared=tmp_path, relay_bytes=512, apply=apply) as worker,
+        WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=SMALL) as publisher,
+    ):
+        share_from(publisher, tmp_path)
+        for version in range(1, 5):
+            tensors = tensors_of(version, stacked)
+            (report,) = publisher.publish(tensors, version).applied(60)
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            assert report.nbytes == nbytes
+            assert report.sent_nbytes == (nbytes if version == 1 else sections_bytes(worker, tensors))
+            assert worker.serve(tensors)
+
+
+def test_a_layout_that_changes_comes_whole_once() -> None:
+    with GroupWorker(2) as worker, WeightPublisher(worker.endpoint, transport="zmq") as publisher:
+        came_whole = []
+        for version, stacked in enumerate([True, True, False, False, True], 1):
+            tensors = tensors_of(version, stacked)
+            (report,) = publisher.publish(tensors, version).applied(60)
+            came_whole.append(report.sent_nbytes == report.nbytes)
+            assert worker.serve(tensors)
+        assert came_whole == [True, False, True, False, True]
+
+
+def test_a_worker_that_comes_back_with_other_ranks_gets_whole_tensors_once() -> None:
+    port = free_port()
+    came_whole = []
+    with WeightPublisher(f"tcp://127.0.0.1:{port}", transport="zmq") as publisher:
+        for first, size in ((1, 2), (3, 3), (5, 1)):
+            with worker_of(size, port=port) as worker:
+                for version in (first, first + 1):
+                    tensors = tensors_of(version)
+                    (report,) = publisher.publish(tensors, version).applied(60)
+                    came_whole.append(report.sent_nbytes == report.nbytes)
+                    assert serve(worker, tensors)
+    assert came_whole == [True, False, True, False, True, True]
+
+
+@pytest.mark.parametrize(("sizes", "whole"), [((2, 2), False), ((2, 3), True), ((2, 1), True)])
+def test_workers_with_equal_ranks_share_one_stream(sizes: tuple[int, ...], whole: bool) -> None:
+    with ExitStack() as stack:
+        workers = [stack.enter_context(worker_of(size)) for size in sizes]
+        with WeightPublisher([worker.endpoint for worker in workers], transport="zmq") as publisher:
+            for version in (1, 2, 3):
+                tensors = tensors_of(version)
+                reports = publisher.publish(tensors, version).applied(60)
+                assert [each.sent_nbytes == each.nbytes for each in reports] == [version == 1 or whole] * 2
+                assert all(serve(worker, tensors) for worker in workers)
+
+
+def test_a_worker_of_another_release_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def check(header: Any) -> str:
+        asked.append("sections" in header)
+        if "sections" in header:
+            raise BadRequest("begin takes no field 'sections'", field="sections")
+        return check_fields(header)
+
+    monkeypatch.setattr(update_intake, "check_fields", check)
+    with GroupWorker(2) as worker, WeightPublisher(worker.endpoint, transport="zmq") as publisher:
+        for version in (1, 2):
+            tensors = tensors_of(version)
+            (report,) = publisher.publish(tensors, version).applied(60)
+            assert report.sent_nbytes == report.nbytes and worker.serve(tensors)
+    assert asked.count(True) == 1
+
+
+def test_the_kept_update_comes_in_sections_too() -> None:
+    """With deltas, a worker that lacks the base gets its parts of the kept bytes."""
+    with (
+        GroupWorker(2) as worker,
+        WeightPublisher(worker.endpoint, transport="zmq", deltas="host") as publisher,
+    ):
+        for version in (1, 2):
+            tensors = tensors_of(version)  # all values change: too many for a delta
+            (report,) = publisher.publish(tensors, version).applied(60)
+            assert (report.sent_nbytes == report.nbytes) == (version == 1) and worker.serve(tensors)
+        changed = {name: tensor.clone() for name, tensor in tensors.items()}
+        changed["q.weight"][0] += 1
+        (report,) = publisher.publish(changed, 3).applied(60)
+        assert report.sent_nbytes < report.nbytes and worker.serve(changed)
