@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, get_type_hints
 
+import rollout.engine
 from rollout.engine.features.all import FEATURES
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.schedule.step_feature import StepFeature
@@ -26,7 +29,7 @@ _SECTIONS: tuple[tuple[str, type], ...] = (
 
 def hooks_page() -> str:
     """The text of the page."""
-    on_device = [make.__self__ for make in FEATURES]  # type: ignore[attr-defined]
+    on_device = _device_parts()
     on_host = [get_type_hints(kind.host_part)["return"] for kind in on_device]
     lines = [_INTRODUCTION]
     for title, base in _SECTIONS:
@@ -38,6 +41,54 @@ def hooks_page() -> str:
             having = ", ".join(kind.name for kind in kinds if getattr(kind, name) is not hook)
             lines.append(f"- `{name}`: {having}")
     return "\n".join(lines) + "\n"
+
+
+#: The hooks on the device that are called before there is a step.
+_AT_START = ("host_part", "begin_rows", "output_words", "output", "decode_work", "largest", "put_largest")
+
+
+def trace_table(name: str) -> str:
+    """The hooks of one feature in the order in which a step meets them, with their callers: the table of a page."""
+    device = next(kind for kind in _device_parts() if kind.name == name)
+    host = get_type_hints(device.host_part)["return"]
+    on_host, on_device = dict(_hooks(StepFeature)), dict(_hooks(DeviceFeature))
+    packed = [*on_host].index("pack") + 1
+    order = [(device, hook) for hook in on_device if hook in _AT_START]
+    order += [(host, hook) for hook in [*on_host][:packed]]
+    order += [(device, hook) for hook in on_device if hook not in _AT_START]
+    order += [(host, hook) for hook in [*on_host][packed:]]
+    lines = ["|called in|hook|what it does|", "|---|---|---|"]
+    for kind, hook in order:
+        if hook in vars(kind):
+            places = ", ".join(f"`{place}`" for place in _callers(hook))
+            lines.append(f"|{places}|`{hook}`|{_first_sentence(vars(kind)[hook])}|")
+    return "\n".join(lines)
+
+
+def _device_parts() -> list[type[DeviceFeature]]:
+    return [make.__self__ for make in FEATURES]  # type: ignore[attr-defined]
+
+
+def _callers(hook: str) -> list[str]:
+    """The modules of the core that call this hook of features, below `rollout/engine`."""
+    (root,) = map(Path, rollout.engine.__path__)
+    found = []
+    for module in sorted(root.rglob("*.py")):
+        place = module.relative_to(root)
+        if place.parts[0] != "features" and hook in _called_of_features(module.read_text()):
+            found.append(str(place))
+    return found
+
+
+def _called_of_features(source: str) -> set[str]:
+    """The methods that a module calls of a variable `feature`."""
+    calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    methods = (call for call in calls if isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name))
+    return {method.attr for method in methods if method.value.id == "feature"}  # type: ignore[attr-defined]
+
+
+def _first_sentence(hook: Callable[..., Any]) -> str:
+    return " ".join((inspect.getdoc(hook) or "").split()).split(". ")[0].rstrip(".")
 
 
 def _hooks(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -19,7 +19,7 @@ from rollout.engine.build_kv import (
     open_disk,
 )
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.features.all import FEATURES, MakeFeature
+from rollout.engine.features.all import FEATURES, MakeFeature, MeasuresSteps
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.page_mover import HostMemory, PageMover
@@ -155,7 +155,8 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
         graphs.capture(slots, progress)
         measured = Executor(device, streams, step, graphs)
         for feature in step.features:
-            feature.measure(measured, slots[0])
+            if isinstance(feature, MeasuresSteps):
+                feature.measure(measured, slots[0])
         words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
         # From here on the other ranks follow orders.
         orders = site.lead(OrderSizes(words, engine.step_rows, width, chunk_tokens(engine, model)))

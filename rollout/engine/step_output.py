@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
+
+Of = TypeVar("Of")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,4 +22,10 @@ class StepOutput:
     drawn_logprobs: list[float]
     #: In a step with tokens ahead: the number of accepted ones, at the place of the row's own draw.
     accepted: list[int] = field(default_factory=list)
-    of_features: Mapping[str, Any] = field(default_factory=dict)  # results that features pass to their host part
+    of_features: Mapping[str, object] = field(default_factory=dict)  # results that features pass to their host part
+
+    def of(self, feature: str, kind: type[Of]) -> Of:
+        """The result of a feature that has one in this step."""
+        found = self.of_features[feature]
+        assert isinstance(found, kind)
+        return found

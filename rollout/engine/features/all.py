@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from rollout.config import EngineSettings
 from rollout.engine.features.adapters.memory import AdapterMemory
@@ -12,7 +13,18 @@ from rollout.engine.features.images.encoder import ImageEncoder
 from rollout.engine.features.routing.record import RoutingRecord
 from rollout.engine.features.scores.taker import ScoreTaker
 from rollout.engine.step.device_feature import DeviceFeature, Site
+from rollout.engine.step.execute import Executor
+from rollout.engine.step.slot import Slot
 from rollout.models.language_model import LanguageModel
+
+
+@runtime_checkable
+class MeasuresSteps(Protocol):
+    """A device's part that measures steps at the start."""
+
+    def measure(self, executor: Executor, slot: Slot) -> None:
+        """Called on every rank when decode steps are captured, before `host_part`; no row and no KV is in use."""
+
 
 #: Makes a feature's part on the device; None where this worker does not have the feature.
 MakeFeature = Callable[[Site], DeviceFeature | None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 
@@ -25,6 +25,12 @@ class Finish:
     def complete(self) -> bool:
         """True if the completion ended by itself; any other end may be continued."""
         return self.reason in COMPLETE
+
+
+class DeltaFields(TypedDict, total=False):
+    """The fields of a `Delta` that features give."""
+
+    routing: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)

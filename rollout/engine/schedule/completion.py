@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rollout.engine.messages.requests import VersionRuns
-from rollout.engine.messages.to_service import Delta, RequestDone
+from rollout.engine.messages.to_service import Delta, DeltaFields, RequestDone
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.drawn_tokens import PromptScoreRows
 from rollout.engine.sequence.sequence import Group, Sequence
@@ -62,10 +62,17 @@ def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
         # A change after tokens in flight may come earlier than noted: some may be refused.
         adapter_versions=tuple(change for change in seq.adapter_use.version_changes if change[0] <= end),
         # Features note what they have sent, so nothing that may fail comes after this.
-        **{name: value for feature in features for name, value in feature.delta_fields(seq).items()},
+        **_of_features(seq, features),
     )
     drawn.flushed = end  # updated last: a fault before this loses no token
     return delta
+
+
+def _of_features(seq: Sequence, features: Seq[StepFeature]) -> DeltaFields:
+    fields: DeltaFields = {}
+    for feature in features:
+        fields.update(feature.delta_fields(seq))
+    return fields
 
 
 def last_runs(runs: list[list[int]], count: int) -> VersionRuns:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -99,7 +99,7 @@ class Plan:
     #: The row of each token, where rows may have tokens ahead: these follow their row, each in a row of the row state.
     #: Such a step has no `opens`, as its feature sends all pages. Empty: a token for each row.
     token_rows: list[int] = field(default_factory=list)
-    note: Any = None  # the note of the feature that made the plan
+    note: object = None  # the note of the feature that made the plan
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:

@@ -16,11 +16,11 @@ The stages of a step call these hooks of every feature that their worker has. Th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.page_mirror import PageMirror
-from rollout.engine.messages.to_service import Rejected
+from rollout.engine.messages.to_service import DeltaFields, Rejected
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence
@@ -97,7 +97,7 @@ class StepFeature(PageMirror):
         The step took `seconds` on the device, the wait for masks included.
         """
 
-    def delta_fields(self, seq: Sequence) -> dict[str, Any]:
+    def delta_fields(self, seq: Sequence) -> DeltaFields:
         """Called for each `Delta`: return the feature's fields of it, which count as sent.
 
         `seq.finish` is set for the last delta of a sequence.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -34,8 +34,9 @@ from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.streams import NO_ORDERS, Orders, Streams
 from rollout.engine.upload import Extra, Header, StepInput, UploadStaging
-from rollout.models.batch import AttentionBatch, KVCache
+from rollout.models.batch import AttentionBatch, ExpertRecord, HiddenTaps, KVCache, StepImages
 from rollout.models.language_model import LanguageModel
+from rollout.models.lora_slots import StepAdapters
 
 
 class OrderSizes(NamedTuple):
@@ -88,13 +89,28 @@ class Drawn(NamedTuple):
     masks: StepMasks  # masks of the rows with constraints
 
 
+class BatchFields(TypedDict, total=False):
+    """The fields of an `AttentionBatch` that features give."""
+
+    adapters: StepAdapters
+    experts: ExpertRecord
+    images: StepImages
+    rope_positions: torch.Tensor
+    taps: HiddenTaps | None
+
+
+#: The object to which a feature writes its output.
+Output = TypeVar("Output")
 #: Launches captured work, by its name and the size of the decode steps that it was captured for.
 Replays = Mapping[str, Mapping[int, Callable[[], object]]]
 NO_REPLAYS: Replays = MappingProxyType({})
 
 
-class DeviceFeature:
-    """One feature of a worker. A hook that is not overridden does nothing."""
+class DeviceFeature(Generic[Output]):
+    """One feature of a worker, which writes its output for the host to an object of class `Output`; None: it has none.
+
+    A hook that is not overridden does nothing.
+    """
 
     name: ClassVar[str]
     #: The most int32 words that its sections have for a token of any prompt, and for one of a prompt that is scored.
@@ -124,15 +140,15 @@ class DeviceFeature:
         """Called when a step has set up its rows, before the forward: set up what the feature adds to them."""
 
     def decode_fields(
-        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any
-    ) -> dict[str, Any]:
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Output
+    ) -> BatchFields:
         """Called before a decode forward: return the feature's fields of its `AttentionBatch`.
 
         The rows are at these positions; `needs` are bits of `RowNeeds`.
         """
         return {}
 
-    def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
+    def prefill_fields(self, rows: RowState, step: StepInput, output: Output) -> BatchFields:
         """Called before a prefill: return the feature's fields of its `AttentionBatch`."""
         return {}
 
@@ -140,7 +156,7 @@ class DeviceFeature:
         """Called before a prefill: return True if the last layer must compute all tokens, not only those that draw."""
         return False
 
-    def forward_ends(self, batch: AttentionBatch, output: Any) -> None:
+    def forward_ends(self, batch: AttentionBatch, output: Output) -> None:
         """Called when the forward of `batch` is enqueued: enqueue what follows it."""
 
     def prefilled(
@@ -148,14 +164,14 @@ class DeviceFeature:
         step: StepInput,
         hidden_TD: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
-        output: Any,
+        output: Output,
     ) -> None:
         """Called when a prefill has the hidden states of all its tokens: read them.
 
         `compute_logits` gives the logits of some of them; the feature may change these logits.
         """
 
-    def computed(self, step: StepInput, logits_SV: torch.Tensor, output: Any) -> None:
+    def computed(self, step: StepInput, logits_SV: torch.Tensor, output: Output) -> None:
         """Called with the logits of the rows that draw, before any sampling rule: read them, and do not change them.
 
         Plain decode steps on a GPU are captured whole and do not call it. Rows that need it have a bit of `RowNeeds`.
@@ -164,7 +180,7 @@ class DeviceFeature:
     def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
         """Called when the tokens of a step are drawn and its rows are one token further: correct them if need be."""
 
-    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Any, replays: Replays) -> None:
+    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Output, replays: Replays) -> None:
         """Called last in every step, when the rows are where the next step finds them: prepare the next step.
 
         `replays` launch what was captured of `decode_work`; empty where decode steps are not captured.
@@ -180,21 +196,21 @@ class DeviceFeature:
         """Called for each slot and step: return how many int32 words a step of `tokens` tokens gives to the host."""
         return 0
 
-    def output(self, words: torch.Tensor, rows: int, tokens: int) -> Any:
+    def output(self, words: torch.Tensor, rows: int, tokens: int) -> Output | None:
         """Called for each slot, and for each captured forward if it has words: return the object that writes to these.
 
         It may have more memory of its own. Its steps have up to `rows` rows and `tokens` tokens. The other hooks get it
         as `output`.
         """
 
-    def downloads(self, header: Header, output: Any) -> Seq[Callable[[], None]]:
+    def downloads(self, header: Header, output: Output) -> Seq[Callable[[], None]]:
         """Called when a step is enqueued: return the copies of more outputs to the host, for the D2H stream."""
         return ()
 
-    def copy_output(self, target: Any, source: Any, tokens: int) -> None:
+    def copy_output(self, target: Output, source: Output, tokens: int) -> None:
         """Called after a captured forward of `tokens` tokens: copy its output, `source`, to that of the slot."""
 
-    def read(self, words: np.ndarray, header: Header, output: Any) -> Any:
+    def read(self, words: np.ndarray, header: Header, output: Output) -> object:
         """Called when a step is read: return the entry of `StepOutput.of_features`, or None for none.
 
         `words` are those of the output, on the host; the copies of `downloads` have arrived, too.
@@ -205,12 +221,6 @@ class DeviceFeature:
     def largest(self) -> Seq[Extra]:
         """Called at the start: return the largest extras that a step can have, to learn what memory they take."""
         return ()
-
-    def measure(self, executor: Any, slot: Any) -> None:
-        """Called when decode steps are captured, before `host_part`: measure steps on this `Executor` and `Slot`.
-
-        No row and no KV is in use.
-        """
 
     def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """Called for each step that is rehearsed: put the most that a step of `rows` rows with these needs can have.

@@ -24,7 +24,7 @@ from rollout_kernels.parallel import ONE_RANK
 from rollout_kernels.step import begin_step
 
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.device_feature import DeviceFeature
+from rollout.engine.step.device_feature import BatchFields, DeviceFeature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.upload import Extra, StepInput, UploadStaging, put_decode
@@ -192,9 +192,12 @@ class DeviceStep:
         for feature in self.features:
             feature.forward_ends(batch, outputs.get(feature.name))
 
-    def _fields(self, of_feature: Callable[[DeviceFeature], dict[str, Any]]) -> dict[str, Any]:
+    def _fields(self, of_feature: Callable[[DeviceFeature], BatchFields]) -> BatchFields:
         """The fields of all features in a batch."""
-        return {name: value for feature in self.features for name, value in of_feature(feature).items()}
+        fields: BatchFields = {}
+        for feature in self.features:
+            fields.update(of_feature(feature))
+        return fields
 
     def prefill(self, step: StepInput, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Spans of known tokens: logits and rows of the spans that draw, or None."""

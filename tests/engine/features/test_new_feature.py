@@ -57,7 +57,7 @@ class Margins(StepFeature):
         self.stages["committed"] += 1
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
-        for place, margin in output.of_features.get(self.name, ()):
+        for place, margin in output.of(self.name, list):
             seq = plan.sampled[place]
             if not (seq.finalized or seq.void):
                 self.of[seq.group.key[1], seq.index].append(margin)
@@ -67,7 +67,7 @@ class Margins(StepFeature):
         assert not self._open, "a sequence has not left"
 
 
-class MarginTaker(DeviceFeature):
+class MarginTaker(DeviceFeature[torch.Tensor]):
     """Computes them where the logits are."""
 
     name = "margins"
@@ -83,7 +83,7 @@ class MarginTaker(DeviceFeature):
     def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
         assert (rows.ints[step["rows"][: step.header.rows], LENGTH] > 0).all()
 
-    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Any, replays: Replays) -> None:
+    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor, replays: Replays) -> None:
         self.ended[step.header.draws] += 1
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Margins:

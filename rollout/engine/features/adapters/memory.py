@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from rollout.engine.features.adapters.adapter_table import AdapterTable
 from rollout.engine.features.adapters.feature import AdaptersFeature
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
+from rollout.engine.step.device_feature import BatchFields, DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import StepInput
 from rollout.models.language_model import native
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 _ADAPTER = RowNeeds.ADAPTER.value  # flags of an enum are slow to test
 
 
-class AdapterMemory(DeviceFeature):
+class AdapterMemory(DeviceFeature[None]):
     """The slots of a worker, for batches of `rows`, for adapters of `registry`; a follower has no registry."""
 
     name = "adapters"
@@ -68,14 +67,14 @@ class AdapterMemory(DeviceFeature):
         )
 
     def decode_fields(
-        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any
-    ) -> dict[str, Any]:
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: None
+    ) -> BatchFields:
         """The slots of the rows."""
         if not needs & _ADAPTER:
             return {}
         return {"adapters": StepAdapters(self.slots, rows.columns[self.name].index_select(0, rows_B), segmented=False)}
 
-    def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
+    def prefill_fields(self, rows: RowState, step: StepInput, output: None) -> BatchFields:
         """The slots of the tokens of spans."""
         if not step.header.needs & _ADAPTER:
             return {}

@@ -161,7 +161,7 @@ class DraftsFeature(StepFeature):
     def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
         """Take the drafts that the device made after the step, and correct the costs of steps."""
         if NAME in output.of_features:
-            self.planner.arrived(plan, output.of_features[NAME])
+            self.planner.arrived(plan, output.of(NAME, list))
         if plan.kind == "decode":
             self.planner.ran(plan, self._note(plan).after, tokens, seconds, self.counts)
 

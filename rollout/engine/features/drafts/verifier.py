@@ -12,7 +12,6 @@ Its output for the host is the next drafts of each row that draws: int32 [rows, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.device_feature import DeviceFeature, Drawn, HostParts, Replays, Site
+from rollout.engine.step.device_feature import BatchFields, DeviceFeature, Drawn, HostParts, Replays, Site
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.slot import Slot
@@ -56,7 +55,7 @@ _PAGE_WORDS = 3  # a page that a verify step sends
 MeasureCosts = Callable[[Executor, Slot, int, bool], StepCosts]
 
 
-class DraftVerifier(DeviceFeature):
+class DraftVerifier(DeviceFeature[torch.Tensor]):
     """Drafts for the model of a worker with speculation."""
 
     name = NAME
@@ -147,12 +146,12 @@ class DraftVerifier(DeviceFeature):
             verify.set_up(rows, self.state, step)
 
     def decode_fields(
-        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any
-    ) -> dict[str, Any]:
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: torch.Tensor
+    ) -> BatchFields:
         """Where the forward keeps hidden states."""
         return {"taps": self.drafter.decode_taps(positions_B)}
 
-    def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
+    def prefill_fields(self, rows: RowState, step: StepInput, output: torch.Tensor) -> BatchFields:
         """Where the forward keeps hidden states."""
         if _after(step.header) is DraftAfter.NOTHING:
             return {}
@@ -162,7 +161,7 @@ class DraftVerifier(DeviceFeature):
         """True for a draft model that reads the last layer."""
         return self.drafter.reads_last_layer
 
-    def forward_ends(self, batch: AttentionBatch, output: Any) -> None:
+    def forward_ends(self, batch: AttentionBatch, output: torch.Tensor) -> None:
         """Keep the batch of a prefill, which the draft model reads."""
         if batch.chunks and batch.taps is not None:
             self.drafter.prefilled(batch, batch.taps)

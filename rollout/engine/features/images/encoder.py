@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from rollout.engine.features.images.encodings import BLOCK, Encode, Encodings, e
 from rollout.engine.features.images.feature import TOKEN_WORDS, ImagesFeature
 from rollout.engine.messages.prompts import Pixels
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
+from rollout.engine.step.device_feature import BatchFields, DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import ROPE_DELTA, RowState
 from rollout.engine.upload import Extra, StepInput
 from rollout.models.batch import StepImages
@@ -43,7 +42,7 @@ def image_buffer_bytes(settings: EngineSettings, tower: TowerSpec, dtype: torch.
     return image_places(settings) * tower.width * dtype.itemsize
 
 
-class ImageEncoder(DeviceFeature):
+class ImageEncoder(DeviceFeature[None]):
     """A buffer of `places` tokens for what `tower` makes. With `one_by_one` no image's bits depend on the others.
 
     A step encodes up to `most_patches`. `zeros` allocates the buffer, by default torch does.
@@ -105,14 +104,14 @@ class ImageEncoder(DeviceFeature):
             self.buffer_PW.index_copy_(0, to_device(places, self._device), embeddings_NW)
 
     def decode_fields(
-        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Any
-    ) -> dict[str, Any]:
+        self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: None
+    ) -> BatchFields:
         """Positions of the rotary embedding, where rows may have images."""
         return {"rope_positions": positions_B + rows.ints[:, ROPE_DELTA].index_select(0, rows_B)}
 
-    def prefill_fields(self, rows: RowState, step: StepInput, output: Any) -> dict[str, Any]:
+    def prefill_fields(self, rows: RowState, step: StepInput, output: None) -> BatchFields:
         """Positions of the rotary embedding, and the tokens that are images."""
-        fields: dict[str, Any] = {}
+        fields: BatchFields = {}
         if "rope_positions" in step:
             fields["rope_positions"] = step["rope_positions"]
         if "image_at" in step:

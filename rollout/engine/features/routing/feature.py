@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import numpy as np
 
 from rollout.engine.features.routing.entries import ExpertPages, SequenceExperts
+from rollout.engine.messages.to_service import DeltaFields
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.sequence import Sequence
@@ -40,14 +40,14 @@ class RoutingFeature(StepFeature):
                 self.entries.copy(*copy)
             if span.seq in self._restored:
                 self.entries.put(*self._restored.pop(span.seq))
-        self.entries.take(output.of_features[self.name])
+        self.entries.take(output.of(self.name, np.ndarray))
         self._put_fetched()
 
     def launched(self, plan: Plan) -> None:
         """Its commit comes after those of all steps before."""
         self._launched += 1
 
-    def delta_fields(self, seq: Sequence) -> dict[str, Any]:
+    def delta_fields(self, seq: Sequence) -> DeltaFields:
         """Take the unsent entries; they count as sent."""
         if seq.group.request.routing_from is None:
             return {}

@@ -12,7 +12,6 @@ Legend: N tokens, T those of a step, L sparse layers, K experts a token, W words
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from rollout.engine.features.routing.entries import ExpertPages, entry_words
 from rollout.engine.features.routing.feature import RoutingFeature
 from rollout.engine.messages.requests import RoutingShape
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
+from rollout.engine.step.device_feature import BatchFields, DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import Header, StepInput
 from rollout.models.batch import AttentionBatch, ExpertRecord
@@ -32,7 +31,28 @@ from rollout.models.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 
-class RoutingRecord(DeviceFeature):
+class StepExperts:
+    """The record of one step on the device: a view of int32 `words` that the slot, or a graph, owns."""
+
+    def __init__(self, shape: RoutingShape, words: torch.Tensor) -> None:
+        width = 1 + entry_words(shape)
+        self._rows_NW = words.view(-1, width)
+        packed = self._rows_NW[:, 1:].view(torch.uint8 if shape.dtype.itemsize == 1 else torch.uint16)
+        experts_NLK = packed[:, : shape.layers * shape.top_k].unflatten(1, (shape.layers, shape.top_k))
+        rows_N = torch.arange(len(experts_NLK), dtype=torch.int64, device=words.device)
+        self.experts = ExpertRecord(experts_NLK, rows_N)
+
+    def end(self, batch: AttentionBatch) -> None:
+        """Write where the KV of each token is, after the forward of `batch`; on the compute stream."""
+        slots_T = batch.kv_slots_T
+        self._rows_NW[: len(slots_T), 0].copy_(slots_T)
+
+    def copy_from(self, other: StepExperts, tokens: int) -> None:
+        """Take the first `tokens` entries of another record. On the compute stream."""
+        self._rows_NW[:tokens].copy_(other._rows_NW[:tokens])
+
+
+class RoutingRecord(DeviceFeature[StepExperts]):
     """Has the routers of every step write down their choice, in the form of `shape`."""
 
     name = "routing"
@@ -66,11 +86,11 @@ class RoutingRecord(DeviceFeature):
 
     def decode_fields(
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: StepExperts
-    ) -> dict[str, Any]:
+    ) -> BatchFields:
         """Where the routers write."""
         return {"experts": output.experts}
 
-    def prefill_fields(self, rows: RowState, step: StepInput, output: StepExperts) -> dict[str, Any]:
+    def prefill_fields(self, rows: RowState, step: StepInput, output: StepExperts) -> BatchFields:
         """Where the routers write."""
         return {"experts": output.experts}
 
@@ -108,24 +128,3 @@ def routing_shape(spec: ModelSpec) -> RoutingShape | None:
 def record_words(shape: RoutingShape, tokens: int) -> int:
     """int32 words of the record of a step of `tokens` tokens."""
     return tokens * (1 + entry_words(shape))
-
-
-class StepExperts:
-    """The record of one step on the device: a view of int32 `words` that the slot, or a graph, owns."""
-
-    def __init__(self, shape: RoutingShape, words: torch.Tensor) -> None:
-        width = 1 + entry_words(shape)
-        self._rows_NW = words.view(-1, width)
-        packed = self._rows_NW[:, 1:].view(torch.uint8 if shape.dtype.itemsize == 1 else torch.uint16)
-        experts_NLK = packed[:, : shape.layers * shape.top_k].unflatten(1, (shape.layers, shape.top_k))
-        rows_N = torch.arange(len(experts_NLK), dtype=torch.int64, device=words.device)
-        self.experts = ExpertRecord(experts_NLK, rows_N)
-
-    def end(self, batch: AttentionBatch) -> None:
-        """Write where the KV of each token is, after the forward of `batch`; on the compute stream."""
-        slots_T = batch.kv_slots_T
-        self._rows_NW[: len(slots_T), 0].copy_(slots_T)
-
-    def copy_from(self, other: StepExperts, tokens: int) -> None:
-        """Take the first `tokens` entries of another record. On the compute stream."""
-        self._rows_NW[:tokens].copy_(other._rows_NW[:tokens])

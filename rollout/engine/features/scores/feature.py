@@ -119,7 +119,7 @@ class ScoresFeature(StepFeature):
         self._wide, self._widest = 0, 0  # the step being planned: scored positions, most tokens at one
 
     def fit(self, seq: Sequence, start: int, length: int, first: bool) -> int:
-        """Tokens up to the last position for which the wide list has room."""
+        """Take tokens up to the last position for which the wide list has room."""
         if first:
             self._wide = self._widest = 0
         wide = wide_words(seq.group.request) if seq.scores_prompt else 0
@@ -157,7 +157,7 @@ class ScoresFeature(StepFeature):
         """Give a step's scores to completions and groups."""
         if NAME not in output.of_features:
             return
-        scores: Scores = output.of_features[NAME]
+        scores = output.of(NAME, Scores)
         _note_tops(plan, scores, output.accepted)
         taken = {False: 0, True: 0}
         for seq, start, _, _, prompt in plan.spans if plan.kind == "prefill" else ():

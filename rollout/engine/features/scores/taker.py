@@ -37,7 +37,7 @@ from rollout.engine.upload import Header, StepInput, UploadStaging
 from rollout.models.decoder import Decoder
 
 
-class ScoreTaker(DeviceFeature):
+class ScoreTaker(DeviceFeature[ScoreBuffers]):
     """Scores of steps over `vocab` tokens. With `exact` sums a row's scores do not depend on the other rows.
 
     `shard` is the part of the vocabulary that the forwards' logits cover; None if they cover all of it.
@@ -62,15 +62,15 @@ class ScoreTaker(DeviceFeature):
         return cls(site.device, site.model.spec.vocab, site.settings.engine.deterministic, shard)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> ScoresFeature:
-        """See `DeviceFeature`."""
+        """Make the part on the host."""
         return ScoresFeature(scored_multiple(self._device.torch_device), self._vocab, self._exact)
 
     def output(self, words: torch.Tensor, rows: int, tokens: int) -> ScoreBuffers:
-        """See `DeviceFeature`."""
+        """Make a slot's buffers for scores."""
         return ScoreBuffers(self._device, rows, tokens, self._vocab)
 
     def reads_hidden(self, header: Header) -> bool:
-        """See `DeviceFeature`."""
+        """Have the last layer compute all tokens if the step scores a prompt."""
         asked = asked_scores(header)
         return asked.narrow.scored + asked.wide.scored > 0
 
@@ -97,20 +97,20 @@ class ScoreTaker(DeviceFeature):
             output.take_tops(logits_SV, step["top_at"], self._exact, self._part)
 
     def downloads(self, header: Header, output: ScoreBuffers) -> Seq[Callable[[], None]]:
-        """See `DeviceFeature`."""
+        """Copy the scores to the host."""
         if NAME not in header.facts:
             return ()
         asked = asked_scores(header)
         return (functools.partial(output.copy, len(asked.tops), asked.narrow, asked.wide),)
 
     def read(self, words: np.ndarray, header: Header, output: ScoreBuffers) -> Scores | None:
-        """See `DeviceFeature`."""
+        """Hand the scores to the part on the host."""
         if NAME not in header.facts:
             return None
         return output.read(*asked_scores(header))
 
     def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
-        """All rows, and all tokens of a prefill."""
+        """Score all rows, and all tokens of a prefill, in rehearsals."""
         if not needs & RowNeeds.TOP:
             return
         asked = AskedScores(put_tops(staging, range(rows)))
