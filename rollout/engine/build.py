@@ -42,6 +42,7 @@ from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
 from rollout.models.language_model import LanguageModel
 from rollout.models.layers import Linear
+from rollout.models.spec import KimiDeltaSpec
 
 
 def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -> int:
@@ -189,6 +190,11 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
     if engine.disk_kv_gib and model.spec.state_bytes(model.embed.dtype):
         raise ValueError("disk_kv_gib keeps no states of linear attention, which this model has: set disk_kv_gib = 0")
     if isinstance(model, Decoder):
+        if engine.speculation != "off" and any(isinstance(x.mixer, KimiDeltaSpec) for x in model.spec.layers):
+            raise ValueError(
+                f"{model.spec.architecture} has Kimi delta attention, whose states cannot follow drafts: set "
+                "speculation = off"
+            )
         _check_format(engine, model)
         _check_deterministic(engine, model)
     else:

@@ -15,6 +15,7 @@ from rollout.models.families.declare import (
     If,
     IndexerFamily,
     Key,
+    KimiDeltaFamily,
     LatentFamily,
     MoEFamily,
     Power,
@@ -31,6 +32,7 @@ from rollout.models.spec import (
     DraftSpec,
     FeedForwardSpec,
     IndexerSpec,
+    KimiDeltaSpec,
     KVMixerSpec,
     LatentSpec,
     LayerSpec,
@@ -41,6 +43,7 @@ from rollout.models.spec import (
     RopeKind,
     RopeSpec,
     RouterSpec,
+    StateMixerSpec,
 )
 from rollout.models.vision_spec import TowerSpec
 
@@ -192,11 +195,15 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
             if index == "full" and indexer is not None:
                 spec = replace(spec, indexer=_indexer(config, indexer, spec))
             attention[mixer] = replace(spec, shares_choice=index == "shared")
-    linear, delta_net = (False,) * count, None
+    linear: tuple[bool, ...] = (False,) * count
+    delta_net: StateMixerSpec | None = None
     if family.linear is not None and any(linear := family.linear.linear(config)):
         if _activation(config, family) != "silu":
             raise ValueError(f"{family.activation.name} of a model with linear attention must be silu")
-        delta_net = _delta_net(config, family.linear)
+        if isinstance(family.linear, KimiDeltaFamily):
+            delta_net = _kimi_delta(config, family.linear)
+        else:
+            delta_net = _delta_net(config, family.linear)
     if all(linear):
         raise ValueError("layer_types names no layer with full attention; at least one is needed")
     feed_forward: dict[bool, FeedForwardSpec] = {}
@@ -217,6 +224,12 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
             block, names, norms = delta_net, family.linear.layer_names, family.linear.norms
         layers.append(LayerSpec(block, feed_forward[is_sparse], names, norms, scale))
     return tuple(layers)
+
+
+def _kimi_delta(config: Any, family: KimiDeltaFamily) -> KimiDeltaSpec:
+    dim = _value(config, family.dim)
+    heads, conv = _value(config, family.heads), _value(config, family.conv)
+    return KimiDeltaSpec(config.hidden_size, heads, dim, dim, dim, conv, config.rms_norm_eps)
 
 
 def _delta_net(config: Any, family: DeltaNetFamily) -> DeltaNetSpec:
@@ -496,7 +509,7 @@ def _rope_axes(config: Any, family: Family, params: dict[str, Any], rope: RopeSp
 
 def _rope_parameters(config: Any, part: str = "", one_map: bool = False) -> dict[str, Any]:
     # transformers folds the older `rope_theta` and `rope_scaling` keys into this one when it reads a config.
-    params = dict(config.rope_parameters or {})
+    params = dict(getattr(config, "rope_parameters", None) or {})
     if not part:
         return params
     if one_map and part not in params:

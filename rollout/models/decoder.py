@@ -14,6 +14,7 @@ from torch import nn
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.delta_net import DeltaNet
 from rollout.models.draft_head import DraftHead
+from rollout.models.kimi_delta import KimiDelta
 from rollout.models.latent import LatentAttention
 from rollout.models.layers import (
     Attention,
@@ -29,7 +30,7 @@ from rollout.models.layers import (
 )
 from rollout.models.names import Region, all_views, one_name, with_spellings
 from rollout.models.rope import Rope
-from rollout.models.spec import DeltaNetSpec, LatentSpec, ModelSpec, MoESpec
+from rollout.models.spec import DeltaNetSpec, KimiDeltaSpec, LatentSpec, ModelSpec, MoESpec
 from rollout.models.vision import VisionTower
 
 
@@ -56,9 +57,11 @@ class DecoderLayer(Block):
         around = layer.norms == "around"
         self.mixer_output_norm = norm() if around else None
         self.feed_forward_output_norm = norm() if around else None
-        self.mixer: Attention | LatentAttention | DeltaNet
+        self.mixer: Attention | LatentAttention | DeltaNet | KimiDelta
         if isinstance(mixer, DeltaNetSpec):
             self.mixer = DeltaNet(mixer, index, spec.state_layers.index(index), dtype, device, group)
+        elif isinstance(mixer, KimiDeltaSpec):
+            self.mixer = KimiDelta(mixer, index, spec.state_layers.index(index), dtype, device, group)
         else:
             kv_index, rope = spec.attention_layers.index(index), spec.ropes.index(mixer.turned)
             if isinstance(mixer, LatentSpec):

@@ -13,7 +13,7 @@ from rollout_kernels.delta import Spans, drafted_conv, drafted_delta, gated_delt
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch
-from rollout.models.cut import CutView
+from rollout.models.cut import Cut, CutView
 from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, empty_parameter
 from rollout.models.names import Region, one_name
 from rollout.models.spec import DeltaNetSpec
@@ -88,25 +88,36 @@ class DeltaNet(Block):
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
         names = self.spec.names
-        conv_C1W = self.conv_weight.data[:, None]
-        q, k, v, *_ = self.spec.input_widths
-        joined, *each = self.spec.conv_cuts
-        convs = {1: [(conv_C1W, joined)], 3: list(zip(conv_C1W.split((q, k, v)), each, strict=True))}
-        alternatives = (
-            {
-                f"{prefix}{name}.weight": CutView.of(view, cut)
-                for name, (view, cut) in zip(modules, convs[len(modules)], strict=True)
-            }
-            for modules in names.conv
-        )
+        widths = self.spec.input_widths[:3]
         return [
             *self.in_proj.regions(prefix),
-            Region(tuple(alternatives)),
+            conv_regions(prefix, names.conv, self.conv_weight.data, widths, self.spec.conv_cuts),
             one_name(f"{prefix}{names.a_log}", self.a_log, self.spec.value_cut),
             one_name(f"{prefix}{names.dt_bias}", self.dt_bias, self.spec.value_cut),
             one_name(f"{prefix}{names.norm}.weight", self.norm.weight),
             *self.o_proj.regions(prefix),
         ]
+
+
+def conv_regions(
+    prefix: str,
+    names: tuple[tuple[str, ...], ...],
+    weight_CW: torch.Tensor,
+    widths: tuple[int, ...],
+    cuts: tuple[Cut | None, ...],
+) -> Region:
+    """A convolution over queries, keys and values, which may be one tensor or three; for `cuts` see `conv_cuts`."""
+    conv_C1W = weight_CW[:, None]
+    joined, *each = cuts
+    convs = {1: [(conv_C1W, joined)], 3: list(zip(conv_C1W.split(widths), each, strict=True))}
+    alternatives = (
+        {
+            f"{prefix}{name}.weight": CutView.of(view, cut)
+            for name, (view, cut) in zip(modules, convs[len(modules)], strict=True)
+        }
+        for modules in names
+    )
+    return Region(tuple(alternatives))
 
 
 def step_spans(batch: AttentionBatch, one_by_one: bool = False) -> Spans:

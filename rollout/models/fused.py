@@ -97,7 +97,7 @@ def obstacle(model: Decoder) -> str | None:
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention with a rope by halves, no own gate and plain values, or linear attention."""
+    """True if the kernels run this mixer: attention with a rope by halves, plain values and no own gate, or linear."""
     if not isinstance(spec, AttentionSpec):
         return isinstance(spec, DeltaNetSpec)
     return not (spec.gate or spec.rope.interleaved or spec.value_dim or spec.value_scale != 1.0)

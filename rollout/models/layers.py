@@ -463,7 +463,8 @@ class Attention(Block):
         qk_THD, v_TGD = qk_TN.unflatten(1, (-1, spec.head_dim)), v_TN.unflatten(1, (-1, spec.v_dim))
         if spec.value_scale != 1.0:
             v_TGD = v_TGD * spec.value_scale
-        v_TGD = F.pad(v_TGD, (0, spec.head_dim - spec.v_dim))
+        if spec.value_dim is not None:
+            v_TGD = F.pad(v_TGD, (0, spec.head_dim - spec.v_dim))
         if spec.qk_norm == "head":
             weight_HD = self.qk_norm_weight.index_select(0, self.head_kinds)
             qk_THD = head_rms_norm(qk_THD, weight_HD, spec.eps, spec.unit_offset)

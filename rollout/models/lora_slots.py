@@ -89,7 +89,8 @@ def corrected_modules(spec: ModelSpec) -> dict[str, CorrectedModule]:
             begin = sum(linear.widths[:index])
             cut = linear.output_cuts[index] if linear.output_cuts else None
             module = CorrectedModule(layer, product, index, begin, width, linear.inputs, cut, linear.input_cut)
-            modules |= {prefix + name: module for prefix in spec.layer_prefixes(layer)}
+            names = spec.names.spellings(spec.names.layer.format(layer) + name)
+            modules |= dict.fromkeys(names, module)
     return modules
 
 

@@ -20,9 +20,11 @@ from rollout.models.families.declare import (
     If,
     IndexerFamily,
     Key,
+    KimiDeltaFamily,
     LatentFamily,
     MoEFamily,
     MTPFamily,
+    PartFamily,
     Power,
 )
 from rollout.models.vision_spec import TowerFamily
@@ -58,6 +60,7 @@ _MADE_INTO_OTHERS = frozenset(
 #: Keys of which they make this one.
 _MADE_INTO: dict[str, frozenset[str]] = {
     "mlp_layer_types": frozenset({"first_k_dense_replace"}),
+    "linear_head_dim": frozenset({"linear_attn_config"}),
     "indexer_types": frozenset({"index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"}),
 }
 #: Keys on which no forward of a family here depends: names, token ids, training, what transformers returns and caches,
@@ -189,9 +192,7 @@ def size_rules() -> dict[str, Rule]:
     return {name: _COMMON[name] for name in _SIZES} | dict.fromkeys(_EXPERT_COUNTS, integer(0, 1 << 14))
 
 
-def _rules(
-    declaration: Family | MoEFamily | DeltaNetFamily | LatentFamily | IndexerFamily | MTPFamily,
-) -> dict[str, Rule]:
+def _rules(declaration: Family | PartFamily) -> dict[str, Rule]:
     rules: dict[str, Rule] = dict.fromkeys(getattr(declaration, "unsupported", ()), FLAG)
     for entry in fields(declaration):
         match getattr(declaration, entry.name):
@@ -203,7 +204,14 @@ def _rules(
                 rules[name] = FLAG
             case ByLayer() as values:
                 rules |= values.rules
-            case MoEFamily() | DeltaNetFamily() | LatentFamily() | IndexerFamily() | MTPFamily() as part:
+            case (
+                MoEFamily()
+                | DeltaNetFamily()
+                | KimiDeltaFamily()
+                | LatentFamily()
+                | IndexerFamily()
+                | MTPFamily() as part
+            ):
                 rules |= _rules(part)
     return rules
 

@@ -24,6 +24,7 @@ from rollout.models.spec import (
     ExpertShard,
     FeedForwardSpec,
     HeadShard,
+    KimiDeltaSpec,
     LatentSpec,
     LayerSpec,
     MixerSpec,
@@ -88,7 +89,9 @@ def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
 def _mixer(mixer: MixerSpec, shard: Shard) -> MixerSpec:
     if isinstance(mixer, AttentionSpec):
         return _attention(mixer, shard)
-    return _latent(mixer, shard) if isinstance(mixer, LatentSpec) else _linear(mixer, shard)
+    if isinstance(mixer, LatentSpec):
+        return _latent(mixer, shard)
+    return _linear(mixer, shard) if isinstance(mixer, DeltaNetSpec) else _kimi_delta(mixer, shard)
 
 
 def _attention(mixer: AttentionSpec, shard: Shard) -> AttentionSpec:
@@ -112,6 +115,12 @@ def _linear(mixer: DeltaNetSpec, shard: Shard) -> DeltaNetSpec:
     if keys % size:
         raise _CannotCutError(f"{keys} key heads of linear attention are not a multiple of {size}")
     return replace(mixer, key_heads=keys // size, value_heads=values // size, shard=shard)
+
+
+def _kimi_delta(mixer: KimiDeltaSpec, shard: Shard) -> KimiDeltaSpec:
+    if mixer.value_heads % shard.size:
+        raise _CannotCutError(f"{mixer.value_heads} heads of linear attention are no multiple of {shard.size}")
+    return replace(mixer, value_heads=mixer.value_heads // shard.size, shard=shard)
 
 
 def _dense(block: DenseSpec, shard: Shard) -> DenseSpec:

@@ -7,7 +7,7 @@ built from its own spec alone, so layers may differ in everything but the width 
       layers: LayerSpec, one a layer
         mixer          AttentionSpec                         mixes tokens, keeps KV by page
                        | LatentSpec                          mixes tokens, keeps a latent by page
-                       | DeltaNetSpec                        mixes tokens, keeps one state a row
+                       | DeltaNetSpec | KimiDeltaSpec        mixes tokens, keeps one state a row
         feed_forward   DenseSpec | MoESpec with a RouterSpec  works on each token alone
 
 The spec of a shard says what one rank of a tensor group has: its numbers of heads and widths are the rank's, and the
@@ -463,9 +463,107 @@ class DeltaNetSpec:
         return 2 * self.mixed * dtype.itemsize + 2 * self.value_heads * torch.float32.itemsize
 
 
-#: Mixers that keep KV by page.
+class KimiDeltaNames(NamedTuple):
+    """Modules and tensors of a block of Kimi delta attention. For `conv` see `DeltaNetNames`."""
+
+    #: Queries, keys, values, b, the latents of decays and of output gates.
+    inputs: tuple[str, ...] = (
+        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        *("self_attn.b_proj", "self_attn.f_a_proj", "self_attn.g_a_proj"),
+    )
+    decay: str = "self_attn.f_b_proj"
+    gate: str = "self_attn.g_b_proj"
+    conv: tuple[tuple[str, ...], ...] = (
+        ("self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d"),
+        ("self_attn.conv1d",),
+    )
+    a_log: str = "self_attn.A_log"
+    dt_bias: str = "self_attn.dt_bias"
+    norm: str = "self_attn.o_norm"
+    out: str = "self_attn.o_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaSpec:
+    """Kimi delta attention; see `rollout.models.kimi_delta`."""
+
+    hidden: int
+    value_heads: int
+    key_dim: int  # dimensions of a head
+    value_dim: int  # the same
+    rank: int  # width of the latents of decays and of output gates
+    conv: int  # tokens that the convolution sees, the present one included
+    eps: float  # epsilon of the norm of the outputs
+    names: KimiDeltaNames = KimiDeltaNames()
+    shard: Shard | None = None  # the heads above are those of one rank
+
+    @property
+    def width(self) -> int:
+        """Width of all heads."""
+        return self.value_heads * self.key_dim
+
+    @property
+    def mixed(self) -> int:
+        """Width of queries, keys and values: what the convolution works on."""
+        return 3 * self.width
+
+    @property
+    def inputs(self) -> LinearSpec:
+        """The product that makes everything that the block needs of a token."""
+        widths = (self.width, self.width, self.width, self.value_heads, self.rank, self.rank)
+        cuts = () if self.shard is None else (*(self.width_cut,) * 3, self.head_cut, None, None)
+        return LinearSpec(self.hidden, self.names.inputs, widths, False, cuts)
+
+    @property
+    def decay(self) -> LinearSpec:
+        """The product that makes the decays of channels."""
+        return self._of_latent(self.names.decay)
+
+    @property
+    def gate(self) -> LinearSpec:
+        """The product that makes output gates."""
+        return self._of_latent(self.names.gate)
+
+    def _of_latent(self, name: str) -> LinearSpec:
+        cuts = () if self.width_cut is None else (self.width_cut,)
+        return LinearSpec(self.rank, (name,), (self.width,), False, cuts)
+
+    @property
+    def out(self) -> LinearSpec:
+        """The output product."""
+        cut = None if self.width_cut is None else self.width_cut.at(1)
+        return LinearSpec(self.width, (self.names.out,), (self.hidden,), False, (), cut)
+
+    @property
+    def conv_cuts(self) -> tuple[Cut | None, ...]:
+        """As those of `DeltaNetSpec`."""
+        joined = None if self.shard is None else self.shard.cut(*(self.width,) * 3)
+        return joined, *(self.width_cut,) * 3
+
+    @property
+    def head_cut(self) -> Cut | None:
+        """A shard's cut of a tensor with an entry for each head."""
+        return None if self.shard is None else self.shard.cut(self.value_heads)
+
+    @property
+    def width_cut(self) -> Cut | None:
+        """A shard's cut of a tensor with an entry for each dimension of each head."""
+        return None if self.shard is None else self.shard.cut(self.width)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one row's state in this layer: recurrent in float32, the convolution's inputs in the model's."""
+        recurrent = self.width * self.value_dim * torch.float32.itemsize
+        return recurrent + self.mixed * (self.conv - 1) * dtype.itemsize
+
+    def draft_bytes(self, dtype: torch.dtype) -> int:
+        """None: there are no drafts for a model with such layers."""
+        return 0
+
+
+#: Mixers that keep KV by page, and those that keep one state a row.
 KVMixerSpec = AttentionSpec | LatentSpec
-MixerSpec = KVMixerSpec | DeltaNetSpec
+StateMixerSpec = DeltaNetSpec | KimiDeltaSpec
+MixerSpec = KVMixerSpec | StateMixerSpec
 
 # --- feed-forward blocks ---------------------------------------------------------------------------------------------
 
@@ -816,17 +914,17 @@ class ModelSpec:
     @functools.cached_property
     def state_layers(self) -> tuple[int, ...]:
         """Indices of the layers with a state by row, ascending; empty for a model of attention alone."""
-        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNetSpec))
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, StateMixerSpec))
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one row's state in all layers."""
         mixers = (layer.mixer for layer in self.layers)
-        return sum(mixer.state_bytes(dtype) for mixer in mixers if isinstance(mixer, DeltaNetSpec))
+        return sum(mixer.state_bytes(dtype) for mixer in mixers if isinstance(mixer, StateMixerSpec))
 
     def draft_bytes(self, dtype: torch.dtype) -> int:
         """Bytes that a step keeps of one draft for the states of all layers."""
         mixers = (layer.mixer for layer in self.layers)
-        return sum(mixer.draft_bytes(dtype) for mixer in mixers if isinstance(mixer, DeltaNetSpec))
+        return sum(mixer.draft_bytes(dtype) for mixer in mixers if isinstance(mixer, StateMixerSpec))
 
     @functools.cached_property
     def sparse_layers(self) -> tuple[int, ...]:

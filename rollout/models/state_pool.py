@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from rollout_kernels.delta import DraftInputs, catch_up
 
-from rollout.models.spec import DeltaNetSpec, ModelSpec
+from rollout.models.spec import ModelSpec, StateMixerSpec
 
 
 class LayerState(NamedTuple):
@@ -107,7 +107,7 @@ class StatePool(States):
         `zeros` makes the tensors of states; by default torch makes them on `device`. `draft_rows` are the numbers of
         the rows that hold drafts.
         """
-        mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaNetSpec)]
+        mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, StateMixerSpec)]
         if not mixers:
             return NO_STATES
         mixer, count = mixers[0], len(mixers)

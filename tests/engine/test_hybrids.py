@@ -622,3 +622,9 @@ def test_host_memory_that_holds_no_state_is_an_error_with_the_numbers(model):
 def test_memory_that_does_not_hold_the_states_is_an_error_with_the_numbers(model):
     with pytest.raises(ValueError, match=r"max_rows = 4000.*state_snapshots"):
         Bench(model, max_rows=4000, state_snapshots=50_000_000)
+
+
+def test_drafts_are_refused_where_states_cannot_follow_them(tmp_path):
+    make_hybrid("KimiLinear", tmp_path, 0)
+    with pytest.raises(ValueError, match="speculation = off"):
+        Bench(load(tmp_path), speculation="suffix")

@@ -114,6 +114,12 @@ def windows_by_type(config: Any) -> tuple[int | None, ...]:
 
 
 @by_layer()
+def no_ropes(config: Any) -> tuple[None, ...]:
+    """No layer has a rotary embedding."""
+    return (None,) * config.num_hidden_layers
+
+
+@by_layer()
 def same_rope(config: Any) -> tuple[str, ...]:
     """All layers take the whole of `rope_parameters`."""
     return ("",) * config.num_hidden_layers
@@ -252,6 +258,18 @@ class DeltaNetFamily:
     layer_names: LayerNames = LayerNames()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaFamily:
+    """The layers of a family that have Kimi delta attention instead of attention."""
+
+    heads: Key = declared(integer(1, 4096), Key("linear_num_heads"))
+    dim: Key = declared(integer(1, 8192), Key("linear_head_dim"))
+    conv: Key = declared(integer(2, 64), Key("linear_conv_kernel_dim"))
+    linear: ByLayer[bool] = linear_by_type
+    norms: NormPlace = "before"
+    layer_names: LayerNames = LayerNames()
+
+
 @by_layer(layer_types=layer_list(str))
 def all_indexed(config: Any) -> tuple[str, ...]:
     """Every layer has an indexer."""
@@ -313,6 +331,10 @@ class MTPFamily:
     hidden_first: bool = False
 
 
+#: Parts of the declaration of a family.
+PartFamily = MoEFamily | DeltaNetFamily | KimiDeltaFamily | LatentFamily | IndexerFamily | MTPFamily
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The differences from Llama without biases. For the fields see the specs that are built from them."""
@@ -353,7 +375,7 @@ class Family:
     grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
     attention_scale: Key | Power | None = declared(NUMBER, None)
     attention_softcap: Key | None = declared(NUMBER, None)
-    linear: DeltaNetFamily | None = None
+    linear: DeltaNetFamily | KimiDeltaFamily | None = None
     latent: LatentFamily | None = None  # all layers have it
     norms: NormPlace = "before"
     unit_offset: bool = False

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollout.models.families.declare import (
     INSIDE_LLAVA,
     SHARED_EXPERTS,
     Family,
     IndexerFamily,
     Key,
+    KimiDeltaFamily,
     LatentFamily,
     MoEFamily,
     MTPFamily,
     Multimodal,
     deepseek_moe,
+    no_ropes,
     sparse_by_type,
     sparse_from,
 )
-from rollout.models.spec import MoENames
+from rollout.models.spec import DenseNames, ModelNames, MoENames
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family(
@@ -36,6 +40,39 @@ FAMILIES: dict[str, Family] = {
         latent=LatentFamily(indexer=IndexerFamily()),
         mtp=MTPFamily(),
         moe=deepseek_moe(sparse_by_type),
+    ),
+    "KimiLinearForCausalLM": Family(
+        model_type="kimi_linear",
+        models="Kimi-Linear",
+        ropes=no_ropes,
+        latent=LatentFamily(),
+        linear=KimiDeltaFamily(),
+        moe=replace(
+            deepseek_moe(sparse_by_type),
+            experts=Key("num_local_experts"),
+            names=MoENames(
+                router=("block_sparse_moe.gate",),
+                router_bias=("block_sparse_moe.gate.e_score_correction_bias",),
+                gate="block_sparse_moe.experts.{}.w1",
+                up="block_sparse_moe.experts.{}.w3",
+                down="block_sparse_moe.experts.{}.w2",
+                stacked_gate_up="block_sparse_moe.experts.gate_up_proj",
+                stacked_down="block_sparse_moe.experts.down_proj",
+                shared=DenseNames(
+                    ("block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"),
+                    "block_sparse_moe.shared_experts.down_proj",
+                ),
+            ),
+        ),
+        names=ModelNames(
+            parts=(
+                (".block_sparse_moe.", (".block_sparse_moe.", ".mlp.")),
+                *(
+                    (f".self_attn.{name}", (f".self_attn.{name}", f".self_attn.forget_gate.{name}"))
+                    for name in ("f_a_proj", "f_b_proj", "A_log", "dt_bias")
+                ),
+            )
+        ),
     ),
     "DeepseekV2ForCausalLM": Family(
         model_type="deepseek_v2",

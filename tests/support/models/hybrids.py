@@ -23,6 +23,7 @@ _COMMON: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+_OF_DELTA_NET = {"linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"}
 _PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 _EXPERTS: dict[str, Any] = {
     "head_dim": 16,
@@ -39,6 +40,23 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "Qwen3_5Moe": {**_EXPERTS, "shared_expert_intermediate_size": 18},
     "Qwen3Next": {**_EXPERTS, "intermediate_size": 40, "mlp_only_layers": [1], "linear_num_value_heads": 6},
     "OlmoHybrid": {"intermediate_size": 64, "linear_num_key_heads": 4},
+    "KimiLinear": {
+        "intermediate_size": 64,
+        "num_key_value_heads": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 10,
+        "kv_lora_rank": 18,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 14,
+        "num_local_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "routed_scaling_factor": 1.7,
+    },
 }
 
 
@@ -47,7 +65,10 @@ def make_hybrid(stem: str, folder: Path, seed: int = 0, **overrides: Any) -> Any
 
     A norm of small values multiplies rounding errors; weights and eps are such that few values are small.
     """
-    model = make_model(stem, seed, **{**_COMMON, **HYBRIDS[stem], **overrides})
+    config = {**_COMMON, **HYBRIDS[stem], **overrides}
+    if stem == "KimiLinear":  # it has other names for these
+        config = {name: value for name, value in config.items() if name not in _OF_DELTA_NET}
+    model = make_model(stem, seed, **config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight") and ".linear_attn." not in name and stem != "OlmoHybrid":

@@ -27,7 +27,7 @@ from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["Qwen3_5", "Qwen3Next", "OlmoHybrid", *nightly("Qwen3_5Moe")])
+@pytest.fixture(scope="module", params=["Qwen3_5", "Qwen3Next", "OlmoHybrid", "KimiLinear", *nightly("Qwen3_5Moe")])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """The model as it is served, and transformers' own."""
     torch.set_num_threads(1)
@@ -87,17 +87,18 @@ LINEAR = {
     "Qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
     "Qwen3Next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
     "OlmoHybrid": ("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "g_proj", "b_proj", "a_proj"),
+    "KimiLinear": ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),
 }
 
 
-@pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3Next", "OlmoHybrid")])
+@pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3Next", "OlmoHybrid", "KimiLinear")])
 def test_each_row_of_a_batch_equals_the_model_that_peft_merges(stem: str, tmp_path: Path) -> None:
     """Adapters of linear attention, of a part of it, and of all mixers and dense blocks; by both paths."""
     reference = make_hybrid(stem, tmp_path / "base")
     loaded = load_model(ModelSettings(path=str(tmp_path / "base")), CPU)
     slots = AdapterSlots(loaded.spec, 3, 16, torch.float32, CPU)
     exact = [exact_logits(reference)]
-    others = ATTENTION if stem == "Qwen3Next" else ALL
+    others = ATTENTION if stem in ("Qwen3Next", "KimiLinear") else ALL
     for i, targets in enumerate((LINEAR[stem], LINEAR[stem][1:3], (*others, *LINEAR[stem]))):
         folder = make_adapter(reference, tmp_path / str(i), i, targets, r=3 + i)
         slots.write(i + 1, load_peft_folder(folder, loaded.spec, 16, torch.float32))
@@ -172,7 +173,7 @@ def test_a_config_that_makes_no_model_is_refused(wrong: dict[str, Any], says: st
         load_model(ModelSettings(path=str(tmp_path)), CPU)
 
 
-@pytest.mark.parametrize("stem", ["Qwen3_5", "OlmoHybrid"])
+@pytest.mark.parametrize("stem", ["Qwen3_5", "OlmoHybrid", "KimiLinear"])
 def test_random_weights_give_finite_logits(stem: str, tmp_path: Path) -> None:
     make_hybrid(stem, tmp_path)
     model = load_model(ModelSettings(path=str(tmp_path), load_format="random"), CPU).model

@@ -1,0 +1,149 @@
+"""Kimi delta attention: gated DeltaNet in which each channel of a key decays on its own.
+
+    x --one product--> q k v | b | two latents       q k v --short convolution, SiLU--> the delta rule --> o
+    latents --products--> decays of channels g, output gates z     o --norm of each head--> times sigmoid(z) --> product
+
+The rule is that of `rollout_kernels.delta.rule`, with a decay g [K] in the place of a number: S <- diag(exp(g)) S. It
+is made of torch's operations on every device. Source: arXiv 2510.26692, section 3.
+
+Legend: T tokens, B rows, H heads, K and V dimensions of a key and a value, N places, I tokens of a chunk, C channels of
+the convolution, W its width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from rollout_kernels.delta import Spans, short_conv
+from rollout_kernels.delta.rule import heads_of, look_up
+from rollout_kernels.norm_rope.elementwise import rms_norm
+from rollout_kernels.parallel import ONE_RANK, TensorGroup
+
+from rollout.models.cut import CutView
+from rollout.models.delta_net import conv_regions, step_spans
+from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, empty_parameter
+from rollout.models.names import Region, one_name
+from rollout.models.spec import KimiDeltaSpec
+from rollout.models.state_pool import StatePool
+
+#: Tokens of a row that a prefill computes at once: their decays relative to each other are in memory.
+_CHUNK = 32
+
+
+class KimiDelta(Block):
+    """Linear attention over the state pool. `state_index` counts the layers that have states."""
+
+    def __init__(
+        self,
+        spec: KimiDeltaSpec,
+        layer: int,
+        state_index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TensorGroup = ONE_RANK,
+    ) -> None:
+        super().__init__()
+        self.spec, self.layer, self.state_index = spec, layer, state_index
+        self.in_proj = Linear(spec.inputs, dtype, device)
+        self.decay_proj, self.gate_proj = Linear(spec.decay, dtype, device), Linear(spec.gate, dtype, device)
+        self.conv_weight = empty_parameter(spec.mixed, spec.conv, dtype=dtype, device=device)
+        # The decay is an exponential of these; 16 bits would cost long contexts their precision.
+        self.a_log = empty_parameter(spec.value_heads, dtype=torch.float32, device=device)
+        self.dt_bias = empty_parameter(spec.value_heads * spec.key_dim, dtype=torch.float32, device=device)
+        self.norm = RMSNorm(spec.value_dim, spec.eps, dtype, device)
+        self.o_proj = Linear(spec.out, dtype, device, group)
+
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
+        """The block's output for the normalised `x_TH`; advances the states of the step's rows."""
+        spec, states, adapters = self.spec, context.kv.states, context.batch.adapters
+        assert isinstance(states, StatePool)
+        inputs_TN = self.in_proj(x_TH)
+        if adapters is not None:
+            adapters.add(self.layer, "in", inputs_TN, x_TH)
+        mixed_TC, b_TH, decay_TR, gate_TR = inputs_TN.split((spec.mixed, spec.value_heads, spec.rank, spec.rank), dim=1)
+        state, spans = states.layers[self.state_index], step_spans(context.batch)
+        assert spans.behind_B is None, "settings that ask for drafts were refused"
+        mixed_TC = short_conv(mixed_TC.contiguous(), self.conv_weight, state.conv_NCW, spans)
+        g_THK = self.decay_proj(decay_TR).float() + self.dt_bias
+        g_THK = -self.a_log.exp()[:, None] * F.softplus(g_THK.unflatten(1, (spec.value_heads, -1)))
+        out_THV = kimi_delta(mixed_TC, b_TH.float().sigmoid(), g_THK, state.recurrent_NHKV, spans)
+        normed_THV = rms_norm(out_THV, self.norm.weight.float(), spec.eps)
+        gate_THV = self.gate_proj(gate_TR).float().unflatten(1, (spec.value_heads, -1))
+        out_TK = (normed_THV * gate_THV.sigmoid()).to(x_TH.dtype).flatten(1)
+        return LastProduct(self.o_proj, out_TK, adapters, self.layer, "o")
+
+    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
+        """None: its products are never coded."""
+        return {}
+
+    def regions(self, prefix: str) -> list[Region]:
+        """Hugging Face tensors under the layer's `prefix`."""
+        spec, names = self.spec, self.spec.names
+        heads = None if spec.head_cut is None else spec.head_cut.at(2)
+        return [
+            *self.in_proj.regions(prefix),
+            *self.decay_proj.regions(prefix),
+            *self.gate_proj.regions(prefix),
+            conv_regions(prefix, names.conv, self.conv_weight.data, (spec.width,) * 3, spec.conv_cuts),
+            Region(({f"{prefix}{names.a_log}": CutView.of(self.a_log.data[None, None, :, None], heads)},)),
+            one_name(f"{prefix}{names.dt_bias}", self.dt_bias, spec.width_cut),
+            one_name(f"{prefix}{names.norm}.weight", self.norm.weight),
+            *self.o_proj.regions(prefix),
+        ]
+
+
+def kimi_delta(
+    mixed_TC: torch.Tensor, beta_TH: torch.Tensor, g_THK: torch.Tensor, state_NHKV: torch.Tensor, spans: Spans
+) -> torch.Tensor:
+    """The outputs of all heads, float32 [T, H, V].
+
+    Args:
+        mixed_TC: queries, keys and values of all heads side by side, after the convolution.
+        beta_TH: float32.
+        g_THK: float32 logarithms of the decays.
+        state_NHKV: float32 states; those of the step's rows are changed in place.
+        spans: the rows of the step.
+    """
+    q_THK, k_THK, v_THV = heads_of(mixed_TC, state_NHKV)
+    fresh_T = spans.positions_T == 0
+    if spans.lengths is None:
+        state_BHKV = state_NHKV.index_select(0, spans.places_B).masked_fill(fresh_T[:, None, None, None], 0.0)
+        state_BHKV = state_BHKV * g_THK.exp()[..., None]
+        u_THV = beta_TH[..., None] * (v_THV - look_up(state_BHKV, k_THK))
+        state_BHKV = state_BHKV + k_THK[..., None] * u_THV[:, :, None]
+        state_NHKV.index_copy_(0, spans.places_B, state_BHKV)
+        return look_up(state_BHKV, q_THK)
+    out_THV, start = torch.empty_like(v_THV), 0
+    for row, length in enumerate(spans.lengths):
+        place_1, end = spans.places_B[row : row + 1], start + length
+        state_HKV = state_NHKV.index_select(0, place_1)[0].masked_fill(fresh_T[start : start + 1, None, None], 0.0)
+        for begin in range(start, end, _CHUNK):
+            at = slice(begin, min(begin + _CHUNK, end))
+            out_THV[at], state_HKV = _one_chunk(q_THK[at], k_THK[at], v_THV[at], beta_TH[at], g_THK[at], state_HKV)
+        state_NHKV.index_copy_(0, place_1, state_HKV[None])
+        start = end
+    return out_THV
+
+
+def _one_chunk(
+    q_IHK: torch.Tensor,
+    k_IHK: torch.Tensor,
+    v_IHV: torch.Tensor,
+    beta_IH: torch.Tensor,
+    g_IHK: torch.Tensor,
+    state_HKV: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of a chunk, [I, H, V], and the state after it; the equations of `rollout_kernels.delta.rule`."""
+    q_HIK, k_HIK, v_HIV = (x.transpose(0, 1) for x in (q_IHK, k_IHK, v_IHV))
+    beta_HI1, d_HIK = beta_IH.t()[..., None], g_IHK.transpose(0, 1).cumsum(1)
+    size = d_HIK.shape[1]
+    later_II1 = torch.ones(size, size, dtype=torch.bool, device=d_HIK.device).triu(1)[..., None]
+    decay_HIIK = (d_HIK[:, :, None] - d_HIK[:, None]).masked_fill(later_II1, float("-inf")).exp()
+    keys_HIIK = decay_HIIK * k_HIK[:, None]
+    since_HIK = d_HIK.exp()
+    system_HII = beta_HI1 * torch.matmul(keys_HIIK, k_HIK[..., None])[..., 0]  # its diagonal is taken as 1
+    right_HIV = beta_HI1 * (v_HIV - (since_HIK * k_HIK) @ state_HKV)
+    u_HIV = torch.linalg.solve_triangular(system_HII, right_HIV, upper=False, unitriangular=True)
+    out_HIV = (since_HIK * q_HIK) @ state_HKV + torch.matmul(keys_HIIK, q_HIK[..., None])[..., 0] @ u_HIV
+    state_HKV = since_HIK[:, -1, :, None] * state_HKV + keys_HIIK[:, -1].mT @ u_HIV
+    return out_HIV.transpose(0, 1), state_HKV
