@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from rollout.weights import update_intake
+from tests.support.bridge.fault_client import FaultServer, idle_s, run_fault
 from tests.support.bridge.file_memory import share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from tests.support.bridge.tensor_group import GroupWorker
@@ -28,7 +30,7 @@ from trainer_bridge.transports.sections import (
     section_of,
     sections_digest,
 )
-from trainer_bridge.wire.errors import BadRequest, ProtocolError
+from trainer_bridge.wire.errors import BadRequest, ProtocolError, WeightsRejected
 from trainer_bridge.wire.manifest import pack
 from trainer_bridge.wire.weight_messages import check_fields
 
@@ -239,3 +241,51 @@ def test_the_kept_update_comes_in_sections_too() -> None:
         changed["q.weight"][0] += 1
         (report,) = publisher.publish(changed, 3).applied(60)
         assert report.sent_nbytes < report.nbytes and worker.serve(changed)
+
+
+FAULTS = [("prepare", "kill"), ("begin", "kill"), ("transfer", "kill"), ("commit", "kill"), ("transfer", "corrupt")]
+
+
+@pytest.fixture(scope="module")
+def faults() -> Iterator[FaultServer]:
+    server = FaultServer()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("transport", ["zmq", "shm", "cuda_ipc", *nightly("nccl")])
+def test_a_trainer_that_dies_in_any_phase_leaves_all_ranks_at_one_version(
+    faults: FaultServer, tmp_path: Path, transport: str
+) -> None:
+    with GroupWorker(3, relay_bytes=512, idle_s=idle_s(transport), shared=tmp_path) as worker:
+        for version, (phase, fault) in zip(range(2, 99, 3), FAULTS, strict=False):
+            order = {"version": version, "seed": version, "sections": True}
+            run_fault(faults, worker, transport, tmp_path, phase, fault, **order)
+            assert worker.receiver.version == version and worker.serve(tensors_of(version, stacked=False))
+        with WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=SMALL) as publisher:
+            share_from(publisher, tmp_path)
+            for version in (100, 101):
+                tensors = tensors_of(version, stacked=False)
+                (report,) = publisher.publish(tensors, version).applied(60)
+                assert (report.sent_nbytes == report.nbytes) == (version == 100) and worker.serve(tensors)
+
+
+def test_bytes_for_a_rank_that_do_not_come_are_missed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank counts the bytes of its own parts, besides the checks of buckets."""
+    with GroupWorker(2) as worker, WeightPublisher(worker.endpoint, transport="zmq", bucket_bytes=SMALL) as publisher:
+        for version in (1, 2):
+            old = tensors_of(version)
+            publisher.publish(old, version).applied(60)
+        staging = worker.stagings[1]
+        take, lost = staging.take, [True]
+
+        def drops_one(start: int, data: torch.Tensor) -> Any:
+            return None if staging.wants(start, start + 1) and lost and lost.pop() else take(start, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(staging, "take", drops_one)
+            with pytest.raises(WeightsRejected, match="rank 1: .* did not arrive whole"):
+                publisher.publish(tensors_of(3), 3).applied(60)
+        assert not lost and worker.receiver.version == 2 and worker.serve(old)
+        publisher.publish(tensors_of(4), 4).applied(60)
+        assert worker.serve(tensors_of(4))

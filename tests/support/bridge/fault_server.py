@@ -1,7 +1,8 @@
 """A process that has imported everything and forks a publisher, a worker or a rank for each line on its standard input.
 
     {"role": "publisher", "endpoint", "transport", "folder", "phase", "fault", "version", "seed", "device"}
-        and "deltas": it publishes the version whole; the fault is in the next one, which is sent as changes
+        and "deltas" or "sections": it publishes the version whole; the fault is in the next one, which is sent as
+        changes, or cut for the ranks of the worker
     {"role": "worker", "port", "settings"}, and "folder" where `cuda_ipc` may come
     {"role": "rank", "endpoint", "rank", "publishes", "timeout_s", "folder"}
     {"role": "fsdp", ...}, {"role": "tensor parallel", ...}                  see `fsdp_trainer`
@@ -128,14 +129,18 @@ def publish(order: dict[str, Any]) -> None:
     if "deltas" in order:
         publish_deltas(order)
         return
-    arm(order["transport"], order["phase"], order["fault"])
     tensors = {name: tensor.to(order["device"]) for name, tensor in new_tensors(TinyModel(), order["seed"]).items()}
     with WeightPublisher(
         order["endpoint"], transport=order["transport"], folder=order["folder"], bucket_bytes=SMALL
     ) as publisher:
         if order["transport"] == "cuda_ipc" and order["device"] == "cpu":
             share_from(publisher, Path(order["folder"]))
-        publisher.publish(tensors, order["version"]).applied(20)
+        version = order["version"]
+        if "sections" in order:
+            publisher.publish(tensors, version).applied(20)
+            tensors, version = new_tensors(TinyModel(), order["seed"] + 1), version + 1
+        arm(order["transport"], order["phase"], order["fault"])
+        publisher.publish(tensors, version).applied(20)
 
 
 def work(order: dict[str, Any]) -> None:
