@@ -15,7 +15,6 @@ from rollout.engine.features.all import keeps_token_ids
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.host_pages import HostEntryCounts, HostPageBooks
-from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.offload import OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import HostMemory, PageMover
@@ -136,7 +135,7 @@ def build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], to
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
-    states_on_host = HostStates(host_states.pages)
+    states_on_host = HostPageBooks(host_states.pages)
     tier = HostTier(
         pool,
         host,

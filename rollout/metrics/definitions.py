@@ -268,7 +268,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "prefix/hits_turn_end", "counter", "rows",
-        "rows that went on from the last turn of their session", _HITS,
+        "rows that went on from the end of a turn", _HITS,
     ),
     Metric(
         "kv/prefix_hit_pct", "gauge", "%",

@@ -204,7 +204,7 @@ def test_a_row_that_has_launched_nothing_keeps_no_kv_of_the_older_version(model,
     bench.submit("r", prompt, 8, adapter="a0")
     bench.engine.tick()
     seq = bench.engine.roster.prefilling[-1]
-    assert seq.kv.length == 28 and not seq.row_ready, "it is admitted, with pages of the first"
+    assert seq.kv.length == 29 and not seq.row_ready, "it is admitted, with pages of the first"
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
     greedy_is(adapters[1][1], prompt, bench.tokens("r"))

@@ -120,7 +120,7 @@ def test_a_prompt_in_the_cache_is_computed_for_who_wants_its_logprobs(reference:
         cached.append(result.cached_tokens)
         if wish:
             check_prompt(reference, prompt, result.prompt_logprobs)
-    assert cached == [0, 0, 48]
+    assert cached == [0, 0, 49]
 
 
 def test_a_stream_that_is_continued_elsewhere_is_one_completion(reference: Any, scores: RolloutClient) -> None:

@@ -6,8 +6,8 @@ A sequence gets its pages from these sources, in `try_admit` and afterwards in `
                      of the last token is copied, because the sequence writes there; only that token is computed again
     session          what the turn before has left, as far as its tokens are the same: the full pages are shared; the
                      page in which the tokens begin to differ is copied
-    prefix cache     full pages that are found by their key; shared. If the whole prompt is there, its last page is
-                     copied, too
+    prefix cache     full pages that are found by their key; shared. If the whole prompt is there, or the end of a turn
+                     in the next page, that page is copied
     own pages        new ones for the rest of its tokens, and one more; after that one at a time
     offloaded KV     what it had before it was preempted, instead of all the above (`offload`)
 
@@ -88,11 +88,13 @@ class PageAllocator:
         """
         if reusable is None or reusable.beyond is None:
             return reusable
-        first, keys, end = reusable.beyond
+        first, keys, end, half = reusable.beyond
         more = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - len(first) - len(keys)
         oldest, begins = self.prefixes.oldest_for(seq.group, version), seq.kv.fetches < _MOST_FETCHES
         given_way = self._given_way
-        fetch = self.fetch(keys, spare + more, first, oldest, begins, end)
+        fetch = self.fetch(keys, spare + more + half, first, oldest, begins, end)
+        if fetch is None and half:  # There may be room without that page, which is copied.
+            fetch = self.fetch(keys[:-1], spare + more + half, first, oldest, begins, end)
         seq.kv.fetches += fetch is not None
         if fetch is None and self._given_way > given_way:  # the pages that were found may have given way
             return self.prefixes.find(seq, version)
@@ -288,7 +290,7 @@ class PageAllocator:
         # Weights or adapter may have changed while its last steps were in flight; what is offloaded is in no page yet.
         if not self.prefixes.of_use(seq, version) or seq.finish.reason == "error" or kv.is_offloaded:
             known = 0
-        self.prefixes.remember(seq, known, version)
+        self.prefixes.remember_turn(seq, known, version)
         if session is None:
             if not seq.group.request.lease_s or kv.keys is None or self.prefixes.has_states:
                 return
@@ -299,7 +301,9 @@ class PageAllocator:
         self.sessions.keep(session, left, now_s)
         if session.last_until_s > now_s and kv.keys:
             ends = [snapshot.point.key for snapshot in snapshots if snapshot.point.key]
-            self.tier.lease([*map(kv.keys.__getitem__, range(len(kv.keys))), *ends], session.last_until_s)
+            half = [self.pool.key_of(page) for page in kv.pages[len(kv.keys) :]]
+            keys = [*map(kv.keys.__getitem__, range(len(kv.keys))), *filter(None, half), *ends]
+            self.tier.lease(keys, session.last_until_s)
         self.prefixes.turn_kept(snapshots)
 
     def release(self, seq: Sequence) -> None:

@@ -45,7 +45,6 @@ from typing import Any, Literal, Protocol
 from rollout.engine.device.streams import DeviceStream
 from rollout.engine.kv.fetches import Fetch
 from rollout.engine.kv.host_pages import HostPageBooks
-from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.moves import Move, MoveBooks
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.page_mover import CopyPiece, CopyQueue, PageMover
@@ -113,7 +112,7 @@ class OffloadBooks:
         page_size: int,
         host: HostPageBooks,
         page_bytes: int,
-        host_states: HostStates,
+        host_states: HostPageBooks,
         mirrors: Seq[PageMirror] = (),
         counts: OffloadCounts | None = None,
     ) -> None:

@@ -24,6 +24,8 @@ reference: if it is evicted meanwhile, the copy is discarded.
 
 The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page
 is used or cached. A sequence with an equal prompt copies the page, because the first sequence goes on writing there.
+The half-full last page of a finished turn is known by such a key, too. It is cached as full pages are, and is copied by
+each sequence that goes on from it.
 """
 
 from __future__ import annotations
@@ -146,6 +148,10 @@ class PagePool:
         """The page whose first positions have this key, to be retained and copied; else as `find`."""
         page = self._tail_page_of.get(key, 0)
         return page if self._oldest[page] >= oldest else 0
+
+    def key_of(self, page: int) -> bytes:
+        """The key of a known page; empty for other pages."""
+        return self._key_of.get(page, b"")
 
     def oldest_of(self, page: int, otherwise: int) -> int:
         """The oldest weights version of the KV of a known page; `otherwise` for other pages."""

@@ -14,8 +14,8 @@ from rollout.engine.sequence.sequence_kv import PrefixKeys
 def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edition: int, spare: int) -> int:
     """Begin to copy the known beginning of a prompt from the host, and leave `spare` pages available.
 
-    Returns how many of its first tokens have their KV in the pool, or on the way there: whole pages. 0 for models with
-    states, which cannot use pages alone. Do not call it while the pool's memory is given back.
+    Returns how many of its first tokens have their KV in the pool, or on the way there: 0 for models with states, which
+    cannot use pages alone. Do not call it while the pool's memory is given back.
     """
     prefixes, pool, tier, size = allocator.prefixes, allocator.pool, allocator.tier, allocator.page_size
     if not prefixes.cache or prefixes.has_states:
@@ -30,19 +30,24 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edi
             break
         keys.append(key)
         pages.append(page)
+    names, most = [keys[index] for index in range(len(keys))], len(keys) * size
+    for key, end in prefixes.find_end(prompt.content, keys, len(prompt), oldest):
+        names.append(key)
+        pages.append(pool.find(key, oldest))
+        most = end
+        break
     here = pages.index(0) if 0 in pages else len(pages)
     pages = pages[: _fitting(allocator, pages, spare)]
     first = pages[:here]
     if len(pages) > here:
-        beyond = [keys[index] for index in range(here, len(pages))]
-        if allocator.fetch(beyond, spare, first, oldest) is None:
+        if allocator.fetch(names[here : len(pages)], spare, first, oldest) is None:
             return here * size
     else:  # mark the pages as used now, so that they are evicted last, the end before the beginning
         for page in first:
             pool.retain(page)
         for page in reversed(first):
             pool.release(page)
-    return max(here, len(pages)) * size
+    return min(max(here, len(pages)) * size, most)
 
 
 def _fitting(allocator: PageAllocator, pages: list[int], spare: int) -> int:

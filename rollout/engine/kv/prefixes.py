@@ -8,6 +8,7 @@ the sequence waits without a page until the tokens that both have are launched (
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,8 +25,9 @@ class HostPrefix(NamedTuple):
     """A known prefix of which some pages, or the state after it, are on the host."""
 
     first: list[int]  # pages of the pool
-    keys: list[bytes]  # keys of the full pages after `first`
+    keys: list[bytes]  # keys of the pages after `first`
     end: PrefixEnd = NO_POINT  # models with states: the end of the prefix, if it is on the host
+    half: bool = False  # the last key is of a half-full page, which is to be copied
 
 
 @dataclass(slots=True)
@@ -107,8 +109,6 @@ class Prefixes:
             key = keys.next_key(seq.content_between(index * self.page_size, (index + 1) * self.page_size))
             page = self.pool.find(key, oldest)
             if not page:
-                beyond = self._find_beyond(seq, keys, key, index, full, oldest)
-                found.beyond = HostPrefix(found.shared, beyond) if beyond else None
                 break
             found.shared.append(page)
             keys.append(key)
@@ -118,26 +118,45 @@ class Prefixes:
             key, page = self._find_last(keys, content, len(tokens), oldest)
             if page and found.tokens < len(tokens) - 1:
                 found.copied, found.tokens, found.hit = page, len(tokens) - 1, "prompt_end"
+        for end_key, end in self.find_end(seq.content_between, keys, len(tokens), oldest):
+            page, end = self.pool.find(end_key, oldest), min(end, len(tokens) - 1)
+            if page and end > found.tokens:
+                found.copied, found.tokens, found.hit = page, end, "turn_end"
+        if found.tokens < len(tokens) - 1:
+            found.beyond = self._find_beyond(seq, keys, found, len(tokens), oldest)
         if found.tokens < len(tokens) - 1 and not found.beyond and (other := self.frontiers.get(key)) is not None:
             found.awaited = self._awaited(seq, tokens, other, found.tokens) if other.kv.oldest >= oldest else None
         return found
 
     def _find_beyond(
-        self, seq: Sequence, keys: PrefixKeys, key: bytes, index: int, end: int, oldest: int
-    ) -> list[bytes]:
-        """Keys of known pages from page `index` on, which has this key; none unless the host has that page."""
-        beyond: list[bytes] = []
-        if not self.tier.has(key, oldest):
-            return beyond
-        keys, size = keys.fork(len(keys)), self.page_size
-        while self.tier.has(key, oldest) or self.pool.find(key, oldest):
-            beyond.append(key)
-            keys.append(key)
-            index += 1
-            if index == end:
+        self, seq: Sequence, keys: PrefixKeys, found: Reusable, tokens: int, oldest: int
+    ) -> HostPrefix | None:
+        """A known prefix that is longer than `found`, whose pages have `keys`; None unless it is partly on the host."""
+        keys, size, first = keys.fork(len(keys)), self.page_size, len(keys)
+        while (len(keys) + 1) * size < tokens:
+            key = keys.next_key(seq.content_between(len(keys) * size, (len(keys) + 1) * size))
+            if not (self.tier.has(key, oldest) or self.pool.find(key, oldest)):
                 break
-            key = keys.next_key(seq.content_between(index * size, (index + 1) * size))
-        return beyond
+            keys.append(key)
+        beyond = [keys[index] for index in range(first, len(keys))]
+        known = self.find_end(seq.content_between, keys, tokens, oldest)
+        half = next((key for key, end in known if min(end, tokens - 1) > found.tokens), None)
+        beyond += [half] if half else []
+        return HostPrefix(found.shared, beyond, half=half is not None) if beyond else None
+
+    def find_end(
+        self, content: Callable[[int, int], bytes], keys: PrefixKeys, most: int, oldest: int
+    ) -> Iterator[tuple[bytes, int]]:
+        """Known ends of turns in the page after those with `keys`, within `most` tokens: (key, tokens), longest first.
+
+        `content` is that of the positions from one to another.
+        """
+        start = len(keys) * self.page_size
+        for after in self.tier.ends.after(keys.last):
+            if start + after <= most:
+                key = keys.tail_key(content(start, start + after))
+                if self.pool.find(key, oldest) or self.tier.has(key, oldest):
+                    yield key, start + after
 
     def _find_last(self, keys: PrefixKeys, content: bytes, tokens: int, oldest: int) -> tuple[bytes, int]:
         """The key of the page that holds the last token, and the page with it; a full one has the key of a full one."""
@@ -270,6 +289,14 @@ class Prefixes:
             key = kv.keys.next_key(seq.content_between(start, start + self.page_size))
             kv.keys.append(key)
             self.pool.remember(key, kv.pages[index], kv.oldest)
+
+    def remember_turn(self, seq: Sequence, known: int, version: int) -> None:
+        """Make the first `known` tokens of a settled turn findable, and the half-full page in which they end."""
+        self.remember(seq, known, version)
+        kv, (full, after) = seq.kv, divmod(known, self.page_size)
+        if after and kv.keys is not None and len(kv.keys) == full and self.of_use(seq, version):
+            self.pool.remember(kv.keys.tail_key(seq.content_between(known - after, known)), kv.pages[full], kv.oldest)
+            self.tier.ends.note(kv.keys.last, after)
 
     def _move_frontier(self, seq: Sequence, version: int) -> None:
         """Move the frontier to the next page; after the last launch the tail of the prompt can be found."""

@@ -225,19 +225,23 @@ class Sessions:
 
     @property
     def unseen(self) -> bool:
-        """Whether there are full pages with keys that `look` has not returned."""
+        """Whether there are known pages that `look` has not returned."""
         return bool(self._unseen)
 
     def look(self) -> tuple[bytes, int]:
-        """Key and number of a page that `look` has not returned: the last of the least recently used session."""
+        """Key and number of a page that `look` has not returned: the last of the least recently used session.
+
+        The key is empty if another page is known by it.
+        """
         key, count = next(iter(self._unseen.items()))
         if count == 1:
             del self._unseen[key]
         else:
             self._unseen[key] = count - 1
         kv = self._with_kv[key].kv
-        assert kv is not None and kv.keys is not None
-        return kv.keys[count - 1], kv.pages[count - 1]
+        assert kv is not None
+        page = kv.pages[count - 1]
+        return self._pool.key_of(page), page
 
     def _take(self, session: KeptSession, left: SessionKV, now_s: float) -> None:
         count = min(len(left.tokens), self._most_pages * self._page_size)
@@ -259,8 +263,9 @@ class Sessions:
             self._snapshots.offer(end)
         self._with_kv[session.key] = session
         self._order.add(session.key, session.last_until_s, now_s)
-        if left.keys is not None and (full := count // self._page_size):
-            self._unseen[session.key] = full
+        known = len(pages) - (not self._pool.key_of(pages[-1]))  # a half-full page may have no key
+        if left.keys is not None and known:
+            self._unseen[session.key] = known
         while self._too_many:
             self.evict_one()
 

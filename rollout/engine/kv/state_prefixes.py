@@ -50,7 +50,7 @@ class StatePrefixes(Prefixes):
         path, reachable, farthest = list[bytes](), True, 0  # `path`: keys of full pages, in the pool or on the host
         expected, oldest = found.tokens, self.oldest_for(seq.group, version)
         for start in range(0, most + 1, page_size):
-            for after in {*snapshots.tokens_after(keys.last), *self.tier.states.tokens_after(keys.last)}:
+            for after in {*snapshots.tokens_after(keys.last), *self.tier.ends.after(keys.last)}:
                 end = start + after
                 if end > most:
                     continue
@@ -176,6 +176,10 @@ class StatePrefixes(Prefixes):
         self.remember(seq, seq.kv.length, version)
         self._snapshot_launched(seq, version)
         self._move_frontier(seq, version)
+
+    def remember_turn(self, seq: Sequence, known: int, version: int) -> None:
+        """See `Prefixes`; the end of the turn is a snapshot."""
+        self.remember(seq, known, version)
 
     def _snapshot_launched(self, seq: Sequence, version: int) -> None:
         kv, planned, snapshots = seq.kv, seq.kv.planned_snapshot, self.snapshots

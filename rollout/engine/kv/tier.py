@@ -14,8 +14,8 @@ No sequence waits for a copy to the host. If the pool needs a page that is not o
 next sequence with that prefix computes it again.
 
 Invariants:
-- Only pages that no step in flight writes to are copied to the host: cached ones, full ones of idle sessions, and those
-  of ends whose sequence is settled. A state is copied after the steps in flight: one of them may save it.
+- Only pages that no step in flight writes to are copied to the host: cached ones, those of idle sessions, and those of
+  ends whose sequence is settled. A state is copied after the steps in flight: one of them may save it.
 - A page or place that is given up during its copy is not kept (`Copies`).
 - After `forget_all`, the results of copies under way are discarded.
 """
@@ -29,10 +29,10 @@ from rollout.engine.kv.copy_costs import CopyCosts
 from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.fetches import Fetches, KnownMove
 from rollout.engine.kv.host_pages import HostPageBooks
-from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.moves import MoveBooks
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.prefix_ends import PrefixEnds
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.messages.statuses import KeptStatus
@@ -55,7 +55,7 @@ class HostTier:
         self,
         pool: PagePool,
         host: HostPageBooks,
-        host_states: HostStates,
+        host_states: HostPageBooks,
         sessions: Sessions,
         snapshots: Snapshots,
         page_size: int,
@@ -68,6 +68,7 @@ class HostTier:
         self._page_size, self._page_bytes = page_size, page_bytes
         self.closed = closed
         self.host, self.states, self.disk = host, host_states, disk
+        self.ends = PrefixEnds(pool.total + host.total + disk.total)
         self.fetches = Fetches(pool, snapshots, host, host_states, disk, self.costs, mirrors)
         self.writing = 0  # pages whose copy to the host is due or under way
         self._writing_states = 0
@@ -159,7 +160,7 @@ class HostTier:
                 break
             key, page = self._pool.look() if self._pool.unseen else self._sessions.look()
             if self._pool.find(key, self._oldest) != page:
-                continue  # too old, or a session's page that is known by another one with the same KV
+                continue  # too old, or another page with the same KV is known
             oldest = self._pool.oldest_of(page, 0)
             if not self.host.use(key, oldest) and self.host.room:
                 taken.append(KnownMove(page, self.host.begin_write(), key, oldest, NO_POINT))
@@ -191,7 +192,7 @@ class HostTier:
         good = [] if failed or self.closed else valid
         _end_writes(self.states, moves, good)
         for move in good:
-            self.states.note(move.end)
+            self.ends.note(move.end.digest, move.end.after)
         return []
 
     # --- disk ---------------------------------------------------------------------------------------------------------
@@ -221,6 +222,7 @@ class HostTier:
         """Forget all kept KV, and discard the results of fetches under way."""
         for kept in (self.host, self.states, self.disk):
             kept.forget_all()
+        self.ends.clear()
         self._pool.half_copies.give_up_all()
         self._snapshots.copies.give_up_all()
         self.fetches.give_up_all()

@@ -93,7 +93,7 @@ def test_pages_that_left_the_host_come_back_from_disk(model, prompt_of, greedy, 
     push_out(bench, prompt_of, prompt)
     tier = bench.engine.roster.allocator.tier
     assert tier.disk.pages > 100 and tier.host.counts.disk_read == 0
-    assert back(bench, prompt) == 48 and tier.host.counts.disk_read == 12
+    assert back(bench, prompt) == 49 and tier.host.counts.disk_read == 13
     assert bench.tokens("back") == greedy(prompt, 8)
     bench.close()
     assert list(tmp_path.iterdir()) == [], "its files are deleted"
@@ -130,7 +130,7 @@ def test_a_session_that_left_the_host_goes_on(model, prompt_of, greedy, tmp_path
     push_out(bench, prompt_of)
     said = [*talk.said, *prompt_of(7, 1000 * 2 + 4)]
     talk.say(7)
-    assert talk.reused == 56 and talk.said == [*said, *greedy(said, 9)]
+    assert talk.reused == 58 and talk.said == [*said, *greedy(said, 9)]
     bench.close()
 
 
@@ -141,7 +141,7 @@ def test_the_experts_of_tokens_come_back_with_their_page(tmp_path, prompt_of):
     push_out(bench, lambda length, salt: [token % 71 for token in prompt_of(length, salt)], prompt)
     bench.submit("back", prompt, 8, routing_from=0)
     bench.run()
-    assert bench.done["back"].cached_tokens == 48 and bench.engine.roster.allocator.tier.host.counts.disk_read == 12
+    assert bench.done["back"].cached_tokens == 49 and bench.engine.roster.allocator.tier.host.counts.disk_read == 13
     assert_routed(hf_model, prompt, bench.tokens("back"), routing_of(bench, "back"), 0)
     bench.close()
 
@@ -164,7 +164,7 @@ def test_new_weights_use_nothing_that_is_on_disk(model, folders, prompt_of, tmp_
         bench.links.receiver.ready = Update(1, load(folders[1]), bench.engine.executor.step.model)
         while bench.engine.roster.version == 0:
             bench.engine.tick()
-    assert back(bench, prompt) == (48 if level == 1 else 0)
+    assert back(bench, prompt) == (49 if level == 1 else 0)
     alone = Bench(load(folders[level != 1]))
     alone.submit("back", prompt, 8)
     alone.run()
@@ -198,12 +198,12 @@ def test_a_rebuilt_engine_begins_with_an_empty_folder(model, prompt_of, greedy, 
     push_out(bench, prompt_of, prompt)
     bench.submit("found", prompt, 8)
     bench.run()
-    assert bench.done["found"].cached_tokens == 48
+    assert bench.done["found"].cached_tokens == 49
     bench.submit("runs", prompt_of(5, 2), 30)
     bench.engine.tick()
     fail_a_step(bench)
     rebuild_engine(bench.engine, bench.settings)
-    assert bench.status().kept.disk_read == 12, "totals go on"
+    assert bench.status().kept.disk_read == 13, "totals go on"
     assert bench.engine.roster.allocator.tier.disk.pages == 0 and len(list(tmp_path.iterdir())) == 1
     assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
     bench.close()

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from rollout.config import EngineSettings
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv.host_pages import HostPageBooks
-from rollout.engine.kv.host_states import HostStates
 from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.sequence.sequence_kv import OffloadedKV, OffloadedPage, PrefixKeys
@@ -69,7 +68,7 @@ def test_a_turn_in_whose_middle_weights_change_leaves_kv_that_others_use(model, 
     talk.ended()
     assert set(run.bench.completions[talk.turn, 0].versions) == {0, 1}
     talk.say(5)
-    known = 59 if session else 56  # without a session full pages only
+    known = 59
     assert talk.reused == known and run.bench.completions[talk.turn, 0].kv_versions == ((0, 0, known),)
     assert run.follows(hf_models, talk.turn, talk.said[:-9])
     run.update(2)
@@ -261,7 +260,7 @@ def test_offloaded_rows_go_on_beside_kv_of_other_versions(model, sources, hf_mod
 def test_a_restored_row_takes_a_known_page_only_if_its_kv_is_the_same():
     """A key may be known with KV of newer weights than the row's."""
     pool, keys = PagePool(4), PrefixKeys(0, 4)
-    books, page = OffloadBooks(pool, 4, HostPageBooks(2), page_bytes=1, host_states=HostStates(0)), pool.allocate()
+    books, page = OffloadBooks(pool, 4, HostPageBooks(2), page_bytes=1, host_states=HostPageBooks(0)), pool.allocate()
     keys.append(keys.next_key(b"content"))
     pool.remember(keys[0], page, 1)
     on_host = [OffloadedPage(pool_page=0, host_page=0)]

@@ -51,10 +51,10 @@ def test_what_was_prefetched_is_in_the_pool_when_the_turn_comes(model, prompt_of
     bench.engine.roster.allocator.sessions.evict_one()
     push_out(bench, prompt_of)
     fetched = host.counts.fetched
-    assert prefetch(bench, [*talk.said, 1, 2, 3]) == 56
+    assert prefetch(bench, [*talk.said, 1, 2, 3]) == 58
     assert host.counts.fetched > fetched
     fetched = host.counts.fetched
-    assert talk.say(3) == greedy(talk.said[:-9], 9) and talk.reused == 56
+    assert talk.say(3) == greedy(talk.said[:-9], 9) and talk.reused == 58
     assert host.counts.fetched == fetched, "nothing was left to fetch"
     bench.close()
 
@@ -64,7 +64,7 @@ def test_a_prefetch_of_what_is_there_or_unknown_copies_nothing(model, prompt_of)
     host = host_of(bench)
     talk = Conversation(bench, "s", prompt_of)
     talk.say(50)
-    assert prefetch(bench, talk.said) == 56
+    assert prefetch(bench, talk.said) == 58
     assert prefetch(bench, prompt_of(40, 5)) == 0
     assert prefetch(bench, talk.said, salt=b"other") == 0
     assert prefetch(bench, talk.said[:3]) == 0
@@ -73,7 +73,7 @@ def test_a_prefetch_of_what_is_there_or_unknown_copies_nothing(model, prompt_of)
     alone = Bench(model)
     alone.submit("r", prompt_of(33), 1)
     alone.run()
-    assert prefetch(alone, prompt_of(33)) == 32, "without host memory it says what is there"
+    assert prefetch(alone, prompt_of(33)) == 33, "without host memory it says what is there"
     alone.close()
 
 

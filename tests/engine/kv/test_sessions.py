@@ -232,7 +232,7 @@ def test_a_page_that_a_turn_never_came_to_copy_is_not_left_to_its_session(model,
     bench.run()
     talk.said = said
     assert talk.say(2) == greedy(talk.said[:-9], 9)
-    assert talk.reused == 20, "what is shared is there still"
+    assert talk.reused == (22 if prefix_cache else 20), "what is shared is there still"
     bench.close()
 
 

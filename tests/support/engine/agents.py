@@ -76,6 +76,8 @@ class Agents:
         return self.bench.engine.roster.counters.prefilled_tokens
 
     @property
-    def most_computed(self) -> int:
-        """Distinct prompt tokens, and what the last page of each turn has: it is not full, and computed again."""
-        return self.distinct + len(self.said) * self.turns * self.bench.settings.engine.page_size
+    def to_compute(self) -> int:
+        """Prompt tokens whose KV no earlier turn left: the last token drawn in a turn has none, and the page in which
+        the system prompt ends is not full."""
+        count, shared = len(self.said), len(self._system) % self.bench.settings.engine.page_size
+        return self.distinct + count * (self.turns - 1) + shared * (count - 1)
