@@ -47,7 +47,7 @@ class DeviceTarget(NamedTuple):
     """The kind of device that a model runs on. A plan names one, since its model has shapes without memory."""
 
     kind: Literal["cpu", "cuda"]
-    capability: tuple[int, int] | None = None  # compute capability of a GPU; None: that of the model's device
+    capability: tuple[int, int] | None = None  # compute capability of a GPU; None: the one of the model's device
 
     @classmethod
     def of(cls, model: LanguageModel) -> DeviceTarget:
@@ -215,7 +215,7 @@ def adapter_host_bytes(settings: EngineSettings, model: LanguageModel) -> int:
 def states_on_host(settings: EngineSettings, model: LanguageModel) -> int:
     """States of linear attention that the host has room for, within half of `host_kv_gib`.
 
-    One for each row, and with a prefix cache more for those of known prefixes.
+    One for each row, and with a prefix cache more for known prefixes.
 
     Raises ValueError with the numbers if that holds none.
     """

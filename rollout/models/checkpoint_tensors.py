@@ -178,7 +178,7 @@ def copy_tensors(
 
 
 def _keeps_codes(view: torch.Tensor) -> bool:
-    """Whether a view takes codes of blocks as they are. That of a part which another rank keeps takes anything."""
+    """Whether a view takes codes of blocks as they are. A view of another rank's part takes anything."""
     kept = view.kept_part if isinstance(view, CutView) else view
     return not kept.numel() or (isinstance(kept, CodedView) and kept.format == "fp8_block")
 

@@ -27,7 +27,7 @@ from rollout.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec,
 
 
 class CodedView(torch.Tensor):
-    """Codes (uint8) of one tensor of a checkpoint; its shape is that of the weights."""
+    """Codes (uint8) of one tensor of a checkpoint, in the shape of the weights."""
 
     _weights: ExpertWeights
     #: Results of operations on it are plain tensors.
@@ -88,7 +88,7 @@ def scale_cut(cut: Cut | None, format: Format) -> Cut | None:
 
 
 def coded_products(layer: LayerSpec) -> Iterator[LinearSpec]:
-    """The products of a layer that are coded, besides those of experts."""
+    """The coded products of a layer, without the experts' products."""
     mixer, block = layer.mixer, layer.feed_forward
     if isinstance(mixer, AttentionSpec):
         yield from (mixer.qkv, mixer.o)
@@ -100,7 +100,7 @@ def coded_products(layer: LayerSpec) -> Iterator[LinearSpec]:
 
 
 def check_format(spec: ModelSpec, format: Format) -> None:
-    """Raise ValueError with the reason if a model's weights, or those of a shard, cannot be kept in `format`."""
+    """Raise ValueError with the reason if the weights of a model or of its shard cannot be kept in `format`."""
     if format == "plain":
         return
     other = "use weight_dtype = bf16"

@@ -529,7 +529,7 @@ def _growth(config: Any) -> QueryGrowth | None:
 
 
 def _scaled_rope(config: Any, part: str, params: dict[str, Any]) -> RopeSpec:
-    """The embedding that one map of `rope_parameters` describes; scaled frequencies are those of transformers."""
+    """The embedding that one map of `rope_parameters` describes; transformers computes scaled frequencies."""
     kind, theta = params.get("rope_type", "default"), params.get("rope_theta")
     if theta is None:
         raise ValueError("config.json gives no rope_theta")

@@ -533,7 +533,7 @@ class DenseFeedForward(Block):
 class SharedExpert(Block):
     """The expert that every token takes, weighted by a sigmoid of the token if it has a gate; without adapters.
 
-    That of a shard makes this rank's part of a sum; the block that it belongs to adds up the parts of all ranks.
+    A shard's product is this rank's part of a sum; its block adds up the parts of all ranks.
     """
 
     def __init__(

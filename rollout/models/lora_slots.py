@@ -26,7 +26,7 @@ LayerProduct = tuple[int, Product]
 
 
 def corrected_products(layer: LayerSpec) -> dict[Product, LinearSpec]:
-    """The products of a layer that adapters may correct: those of its mixer and of dense feed-forward blocks."""
+    """The products of a layer that adapters may correct: in its mixer and in dense feed-forward blocks."""
     products: dict[Product, LinearSpec]
     if isinstance(layer.mixer, AttentionSpec):
         products = {"qkv": layer.mixer.qkv, "o": layer.mixer.o}

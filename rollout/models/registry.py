@@ -128,7 +128,7 @@ def check_supported(architecture: str) -> None:
 
 
 def check_model_type(architecture: str, model_type: Any) -> None:
-    """Raise ValueError if the `model_type` of a config.json is not that of its architecture."""
+    """Raise ValueError if the `model_type` of a config.json does not belong to its architecture."""
     expected = [(MULTIMODAL.get(architecture) or FAMILIES[architecture]).model_type]
     if architecture in FAMILIES:
         expected += FAMILIES[architecture].other_types
@@ -150,7 +150,7 @@ def flat_model_type(architecture: str) -> str | None:
 
 
 def family_of(architecture: str, model_type: Any) -> Family:
-    """The declaration of a supported architecture; `model_type` is that of its language model's config.
+    """The declaration of a supported architecture; `model_type` comes from its language model's config.
 
     Raises ValueError if the architecture has no such language model.
     """

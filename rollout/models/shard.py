@@ -56,7 +56,7 @@ def shard_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
 
 
 def spec_of_rank(spec: ModelSpec, rank: int) -> ModelSpec:
-    """The spec of another rank of the same group; `spec` is that of a shard."""
+    """The spec of another rank of the same group; `spec` describes a shard."""
     assert spec.shard is not None
     shard = Shard(rank, spec.shard.size)
     layers = {layer: _layer_of_rank(layer, shard) for layer in dict.fromkeys(spec.layers)}

@@ -83,7 +83,7 @@ class Shard(NamedTuple):
         return self.rank * kept, (self.rank + 1) * kept
 
     def cut(self, *kept: int) -> Cut:
-        """The cut of outputs that hold several modules side by side; of each of them every rank keeps so many."""
+        """The cut of outputs that hold several modules side by side; every rank keeps a part of each."""
         begins = [sum(kept[:index]) * self.size for index in range(len(kept))]
         parts = [self.part(width) for width in kept]
         ranges = tuple((at + begin, at + end) for at, (begin, end) in zip(begins, parts, strict=True))
@@ -177,8 +177,8 @@ class AttentionSpec:
     growth: QueryGrowth | None = None
     sinks: bool = False  # each head has a score that takes part in the softmax and has no value
     gate: bool = False  # a sigmoid of a product of the token weights the output, each value of each head on its own
-    query_gate: bool = False  # the same, but the product is part of that of the queries: each head's gate follows it
-    inputs: int | None = None  # width of its input; None: that of the residual stream
+    query_gate: bool = False  # the same, inside the product of the queries: each head is followed by its gate
+    inputs: int | None = None  # width of its input; None: the residual stream's
     value_dim: int | None = None  # dimensions of a value, fewer than of a key; None: as many
     value_scale: float = 1.0  # factor of the values
     shard: HeadShard | None = None  # the heads above are those of one rank
@@ -295,7 +295,7 @@ class IndexerSpec:
 class LatentSpec:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1): all heads share one latent a token.
 
-    A head's key is a product of the latent beside a part that turns, which all heads share; its value is another one.
+    A head's key is a product of the latent, then a rotary part that all heads share. Its value is another product.
     """
 
     hidden: int
@@ -584,7 +584,7 @@ class DenseSpec:
     bias: bool
     names: DenseNames = DenseNames()
     activation: Activation = "silu"
-    shard: Shard | None = None  # the intermediate width is that of one rank
+    shard: Shard | None = None  # the intermediate width of one rank
 
     @property
     def gate_up(self) -> LinearSpec:
@@ -676,7 +676,7 @@ class MoESpec:
 
     @property
     def kept_experts(self) -> range:
-        """The experts that are kept: all, or those of one rank."""
+        """The experts that are kept: all, or one rank's."""
         if self.shard is None or not self.shard.whole_experts:
             return range(self.experts)
         return range(*self.shard.shard.part(self.experts // self.shard.shard.size))
@@ -871,7 +871,7 @@ class ModelSpec:
     draft: DraftSpec | None = None  # the model that drafts for it
     #: The draft model that checkpoints may have as layers for the prediction of several tokens; see `draft`.
     mtp: DraftSpec | None = None
-    shard: Shard | None = None  # the blocks are those of one rank, and so is its part of the vocabulary
+    shard: Shard | None = None  # blocks and vocabulary are one rank's part
 
     @property
     def unused_patterns(self) -> tuple[str, ...]:
@@ -880,7 +880,7 @@ class ModelSpec:
 
     @property
     def kept_vocab(self) -> range:
-        """The tokens whose rows of embedding and output layer are kept: all, or those of one rank."""
+        """The tokens whose rows of embedding and output layer are kept: all, or one rank's."""
         return range(self.vocab) if self.shard is None else self.vocab_of(self.shard.rank)
 
     def vocab_of(self, rank: int) -> range:

@@ -89,7 +89,7 @@ def check_start(
         )
         return
     except _FAILURES as failure:
-        problem = f"logits cannot be compared with those of transformers' own class: {failure!r:.500}"
+        problem = f"logits cannot be compared with transformers' own class: {failure!r:.500}"
         raise ValueError(_refusal(config, folder, keys, problem)) from failure
     if found.windows:
         problem = f"with them the windows of transformers' layers differ: {found.windows}"

@@ -1,4 +1,4 @@
-"""A bound ROUTER socket, that of requests too, and what wakes the thread that polls it."""
+"""A bound ROUTER socket, such as the one for requests, and the signal that wakes the thread polling it."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def _legend(width: int, ascii_only: bool) -> list[Text]:
     for of_drafts, line_name in ((False, "last"), (True, "draft")):
         declared = [metric for metric in TOP_METRICS if _is_of_drafts(metric) == of_drafts]
         entries += [(line_name, str(metric.top), f"{metric.meaning}; {metric.unit}") for metric in declared]
-    title = "  Legend: `gpu` covers the last 10 s, `last` and `draft` are of the last report."
+    title = "  Legend: `gpu` covers the last 10 s, `last` and `draft` come from the last report."
     lines = [Text(fit(title, width), "bold underline")]
     for line_name, word, meaning in entries:
         said = textwrap.wrap(meaning, max(20, width - 22)) or [""]

@@ -390,7 +390,7 @@ class WeightStaging:
             return f"a rank's part of {name}, whose rows have an odd number of bytes, is not whole words"
         if self._prints != self._fingerprints():
             self.forget()
-            return "the bytes that they change are no longer those that were verified"
+            return "the bytes that they change are no longer the verified ones"
         return ""
 
     def code_memory(self, nbytes: int) -> torch.Tensor:

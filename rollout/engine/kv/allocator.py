@@ -60,7 +60,7 @@ class PageAllocator:
 
     @property
     def admissible(self) -> int:
-        """Pages that a sequence without a row can get now: it waits for those that are being copied to the host."""
+        """Pages that a sequence without a row can get now; it waits for pages that are being copied to the host."""
         return self.available - self.tier.writing
 
     @property
@@ -75,7 +75,7 @@ class PageAllocator:
         return None if seq.kv.is_offloaded else self.prefixes.find(seq, version)
 
     def pages_for_new(self, seq: Sequence, reusable: Reusable | None) -> int:
-        """Pages that `seq` needs besides those that it shares; `reusable` was just found for it."""
+        """Pages that `seq` needs in addition to its shared ones; `reusable` was just found for it."""
         shared = 0 if reusable is None else len(reusable.shared)
         return self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - shared
 

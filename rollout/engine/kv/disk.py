@@ -411,7 +411,7 @@ def _own_folder(folder: Path) -> tuple[Path, int]:
 
 
 def _delete_files(own: Path) -> None:
-    """Delete the pages of a worker, before its lock: without that nobody would delete them after a kill."""
+    """Delete a worker's pages, before its lock is deleted: pages without a lock would stay after a kill."""
     try:
         names = os.listdir(own)
     except OSError:

@@ -181,7 +181,7 @@ class HostPageBooks:
             self._free.append(self._give_up(key))
 
     def forget_all(self) -> None:
-        """Forget all known pages; those that copies read are free when these have ended."""
+        """Forget all known pages; a page that a copy reads is free once the copy has ended."""
         self._free += [kept.page for kept in self._kept.values()]
         for known in (self._kept, self._read, self._unseen, self._order):
             known.clear()

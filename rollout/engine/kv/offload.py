@@ -461,7 +461,7 @@ class MoveRecord:
 
 
 class Offload:
-    """Has pages copied as the books say, between two steps: those of preempted sequences before those of the tier.
+    """Has pages copied as the books say, between two steps: pages of preempted sequences before pages of the tier.
 
     advance:  account for complete copies --> pages are free, rows can be planned again;  then begin the next copies
     """

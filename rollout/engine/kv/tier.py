@@ -169,7 +169,7 @@ class HostTier:
         return taken
 
     def pages_ended(self, moves: list[KnownMove], failed: bool) -> list[Sequence]:
-        """End copies of pages; those that the pool has evicted meanwhile are not kept. No sequence waits for them."""
+        """End copies of pages. A page that the pool has evicted meanwhile is not kept; no sequence waits for it."""
         self.writing -= len(moves)
         good = [move for move in moves if self._is_valid(move) and not failed and not self.closed]
         for mirror in self._mirrors if good else ():

@@ -100,7 +100,7 @@ class Prompt:
     """
 
     items: tuple[PromptItem, ...]
-    token_ids: np.ndarray = field(init=False)  # int32 [prompt tokens]: those of all items
+    token_ids: np.ndarray = field(init=False)  # int32 [prompt tokens] of all items
     salt: bytes = b""  # part of the content of position 0, and so of every key
     media: tuple[tuple[int, Media], ...] = field(init=False)  # (first place, item)
     rope_3T: np.ndarray | None = field(init=False)  # int64 [3, prompt tokens]; None for text alone

@@ -107,7 +107,7 @@ class Request:
     constraint: Constraint = ANYTHING  # applies after `prior`
     min_complete: int | None = None  # the other completions are cancelled after this number is complete
     max_version_span: int | None = None  # newest less oldest version of a completion; beyond it, it ends as stale
-    max_kv_age: int | None = None  # most versions that reused KV may be behind the weights; None: the engine's setting
+    max_kv_age: int | None = None  # largest age of reused KV, in weights versions; None: the engine's setting
     session: SessionKey | None = None  # this request is the session's next turn; only with n == 1
     session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
     lease_s: float = 0.0  # time after the request in which its KV is evicted after KV without a lease

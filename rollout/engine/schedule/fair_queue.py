@@ -169,7 +169,7 @@ class _WaitingClient:
         self.heads: dict[Lane, _Head] = {}
 
     def key(self, first: Sequence) -> tuple[int, float, int]:
-        """The order of its first sequence of a lane among those of all clients."""
+        """The place of its first sequence of a lane among the first sequences of all clients."""
         return -first.priority, _PREEMPTED if first.begun else self.time, first.arrival
 
 

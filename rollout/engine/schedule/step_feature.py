@@ -129,5 +129,5 @@ class StepFeature(PageMirror):
 
 
 def find_feature(features: Collection[object], kind: type[F]) -> F | None:
-    """The feature of this class; None if there is none."""
+    """The feature of this class; None if the worker lacks it."""
     return next((feature for feature in features if isinstance(feature, kind)), None)

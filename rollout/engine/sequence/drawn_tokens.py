@@ -88,7 +88,7 @@ class DrawnTokens:
     def too_old_for(self, version: int) -> bool:
         """True if a token of this weights version would make the span of versions larger than asked for.
 
-        The version may also be older than those of a completion that another worker began.
+        The version may also be older than the versions of a completion that another worker began.
         """
         most = self.max_version_span
         if most is None or self.oldest_version is None:

@@ -75,7 +75,7 @@ class StepMasks:
 
     @property
     def at(self) -> torch.Tensor:
-        """Places of the constrained rows among those that sample, int64 [C], on the device."""
+        """Places of the constrained rows among the sampling rows, int64 [C], on the device."""
         return self._at_R[: self._count]
 
     @property
@@ -255,7 +255,7 @@ class MaskBuilder:
         return BuiltMasks(at, refused, ended)
 
     def build(self, seqs: list[Sequence], masks: StepMasks) -> list[tuple[Sequence, Finish]]:
-        """Write the mask of `seqs[i]` to row i. Returns those that end instead; the row of one allows everything."""
+        """Write the mask of `seqs[i]` to row i. Returns the sequences that end instead; their rows allow everything."""
         ended: list[tuple[Sequence, Finish]] = []
         self._owed_s = {seq: owed_s for seq, owed_s in self._owed_s.items() if not seq.finalized}
         left = list(range(len(seqs)))
@@ -379,7 +379,7 @@ def _fill_ahead(portion: _Portion, rows: Seq[RowAhead], host_RW: torch.Tensor, l
 
 
 def _follow_ahead(row: RowAhead, host_RW: torch.Tensor, until_s: float, clock: MaskClock) -> int:
-    """Write the masks after a row's tokens ahead, as far as they can be followed; returns the number of masks."""
+    """Write the masks after a row's tokens ahead, up to one that ends it, is barred or is late; returns how many."""
     seq, matcher, before, followed, went = row.of.seq, row.of.seq.matcher, row.own, 0, 0
     assert matcher is not None, "the mask of the row itself is made first"
     for token in row.tokens:

@@ -52,7 +52,7 @@ class RowState:
         device: torch.device,
         columns: Seq[str] = (),
     ) -> None:
-        """State of `max_rows` rows, also those of tokens ahead, and of the padding; `columns` are those of features."""
+        """State of `max_rows` rows, rows of tokens ahead included, and of the padding; `columns` belong to features."""
         assert len(columns) <= 1, "the kernel that sets rows of tokens ahead up copies one column"
         rows = max_rows + 1
         self.vocab = vocab

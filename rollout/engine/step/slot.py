@@ -40,7 +40,7 @@ _NO_WORDS = np.zeros(0, np.int32)
 
 
 class FaultFlag:
-    """The flag of kernels that wait for other ranks; with one rank there is none."""
+    """The flag of kernels that wait for other ranks; None with one rank."""
 
     def copy(self) -> None:
         """Copy the flag to the host, after the outputs of a step; on the D2H stream."""
@@ -80,7 +80,7 @@ class Slot:
         features: Seq[DeviceFeature] = (),
         group: TensorGroup = ONE_RANK,
     ) -> None:
-        """Buffers for steps of up to `max_rows` rows, also those of tokens ahead. `group` are the ranks of a step."""
+        """Buffers for steps of up to `max_rows` rows, with rows of tokens ahead. `group` are the ranks of a step."""
         self.staging = UploadStaging(device.host_buffer((upload_words,), torch.int32))
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
         output_words = OUTPUT_FIELDS * max_rows

@@ -210,7 +210,7 @@ def _is_whole(last: Completion) -> bool:
 
 
 class _Items:
-    """The items of an answer, and their events with consecutive numbers. `declared` is that of the body."""
+    """The items of an answer, and their events with consecutive numbers. `declared` comes from the body."""
 
     def __init__(self, declared: Mapping[str, DeclaredTool]) -> None:
         self.done: list[dict[str, Any]] = []

@@ -115,7 +115,7 @@ class ResponsesBody(ExtraFields):
         return {declared.function: declared for _, declared, _ in self._declared()}
 
     def _declared(self) -> Iterator[tuple[dict[str, Any], DeclaredTool, str]]:
-        """All tools, those of namespaces among them, each with its field."""
+        """All tools, also the tools of namespaces, each with its field."""
         seen = set()
         for tool, namespace, field in self._flat_tools():
             kind = named(tool, field, "type")["type"]
@@ -297,7 +297,7 @@ def _function(tool: dict[str, Any], declared: DeclaredTool, field: str) -> dict[
 
 
 def _grammar(form: Any, field: str) -> list[str]:
-    """What a model is told of the grammar of a tool's input; nothing without one."""
+    """The text that describes the grammar of a tool's input to a model; empty without a grammar."""
     kind = "text" if form is None else named(form, field, "type")["type"]
     if kind == "text":
         return []

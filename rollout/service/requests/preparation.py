@@ -138,7 +138,7 @@ class Preparation:
         return PreparedPrompt(Prompt.of_tokens(self._prompts.encode_prompt(entry.frames)))
 
     def _further(self, entry: InFlight) -> np.ndarray:
-        """Token ids after those that a request continues."""
+        """Token ids after the tokens that a request continues."""
         prompt = entry.message.prompt
         if isinstance(prompt, str):
             assert self._prompts is not None, "text without a tokenizer was refused"

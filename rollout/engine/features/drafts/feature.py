@@ -185,7 +185,7 @@ _NO_NOTE = DraftNote(DraftAfter.NOTHING)
 
 
 def _next_tokens(plan: Plan) -> Iterator[int]:
-    """The token of each prompt after those that go in; 0 after the last."""
+    """The token of each prompt after its input of this step; 0 if there is none."""
     for seq, start, tokens_in, _, _ in plan.spans:
         known, end = seq.kv.prefill_tokens, start + tokens_in
         yield int(known[end]) if end < len(known) else 0

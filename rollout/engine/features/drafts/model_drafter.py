@@ -72,7 +72,7 @@ class ModelDrafter(DeviceDrafter):
         self._hidden_BH = torch.zeros(step_rows, hidden, dtype=model.embed.dtype, device=device)
         self._rows_R, self._at_R = ints(), ints()
         self._prefill: tuple[AttentionBatch, torch.Tensor] | None = None
-        # Drafts advance copies of rows, as draws advance rows: of all but the first one, which is padding.
+        # Drafts advance copies of rows, as draws advance rows, except the first one, which is padding.
         self._ahead = RowState(step_rows, 1, 0, device)
         self._draw = self._sampler(self._ahead)
         self._output_4R = torch.zeros(4, step_rows, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The drafts of one row: what is known of them between the steps, and those that one step verifies."""
+"""The drafts of one row: what is known between steps, and the drafts that one step verifies."""
 
 from __future__ import annotations
 

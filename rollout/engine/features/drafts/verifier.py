@@ -1,4 +1,4 @@
-"""Drafts on the device: verifies those of a step, and makes the next ones.
+"""Drafts on the device: verifies the drafts of a step, and makes the next ones.
 
     begin        pages and draft rows of a verify step                              `verify`
     forward      a draft model keeps hidden states

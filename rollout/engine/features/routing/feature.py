@@ -44,7 +44,7 @@ class RoutingFeature(StepFeature):
         self._put_fetched()
 
     def launched(self, plan: Plan) -> None:
-        """Its commit comes after those of all steps before."""
+        """Its commit comes after the commits of all earlier steps."""
         self._launched += 1
 
     def delta_fields(self, seq: Sequence) -> DeltaFields:

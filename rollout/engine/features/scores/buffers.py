@@ -302,7 +302,7 @@ def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, vocab: VocabularyPart) ->
 
 
 def _weighted_logits(logits_RV: torch.Tensor, exact: bool, vocab: VocabularyPart) -> torch.Tensor:
-    """[R]: the sum of exp(logit) * logit. No logit is above 0; those of impossible tokens become finite.
+    """[R]: the sum of exp(logit) * logit. No logit is above 0; the logits of impossible tokens become finite.
 
     With `exact` as in `_log_sum_exp`: a term is at most 1 / e.
     """

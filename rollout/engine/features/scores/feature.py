@@ -190,7 +190,7 @@ def put_scored(
 ) -> int:
     """Have the log-probs of `targets` (ids), and of `chosen` (ids by row), given at these tokens of the step.
 
-    Returns their number. What is put is padded to a multiple of `multiple`.
+    Returns their number. The section is padded to a multiple of `multiple`.
     """
     padding = (0, -len(at) % multiple)
     staging.put(f"{name}_at", np.pad(at, padding).astype(np.int64))

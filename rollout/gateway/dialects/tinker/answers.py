@@ -241,7 +241,7 @@ def _varint(value: int) -> bytes:
 
 
 def _groups(value: int) -> Iterator[int]:
-    """Seven bits a byte, the lowest first; all but the last byte have the highest bit."""
+    """Seven bits a byte, the lowest first; every byte except the last one has the highest bit."""
     assert value >= 0
     while value > 127:
         yield value & 127 | 128

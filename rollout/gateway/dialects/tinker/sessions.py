@@ -83,7 +83,7 @@ class TinkerSessions(Generic[R]):
         self._sessions: dict[str, TinkerSession] = {}
         self._requests: dict[str, SampleRequest[R]] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()  # requests, in the order of their ends
-        self._read: OrderedDict[str, None] = OrderedDict()  # those of them that were read, the oldest first
+        self._read: OrderedDict[str, None] = OrderedDict()  # the results that were read, the oldest first
         self._bytes = 0
 
     # --- sessions and samplers ---------------------------------------------------------------------------------------
