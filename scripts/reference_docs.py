@@ -34,6 +34,7 @@ from rollout.models.families.declare import Family
 from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
 from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
+from scripts.check.architectures import of_architectures, read_results
 from scripts.gateway_reference import endpoints_page
 from scripts.hooks_reference import hooks_page
 from trainer_bridge.wire.errors import SENT_BY_WORKERS, RolloutError
@@ -171,7 +172,8 @@ _FALLBACK_INTRODUCTION = """\
 # Models without a native family
 
 A worker runs other causal LMs of transformers by transformers' own code, over the same paged KV cache, and the log
-warns; `model_impl = transformers` runs a native family so. Code of a checkpoint is never run.
+warns; `model_impl = transformers` runs a native family so. Code of a checkpoint is never run. All of them:
+[architectures](architectures.md).
 
 Updates may use the names of `save_pretrained` or `named_parameters()`, omit buffers, and contain tensors that
 transformers does not load, such as `mtp.*`.
@@ -201,6 +203,15 @@ reason.
 
 LongRoPE: [models](models.md#longrope). Tests compare the architectures below as for [native families](models.md), with
 200 decode steps. Each line: attention; whose code runs experts; architectures without `ForCausalLM`."""
+
+_ARCHITECTURES_INTRODUCTION = """\
+# Architectures of transformers
+
+{served} of the {all} decoder-only causal LMs of transformers {version} are served ({share:.0%}). A script loads a tiny
+random checkpoint of each and compares log-probs with transformers' own class, in float32:
+`python -m scripts.check.architectures`. Ways of the fallback: [models without a native family](fallback.md). Names are
+architectures, without `ForCausalLM`. "Not tried": no tiny model could be made.
+"""
 
 _GATEWAY_INTRODUCTION = """\
 # Flags of the gateway
@@ -504,9 +515,41 @@ def fallback_page() -> str:
     return "\n".join([_FALLBACK_INTRODUCTION, "", *lines]) + "\n"
 
 
+def architectures_page() -> str:
+    """Every causal LM of transformers, and what a worker does with it."""
+    version, results = read_results()
+    best = of_architectures(results)
+    by_way: dict[str, list[str]] = {}
+    for result in best:
+        if result.served in ("native", "fallback"):
+            way = result.served if result.served == "native" else f"fallback: {result.detail}"
+            by_way.setdefault(way, []).append(result.architecture.removesuffix("ForCausalLM"))
+    served = sum(map(len, by_way.values()))
+    others = sorted(
+        {result.architecture for result in results} - {result.architecture for result in best}, key=str.lower
+    )
+    lines = [
+        _ARCHITECTURES_INTRODUCTION.format(version=version, served=served, all=len(best), share=served / len(best)),
+        *(
+            f"- **{way}** ({len(names)}): {', '.join(f'`{name}`' for name in names)}"
+            for way, names in sorted(by_way.items(), key=lambda entry: -len(entry[1]))
+        ),
+        "\n## Not served\n",
+        *(
+            f"- `{result.architecture}` ({result.served}): {result.detail.replace('<', '').replace('>', '')}"
+            for result in best
+            if result.served in ("refused", "not tried")
+        ),
+        "\n## Not decoder-only\n",
+        ", ".join(f"`{name}`" for name in others),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 #: File names and the functions that write their text.
 PAGES: Mapping[str, Callable[[], str]] = {
     "api.md": api_page,
+    "architectures.md": architectures_page,
     "errors.md": errors_page,
     "fallback.md": fallback_page,
     "gateway.md": gateway_page,

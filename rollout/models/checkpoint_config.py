@@ -142,7 +142,9 @@ def _checked(
             config.standardize_rope_params()
         for name in _OF_THE_WHOLE if native and config is not whole else ():
             setattr(config, name, getattr(whole, name, None))
-        made = {name: getattr(config, name, None) for name in rules}
+        # Without it, reading a value that layers have changed raises an error.
+        by_layer = config.to_dict() if getattr(config, "is_heterogeneous", False) else None
+        made = {name: getattr(config, name, None) if by_layer is None else by_layer.get(name) for name in rules}
     # It validates little and fails in many ways; any exception is about this file.
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
