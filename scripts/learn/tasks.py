@@ -270,7 +270,10 @@ def calculate(text: str) -> str | None:
 
 
 def calculator(tokenizer: Any) -> Task:
-    """Long sums, by a calculator that adds two numbers a turn: seven terms take six calls and the answer."""
+    """Long sums, by a calculator that adds two numbers a turn: seven terms take six calls and the answer.
+
+    The form is worth something only after a call: otherwise a policy learns to guess, and never calls.
+    """
     rules = "Use the calculator: CALC and one operation with two numbers. At the end write ANSWER and the number."
     shot = [("user", "12 + 30 - 5 ="), ("assistant", "CALC 12 + 30"), ("user", "42"), ("assistant", "CALC 42 - 5")]
     shot += [("user", "37"), ("assistant", "ANSWER 37")]
@@ -289,7 +292,8 @@ def calculator(tokenizer: Any) -> Task:
         data, _ = _sums(_TOOL_LEVELS, problem.level, 0)
         said = answer.text.strip()
         number = said.removeprefix("ANSWER ") if said.startswith("ANSWER ") else None
-        return graded(data.score_answer(number, problem.facts), answer.ended and number is not None)
+        in_form = answer.ended and number is not None and answer.turns > 1
+        return graded(data.score_answer(number, problem.facts), in_form)
 
     sizes: dict[str, Any] = {"max_tokens": 20, "max_turns": 8, "max_context": 640}
     return Task("calculator", problem, reward, len(_TOOL_LEVELS), reply=reply, **sizes)

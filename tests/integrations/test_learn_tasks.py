@@ -100,7 +100,9 @@ def test_the_calculator_leads_to_the_right_answer_within_its_turns(tokenizer: An
         ids, last, turns = play(task, tokenizer, problem)
         assert turns <= task.max_turns and len(problem.prompt_ids) + len(ids) <= task.max_context
         assert task.reward(problem, Answer(ids, last, True, turns)).reward == 1.0
-        assert not task.reward(problem, Answer(ids, "ANSWER 99999999", True, turns)).right
+        wrong = task.reward(problem, Answer(ids, "ANSWER 99999999", True, turns))
+        assert not wrong.right and wrong.reward == pytest.approx(0.1)
+        assert task.reward(problem, Answer(ids, "ANSWER 99999999", True, 1)).reward == 0.0  # a guess without a call
         assert task.reward(problem, Answer(ids, last.removeprefix("ANSWER "), True, turns)).reward == 0.0
 
 
