@@ -27,8 +27,7 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 
-from rollout.config import EngineSettings, Settings
-from rollout.engine.adapters import AdapterRegistry
+from rollout.config import Settings
 from rollout.engine.build import (
     adapter_registry,
     build_engine,
@@ -37,8 +36,7 @@ from rollout.engine.build import (
     rebuild_engine,
     sleeping_memory,
 )
-from rollout.engine.device.streams import Device, make_device
-from rollout.engine.features.routing.record import kept_routing
+from rollout.engine.device.streams import make_device
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.statuses import RankStatus
@@ -46,17 +44,11 @@ from rollout.engine.messages.to_engine import Command, NextTick, PutAdapter, Shu
 from rollout.engine.parts import EngineLinks
 from rollout.engine.step.device_feature import OrderSizes, alone
 from rollout.engine.step.execute import Orders
-from rollout.metrics.prometheus import Health, PrometheusSink
-from rollout.metrics.sinks import JsonlSink, MetricsThread, Sink
-from rollout.metrics.wandb_mode import wandb_mode
+from rollout.metrics.prometheus import Health
+from rollout.metrics.sinks import MetricsThread, Sink
 from rollout.metrics.wandb_sink import ContinuedRun, WandbSink
-from rollout.model_name import readable_name
 from rollout.models import LoadedModel, load_model
-from rollout.models.language_model import LanguageModel, native
 from rollout.models.loader import check_cut, fetch, fetch_draft
-from rollout.models.lora_slots import AdapterWeights
-from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
-from rollout.network.access import Access
 from rollout.network.ports import check_free
 from rollout.process.announce import announce, write_atomically
 from rollout.process.garbage_collection import collect_and_freeze
@@ -64,26 +56,31 @@ from rollout.process.logs import set_up, worker_name
 from rollout.process.progress import advance_both, stage
 from rollout.process.threads import hand_over_soon, set_cpu_threads
 from rollout.process.watchdog import End, Watchdog
-from rollout.ranks.devices import check_devices, rank_device
 from rollout.ranks.follower_processes import FollowerProcesses
 from rollout.ranks.group_watch import LaneName, LaneProgress
 from rollout.ranks.orders import ring_bytes
 from rollout.ranks.processes import ConnectError, OwnProgress, Ranks
 from rollout.ranks.start_watch import PREPARING
-from rollout.service.adapter_loading import AdapterFolders
-from rollout.service.capabilities import ServedModel
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
 from rollout.service.server import ServedEngine, ServedText, Server
-from rollout.service.text.codec import TextCodec, load_text_codec
+from rollout.service.text.codec import load_text_codec
 from rollout.service.text.process import TextProcess
 from rollout.service.vitals import Vitals
-from rollout.settings_sources import SettingsError
-from rollout.weights.adapter_updates import AdapterTarget
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import make_staging
 from rollout.weights.update_intake import UpdateTargets
+from rollout.worker_parts import (
+    adapter_folders,
+    adapter_target,
+    check_settings,
+    eos_ids,
+    make_sinks,
+    metrics_url,
+    read_adapters,
+    served_model,
+)
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +137,7 @@ class Worker:
             UpdateTargets(
                 parameters,
                 self.ranks.destinations(staging),
-                _adapter_target(settings.engine, model, registry, packer),
+                adapter_target(settings.engine, model, registry, packer),
             ),
             version,
             settings.weights,
@@ -152,7 +149,7 @@ class Worker:
             advance = advance_both(shown, self.ranks.start.advance)
             lead = self._lead if self.ranks.size > 1 else alone
             self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
-        for name, weights in _read_adapters(settings.engine, model, packer).items():
+        for name, weights in read_adapters(settings.engine, model, packer).items():
             links.inbox.put(PutAdapter(name, weights))
         self.inspector = Inspector(self.engine)
         parts = self.engine, links, self.receiver, self.metrics, self.prompts
@@ -160,27 +157,14 @@ class Worker:
         eos = eos_ids(loaded.generation_config.eos_token_ids, text, loaded.spec.vocab)
         self.server = Server(
             settings.service,
-            ServedModel(
-                settings.model.path,
-                loaded.spec.vocab,
-                longest_sequence(settings, model, self.engine),
-                eos,
-                sparse=loaded.spec.moe is not None,
-                routing=kept_routing(settings.engine, model),
-                adapters=settings.engine.adapter_slots > 0,
-                sleep=settings.engine.sleep,
-                min_version=settings.weights.min_version,
-                images=native(model).spec.tower if settings.model.images else None,
-                image_patches=settings.engine.constants.image_patches,
-                dtype=str(loaded.dtype).removeprefix("torch."),
-            ),
+            served_model(settings, loaded, longest_sequence(settings, model, self.engine), eos),
             ServedEngine(
                 links.inbox,
                 self.vitals.latest,
                 outbox,
                 views=self.inspector,
                 receiver=self.receiver,
-                adapters=_adapter_folders(settings.engine, model, packer),
+                adapters=adapter_folders(settings.engine, model, packer),
             ),
             ServedText(
                 text,
@@ -188,7 +172,7 @@ class Worker:
                 constraints_for(text, loaded.spec.vocab, settings.service.constants.max_constraint_s, eos),
             ),
             worker_name=worker_name(),
-            metrics_url=_metrics_url(sinks),
+            metrics_url=metrics_url(sinks),
             security=settings.security,
         )
         self._next_report_s = time.perf_counter() + settings.metrics.interval_s
@@ -388,7 +372,7 @@ class Worker:
             "model": self.settings.model.path,
             "weights_version": self.engine.roster.version,
         }
-        if (page := _metrics_url(self.sinks)) is not None:
+        if (page := metrics_url(self.sinks)) is not None:
             ready["metrics_url"] = page
         if self.settings.ready_file is not None:
             write_atomically(Path(self.settings.ready_file), json.dumps(ready))
@@ -448,85 +432,3 @@ def serve(
             worker.close(status)
     finally:
         ranks.close()
-
-
-def check_settings(settings: Settings) -> Device:
-    """Check settings before the model is loaded, which may take minutes; returns the device. Raises `SettingsError`."""
-    try:
-        if settings.metrics.wandb:
-            wandb_mode(os.environ)
-        Access.from_settings(settings.security).check_binds(settings)
-        ranks = settings.engine.tensor_parallel
-        check_devices(settings.model.device, ranks)
-        return make_device(settings.model.device if ranks == 1 else rank_device(settings.model.device, 0))
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-
-
-def make_sinks(settings: Settings, health: Health, run: ContinuedRun | None = None) -> list[Sink]:
-    """The sinks that the settings ask for. Raises ValueError when the port for Prometheus is taken."""
-    sinks: list[Sink] = []
-    if settings.metrics.jsonl is not None:
-        sinks.append(JsonlSink(settings.metrics.jsonl))
-    if settings.metrics.wandb:
-        sinks.append(WandbSink(settings.metrics, settings.model_dump(), readable_name(settings.model.path), run))
-    if (port := settings.metrics.metrics_port) is not None:
-        sinks.append(PrometheusSink(settings.metrics.metrics_host, port, settings.model.path, health))
-    return sinks
-
-
-def _metrics_url(sinks: list[Sink]) -> str | None:
-    """The address of the page for Prometheus; None without one."""
-    return next((sink.url for sink in sinks if isinstance(sink, PrometheusSink)), None)
-
-
-def eos_ids(declared: tuple[int, ...], text: TextCodec | None, vocab: int) -> tuple[int, ...]:
-    """The tokens that end a completion, ascending: the checkpoint's, and its tokenizer's."""
-    own = None if text is None else text.eos_id
-    if own is not None and own not in declared:
-        if own < vocab:
-            log.info("the tokenizer's eos token ends completions, too", extra={"token": own, "declared": declared})
-            declared = tuple(sorted((*declared, own)))
-        else:
-            log.warning("the tokenizer's eos token is not in the model's vocabulary", extra={"token": own})
-    if not declared:
-        log.warning(
-            "the checkpoint names no eos token, so completions go on to max_tokens: add eos_token_id to its "
-            "generation_config.json, or send stop.token_ids with requests"
-        )
-    return declared
-
-
-# --- the sources of adapters: folders, at start or by message, and the weight bridge ----------------------------------
-
-
-def _adapter_folders(engine: EngineSettings, model: LanguageModel, packer: AdapterPacker) -> AdapterFolders | None:
-    """The folders from which `load_adapter` may read; None without adapter slots."""
-    if not engine.adapter_slots:
-        return None
-    spec, rank, dtype = native(model).spec, engine.adapter_rank, model.embed.dtype
-    root = None if engine.adapter_root is None else Path(engine.adapter_root).expanduser()
-    return AdapterFolders(root, lambda folder, asked_s: load_peft_folder(folder, spec, rank, dtype, packer, asked_s))
-
-
-def _read_adapters(engine: EngineSettings, model: LanguageModel, packer: AdapterPacker) -> dict[str, AdapterWeights]:
-    """The adapters to load at start, by name. Raises ValueError for a folder without an adapter."""
-    folders = _adapter_folders(engine, model, packer)
-    if folders is None:
-        return {}
-    adapters = {}
-    for name, folder in engine.adapter_folders.items():
-        try:
-            adapters[name] = folders.read(Path(folder).expanduser(), time.monotonic())
-        except ValueError as error:
-            raise ValueError(f"engine.adapters, {name}={folder}: {error}") from error
-    return adapters
-
-
-def _adapter_target(
-    engine: EngineSettings, model: LanguageModel, registry: AdapterRegistry | None, packer: AdapterPacker
-) -> AdapterTarget | None:
-    """The target of adapters that arrive over the weight bridge; None without adapter slots."""
-    if registry is None:
-        return None
-    return AdapterTarget(native(model).spec, engine.adapter_rank, model.embed.dtype, registry, packer)

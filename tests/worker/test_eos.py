@@ -13,7 +13,7 @@ import torch
 from rollout.config import ModelSettings
 from rollout.models import load_model
 from rollout.service.text.codec import load_text_codec
-from rollout.worker import eos_ids
+from rollout.worker_parts import eos_ids
 from tests.support.models.both_ways import edit
 from tests.support.models.families import make_checkpoint
 from tests.support.tokenizer_folder import make_tokenizer_folder
@@ -73,6 +73,6 @@ def test_a_checkpoint_without_an_end_is_warned_of(
         file = folder / "tokenizer_config.json"
         file.write_text(json.dumps({key: v for key, v in json.loads(file.read_text()).items() if key != "eos_token"}))
     assert ends_of(folder) == ()
-    warned = [record for record in caplog.records if record.name == "rollout.worker"]
+    warned = [record for record in caplog.records if record.name == "rollout.worker_parts"]
     assert {record.levelno for record in warned} == {logging.WARNING}
     assert "generation_config.json" in warned[-1].getMessage() and "stop.token_ids" in warned[-1].getMessage()
