@@ -171,6 +171,7 @@ class Server:
                 model.images is not None,
             ),
             max_queue=settings.max_queue,
+            max_message_bytes=settings.max_message_bytes,
         )
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)

@@ -27,6 +27,7 @@ class WorkerStatus:
         metrics_url: str | None,
         capabilities: Sequence[str],
         max_queue: int,
+        max_message_bytes: int,
     ) -> None:
         self._engine = engine
         self._model = model
@@ -36,6 +37,7 @@ class WorkerStatus:
         self._metrics_url = metrics_url
         self._capabilities = tuple(capabilities)
         self._max_queue = max_queue
+        self._max_message_bytes = max_message_bytes
 
     def reply(self, request_id: str, generation: Generation, preparing: int, sequences: int) -> dict[str, Any]:
         """The reply to `status`. `preparing`: requests with the tokenizer. `sequences`: number of rows to list."""
@@ -47,6 +49,7 @@ class WorkerStatus:
             preparing=preparing,
             results={"stored": len(generation.store), "bytes": generation.store.size},
             max_queue=self._max_queue,
+            max_message_bytes=self._max_message_bytes,
             worker=self._worker,
             metrics_url=self._metrics_url,
             capabilities=self._capabilities,

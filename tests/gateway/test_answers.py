@@ -284,6 +284,29 @@ def test_a_call_in_a_conversation_that_is_nested_too_deeply_is_refused(gateways:
         assert answer.status_code == 200 or answer.json()["error"]["param"].startswith("messages")
 
 
+def test_roles_that_a_template_leaves_out(gateways: dict[str, httpx.Client]) -> None:
+    """A developer's text is a system's; any other role is an error, as its text would be lost."""
+    client, path = gateways["hermes"], f"{CHAT}/render"
+
+    def prompt(role: str) -> list[int]:
+        return post(client, path, {"messages": [{"role": role, "content": "be kind"}, *MESSAGES]})["token_ids"]
+
+    assert prompt("developer") == prompt("system") != prompt("user")
+    for role in ("wizard", "function", "User", "", "x" * 1000):
+        messages = [*MESSAGES, {"role": role, "content": "be kind"}]
+        assert refused(client, path, {"messages": messages}) == "messages.1.role"
+
+
+def test_effort_and_verbosity_reach_the_template(gateways: dict[str, httpx.Client]) -> None:
+    """As options of the template, which names its own."""
+    path, client = f"{CHAT}/render", gateways["hermes"]
+    silent = post(client, path, {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}})
+    thinking = post(client, path, {"messages": MESSAGES, "reasoning_effort": "low", "verbosity": "low"})
+    none = post(client, path, {"messages": MESSAGES, "reasoning_effort": "none"})
+    assert none["token_ids"] == silent["token_ids"] != thinking["token_ids"]
+    assert refused(client, path, {"messages": MESSAGES, "verbosity": "loud"}) == "verbosity"
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_demanded_call_that_is_cut_off_is_text(gateways: dict[str, httpx.Client], choice: Any) -> None:
     function = {"name": "f", "parameters": PARAMETERS | {"required": ["a"]}}  # five tokens are too few for them

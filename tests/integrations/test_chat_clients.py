@@ -7,6 +7,7 @@ for a text differ from the tokenizer's: only kept tokens can be right.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -160,6 +161,38 @@ def test_the_tool_runner_of_anthropic(http: httpx.Client, model: ThinkingModel, 
     calls = [message.content[-1].input for message in said]
     assert [(call["a"], call["b"]) for call in calls][: len(asked)] == asked and len(asked) >= TURNS - 1
     model.check(direct, found)
+
+
+# --- null ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "module", "required"),
+    [
+        ("/v1/completions", "openai.types.completion_create_params", {"prompt": "add 1"}),
+        (
+            "/v1/chat/completions",
+            "openai.types.chat.completion_create_params",
+            {"messages": [{"role": "user", "content": "add 1"}]},
+        ),
+        ("/v1/responses", "openai.types.responses.response_create_params", {"input": "add 1"}),
+        (
+            "/v1/messages",
+            "anthropic.types.message_create_params",
+            {"messages": [{"role": "user", "content": "add 1"}], "max_tokens": 2, "model": "sums"},
+        ),
+    ],
+)
+def test_every_optional_field_may_be_null(http: httpx.Client, path: str, module: str, required: dict[str, Any]) -> None:
+    """Clients of other languages send null for what was not set."""
+    found = importlib.import_module(module)
+    base = next(getattr(found, name) for name in dir(found) if name.endswith("CreateParamsBase"))
+    headers = {"betas", "anthropic_beta", "user_profile_id", "workspace_id"}  # of the package's own call
+    fields = {name: None for name in base.__annotations__ if name not in headers} | {"stream": None} | required
+    short = {"max_output_tokens": 2} if path == "/v1/responses" else {"max_tokens": 2}
+    assert len(fields) > 12
+    answer = http.post(path, json=fields | short)
+    assert answer.status_code == 200, answer.text
 
 
 # --- OpenAI's Responses API -------------------------------------------------------------------------------------------

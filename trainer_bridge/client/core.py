@@ -31,6 +31,7 @@ from trainer_bridge.wire.errors import (
     ProtocolError,
     RolloutError,
     RolloutTimeout,
+    TooLarge,
     from_reply,
 )
 from trainer_bridge.wire.keys import ClientCurve
@@ -175,6 +176,7 @@ class ClientCore(ProcessBound):
         self.acknowledges = client is None if acknowledge is None else acknowledge
         self._to_acknowledge: dict[str, list[str]] = {}  # ids by endpoint
         self._media: defaultdict[str, KnownMedia] = defaultdict(KnownMedia)  # known images by endpoint
+        self._most_bytes: dict[str, int] = {}  # most bytes of a message by endpoint, if a status told it
         self._questions: list[ClientCall] = []  # status calls to all workers, while there are newcomers
         self._ask_at = 0.0  # time of the next status calls
         self._context = zmq.Context()
@@ -213,6 +215,8 @@ class ClientCore(ProcessBound):
         endpoint = self.fleet.choose(plan, gone, avoid, home)
         call = self.start("generate", fields, endpoint, timeout_s, plan.n, plan.request_id)
         call.earlier = self.fleet.note_sent(call.id, endpoint)
+        if call.error is not None and call.earlier is not None:
+            self.fleet.note_refused(call.id, call.earlier)
         call.ends_session = plan.session if plan.fields.get("end_of_session") else None
         call.detached = bool(plan.fields.get("detached"))
         return call
@@ -234,7 +238,10 @@ class ClientCore(ProcessBound):
         weight: int = 0,
         request_id: str | None = None,
     ) -> ClientCall:
-        """Send one request to one endpoint, whose connection was looked at just now."""
+        """Send one request to one endpoint, whose connection was looked at just now.
+
+        The call has failed already if the worker would cut the connection, because the message is too large.
+        """
         self._check_open()
         if self.connections[endpoint].refused is not None:  # ZeroMQ would not try again
             self._reopen(endpoint)
@@ -242,7 +249,12 @@ class ClientCore(ProcessBound):
         check_id(request_id, self._calls)
         call = ClientCall(request_id, op, endpoint, weight, self.deadline(timeout_s))
         call.fields = fields if "media" in fields else None
-        self._send_request(call, fields)
+        try:
+            self._send_request(call, fields)
+        except TooLarge as error:
+            self._media[endpoint].forget(item["hash"] for item in fields.get("media", ()))
+            call.fail(error)
+            return call
         self._calls[request_id] = call
         self.fleet[endpoint].load += weight
         return call
@@ -343,7 +355,11 @@ class ClientCore(ProcessBound):
         return header if self.client is None else header | {"client": self.client}
 
     def _send(self, endpoint: str, request_id: str, header: dict[str, Any]) -> None:
-        self.connections[endpoint].send(request_id, wire.encode(header))
+        frames, most = wire.encode(header), self._most_bytes.get(endpoint)
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        if most is not None and size > most:
+            raise TooLarge(f"the message has {size} bytes; send at most {most}, or raise service.max_message_bytes")
+        self.connections[endpoint].send(request_id, frames)
         self.on_unread(endpoint)
 
     def _forget(self, call: ClientCall) -> bool:
@@ -506,6 +522,7 @@ class ClientCore(ProcessBound):
 
     def _reopen(self, endpoint: str) -> None:
         self._media.pop(endpoint, None)
+        self._most_bytes.pop(endpoint, None)
         self.on_closing(endpoint)
         self.connections[endpoint].reopen()
         self.on_opened(endpoint)
@@ -577,6 +594,8 @@ class ClientCore(ProcessBound):
                 self.acknowledge(call)
         elif op in ("ok", "status", "trace") and call.op not in ("generate", "attach"):
             call.reply = {name: value for name, value in reply.items() if name not in _ENVELOPE_FIELDS}
+            if type(most := call.reply.get("max_message_bytes")) is int:
+                self._most_bytes[call.endpoint] = most
         else:
             raise ProtocolError(f"the worker answered {call.op} with {op!r:.40}")
 
@@ -587,7 +606,10 @@ class ClientCore(ProcessBound):
         call.sent_again += 1
         known = self._media[call.endpoint]
         known.forget(need if call.sent_again < _MOST_SENT_AGAIN else [item["hash"] for item in call.fields["media"]])
-        self._send_request(call, call.fields)
+        try:
+            self._send_request(call, call.fields)
+        except TooLarge:
+            return False
         return True
 
     def _send_request(self, call: ClientCall, fields: dict[str, Any]) -> None:

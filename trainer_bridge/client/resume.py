@@ -322,6 +322,8 @@ class Resumer:
             self._core.fleet.note_moved(call.id, part.index, CompletionAddress(leg.endpoint, leg.id, index))
         if self.journal is not None:
             self.journal.sent(call.id, leg.endpoint, leg.id)
+        if leg.done:  # it was too large to be sent
+            leg.on_update()
 
     def _leg_id(self, call: ResumedCall) -> str:
         """A fresh id for a leg; it begins with the request's id, for readers of the worker's log."""

@@ -98,6 +98,10 @@ class AccessRefused(RolloutError, code="access_refused"):
     """The client's CURVE keys are missing, wrong, or not in the worker's list."""
 
 
+class TooLarge(RolloutError, code="too_large"):
+    """The message has more bytes than the worker's `service.max_message_bytes`; it was not sent."""
+
+
 class RolloutTimeout(RolloutError, TimeoutError, code="timeout"):
     """No answer within `timeout_s`. The request was cancelled."""
 

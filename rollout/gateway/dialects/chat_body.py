@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -31,8 +31,6 @@ class ChatBody(OpenAiBody):
         "modalities": (None, ["text"]),
         "prediction": (None,),
         "web_search_options": (None,),
-        "reasoning_effort": (None,),
-        "verbosity": (None,),
         "functions": (None,),
         "function_call": (None,),
         "echo": (None, False),
@@ -47,6 +45,8 @@ class ChatBody(OpenAiBody):
     parallel_tool_calls: bool = True
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -61,7 +61,11 @@ class ChatBody(OpenAiBody):
     @property
     def rendering(self) -> Rendering:
         """The settings for rendering the messages."""
-        options = dict(self.chat_template_kwargs)
+        options: dict[str, Any] = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        for name in ("reasoning_effort", "verbosity"):
+            if (value := getattr(self, name)) is not None:
+                options[name] = value
+        options |= self.chat_template_kwargs
         if self.documents is not None:
             options["documents"] = self.documents
         if self.continue_final_message:

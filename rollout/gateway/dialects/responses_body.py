@@ -11,7 +11,7 @@ from pydantic import Field
 from rollout.gateway.dialects.chat_body import ChatBody, ExtraFields
 from rollout.gateway.dialects.chat_builder import ChatBuilder, listed, named
 from rollout.gateway.http.http_errors import Names, bad_request
-from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, Int32, Number
+from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, OPENAI_ACCOUNTING, Int32, Number
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = ("input_text", "output_text", "text")
@@ -42,10 +42,10 @@ class DeclaredTool:
 class ResponsesBody(ExtraFields):
     """The body of `/v1/responses`."""
 
-    ignored: ClassVar = dict.fromkeys(
-        ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-        "OpenAI's accounting and cache",
-    ) | {"client_metadata": "Codex's accounting", "stream_options": "OpenAI's padding of events"}
+    ignored: ClassVar = OPENAI_ACCOUNTING | {
+        "client_metadata": "Codex's accounting",
+        "stream_options": "OpenAI's padding of events",
+    }
     switched_off: ClassVar = {
         "background": (None, False),
         "background_options": (None,),
@@ -191,10 +191,7 @@ class ResponsesBody(ExtraFields):
 
     def _template_options(self) -> dict[str, Any]:
         """The options of reasoning and of verbosity that the request names, for the chat template."""
-        options, given = dict(self.chat_template_kwargs), dict(self.reasoning or {})
-        verbosity = (self.text or {}).get("verbosity")
-        if verbosity is not None:
-            options.setdefault("verbosity", verbosity)
+        given = dict(self.reasoning or {})
         effort = given.pop("effort", None)
         for name in ("summary", "generate_summary"):  # the whole text is shown instead
             if given.pop(name, None) not in (None, "auto", "concise", "detailed"):
@@ -202,13 +199,9 @@ class ResponsesBody(ExtraFields):
         for name, value in given.items():
             if value is not None:
                 raise bad_request(f"this gateway does not offer {name!r:.80}; remove it", f"reasoning.{name:.80}")
-        if effort is not None:
-            if not isinstance(effort, str):
-                raise bad_request("'reasoning.effort' is a text", "reasoning.effort")
-            options.setdefault("reasoning_effort", effort)
-            if effort == "none":
-                options.setdefault("enable_thinking", False)
-        return {"chat_template_kwargs": options} if options else {}
+        if not isinstance(effort, str | None):
+            raise bad_request("'reasoning.effort' is a text", "reasoning.effort")
+        return {"reasoning_effort": effort, "verbosity": (self.text or {}).get("verbosity")}
 
 
 def _add_item(builder: ChatBuilder, item: Any, field: str) -> None:

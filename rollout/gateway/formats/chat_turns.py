@@ -26,6 +26,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 Render = Callable[[list[Message], Tools, Mapping[str, Any]], str]
 
 _MARK = f"mark{uuid.uuid4().hex}"  # no template and no message has it
+_MOST_ROLES = 64
 _SIGNS_OF_A_LIST = ("'type': 'text'", '"type": "text"')
 PROBE_NAME = "probe_weather"
 PROBE_TOOL: Mapping[str, Any] = {
@@ -89,7 +90,8 @@ class ChatTurns:
         if found is None:
             parts = [{"type": "text", "text": _MARK}]
             found = self._shows(role, _MARK), self._shows(role, parts)
-            self._content_forms[role] = found
+            if len(self._content_forms) < _MOST_ROLES:  # clients may invent roles
+                self._content_forms[role] = found
         return found
 
     def call_form(self) -> CallForm | None:
@@ -109,7 +111,7 @@ class ChatTurns:
         messages, tools = [message], None
         if role in ("assistant", "tool"):
             messages = [self.question(), message]
-        elif role == "system":
+        elif role in ("system", "developer"):
             messages = [message, self.question()]
         if role == "tool" and (form := self.call_form()) is not None:
             tools = [PROBE_TOOL]

@@ -11,6 +11,8 @@ A declared field with a default may also be null, which means its default.
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self, get_origin
 
@@ -19,6 +21,8 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from rollout.gateway.http.http_errors import HttpError, bad_request
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Body(BaseModel):
@@ -112,7 +116,12 @@ def _within(value: Any, path: tuple[int | str, ...]) -> list[int | str]:
 
 
 async def read_bytes(request: Request, most: int, within_s: float) -> bytes:
-    """The body of a request. Raises `HttpError` for one that is too large or too slow."""
+    """The body of a request. Raises `HttpError` for one that is compressed, too large or too slow."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise HttpError(
+            415, f"a body with the encoding {encoding!r:.80} is not read here; send it as it is", "Content-Encoding"
+        )
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and len(length) < 20 and int(length) > most:
         raise _too_large(most)
@@ -136,7 +145,29 @@ def decode(data: bytes) -> Any:
     try:
         return from_json(data, allow_inf_nan=False)
     except ValueError as error:
+        field = _half_pair(data)
+        if field is not None:
+            message = "a text has half of a surrogate pair, which is not a character; leave it out, or send U+FFFD"
+            raise bad_request(message, field or None) from None
         raise bad_request(f"the body is not JSON: {error!s:.200}") from None
+
+
+def _half_pair(data: bytes) -> str | None:
+    """The field whose text, or name, has half of a surrogate pair, "" for the body itself; None if there is none."""
+    try:
+        values: list[tuple[str, Any]] = [("", json.loads(data))]
+    except (ValueError, RecursionError):
+        return None
+    while values:
+        field, value = values.pop()
+        if isinstance(value, str) and _SURROGATE.search(value):
+            return field.removeprefix(".")
+        if isinstance(value, dict):
+            values += [(f"{field}.{name}", item) for name, item in value.items()]
+            values += [(field, name) for name in value]  # taken first, so that no field in an error has such a name
+        elif isinstance(value, list):
+            values += [(f"{field}.{place}", item) for place, item in enumerate(value)]
+    return None
 
 
 def _too_large(most: int) -> HttpError:

@@ -14,10 +14,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rollout.gateway.http.json_text import json_text
 from trainer_bridge.wire.errors import RolloutError
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ _STATUS = {
     **dict.fromkeys(("bad_message", "bad_request", "too_long"), 400),
     "not_found": 404,
     **dict.fromkeys(("duplicate", "media_needed", "weights_rejected", "weights_replaced"), 409),
+    "too_large": 413,
     "overloaded": 429,
     **dict.fromkeys(("connection_lost", "access_refused", "resume_failed", "protocol_error"), 502),
     "unavailable": 503,
@@ -41,6 +42,7 @@ _KINDS = {
     409: "ConflictError",
     410: "GoneError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
     501: "NotImplementedError",
     502: "BadGatewayError",
@@ -96,7 +98,7 @@ class HttpError(Exception):
         headers = {} if self.retry_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_s)))}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return Response(to_json(self.body(path)), self.status, headers, media_type="application/json")
+        return Response(json_text(self.body(path)), self.status, headers, media_type="application/json")
 
     def renamed(self, names: Names) -> HttpError:
         """The same error with the client's name of the field."""

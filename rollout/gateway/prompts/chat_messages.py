@@ -25,6 +25,7 @@ from rollout.service.text.codec import TextCodec
 from trainer_bridge.client.media import MediaItem
 
 _MAX_MESSAGES = 65_536
+_ROLES = ("system", "user", "assistant", "tool")
 #: The fields of messages in which NeMo Gym keeps tokens and log-probs.
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "generation_logprobs")
 
@@ -162,6 +163,14 @@ def image_urls(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def _plain(message: dict[str, Any], field: str, turns: ChatTurns) -> dict[str, Any]:
     """A message as the chat template takes it."""
     plain = {name: value for name, value in message.items() if name not in _TOKEN_FIELDS and value is not None}
+    role = message["role"]
+    if role not in _ROLES and not any(turns.takes(role)):
+        if role != "developer":
+            raise bad_request(
+                f"the chat template leaves out messages of the role {role!r:.80}; use {', '.join(_ROLES)}",
+                f"{field}.role",
+            )
+        plain["role"] = role = "system"
     form = None
     if "tool_calls" in plain:
         calls = plain["tool_calls"]
@@ -174,7 +183,7 @@ def _plain(message: dict[str, Any], field: str, turns: ChatTurns) -> dict[str, A
     if form is not None and not content:
         plain["content"] = form.content
     else:
-        plain["content"] = _in_form(content, *turns.takes(message["role"]))
+        plain["content"] = _in_form(content, *turns.takes(role))
     return plain
 
 

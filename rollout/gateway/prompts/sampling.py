@@ -36,6 +36,11 @@ ws ::= [ \t\n]?
 """.strip()
 
 
+#: OpenAI's fields that mean nothing here.
+OPENAI_ACCOUNTING = dict.fromkeys(
+    ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    "OpenAI's accounting and cache",
+)
 #: The worker's fields of a budget for thoughts.
 _THINKING = ("thinking_token_budget", "thinking", "thinking.start", "thinking.end")
 
@@ -251,12 +256,10 @@ StreamOptionsField = Annotated[StreamOptions, BeforeValidator(StreamOptions.of)]
 class OpenAiBody(SamplingBody, KvFields):
     """The fields that `/v1/completions` and `/v1/chat/completions` share."""
 
-    ignored: ClassVar = SamplingBody.ignored | {
-        "user": "OpenAI's name of an end user",
-    }
+    ignored: ClassVar = SamplingBody.ignored | OPENAI_ACCOUNTING | {"metadata": "it belongs to stored completions"}
     switched_off: ClassVar = SamplingBody.switched_off | {
         "kv_transfer_params": (None,),
-        "metadata": (None, {}),
+        "moderation": (None,),
         "store": (None, False),
         "service_tier": (None, "auto", "default"),
         "guided_json": (None,),

@@ -104,6 +104,7 @@ def status_reply(
     preparing: int,
     results: dict[str, int],
     max_queue: int,
+    max_message_bytes: int,
     worker: str,
     metrics_url: str | None,
     capabilities: Sequence[str],
@@ -166,6 +167,7 @@ def status_reply(
         "problems": list(status.problems),
         "capabilities": list(capabilities),
         "max_context_tokens": model.max_context_tokens,
+        "max_message_bytes": max_message_bytes,
         "vocab_size": model.vocab_size,
         "eos_ids": list(model.eos_ids),
     }
