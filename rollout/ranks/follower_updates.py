@@ -24,7 +24,7 @@ from rollout.weights.staged_weights import Copy
 from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports.cuda_ipc import IpcMemory, IpcReader
 from trainer_bridge.transports.sections import section_of
-from trainer_bridge.wire.manifest import from_wire
+from trainer_bridge.wire.manifest import Manifest, TensorEntry, from_wire
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class FollowerUpdates:
         self._ready: tuple[int, int, list[Copy]] = (0, 0, [])  # number, version, copies
         self._taking: WeightStaging | DeltaStaging = staging  # takes the bytes of the update that is received
         self._content = WHOLE
+        self._section: tuple[tuple[str, int], list[TensorEntry]] | None = None  # own part of the last layout
         self._open = (0, 0)  # number and version of the update that is received; 0: none, or one that does not fit
 
     # --- the main thread ----------------------------------------------------------------------------------------------
@@ -92,11 +93,18 @@ class FollowerUpdates:
         self.work.advance()
         fit = self._map.check(manifest)
         self.work.advance()
-        begins, section = told["sections"], None
-        if begins:
-            section = [entry for entry, _, _ in section_of(manifest, self.staging.cuts, begins[1 + self._number])]
+        section = self._own_section(manifest, *told["sections"][1 + self._number :][:1])
         self._taking = open_staging(self.staging, manifest, fit, False, self._content, section)
         self._open = (number, manifest.version)
+
+    def _own_section(self, manifest: Manifest, begin: int | None = None) -> list[TensorEntry] | None:
+        """This rank's section of an update, which begins at this byte; None if whole tensors come."""
+        if begin is None:
+            return None
+        layout = manifest.layout_digest, begin
+        if self._section is None or self._section[0] != layout:
+            self._section = layout, [entry for entry, _, _ in section_of(manifest, self.staging.cuts, begin)]
+        return self._section[1]
 
     def _map_relay(self, order: int, handle: bytes, nbytes: int) -> None:
         """Map a new relay on rank 0's GPU, or none, and unmap the old one."""

@@ -60,8 +60,8 @@ class Sections:
 
 def plan_sections(whole: Manifest, ranks: Sequence[RankCuts]) -> Sections:
     """The plan of an update with this manifest. The cuts fit its shapes."""
-    sections = [section_of(whole, cuts, 0) for cuts in ranks]
-    longest = max((section[-1][0].end for section in sections if section), default=0)
+    lengths = [_length(whole, cuts) for cuts in ranks]
+    longest = max(lengths, default=0)
     buckets = max(1, -(-longest // whole.bucket_bytes))
     # Sections end with their last bucket: of equal ones little is padding.
     bucket_bytes = max(ALIGN_BYTES, _aligned(-(-longest // buckets)))
@@ -69,14 +69,12 @@ def plan_sections(whole: Manifest, ranks: Sequence[RankCuts]) -> Sections:
     parts: list[tuple[int, Cut | None]] = []
     begins: list[int] = []
     at = 0
-    for section in sections:
+    for cuts, length in zip(ranks, lengths, strict=True):
         begins.append(at)
-        end = at
-        for entry, number, cut in section:
-            end = at + entry.end
-            entries.append(replace(entry, offset=at + entry.offset))
+        for entry, number, cut in section_of(whole, cuts, at):
+            entries.append(entry)
             parts.append((number, cut))
-        at = -(-end // bucket_bytes) * bucket_bytes
+        at += -(-length // bucket_bytes) * bucket_bytes
     manifest = Manifest(whole.version, tuple(entries), bucket_bytes)
     return Sections(sections_digest(whole, ranks), manifest, tuple(parts), tuple(begins))
 
@@ -93,6 +91,20 @@ def section_of(whole: Manifest, cuts: RankCuts, begin: int) -> list[tuple[Tensor
             section.append((part, number, cut))
             at = _aligned(part.end)
     return section
+
+
+def _length(whole: Manifest, cuts: RankCuts) -> int:
+    """Bytes of the section of one rank."""
+    sizes: dict[tuple[str, tuple[int, ...], Cut | None], int] = {}  # many tensors are of one kind
+    length = 0
+    for entry in whole.tensors:
+        if entry.name in cuts:
+            kind = entry.dtype, entry.shape, cuts[entry.name]
+            if (nbytes := sizes.get(kind)) is None:
+                shape = entry.shape if kind[2] is None else kind[2].shape(entry.shape)
+                nbytes = sizes[kind] = TensorEntry("", entry.dtype, shape, 0).nbytes
+            length += _aligned(nbytes)
+    return length
 
 
 def sections_digest(whole: Manifest, ranks: Sequence[RankCuts]) -> str:
