@@ -30,7 +30,7 @@ class CheckpointSettings(SettingsSection):
     )
     model_impl: ModelImpl = Field(
         "auto",
-        description="native: our decoder; transformers: its code, half as fast; auto: native if it can",
+        description="native: our decoder; transformers: transformers' code, half as fast; auto: native if possible",
     )
     longrope: LongRope = Field(
         "short",

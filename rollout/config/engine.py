@@ -92,7 +92,7 @@ class SwapSettings(SettingsSection):
         0.3,
         gt=0.0,
         le=1.0,
-        description="with kv_on_swap=recompute: most of the time for it; updates wait; 1.0: none waits",
+        description="with kv_on_swap=recompute: largest share of time for it; later updates wait; 1.0: none waits",
     )
 
     @model_validator(mode="after")
@@ -193,7 +193,7 @@ class SpeculationSettings(SettingsSection):
 
     speculation: Literal["off", "suffix", "ngram", "heads", "auto"] = Field(
         "off",
-        description="source of drafts: suffix and ngram from earlier text, heads from a draft model, auto what pays",
+        description="source of drafts: suffix and ngram from earlier text, heads from a draft model, auto: what pays",
     )
     speculation_model: str | None = Field(
         None,
