@@ -5,6 +5,7 @@
 #   ARGS       more arguments for the command that a target runs            (none)
 #   WHEELS     test-gpu: folder of wheels to add to the machine's Python     (none)
 #   JOBS       processes that run the tests; on two cores three, as tests wait, too  (3)
+#   SLIME      what pip installs of slime, which is in no index                (its repository, v0.3.1)
 #   FUZZ_SECONDS   fuzz: how long                                            (120)
 
 PYTHON ?= python3
@@ -12,6 +13,7 @@ PIP_FLAGS ?=
 ARGS ?=
 WHEELS ?=
 JOBS ?= 3
+SLIME ?= slime @ git+https://github.com/THUDM/slime@v0.3.1
 FUZZ_SECONDS ?= 120
 
 VENV := .venv
@@ -143,6 +145,7 @@ $(INTEGRATIONS_READY): pyproject.toml $(INTEGRATIONS)/.ready-venv
 	@$(INTEGRATIONS)/bin/python $(INSTALL) -e '.[integrations]'
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps 'skyrl-gym==0.4.0' 'areal==1.0.4' 'reasoning-gym==0.1.25'
 	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps 'skyrl==0.3.0'
+	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps '$(SLIME)'
 	@$(INTEGRATIONS)/bin/python -m pip download $$(test -t 2 || echo --quiet) $(PIP_FLAGS) --no-deps --only-binary :all: \
 		--dest $(INTEGRATIONS)/wheels 'sglang==0.5.23' 'areal==1.0.4' 'vllm==0.33.0'
 	@touch $@

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 _PACKAGES = (
-    "areal",
+    *("areal", "slime"),
     *("torch", "transformers", "trl", "verl", "ray", "openai", "verifiers", "renderers", "skyrl"),
     *("vllm-router", "sglang-router", "agentlightning", "litellm", "anthropic", "openai-agents", "tinker"),
     "tinker-cookbook",

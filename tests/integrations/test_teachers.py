@@ -1,4 +1,4 @@
-"""Distillation trainers ask a teacher behind the gateway: TRL's own client code, and the requests of slime and vime."""
+"""Distillation trainers ask a teacher behind the gateway: own code of TRL and slime, and requests of slime and vime."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import base64
 import io
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -89,13 +90,33 @@ def test_the_scorer_of_trls_async_distillation(teacher: httpx.Client, expected: 
         assert values == sorted(values, reverse=True)
 
 
-def test_the_request_of_slimes_teacher(teacher: httpx.Client, expected: torch.Tensor) -> None:
-    params = {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False}
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_the_request_of_slimes_teacher(teacher: httpx.Client, expected: torch.Tensor, temperature: float) -> None:
+    params = {"temperature": temperature, "max_new_tokens": 0, "skip_special_tokens": False}
     body = {"input_ids": SEQUENCE, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
     entries = post(teacher, "/generate", body)["meta_info"]["input_token_logprobs"]
     assert [entry[1] for entry in entries] == SEQUENCE
     own = [entry[0] for entry in entries[1:]][-len(COMPLETION) :]
     np.testing.assert_allclose(own, own_of(expected), atol=1e-4)
+
+
+def test_slimes_on_policy_distillation(teacher: httpx.Client, expected: torch.Tensor) -> None:
+    """Its `--custom-rm-path` and `--custom-reward-post-process-path`: samples get the teacher's log-probs."""
+    slime = pytest.importorskip("slime.rollout.on_policy_distillation", reason="make test-integrations installs slime")
+    args = SimpleNamespace(rm_url=f"{url_of(teacher)}/generate", rollout_temperature=1.0, reward_key=None)
+    samples = [
+        slime.Sample(tokens=SEQUENCE, response_length=len(COMPLETION)),
+        slime.Sample(tokens=SEQUENCE, response_length=2),
+    ]
+
+    async def score() -> None:
+        for sample in samples:
+            sample.reward = await slime.reward_func(args, sample)
+
+    asyncio.run(score())
+    assert slime.post_process_rewards(args, samples) == ([0.0, 0.0], [0.0, 0.0])
+    for sample in samples:
+        np.testing.assert_allclose(sample.teacher_log_probs, own_of(expected)[-sample.response_length :], atol=1e-4)
 
 
 def test_the_requests_of_vimes_teacher(teacher: httpx.Client, expected: torch.Tensor) -> None:
