@@ -98,7 +98,7 @@ class FollowerUpdates:
         self._open = (number, manifest.version)
 
     def _own_section(self, manifest: Manifest, begin: int | None = None) -> list[TensorEntry] | None:
-        """This rank's section of an update, which begins at this byte; None if whole tensors come."""
+        """The section of this rank in an update, which begins at this byte; None if whole tensors come."""
         if begin is None:
             return None
         layout = manifest.layout_digest, begin
