@@ -7,6 +7,8 @@ Random weights of the real shapes; adapters of rank 16 in all modules of dense l
     load     an adapter's folder is read, checked and packed on the host (`load_adapter`)
     switch   an adapter is copied from the host to a slot on the idle device; `host_ms` of it keep the loop's thread
 
+Floors: `load_floor_ms` reads the file alone, `switch_floor_ms` copies as many bytes in one piece.
+
 Then each number of --adapters serves --requests requests, sent at once in turn for each adapter; 0 are requests without
 adapters. Lengths are spread evenly from half of --new to all of it. `switches` counts copies to slots during the run;
 `rows_mean` is the mean number of decode rows of a step, and steps of prompts have none.
@@ -62,11 +64,14 @@ def measure_load(engine: OursEngine, spec: ModelSpec, on_gpu: bool) -> tuple[Ada
     packer = AdapterPacker(pinned=on_gpu)
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(Path(folder), spec, dtype)
+        began_s = time.perf_counter()
+        (Path(folder) / WEIGHTS).read_bytes()
+        floor_ms = (time.perf_counter() - began_s) * 1e3
         for _ in range(_REPEATS):
             began_s = time.perf_counter()
             kept.append(load_peft_folder(Path(folder), spec, ADAPTER_RANK, dtype, packer))
             times.append((time.perf_counter() - began_s) * 1e3)
-    return kept[0], {"mib": kept[0].nbytes / 2**20, "load_ms": spread(times)}
+    return kept[0], {"mib": kept[0].nbytes / 2**20, "load_ms": spread(times), "load_floor_ms": floor_ms}
 
 
 def measure_switch(engine: OursEngine, weights: AdapterWeights, on_gpu: bool) -> dict[str, Any]:
@@ -81,7 +86,21 @@ def measure_switch(engine: OursEngine, weights: AdapterWeights, on_gpu: bool) ->
         if on_gpu:
             torch.cuda.synchronize()
         whole.append((time.perf_counter() - began_s) * 1e3)
-    return {"switch_ms": spread(whole[1:]), "switch_host_ms": statistics.median(host[1:])}
+    found = {"switch_ms": spread(whole[1:]), "switch_host_ms": statistics.median(host[1:])}
+    return found | {"switch_floor_ms": measure_copy(weights.nbytes, on_gpu)}
+
+
+def measure_copy(size: int, on_gpu: bool) -> float:
+    """Milliseconds of one copy of so many bytes to the device, without the first one."""
+    source = torch.ones(size, dtype=torch.uint8, pin_memory=on_gpu)
+    target, times = torch.empty_like(source, device="cuda" if on_gpu else "cpu"), []
+    for _ in range(_REPEATS + 1):
+        began_s = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - began_s) * 1e3)
+    return min(times[1:])
 
 
 def measure_unload(engine: OursEngine, weights: AdapterWeights) -> float:
