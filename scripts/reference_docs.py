@@ -208,7 +208,7 @@ _ARCHITECTURES_INTRODUCTION = """\
 # Architectures of transformers
 
 {served} of the {all} decoder-only causal LMs of transformers {version} are served ({share:.0%}). A script loads a tiny
-random checkpoint of each and compares log-probs with transformers' own class, in float32:
+random checkpoint of each, saved by transformers, and compares log-probs with its class in float32:
 `python -m scripts.check.architectures`. Ways of the fallback: [models without a native family](fallback.md). Names are
 architectures, without `ForCausalLM`. "Not tried": no tiny model could be made.
 """
