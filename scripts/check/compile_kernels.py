@@ -38,6 +38,7 @@ from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.common import triton_math
 from rollout_kernels.delta import Spans, triton_conv, triton_rule
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
+from rollout_kernels.linear.coded import CodedMatrix, scales_shape
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
 from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
@@ -138,6 +139,13 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return empty(*shape, dtype=dtype)
 
 
+def coded(outputs: int, inputs: int, format: formats.Format, silu: bool) -> CodedMatrix:
+    """Weights as codes; gate and up are two modules."""
+    widths = (outputs // 2, outputs // 2) if silu else (outputs,)
+    scales = empty(*scales_shape(widths, inputs, format), dtype=formats.scale_dtype(format))
+    return CodedMatrix(empty(outputs, inputs, dtype=torch.uint8), scales, format, widths)
+
+
 def products(shape: Shape, rows: int) -> Iterator[Case]:
     """The few-row products: as in the table, streamed, and by output."""
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim
@@ -159,6 +167,18 @@ def products(shape: Shape, rows: int) -> Iterator[Case]:
         for block_n in (64, 192):
             sizes = (block_n, 64, 1 if kind != "parts" else 2, 4, 6, MULTIPROCESSORS, silu)
             yield f"product {name}, streamed", lambda a=(x, w, to, out, *sizes): gluon_linear.stream(*a)
+        for format in formats.FORMATS:
+            config = (
+                None
+                if format == "plain" or kind == "whole"
+                else linear_config(outputs, inputs, kind, rows, format=format)
+            )
+            if config is not None:
+                to, codes = floats(config.split, rows, out), coded(outputs, inputs, format, silu)
+                yield (
+                    f"product {name}, {format}",
+                    lambda a=(x, codes, to, out, config, silu): triton_linear.multiply_into(*a),
+                )
         if rows <= triton_gemv.MOST_ROWS:
             by_output = triton_gemv.GemvConfig(at_once=4 if silu else 8)
             yield f"product {name}, by output", lambda a=(x, w, to, out, by_output, silu): triton_gemv.gemv(*a)
@@ -436,7 +456,11 @@ def compile_instead(capability: int, seen: Callable[[Any, float], None]) -> None
             module.follow_options = lambda device: {"launch_pdl": True}  # type: ignore[attr-defined]
 
     # It refuses the device of tensors without memory.
-    gluon_linear.takes = lambda x, w, silu: capability // 10 == 9 and x.dtype.itemsize == 2  # type: ignore[assignment]
+    def takes(x: torch.Tensor, weights: Any, silu: bool) -> bool:
+        coded_apart = isinstance(weights, CodedMatrix) and weights.format == "mxfp8"
+        return capability // 10 == 9 and x.dtype.itemsize == 2 and not coded_apart
+
+    gluon_linear.takes = takes  # type: ignore[assignment]
 
     def compiled(kernel: JITFunction, grid: Any) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:

@@ -113,7 +113,30 @@ FAST: dict[tuple[int, int, Kind], Bands] = {
         *_streamed(2, (MOST_ROWS, 128, 64, 6, 132)),
     ),
 }
-CODED: dict[tuple[int, int, Kind], Bands] = {}
+#: Codes in blocks, measured up to 32 rows on an H200; above, as in `_other_coded`.
+CODED: dict[tuple[int, int, Kind], Bands] = {
+    # Qwen3-8B
+    (6144, 4096, "parts"): (
+        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=4)),
+        *_streamed(4, (8, 64, 128, 9, 264), (32, 64, 128, 6, 264)),
+        (MOST_ROWS, LinearConfig(128, 128, 1, 8, 4, _PROGRAMS)),
+    ),
+    (4096, 4096, "parts"): (
+        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=4)),
+        (32, LinearConfig(64, 128, 2, 4, 6, _PROGRAMS)),
+        (MOST_ROWS, LinearConfig(128, 128, 2, 8, 4, _PROGRAMS)),
+    ),
+    (24576, 4096, "silu"): (
+        (1, GemvConfig(1, neurons=1, at_once=4, num_warps=4)),
+        *_streamed(1, (8, 64, 128, 9, 264), (32, 64, 128, 6, 264), stagger=True),
+        (MOST_ROWS, LinearConfig(128, 128, 1, 8, 4, _PROGRAMS)),
+    ),
+    (4096, 12288, "parts"): (
+        (1, GemvConfig(3, neurons=2, at_once=4, num_warps=4)),
+        (32, LinearConfig(128, 128, 4, 8, 6, _PROGRAMS)),
+        (MOST_ROWS, LinearConfig(128, 128, 2, 8, 4, _PROGRAMS)),
+    ),
+}
 DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): _pipelined(1),

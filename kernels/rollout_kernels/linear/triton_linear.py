@@ -202,11 +202,15 @@ def _block_m(rows: int) -> int:
     return min(128, max(16, triton.next_power_of_2(rows)))
 
 
-def _stages(config: LinearConfig, block_m: int, x_bytes: int, w_bytes: int) -> int:
+def _stages(config: LinearConfig, block_m: int, x_bytes: int, w_bytes: int, silu: bool) -> int:
     """The configured number of stages, or fewer if shared memory is too small. Results do not depend on it."""
     tile_bytes = config.block_k * (config.block_n * w_bytes + block_m * x_bytes)
     on_one = min(2, triton.cdiv(config.programs, _MULTIPROCESSORS))
-    return max(1, min(config.num_stages, _SHARED_BYTES // on_one // tile_bytes))
+    room = _SHARED_BYTES // on_one
+    if w_bytes < x_bytes:
+        # The decoded tile takes the place of one stage; gate and up cross from one half of the sums to the other.
+        room += tile_bytes - config.block_n * (config.block_k * x_bytes + (4 * block_m if silu else 0))
+    return max(1, min(config.num_stages, room // tile_bytes))
 
 
 def multiply_into(
@@ -266,7 +270,7 @@ def multiply_into(
         SILU=silu,
         EVEN_N=outputs % outputs_a_tile == 0,
         ONE_ITEM=items <= config.programs,
-        STAGES=_stages(config, block_m, x_MK.element_size(), w_NK.element_size()),
+        STAGES=_stages(config, block_m, x_MK.element_size(), w_NK.element_size(), silu),
         num_warps=config.num_warps,
         **follow_options(x_MK.device),
     )
