@@ -38,7 +38,7 @@ class Choice(NamedTuple):
     live_TK: torch.Tensor  # false where a context has fewer tokens
 
 
-class Queries(NamedTuple):
+class IndexQueries(NamedTuple):
     """The queries of a step."""
 
     q_THD: torch.Tensor
@@ -63,16 +63,16 @@ class Indexer(Block):
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         slots_T: torch.Tensor,
         keys_PS1D: torch.Tensor,
-    ) -> Queries:
+    ) -> IndexQueries:
         """The queries of a step, from the normalised `x_TH` and the latents of its queries; keys go to the cache."""
         spec = self.spec
         q_THD = self.q_proj(latent_TK).unflatten(1, (spec.heads, spec.dim))
         both_TXD = torch.cat((q_THD, self.k_norm(self.k_proj(x_TH))[:, None]), dim=1)
         q_THD, k_T1D = apply_rope(both_TXD, *cos_sin, spec.interleaved).split((spec.heads, 1), dim=1)
         write_latent(k_T1D[:, 0], keys_PS1D, slots_T)
-        return Queries(q_THD, F.linear(x_TH.float(), self.head_weights) * (spec.heads * spec.dim) ** -0.5)
+        return IndexQueries(q_THD, F.linear(x_TH.float(), self.head_weights) * (spec.heads * spec.dim) ** -0.5)
 
-    def choose(self, queries: Queries, batch: AttentionBatch, keys_PS1D: torch.Tensor) -> Choice | None:
+    def choose(self, queries: IndexQueries, batch: AttentionBatch, keys_PS1D: torch.Tensor) -> Choice | None:
         """The tokens that a step's tokens attend to; None if these are all tokens before them."""
         if batch.max_context <= self.spec.top_k:
             return None
@@ -135,7 +135,7 @@ def _spans(batch: AttentionBatch, values: int) -> Iterator[tuple[slice, slice | 
             yield slice(begin, min(begin + most, start + length)), row, context
 
 
-def _scores(queries: Queries, tokens: slice, keys_XCD: torch.Tensor) -> torch.Tensor:
+def _scores(queries: IndexQueries, tokens: slice, keys_XCD: torch.Tensor) -> torch.Tensor:
     """The scores of a context, [T, C]; keys are [C, D] of one row, or [T, C, D]."""
     q_THD, weights_TH = queries.q_THD[tokens], queries.weights_TH[tokens]
     products_THC = torch.matmul(q_THD.float(), keys_XCD.float().transpose(-1, -2))

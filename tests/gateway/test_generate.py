@@ -173,16 +173,20 @@ def test_named_tokens_of_vllm(client: httpx.Client, direct: RolloutClient) -> No
     scores = _npy(answer["prompt_token_id_logprobs"])
     assert scores.dtype == np.float32 and answer["prompt_logprobs"] is None
     assert truth.prompt_chosen_logprobs is not None and truth.prompt_logprobs is not None
-    np.testing.assert_allclose(scores, truth.prompt_chosen_logprobs, atol=1e-5)
+    np.testing.assert_allclose(scores, truth.prompt_chosen_logprobs, rtol=1e-6, atol=1e-5)
     own = params | {"prompt_logprob_token_ids": [[token] for token in prompt[start + 1 :]]}
     answer = post(client, "/inference/v1/generate", {"token_ids": prompt, "sampling_params": own})
-    np.testing.assert_allclose(_npy(answer["prompt_token_id_logprobs"])[:, 0], truth.prompt_logprobs, atol=1e-5)
+    np.testing.assert_allclose(
+        _npy(answer["prompt_token_id_logprobs"])[:, 0], truth.prompt_logprobs, rtol=1e-6, atol=1e-5
+    )
     ragged = params | {"prompt_logprob_token_ids": [row[: 1 + place] for place, row in enumerate(named)]}
     ragged |= {"prompt_logprobs": 2}
     answer = post(client, "/inference/v1/generate", {"token_ids": prompt, "sampling_params": ragged})
     found = _npy(answer["prompt_token_id_logprobs"])
     for place, row in enumerate(found):
-        np.testing.assert_allclose(row[: 1 + place], truth.prompt_chosen_logprobs[place, : 1 + place], atol=1e-5)
+        np.testing.assert_allclose(
+            row[: 1 + place], truth.prompt_chosen_logprobs[place, : 1 + place], rtol=1e-6, atol=1e-5
+        )
         assert (row[1 + place :] == -np.inf).all()
     assert len(answer["prompt_logprobs"]) == len(prompt), "these are of the whole prompt"
     for_all = {"max_tokens": 0, "prompt_logprob_token_ids": [4, -1, 5]}
@@ -238,9 +242,11 @@ def test_named_tokens_of_sglang(client: httpx.Client, direct: RolloutClient) -> 
         assert len(rows) == len(meta["input_token_logprobs"]) == len(prompt) - start
         assert start or rows.pop(0) is meta["input_top_logprobs"].pop(0) is None
         assert all([token for _, token, _ in row] == named for row in rows)
-        np.testing.assert_allclose([[value for value, _, _ in row] for row in rows], chosen[max(start, 1) :], atol=1e-5)
+        np.testing.assert_allclose(
+            [[value for value, _, _ in row] for row in rows], chosen[max(start, 1) :], rtol=1e-6, atol=1e-5
+        )
         likeliest = [[value for value, _, _ in row] for row in meta["input_top_logprobs"]]
-        np.testing.assert_allclose(likeliest, tops.logprobs[max(start, 1) :], atol=1e-5)
+        np.testing.assert_allclose(likeliest, tops.logprobs[max(start, 1) :], rtol=1e-6, atol=1e-5)
     batch = {"input_ids": [prompt, prompt[:3]], "token_ids_logprob": [[1], [2, 3]], "sampling_params": params}
     answers = post(client, "/generate", batch | {"return_logprob": True, "logprob_start_len": 0})
     ids = [

@@ -26,7 +26,7 @@ from rollout.models.fallback.attention import PAGED, RUNNING, FallbackStep
 from rollout.models.fallback.cache import CacheFacts, LayerCache, ModuleStates, base_of
 from rollout.models.fallback.experts import kernel_sizes
 from rollout.models.fallback.probe import LayerFacts, probe_cache, probe_layers
-from rollout.models.fallback.rows import Rows
+from rollout.models.fallback.rows import FallbackRows
 from rollout.models.fallback.ways import WAYS, Way
 from rollout.models.fallback.weights import checkpoint_regions, own_tensors
 from rollout.models.layers import float32_product
@@ -95,13 +95,13 @@ class TransformersModel:
         self._head = _head_of(module)
         vocab, (_, aliases) = len(self.embed), own_tensors(module)
         self._layers: dict[nn.Module, LayerFacts] = {}
-        self._rows: Rows | None = None
+        self._rows: FallbackRows | None = None
         set_attention(module, "eager")
         facts = CacheFacts((), ())
         with torch.inference_mode():
             if way.rows != "packed":
                 facts = probe_cache(module, vocab)
-                self._rows = Rows(module, way, facts)
+                self._rows = FallbackRows(module, way, facts)
             if way.attention == "paged" and (facts.kv_shapes or not facts.layers):
                 self._layers = _own_attention(module, vocab)
                 facts = replace(facts, kv_shapes=tuple(f.kv for f in self._layers.values() if not f.shared))
@@ -139,7 +139,7 @@ class TransformersModel:
                 0
             ]
 
-    def _by_rows(self, rows: Rows, ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
+    def _by_rows(self, rows: FallbackRows, ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         hidden_TH: torch.Tensor | None = None
         for at_BN, piece in rows.pieces(batch, kv):
             with self._attention_of(piece.batch, kv):

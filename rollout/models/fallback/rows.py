@@ -22,7 +22,7 @@ from rollout.models.fallback.cache import CacheFacts, Piece, PieceCache, base_of
 from rollout.models.fallback.ways import Way
 
 
-class Rows:
+class FallbackRows:
     """Cuts steps into pieces, for one module and one way."""
 
     def __init__(self, module: Any, way: Way, facts: CacheFacts) -> None:

@@ -29,7 +29,7 @@ from rollout.models.fallback.experts import by_kernels, kernels_take
 from rollout.models.fallback.host_reads import HostReads
 from rollout.models.fallback.masks import read_mask
 from rollout.models.fallback.model import TransformersModel
-from rollout.models.fallback.rows import Rows
+from rollout.models.fallback.rows import FallbackRows
 from rollout.models.fallback.start import capture_obstacle
 from rollout.weights.parameter_map import ParameterMap, UpdateNames, update_names
 from tests.support.models.fallback import CONFIGS, make_checkpoint, make_model
@@ -248,7 +248,7 @@ def test_a_way_that_differs_from_eager_attention_is_not_taken(damage: str, tmp_p
 
 def test_a_model_without_a_right_way_is_refused_with_what_is_wrong_in_each(tmp_path: Path, monkeypatch: Any) -> None:
     folder = write_config(tmp_path, "Cohere2ForCausalLM", num_key_value_heads=2, sliding_window=6)
-    monkeypatch.setattr(Rows, "run", lambda self, ids, piece: torch.zeros(*ids.shape, 32))
+    monkeypatch.setattr(FallbackRows, "run", lambda self, ids, piece: torch.zeros(*ids.shape, 32))
     monkeypatch.setattr("rollout.models.fallback.model.probe_layers", lambda module, vocab: {})
     with pytest.raises(ValueError, match="paged, rows packed.*eager attention.*gathered, rows alone"):
         load(folder, load_format="random")

@@ -193,7 +193,7 @@ def test_a_cut_within_a_block_is_refused_at_the_start(tmp_path):
     make_checkpoint("qwen3", tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=64, hidden_size=128)
     settings = ModelSettings(path=str(tmp_path))
     check_cut(settings, tmp_path, 2)
-    with pytest.raises(ValueError, match="2 ranks cut self_attn.k_proj within them: use fewer ranks"):
+    with pytest.raises(ValueError, match="2 ranks would cut self_attn.k_proj .*: use fewer ranks"):
         check_cut(settings, tmp_path, 2, "fp8_block")
     with pytest.raises(ValueError, match="fp8_row has a scale for a row of weights, and 2 ranks cut these rows"):
         check_cut(settings, tmp_path, 2, "fp8_row")

@@ -260,7 +260,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
 def test_an_architecture_that_is_not_native_lists_the_native_ones(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     _edit_json(tmp_path / "config.json", architectures=["GPT2LMHeadModel"], model_type="gpt2")
-    with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not native; native: LlamaForCausalLM, Qwen2"):
+    with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not native; native: LlamaForCausalLM, "):
         _load(tmp_path, model_impl="native")
 
 
