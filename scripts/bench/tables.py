@@ -1044,8 +1044,8 @@ def _learning() -> list[Table]:
                 "right, held out": lambda found: _from_to(found["held_out"]["accuracy"]),
                 "entropy at the end": lambda found: found["points"]["entropy"][-1],
             },
-            "The calculator did not learn: an answer in the right form had a part of the reward, so the policy learnt "
-            "to guess at once. The form counts only after a call now; that reward ran for seven steps, too few to tell.",
+            "The calculator did not learn: the right form had a part of the reward, so the policy learnt to "
+            "guess at once. The form counts only after a call now; that reward ran for seven steps, too few to tell.",
         ),
         columns("Runs of 240 s", LEARNING, runs, "Right, held out: greedy answers to 96 problems of six levels."),
         columns(
