@@ -48,9 +48,9 @@ def test_a_lease_ends_after_its_time(client: RolloutClient) -> None:
     with client.session(lease_s=3_600) as kept, client.session(lease_s=0.2) as left:
         kept.generate("17:", max_tokens=40)
         left.generate("23:", max_tokens=40)
-        until(lambda: holding() == 1, "the end of the short lease")
         kept.generate("17: 18", max_tokens=4)
-        assert holding() == 1
+        # A status may be from before the last session's end of a turn, so this may see 1, 2 and 1.
+        until(lambda: holding() == 1, "the end of the short lease")
     until(lambda: holding() == 0, "the end of the session")
 
 
