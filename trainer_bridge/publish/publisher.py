@@ -43,7 +43,7 @@ from trainer_bridge.publish.trainer_ranks import TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice, transfer_all
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules
 from trainer_bridge.transports.payload import NamedTensors, Payload
-from trainer_bridge.transports.sections import Sections, cuts_from_wire, plan_sections, sections_digest
+from trainer_bridge.transports.sections import Sections, cuts_digest, cuts_from_wire, plan_sections
 from trainer_bridge.wire.address import endpoint_list
 from trainer_bridge.wire.errors import (
     UNANSWERED,
@@ -525,7 +525,7 @@ class WeightPublisher(ProcessBound):
             recipient.fail(ProtocolError(f"begin: {recipient.endpoint}: {error}"))
             return
         known = next(iter(self._sections.values()), None)
-        if known is None or known[1].digest != sections_digest(manifest, ranks):
+        if known is None or known[1].cuts != cuts_digest(manifest, ranks):
             known = manifest.layout_digest, plan_sections(manifest, ranks)
         self._sections[recipient.endpoint] = known
 

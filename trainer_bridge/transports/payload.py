@@ -87,7 +87,6 @@ class Payload:
         self.sections: Sections | None = None
         self._keep_in: Callable[[], torch.Tensor] | None = None
         self._kept: torch.Tensor | None = None
-        self._flat: tuple[int, torch.Tensor] | None = None
         self._borrow = self.shards is not None  # rank 0 has not asked yet whether the other ranks lend
         self._lent: LentParts | None = None
         self._packing = threading.Lock()  # senders of several transports pack at the same time
@@ -126,6 +125,8 @@ class Payload:
 
     def _set_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
+        #: The last packed tensor, by number: another manifest has other ones.
+        self._flat: tuple[int, torch.Tensor] | None = None
         self._starts = [entry.offset for entry in manifest.tensors]
 
     def _tensor(self, index: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ run for each tensor, and reads no others. Each section begins with a bucket: a b
 
 Both sides make the plan, from the update's manifest and the cuts of all ranks. A worker names its cuts once, in the
 answer to a `begin` whose `sections` is empty. Later ones have the digest of the plan, and a worker with other cuts
-refuses it. The digest covers the manifest's layout and every cut.
+refuses it. The digest covers the manifest's layout, every cut and the plan.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from trainer_bridge.transports.cut import Cut
@@ -38,13 +39,19 @@ class Sections:
     """A plan. `manifest` is that of the stream of all sections; its entries have the names of the whole tensors.
 
     `parts` has the tensor of each entry, by its number in the update's manifest, and the cut. `begins` has the place of
-    each rank's section in the stream.
+    each rank's section in the stream; `cuts` is the digest of what it was planned from.
     """
 
-    digest: str
+    cuts: str
     manifest: Manifest
     parts: tuple[tuple[int, Cut | None], ...]
     begins: tuple[int, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """BLAKE2b (hex) of the plan: publisher and worker make their own, perhaps by different releases."""
+        text = json.dumps([self.cuts, self.manifest.layout_digest, self.begins], separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def of_version(self, version: int) -> Manifest:
         """The manifest for an update of the same layout."""
@@ -76,7 +83,7 @@ def plan_sections(whole: Manifest, ranks: Sequence[RankCuts]) -> Sections:
             parts.append((number, cut))
         at += -(-length // bucket_bytes) * bucket_bytes
     manifest = Manifest(whole.version, tuple(entries), bucket_bytes)
-    return Sections(sections_digest(whole, ranks), manifest, tuple(parts), tuple(begins))
+    return Sections(cuts_digest(whole, ranks), manifest, tuple(parts), tuple(begins))
 
 
 def section_of(whole: Manifest, cuts: RankCuts, begin: int) -> list[tuple[TensorEntry, int, Cut | None]]:
@@ -107,7 +114,7 @@ def _length(whole: Manifest, cuts: RankCuts) -> int:
     return length
 
 
-def sections_digest(whole: Manifest, ranks: Sequence[RankCuts]) -> str:
+def cuts_digest(whole: Manifest, ranks: Sequence[RankCuts]) -> str:
     """BLAKE2b (hex) of an update's layout and of what each rank keeps of it."""
     text = json.dumps([whole.layout_digest, cuts_to_wire(whole, ranks)], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

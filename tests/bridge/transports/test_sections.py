@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from trainer_bridge.transports.cut import Cut
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.sections import (
     RankCuts,
+    cuts_digest,
     cuts_from_wire,
     cuts_to_wire,
     plan_sections,
     section_of,
-    sections_digest,
 )
 from trainer_bridge.wire.errors import BadRequest, ProtocolError, WeightsRejected
 from trainer_bridge.wire.manifest import pack
@@ -72,7 +73,7 @@ def test_each_bucket_has_the_parts_of_one_rank(seed: int) -> None:
         for _ in range(draws.randrange(1, 5))
     ]
     plan = plan_sections(whole, cuts_from_wire(cuts_to_wire(whole, ranks), whole))
-    assert plan.digest == sections_digest(whole, ranks)
+    assert plan.cuts == cuts_digest(whole, ranks)
     payload.use_sections(plan)
     sent = payload.manifest
     assert sent.version == 7 and sent.bucket_bytes <= whole.bucket_bytes
@@ -97,8 +98,28 @@ def test_two_worlds_of_cuts_have_two_digests() -> None:
     """Halves in another order have the same shapes."""
     manifest = pack(1, [("a", "float32", (4, 2))], SMALL)
     halves: list[RankCuts] = [{"a": Cut(0, 4, ((0, 2),))}, {"a": Cut(0, 4, ((2, 4),))}]
-    digests = {sections_digest(manifest, ranks) for ranks in (halves, halves[::-1], halves[:1], [{}, *halves])}
+    digests = {cuts_digest(manifest, ranks) for ranks in (halves, halves[::-1], halves[:1], [{}, *halves])}
     assert len(digests) == 4
+
+
+def test_plans_in_another_order_have_two_digests() -> None:
+    """Another release may plan otherwise from the same cuts; equal shapes would hide it."""
+    manifest = pack(1, [("a", "float32", (4, 2)), ("b", "float32", (4, 2))], SMALL)
+    plan = plan_sections(manifest, [{"a": None, "b": None}])
+    a, b = plan.manifest.tensors
+    swapped = replace(plan.manifest, tensors=(replace(a, name="b"), replace(b, name="a")))
+    assert len({plan.digest, replace(plan, manifest=swapped).digest, replace(plan, begins=(64,)).digest}) == 3
+
+
+def test_a_stream_that_goes_back_to_whole_tensors_keeps_no_part() -> None:
+    values = {"a": torch.arange(64.0).view(8, 8)}
+    payload = Payload(values, 1, 64)
+    payload.use_sections(plan_sections(payload.manifest, [{"a": Cut(1, 8, ((4, 8),))}]))
+    stream = torch.empty(256, dtype=torch.uint8)
+    payload.pack_bucket(0, stream)
+    payload.use_whole()
+    size = payload.pack_bucket(0, stream)
+    assert torch.equal(stream[:size].view(torch.float32), values["a"].view(-1)[: size // 4])
 
 
 WIRE: dict[str, Any] = {"cuts": [None, [0, 4, [[0, 2]]]], "ranks": [[1, 0], [-1, 0]]}
