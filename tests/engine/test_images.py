@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rollout.models.peft_tensors import load_peft_folder
 from tests.support.engine.constraints import AlwaysMasked
 from tests.support.engine.drafting import replayed_drafts
 from tests.support.engine.harness import Bench, watch_prefills
-from tests.support.engine.images import encoded, encoder_of, submit
+from tests.support.engine.images import encoded, encoder_of, engine_prompt, submit
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import checkered, nightly
@@ -152,6 +153,26 @@ def test_rows_with_images_draw_again_after_a_marker(name: str, models: Any) -> N
         found.append({key: done.token_ids for key, done in bench.completions.items()})
         bench.close()
     assert found[0] == found[1] and sum(9 in tokens[:-1] for tokens in found[0].values()) >= 2
+
+
+def test_the_end_of_a_turn_after_a_video_is_not_that_of_tokens_with_the_ids_of_its_jump(models: Any) -> None:
+    """After a video the content of a token has the jump of positions, in the bytes of two more token ids."""
+    reference, model = models["Qwen2.5-VL"]
+    base = prompt_with(9, picture(2, 2, 1, 5, True, 4.0))
+    with closing(Bench(model, max_rows=4, page_size=32)) as bench:
+        jump = engine_prompt(base, encoder_of(bench).spec).rope_jump
+        assert jump > 0
+        submit(bench, "turn", base, 2)
+        bench.run()
+        same = [*base.ids, bench.tokens("turn")[0], jump, 0]
+        for name, ids, most in (("same", same, 1), ("longer", [*same, 7, 11], 6)):
+            submit(bench, name, replace(base, ids=ids), most)
+            bench.run()
+        assert bench.done["longer"].cached_tokens > 0
+        done = bench.completions["longer", 0]
+        logits = logits_of(reference, replace(base, ids=[*same, 7, 11]), done.token_ids)
+        exact = logits[len(same) + 1 : -1].log_softmax(-1)[torch.arange(len(done.token_ids)), done.token_ids]
+        assert torch.allclose(torch.tensor(done.raw_logprobs), exact, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen3.5"])

@@ -93,7 +93,8 @@ class PageAllocator:
         oldest, begins = self.prefixes.oldest_for(seq.group, version), seq.kv.fetches < _MOST_FETCHES
         given_way = self._given_way
         fetch = self.fetch(keys, spare + more + half, first, oldest, begins, end)
-        if fetch is None and half:  # There may be room without that page, which is copied.
+        # There may be room without that page, which is copied. If sessions gave way, `first` may be of one of them.
+        if fetch is None and half and self._given_way == given_way:
             fetch = self.fetch(keys[:-1], spare + more + half, first, oldest, begins, end)
         seq.kv.fetches += fetch is not None
         if fetch is None and self._given_way > given_way:  # the pages that were found may have given way

@@ -154,7 +154,7 @@ class Prefixes:
         start = len(keys) * self.page_size
         for after in self.tier.ends.after(keys.last):
             if start + after <= most:
-                key = keys.tail_key(content(start, start + after))
+                key = keys.tail_key(content(start, start + after), after)
                 if self.pool.find(key, oldest) or self.tier.has(key, oldest):
                     yield key, start + after
 
@@ -163,7 +163,7 @@ class Prefixes:
         if tokens % self.page_size == 0:
             key = keys.next_key(content)
             return key, self.pool.find(key, oldest)
-        key = keys.tail_key(content)
+        key = keys.tail_key(content, tokens % self.page_size)
         return key, self.pool.find_tail(key, oldest)
 
     def _awaited(self, seq: Sequence, tokens: np.ndarray, other: Sequence, found: int) -> tuple[Sequence, int] | None:
@@ -295,7 +295,8 @@ class Prefixes:
         self.remember(seq, known, version)
         kv, (full, after) = seq.kv, divmod(known, self.page_size)
         if after and kv.keys is not None and len(kv.keys) == full and self.of_use(seq, version):
-            self.pool.remember(kv.keys.tail_key(seq.content_between(known - after, known)), kv.pages[full], kv.oldest)
+            key = kv.keys.tail_key(seq.content_between(known - after, known), after)
+            self.pool.remember(key, kv.pages[full], kv.oldest)
             self.tier.ends.note(kv.keys.last, after)
 
     def _move_frontier(self, seq: Sequence, version: int) -> None:
@@ -307,8 +308,9 @@ class Prefixes:
         start, end = len(kv.keys) * page_size, len(kv.prefill_tokens)
         if start == end:
             return
-        key = kv.keys.next_key if start + page_size <= end else kv.keys.tail_key
-        page_key = key(seq.content_between(start, min(start + page_size, end)))
+        content = seq.content_between(start, min(start + page_size, end))
+        full = start + page_size <= end
+        page_key = kv.keys.next_key(content) if full else kv.keys.tail_key(content, end - start)
         if kv.length == end:
             self.pool.remember_tail(page_key, kv.pages[start // page_size], kv.oldest)
         else:

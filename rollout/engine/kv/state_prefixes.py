@@ -54,7 +54,7 @@ class StatePrefixes(Prefixes):
                 end = start + after
                 if end > most:
                     continue
-                key = keys.tail_key(seq.content_between(start, end))
+                key = keys.tail_key(seq.content_between(start, end), after)
                 point = PrefixEnd(keys.last, after, key)
                 cached, other = snapshots.find(key, oldest), self.frontiers.get(key)
                 if cached is not None and known and end > found.tokens:
@@ -164,7 +164,7 @@ class StatePrefixes(Prefixes):
         keys = seq.kv.keys.fork(full)
         for start in range(len(keys) * self.page_size, full * self.page_size, self.page_size):
             keys.append(keys.next_key(seq.content_between(start, start + self.page_size)))
-        return PrefixEnd(keys.last, after, keys.tail_key(seq.content_between(tokens - after, tokens)))
+        return PrefixEnd(keys.last, after, keys.tail_key(seq.content_between(tokens - after, tokens), after))
 
     def _take_place(self, evict_sessions: bool) -> int:
         while not self.snapshots.has_place and evict_sessions and self.sessions.evict_one():

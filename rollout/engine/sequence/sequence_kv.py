@@ -53,9 +53,13 @@ class PrefixKeys:
         """The key of the next page if it has this content (of `page_size` positions)."""
         return blake2b(content, key=self._last, digest_size=16).digest()
 
-    def tail_key(self, content: bytes) -> bytes:
-        """The key of the first positions of the next page, which have this content."""
-        return blake2b(content, key=self._last, digest_size=16, person=b"tail").digest()
+    def tail_key(self, content: bytes, positions: int) -> bytes:
+        """The key of the first `positions` of the next page, which have this content.
+
+        The number is in the key, because the content of a position after a video is longer than that of a token.
+        """
+        person = b"tail" + positions.to_bytes(4, "little")
+        return blake2b(content, key=self._last, digest_size=16, person=person).digest()
 
     def append(self, key: bytes) -> None:
         """Add the key of the next page."""

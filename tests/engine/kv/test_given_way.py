@@ -90,3 +90,32 @@ def test_pages_without_a_key_are_not_used_once_their_session_gave_way(model, pro
     bench.run()
     assert bench.tokens(own.turn) == greedy(own.said, 2)
     bench.close()
+
+
+def test_a_fetch_without_its_half_full_page_begins_with_no_page_that_gave_way(model, greedy):
+    """The session that the pages before the fetch are of gives way to the fetch with that page."""
+    bench = offloading(model, 400, kv_pages=81)
+    bench.engine.roster.allocator.tier.costs.computed = lambda tokens, seconds: None
+    first = any_prompt(10, 1)
+    said = first + greedy(first, 40)
+    long = said + any_prompt(31, 9)
+    after = long + greedy(long, 2)[:1] + [7]
+    bench.submit("long", long, 2)
+    bench.run()
+    for i in range(12):
+        bench.submit(f"filler{i}", any_prompt(60, 5000 + i), 1)
+        bench.run()
+    bench.submit("twin", first, 40)
+    bench.run()
+    own, other = (Conversation(bench, name, any_prompt) for name in ("own", "other"))
+    own.submit(0, 40, prompt=first)
+    bench.run()
+    other.submit(0, 1, prompt=any_prompt(80, 2))
+    bench.run()
+    bench.submit("row", any_prompt(80, 2) + any_prompt(3, 3), 200)
+    grow_until(bench, 5)
+    own.ended()
+    own.submit(0, 2, prompt=after)
+    bench.run()
+    assert bench.tokens(own.turn) == greedy(after, 2)
+    bench.close()
