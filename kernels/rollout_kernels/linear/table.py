@@ -113,7 +113,7 @@ FAST: dict[tuple[int, int, Kind], Bands] = {
         *_streamed(2, (MOST_ROWS, 128, 64, 6, 132)),
     ),
 }
-#: Codes in blocks, measured up to 32 rows on an H200; above, as in `_other_coded`.
+#: `fp8_block` alone, measured up to 32 rows on an H200; above, as in `_other_coded`.
 CODED: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): (
@@ -175,7 +175,8 @@ def linear_config(
     """
     shape = (outputs, inputs, kind)
     if format != "plain" and not deterministic:
-        bands = CODED.get(shape) or _other_coded(*shape)
+        measured = CODED.get(shape) if format == "fp8_block" else None
+        bands = measured or _other_coded(*shape)
         return next((config for most, config in bands if rows <= most), None)
     column, unmeasured = (DETERMINISTIC, _other_order) if deterministic else (FAST, _other)
     bands = column.get(shape) or unmeasured(*shape)
