@@ -96,10 +96,11 @@ test-gpu: ## the GPU tests, with the machine's own torch and the wheels of the f
 fuzz: $(DEV_READY) ## search for messages that break their readers, for FUZZ_SECONDS
 	$(BIN)/python -m scripts.check.fuzz_codec --seconds $(FUZZ_SECONDS) $(ARGS)
 
-lint: $(DEV_READY) ## ruff, import layers and circles, private names, comments, mypy, and whether docs/reference is current
+lint: $(DEV_READY) ## ruff, import layers and circles, imported names, private names, comments, mypy, and whether docs/reference is current
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYTHONPATH=.:kernels $(BIN)/lint-imports
+	$(BIN)/python -m scripts.check.imports
 	$(BIN)/python -m scripts.check.private_access
 	$(BIN)/python -m scripts.check.comments
 	$(BIN)/python -m scripts.reference_docs --check
