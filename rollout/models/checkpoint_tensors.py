@@ -42,6 +42,7 @@ class StoredTensor:
     scales: Path | None = None  # the file with the scales of the latter two; `file` has the blocks or codes
     turned: bool = False  # the file has its last two dimensions the other way round
     name: str | None = None  # in its file, where it stands for a tensor of another name
+    pieces: tuple[tuple[str, Path], ...] = ()  # the names and files of the tensors that make it, along their first dim
 
     @property
     def values(self) -> int:
@@ -106,6 +107,31 @@ def join_fp8(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     return joined
 
 
+def join_pieces(tensors: dict[str, StoredTensor], regions: Sequence[Region]) -> dict[str, StoredTensor]:
+    """The tensors, with one in the place of its pieces where these have other sizes than the parts of their names.
+
+    transformers saves what it joined in equal pieces under the names of the parts, however wide each of these is.
+    """
+    joined = dict(tensors)
+    for region in regions:
+        wholes = [views for views in region.alternatives if len(views) == 1]
+        for views in region.alternatives if wholes else ():
+            found = {name: tensors[name] for name in views if name in tensors}
+            if len(views) == 1 or found.keys() != views.keys():
+                continue
+            ((name, view),) = wholes[0].items()
+            shapes, whole = [stored.shape for stored in found.values()], whole_shape(view)
+            alike = all(len(shape) == len(whole) and shape[1:] == whole[1:] for shape in shapes)
+            plain = all(stored.dtype in _DTYPES for stored in found.values())
+            fits = plain and alike and sum(shape[0] for shape in shapes) == whole[0]
+            if fits and shapes != [whole_shape(part) for part in views.values()]:
+                first = next(iter(found.values()))
+                pieces = tuple((stored.name or key, stored.file) for key, stored in found.items())
+                joined = {key: stored for key, stored in joined.items() if key not in found}
+                joined[name] = replace(first, shape=whole, name=name, pieces=pieces)
+    return joined
+
+
 def turn(
     tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], endings: tuple[str, ...]
 ) -> dict[str, StoredTensor]:
@@ -160,7 +186,9 @@ def copy_tensors(
                 if tensors[name].file == file:
                     view = views[name]
                     own_name = tensors[name].name or name
-                    if tensors[name].dtype == "MXFP4":
+                    if tensors[name].pieces:
+                        view.copy_(torch.cat([_piece(*piece) for piece in tensors[name].pieces]))
+                    elif tensors[name].dtype == "MXFP4":
                         _decode(own_name, tensors[name], view)
                     elif tensors[name].dtype == "FP8_BLOCK" and not _keeps_codes(view):
                         view.copy_(decoded(reader.get_tensor(own_name), _fp8_scales(own_name, tensors[name])))
@@ -175,6 +203,11 @@ def copy_tensors(
                     done += tensors[name].values
                     if progress is not None:
                         progress(done, total)
+
+
+def _piece(name: str, file: Path) -> torch.Tensor:
+    with safe_open(file, framework="pt", device="cpu") as reader:
+        return reader.get_tensor(name)
 
 
 def _keeps_codes(view: torch.Tensor) -> bool:

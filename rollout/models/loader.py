@@ -35,6 +35,7 @@ from rollout.models.checkpoint_tensors import (
     first_names,
     join_fp8,
     join_mxfp4,
+    join_pieces,
     list_tensors,
     stored_dtype,
     turn,
@@ -247,6 +248,7 @@ def _load_native(source: _Source, format: Format) -> Decoder:
     used = outline.draft_names()
     unused = spec.unused
     stored = _needed(stored, spec.tied_names, lambda name: name not in used and name.startswith(unused))
+    stored = join_pieces(stored, outline.hf_regions())
     tensors = turn(stored, outline.hf_views(), spec.turned_files) if spec.turned_files else stored
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)

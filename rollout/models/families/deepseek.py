@@ -67,6 +67,7 @@ FAMILIES: dict[str, Family] = {
         names=ModelNames(
             parts=(
                 (".block_sparse_moe.", (".block_sparse_moe.", ".mlp.")),
+                (".mlp.", (".mlp.", ".block_sparse_moe.")),  # transformers saves dense blocks as the second
                 *(
                     (f".self_attn.{name}", (f".self_attn.{name}", f".self_attn.forget_gate.{name}"))
                     for name in ("f_a_proj", "f_b_proj", "A_log", "dt_bias")

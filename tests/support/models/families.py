@@ -91,7 +91,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
         "Mixtral",
         {
-            "vocab_size": 71,
+            "vocab_size": 79,
             "hidden_size": 36,
             "intermediate_size": 44,
             "num_attention_heads": 4,
