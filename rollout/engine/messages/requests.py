@@ -79,8 +79,8 @@ class Prior:
     """Tokens of an earlier, partial completion; generation continues after them."""
 
     token_ids: np.ndarray  # int32 [k]
-    oldest_version: int | None = None  # weights version; None if unknown
-    newest_version: int | None = None  # weights version; None if unknown
+    oldest_version: int = VERSION_END  # weights version; this and the next as here if unknown
+    newest_version: int = -1
 
 
 #: The `prior` of a completion that begins here, and gets its own seed.

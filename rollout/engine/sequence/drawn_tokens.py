@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.messages.requests import Request
+from rollout.engine.messages.requests import VERSION_END, Request
 from trainer_bridge.wire.prompt_tops import PromptTops
 
 
@@ -82,7 +82,8 @@ class DrawnTokens:
         self.tops = TopTokens(request.top_logprobs, known)
         self.versions: list[list[int]] = []  # runs of [weights version, tokens]
         self.oldest_version, self.newest_version = prior.oldest_version, prior.newest_version
-        self.max_version_span = request.max_version_span
+        asked = request.max_version_span
+        self.max_version_span = VERSION_END if asked is None else asked
         self.flushed = known  # tokens that deltas have carried
 
     def too_old_for(self, version: int) -> bool:
@@ -90,16 +91,12 @@ class DrawnTokens:
 
         The version may also be older than the versions of a completion that another worker began.
         """
-        most = self.max_version_span
-        if most is None or self.oldest_version is None:
-            return False
-        newest = self.oldest_version if self.newest_version is None else self.newest_version
-        return max(newest, version) - min(self.oldest_version, version) > most
+        return max(self.newest_version, version) - min(self.oldest_version, version) > self.max_version_span
 
     def note_version(self, version: int) -> None:
         """Note that a token of this weights version was added."""
-        self.oldest_version = version if self.oldest_version is None else min(self.oldest_version, version)
-        self.newest_version = version if self.newest_version is None else max(self.newest_version, version)
+        self.oldest_version = min(self.oldest_version, version)
+        self.newest_version = max(self.newest_version, version)
 
     def drop_torn_token(self) -> None:
         """Cut the columns to the tokens that all of them have: a fault may come between two of them."""

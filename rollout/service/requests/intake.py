@@ -407,7 +407,7 @@ def _prior(prior: ContinueFrom | None) -> Prior:
     if prior is None:
         return NOTHING_BEFORE
     known = [version for version, _ in prior.versions or () if version >= 0]
-    return Prior(prior.token_ids, min(known, default=None), max(known, default=None))
+    return Prior(prior.token_ids, min(known), max(known)) if known else Prior(prior.token_ids)
 
 
 def _salt(text: str) -> bytes:

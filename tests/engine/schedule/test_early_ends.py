@@ -74,7 +74,7 @@ def test_a_completion_ends_before_its_versions_span_too_much(folders, model, pro
 def test_one_that_waits_when_it_becomes_too_old_takes_no_row_again(folders, model, prompt_of):
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, max_rows=1)
-    prior = Prior(np.array([3, 4], dtype=np.int32), oldest_version=0)
+    prior = Prior(np.array([3, 4], dtype=np.int32), oldest_version=0, newest_version=0)
     bench.submit("first", prompt_of(9), 30)
     bench.submit("old", prompt_of(9, 1), 30, prior=prior, max_version_span=0)
     bench.submit("unknown", prompt_of(9, 1), 30, prior=Prior(prior.token_ids), max_version_span=0)
