@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rollout.engine.device.streams import Event
+from rollout.engine.device.streams import CpuEvent, Event
 from rollout.engine.messages.requests import VERSION_END
 from rollout.engine.messages.statuses import AdapterStatus
-from rollout.models.lora_slots import AdapterWeights
+from rollout.models.lora_slots import NO_WEIGHTS, AdapterWeights
 
 
 class AdapterError(ValueError):
@@ -38,26 +38,10 @@ class AdapterUpdate:
 
 
 @dataclass(eq=False, slots=True)
-class Adapter:
-    """One adapter, by name; a newer version replaces its weights."""
-
-    name: str
-    version: int
-    edition: int  # edition of its weights, from 1
-    weights: AdapterWeights | None  # None once it is dropped: ended requests may still refer to it
-    slot: AdapterSlot | None = None  # device slot
-
-    def leave_slot(self) -> None:
-        """Note that the adapter is no longer on the device."""
-        if self.slot is not None:
-            self.slot.adapter, self.slot = None, None
-
-
-@dataclass(eq=False, slots=True)
 class AdapterSlot:
     """Device memory for one adapter."""
 
-    number: int  # slot number, from 1
+    number: int  # slot number, from 1; 0 is no slot
     written: Event  # the write has ended; steps that read the slot are launched later
     adapter: Adapter | None = None
     order: int = 0  # number of the copy on the other ranks
@@ -67,23 +51,49 @@ class AdapterSlot:
     used: int = 0  # grows with every use
 
 
+NO_SLOT = AdapterSlot(0, CpuEvent())
+
+
+@dataclass(eq=False, slots=True)
+class Adapter:
+    """One adapter, by name; a newer version replaces its weights."""
+
+    name: str
+    version: int
+    edition: int  # edition of its weights, from 1; 0 is no adapter
+    weights: AdapterWeights  # empty once it is dropped: ended requests may still refer to it
+    slot: AdapterSlot = NO_SLOT  # device slot
+
+    @property
+    def in_slot(self) -> bool:
+        """True while the adapter is on the device, or being copied there."""
+        return self.slot is not NO_SLOT
+
+    def leave_slot(self) -> None:
+        """Note that the adapter is no longer on the device."""
+        self.slot.adapter, self.slot = None, NO_SLOT
+
+
+NO_ADAPTER = Adapter("", 0, 0, NO_WEIGHTS)
+
+
 @dataclass(eq=False, slots=True)
 class AdapterUse:
     """The adapter use of one sequence; empty without an adapter."""
 
-    adapter: Adapter | None
-    slot: AdapterSlot | None = None  # set while the sequence has a row
+    adapter: Adapter
+    slot: AdapterSlot = NO_SLOT  # set while the sequence has a row
     #: (token, version): the first token drawn with that version. Tokens ahead in flight count as accepted.
     version_changes: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def edition(self) -> int:
         """Edition of the adapter's weights, 0 without an adapter; KV depends on it."""
-        return 0 if self.adapter is None else self.adapter.edition
+        return self.adapter.edition
 
     def note_version(self, token: int) -> None:
         """From `token` on, tokens are drawn with the adapter's present version."""
-        if self.adapter is None:
+        if self.adapter is NO_ADAPTER:
             return
         changes, version = self.version_changes, self.adapter.version
         if changes and changes[-1][0] == token:
@@ -141,5 +151,4 @@ class AdapterRegistry:
     def status(self) -> Iterator[AdapterStatus]:
         """Every adapter. Any thread may ask."""
         for adapter in tuple(self.known.values()):
-            slot = adapter.slot
-            yield AdapterStatus(adapter.name, adapter.version, slot is not None, 0 if slot is None else slot.refs)
+            yield AdapterStatus(adapter.name, adapter.version, adapter.in_slot, adapter.slot.refs)

@@ -118,6 +118,9 @@ class AdapterWeights:
         return sum(tensor.nbytes for pair in self.parts.values() for tensor in pair)
 
 
+NO_WEIGHTS = AdapterWeights(0, {})
+
+
 def random_adapter(spec: ModelSpec, rank: int, dtype: torch.dtype, seed: int, scale: float = 1e-3) -> AdapterWeights:
     """An adapter of all modules in slots of `rank`, for benchmarks."""
     generator, parts = torch.Generator().manual_seed(seed), {}

@@ -27,7 +27,7 @@ def test_rows_of_several_adapters_have_the_tokens_of_a_run_that_never_slept(fold
             bench.ticks(ticks)
             assert isinstance(bench.sleep(), Done)
             table = table_of(bench)
-            assert not any(adapter.slot for adapter in table.known.values())
+            assert not any(adapter.in_slot for adapter in table.known.values())
             if ticks == 9:  # a newer version of one comes meanwhile, the same weights
                 again = random_adapter(model.spec, 16, model.embed.dtype, 1, 0.3)
                 bench.engine.inbox.put(PutAdapter("a1", again, token=77))

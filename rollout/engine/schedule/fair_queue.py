@@ -28,13 +28,11 @@ from bisect import insort
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 from rollout.engine.adapters import Adapter
 from rollout.engine.sequence.sequence import Sequence
 
-#: Sequences of one adapter, or of none.
-Lane: TypeAlias = Adapter | None
 _SEQUENCES = 8  # about the number of sequences in a mean of costs
 _PREEMPTED = -1.0  # virtual time of preempted sequences: first in line
 
@@ -48,7 +46,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}  # key: priority
-        self._lanes: dict[Lane, SweptHeap[_Head]] = {}  # the first sequence of each client; a key may be too small
+        self._lanes: dict[Adapter, SweptHeap[_Head]] = {}  # the first sequence of each client; a key may be too small
         self._in_order: list[Sequence] | None = None  # the heads, until the queue changes
         self._costs = _Costs()  # costs of all clients
         self._serial = count()
@@ -165,8 +163,8 @@ class _WaitingClient:
     def __init__(self, time: float) -> None:
         self.time = time  # virtual, tokens
         self.costs = _Costs()  # costs of its sequences that ended while others waited
-        self.waiting: dict[Lane, SweptHeap[Sequence]] = {}
-        self.heads: dict[Lane, _Head] = {}
+        self.waiting: dict[Adapter, SweptHeap[Sequence]] = {}
+        self.heads: dict[Adapter, _Head] = {}
 
     def key(self, first: Sequence) -> tuple[int, float, int]:
         """The place of its first sequence of a lane among the first sequences of all clients."""

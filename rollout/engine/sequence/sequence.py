@@ -40,7 +40,7 @@ from hashlib import blake2b
 import numpy as np
 
 from rollout.constraints.matcher import NEVER, FreePart, Matcher
-from rollout.engine.adapters import Adapter, AdapterUse
+from rollout.engine.adapters import NO_ADAPTER, Adapter, AdapterUse
 from rollout.engine.messages.requests import NOTHING_BEFORE, Request, RequestKey
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.sequence.drawn_tokens import DrawnTokens, PromptScoreRows
@@ -89,7 +89,7 @@ class Group:
     followers: list[Sequence] = field(default_factory=list)  # wait for the leader's prefill, not yet in the queue
     share: PromptShare | None = None
     session: KeptSession | None = None  # the session that this turn belongs to
-    adapter: Adapter | None = None  # adapter of its rows
+    adapter: Adapter = NO_ADAPTER  # adapter of its rows
     unstarted: int = 0  # members that may still want the share
     unfinished: int = 0
     complete: int = 0  # ended by a stop or by length

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from rollout.engine.adapters import NO_SLOT
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages.to_engine import Cancel, DropAdapter, PutAdapter
 from rollout.engine.messages.to_service import Done, Failed
@@ -105,7 +106,7 @@ def test_a_parked_sequence_holds_no_slot(model, adapters):
     until(bench, lambda: offloaded(bench))
     table, waiting = table_of(bench), offloaded(bench)
     running = bench.engine.roster.running
-    assert all(seq.adapter_use.slot is None for seq in waiting)
+    assert all(seq.adapter_use.slot is NO_SLOT for seq in waiting)
     assert table.known["a0"].slot.refs == running - sum(seq.row > 0 for seq in waiting)
     bench.submit("other", prompt_of(9, 8), 5, adapter="a1", priority=1)
     bench.run()

@@ -27,10 +27,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.engine.adapters import Adapter, AdapterRegistry, AdapterSlot
+from rollout.engine.adapters import NO_SLOT, Adapter, AdapterRegistry, AdapterSlot
 from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
 from rollout.engine.device.streams import Device, DeviceStream
-from rollout.models.lora_slots import AdapterSlots, AdapterWeights
+from rollout.models.lora_slots import NO_WEIGHTS, AdapterSlots, AdapterWeights
 
 #: The time between two looks at the copies of other ranks.
 _LOOK_S = 0.0005
@@ -74,7 +74,7 @@ class AdapterTable:
         self._orders = orders
         self._read: deque[tuple[AdapterSlot, AdapterWeights]] = deque()  # copies that may still read the weights
         for adapter in registry.known.values():
-            adapter.slot = None  # a slot of the previous table, which a fault ended
+            adapter.slot = NO_SLOT  # a slot of the previous table, which a fault ended
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class AdapterTable:
             adapter = self.known[name] = Adapter(name, version, edition, weights)
             return adapter
         slot = adapter.slot
-        if slot is not None and slot.refs:
+        if slot.refs:
             self.compute.wait(slot.written)
             self._write(slot, weights, self.compute)
         else:
@@ -104,7 +104,7 @@ class AdapterTable:
     def drop(self, name: str) -> None:
         """Forget an adapter that no request names; its slot is free once no row has it."""
         adapter = self.known.pop(name)
-        adapter.weights = None
+        adapter.weights = NO_WEIGHTS
         adapter.leave_slot()
 
     # --- slots --------------------------------------------------------------------------------------------------------
@@ -120,10 +120,10 @@ class AdapterTable:
         self._closed = [slot for slot in self._closed if slot.refs]
         without = 0  # adapters that have no slot
         for adapter in waiting:
-            while adapter.slot is None and free:
+            while not adapter.in_slot and free:
                 if (slot := free.pop()) not in ahead:
                     self._load(adapter, slot)
-            if adapter.slot is None:
+            if not adapter.in_slot:
                 without += 1
                 if len(self._closed) < without <= self._most_closed:
                     self._close_one()
@@ -155,7 +155,7 @@ class AdapterTable:
     def take(self, adapter: Adapter) -> AdapterSlot:
         """The slot of an adapter that is ready, for one sequence."""
         slot = adapter.slot
-        assert slot is not None and slot.adapter is adapter
+        assert slot.adapter is adapter, "the adapter is in a slot"
         slot.refs += 1
         slot.taken += 1
         if slot in self._closed:
@@ -183,16 +183,16 @@ class AdapterTable:
         for slot in self._slots:
             assert slot.adapter is None or slot.adapter.slot is slot, "a slot and its adapter disagree"
         for adapter in self.known.values():
-            assert adapter.slot is None or adapter.slot.adapter is adapter, "an adapter and its slot disagree"
+            assert not adapter.in_slot or adapter.slot.adapter is adapter, "an adapter and its slot disagree"
 
     def _load(self, adapter: Adapter, slot: AdapterSlot) -> None:
         """Begin to copy an adapter to a slot that no row uses."""
         if slot.adapter is not None:
             self.counts.evicted += 1
-            slot.adapter.slot = None
+            slot.adapter.slot = NO_SLOT
         slot.adapter, adapter.slot, slot.taken, slot.passed = adapter, slot, 0, 0
         self._use(slot)
-        assert adapter.weights is not None, "no request names a dropped adapter"
+        assert adapter.weights is not NO_WEIGHTS, "no request names a dropped adapter"
         self.loads.wait(slot.written)
         self._write(slot, adapter.weights, self.loads)
         self._loading.append(slot)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rollout.engine.adapters import Adapter, AdapterError
+from rollout.engine.adapters import NO_ADAPTER, NO_SLOT, Adapter, AdapterError
 from rollout.engine.features.adapters.adapter_table import AdapterTable
 from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.plan import Plan
@@ -44,22 +44,22 @@ class AdaptersFeature(StepFeature):
 
     def ready(self, heads: list[Sequence]) -> list[Sequence]:
         """The sequences without an adapter, or with one whose slot takes them. Other adapters are loaded, or wait."""
-        waiting = [seq.group.adapter for seq in heads if seq.group.adapter is not None]
+        waiting = [adapter for seq in heads if (adapter := seq.group.adapter) is not NO_ADAPTER]
         if not waiting:
             return heads
-        ready = self.table.ready(waiting)
-        return [seq for seq in heads if seq.group.adapter is None or seq.group.adapter in ready]
+        ready = {NO_ADAPTER, *self.table.ready(waiting)}
+        return [seq for seq in heads if seq.group.adapter in ready]
 
     def admitted(self, seq: Sequence) -> None:
         """The sequence takes its slot."""
-        if seq.group.adapter is not None:
+        if seq.group.adapter is not NO_ADAPTER:
             seq.adapter_use.slot = self.table.take(seq.group.adapter)
 
     def left(self, seq: Sequence) -> None:
         """The sequence gives its slot back."""
-        if seq.adapter_use.slot is not None:
+        if seq.adapter_use.slot is not NO_SLOT:
             self.table.give(seq.adapter_use.slot)
-            seq.adapter_use.slot = None
+            seq.adapter_use.slot = NO_SLOT
 
     def tick(self, wait: bool) -> None:
         """Let go of weights that all ranks have read, or wait for copies to slots."""
@@ -71,7 +71,7 @@ class AdaptersFeature(StepFeature):
     def pack(self, plan: Plan, staging: UploadStaging) -> None:
         """Put the slots of the rows that the step sets up."""
         if plan.kind == "prefill" and (new := [span.seq.adapter_use for span in plan.spans if not span.seq.row_ready]):
-            slots = [0 if use.slot is None else use.slot.number for use in new]
+            slots = [use.slot.number for use in new]
             staging.put("init_adapters", np.array(slots, dtype=np.int32))
 
     def memory_leaves(self) -> None:
