@@ -8,9 +8,13 @@ A cut takes ranges of one dimension, side by side. More than one range is needed
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+
+from trainer_bridge.transports.tensors import Rows, rows_within
 
 
 class Cut(NamedTuple):
@@ -39,6 +43,19 @@ class Cut(NamedTuple):
         before = (slice(None),) * self.dim
         parts = [stored[(*before, slice(begin, end))] for begin, end in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+
+    def rows(self, shape: tuple[int, ...], itemsize: int, lo: int, hi: int) -> Iterator[tuple[int, int, Rows]]:
+        """Bytes `lo` to `hi` of the part of a tensor of this shape: rows of the part, and where they are in the tensor.
+
+        Each has the first byte in the tensor, the bytes from one row to the next one there, and the rows in the part.
+        """
+        inner = itemsize * math.prod(shape[self.dim + 1 :])
+        row, kept, offset = self.whole * inner, self.kept * inner, 0
+        for begin, end in ((begin * inner, end * inner) for begin, end in self.ranges):
+            for rows in rows_within(kept, offset, offset + end - begin, lo, hi):
+                source = rows.start // kept * row + begin + rows.start % kept - offset
+                yield source, row if rows.step else 0, rows
+            offset += end - begin
 
     def at(self, dim: int) -> Cut:
         """The same ranges of another dimension."""

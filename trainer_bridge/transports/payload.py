@@ -11,12 +11,14 @@ import bisect
 import contextlib
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from trainer_bridge.transports.cut import Cut
 from trainer_bridge.transports.sections import Sections
 from trainer_bridge.transports.shards import LentParts, Shards, is_spread
 from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, typed_view
@@ -125,16 +127,14 @@ class Payload:
 
     def _set_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        #: The last packed tensor, by number: another manifest has other ones.
-        self._flat: tuple[int, torch.Tensor] | None = None
         self._starts = [entry.offset for entry in manifest.tensors]
 
-    def _tensor(self, index: int) -> torch.Tensor:
-        """Tensor number `index` of the manifest, or the part of one."""
+    def _tensor(self, index: int) -> tuple[torch.Tensor, Cut | None]:
+        """The tensor of which number `index` of the manifest is a part, and the cut."""
         if self.sections is None:
-            return self._tensors[index]
+            return self._tensors[index], None
         number, cut = self.sections.parts[index]
-        return self._tensors[number] if cut is None else cut.take(self._tensors[number])
+        return self._tensors[number], cut
 
     @property
     def spread(self) -> bool:
@@ -350,7 +350,8 @@ class Payload:
             if self.shards is not None and self.shards.spread(index):
                 out.view(-1).copy_(self.shards.fetch(index, 0, out.numel()))
             else:
-                out.copy_(self._tensor(index))
+                tensor, cut = self._tensor(index)
+                out.copy_(tensor if cut is None else cut.take(tensor))
         if (kept := self.kept) is not None:
             typed_view(kept, entry).copy_(out)
         return out
@@ -375,7 +376,7 @@ class Payload:
                 return
             self.wait_packed()  # a sender that failed may have begun to copy
             self._tensors, self._every = [], []
-            self._flat = self.shards = self._lent = None
+            self.shards = self._lent = None
             self._borrow = False
             self._released.set()
         self.on_release()
@@ -397,9 +398,21 @@ class Payload:
         if self.shards is not None and self.shards.spread(i):
             spread(i, first, last, out)
             return
-        if self._flat is None or self._flat[0] != i:
-            self._flat = (i, self._tensor(i).contiguous().view(-1))  # a copy only where it is not contiguous
-        piece = self._flat[1][first:last]
+        tensor, cut = self._tensor(i)
+        if cut is not None and tensor.is_contiguous():
+            source, shape = tensor.view(-1).view(torch.uint8), tuple(tensor.shape)
+            part = out if out.device == source.device else source.new_empty(hi - lo)  # one copy to the host
+            for at, step, rows in cut.rows(shape, tensor.element_size(), lo - entry.offset, hi - entry.offset):
+                copy_rows(rows._replace(start=rows.start - (lo - entry.offset)), source[at:], step, part)
+            if part is not out:
+                out[: hi - lo].copy_(part, non_blocking=True)
+            return
+        if not tensor.is_contiguous() and tensor.ndim and (cut is None or cut.dim):
+            inner = math.prod(entry.shape[1:])  # copy the rows that have these elements, not the whole tensor
+            top = first // inner
+            tensor, first, last = tensor[top : -(-last // inner)], first - top * inner, last - top * inner
+        part = tensor if cut is None else cut.take(tensor)
+        piece = part.contiguous().view(-1)[first:last]
         # Copied as bytes: a tensor may begin at any byte of a bucket part.
         out.copy_(piece.view(torch.uint8), non_blocking=piece.is_cuda)
 

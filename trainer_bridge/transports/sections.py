@@ -6,11 +6,12 @@
                       ^ bucket                      ^ bucket
 
 A section has what one rank keeps of each tensor, in the order of the manifest, so that a rank copies its bytes in one
-run for each tensor, and reads no others. Each section begins with a bucket: a bucket belongs to one rank.
+run for each tensor, and reads no others. Each section begins with a bucket: a bucket belongs to one rank. Buckets of
+all ranks are sent in turn, so that all ranks copy at the same time.
 
 Both sides make the plan, from the update's manifest and the cuts of all ranks. A worker names its cuts once, in the
 answer to a `begin` whose `sections` is empty. Later ones have the digest of the plan, and a worker with other cuts
-refuses it. The digest covers the manifest's layout, every cut and the plan.
+refuses it. The digest covers the manifest's layout, every cut, and the plan with the order of its buckets.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ _MAX_RANGES = 64
 
 
 @dataclass(frozen=True)
+class SectionsManifest(Manifest):
+    """The manifest of a stream of sections. `order` has the place in the stream, in buckets, of each bucket sent."""
+
+    order: tuple[int, ...] = ()
+
+    def bucket_span(self, index: int) -> tuple[int, int]:
+        """First and past-the-last byte in the stream of the bucket that is sent as number `index`."""
+        return super().bucket_span(self.order[index])
+
+
+@dataclass(frozen=True)
 class Sections:
     """A plan. `manifest` is that of the stream of all sections; its entries have the names of the whole tensors.
 
@@ -43,19 +55,24 @@ class Sections:
     """
 
     cuts: str
-    manifest: Manifest
+    manifest: SectionsManifest
     parts: tuple[tuple[int, Cut | None], ...]
     begins: tuple[int, ...]
 
     @cached_property
     def digest(self) -> str:
         """BLAKE2b (hex) of the plan: publisher and worker make their own, perhaps by different releases."""
-        text = json.dumps([self.cuts, self.manifest.layout_digest, self.begins], separators=(",", ":"))
+        planned = [self.cuts, self.manifest.layout_digest, self.begins, self.manifest.order]
+        text = json.dumps(planned, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def of_version(self, version: int) -> Manifest:
+    def of_version(self, version: int) -> SectionsManifest:
         """The manifest for an update of the same layout."""
         return replace(self.manifest, version=version)
+
+    def rank_at(self, byte: int) -> int:
+        """The rank to which the bucket that begins at this byte belongs."""
+        return bisect.bisect_right(self.begins, byte) - 1
 
     def of_rank(self, rank: int) -> tuple[TensorEntry, ...]:
         """The entries of a rank's section."""
@@ -75,14 +92,16 @@ def plan_sections(whole: Manifest, ranks: Sequence[RankCuts]) -> Sections:
     entries: list[TensorEntry] = []
     parts: list[tuple[int, Cut | None]] = []
     begins: list[int] = []
+    sent: list[tuple[int, int]] = []  # buckets: number in the section, place in the stream
     at = 0
     for cuts, length in zip(ranks, lengths, strict=True):
         begins.append(at)
+        sent += enumerate(range(at // bucket_bytes, at // bucket_bytes - (-length // bucket_bytes)))
         for entry, number, cut in section_of(whole, cuts, at):
             entries.append(entry)
             parts.append((number, cut))
         at += -(-length // bucket_bytes) * bucket_bytes
-    manifest = Manifest(whole.version, tuple(entries), bucket_bytes)
+    manifest = SectionsManifest(whole.version, tuple(entries), bucket_bytes, tuple(place for _, place in sorted(sent)))
     return Sections(cuts_digest(whole, ranks), manifest, tuple(parts), tuple(begins))
 
 

@@ -108,7 +108,18 @@ def test_plans_in_another_order_have_two_digests() -> None:
     plan = plan_sections(manifest, [{"a": None, "b": None}])
     a, b = plan.manifest.tensors
     swapped = replace(plan.manifest, tensors=(replace(a, name="b"), replace(b, name="a")))
-    assert len({plan.digest, replace(plan, manifest=swapped).digest, replace(plan, begins=(64,)).digest}) == 3
+    backwards = replace(plan.manifest, order=plan.manifest.order[::-1])
+    others = (replace(plan, manifest=swapped), replace(plan, manifest=backwards), replace(plan, begins=(64,)))
+    assert len({plan.digest, *(other.digest for other in others)}) == 4
+
+
+def test_buckets_of_the_ranks_take_turns() -> None:
+    """So the ranks copy side by side, and none waits until another one has all of its parts."""
+    manifest = pack(1, [("a", "float32", (64,)), ("b", "float32", (32,)), ("c", "float32", (16,))], SMALL)
+    plan = plan_sections(manifest, [{"a": None}, {}, {"b": None}, {"c": None}])
+    spans = [plan.manifest.bucket_span(index) for index in range(plan.manifest.bucket_count)]
+    assert [plan.rank_at(start) for start, _ in spans] == [0, 2, 3, 0, 2, 0, 0]
+    assert sorted(spans) == [(at, at + SMALL) for at in range(0, 7 * SMALL, SMALL)]
 
 
 def test_a_stream_that_goes_back_to_whole_tensors_keeps_no_part() -> None:
