@@ -113,6 +113,8 @@ def worker_flags(recipe: Recipe, task: Task, device: str, out: Path) -> dict[str
         "max_context_tokens": task.max_context,
         "kv_memory_max_gib": recipe.kv_gib,
         "kv_on_swap": recipe.kv_on_swap,
+        "weight_dtype": recipe.weight_dtype,
+        "kv_dtype": recipe.kv_dtype,
         "speculation": recipe.speculation,
         "speculation_rows": min(4096, 3 * rows),
         "env": None if on_gpu else {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // 2))},
