@@ -159,7 +159,7 @@ def _defaulted(name: str, field: FieldInfo) -> str:
 
 def _of_field(schema: Mapping[str, Any], field: FieldInfo) -> str:
     """The values of a field; none if its default shows their type."""
-    values = _values(schema)
+    values = allowed_values(schema)
     shown = {bool: values, float: "number", int: "integer", str: "string", list: "list"}.get(type(field.default))
     if values == shown or (isinstance(field.default, (dict, Body)) and values == "object"):
         return ""
@@ -176,14 +176,14 @@ def _several(schema: Mapping[str, Any]) -> str:
         return f"lists of {_several(schema['items'])}"
     if "anyOf" in schema:
         return " or ".join(map(_several, schema["anyOf"]))
-    word, one = schema.get("type", "object"), _values(schema)
+    word, one = schema.get("type", "object"), allowed_values(schema)
     return one.replace(word, f"{word}s", 1) if word in one else f"{one}s" if one.isalpha() else f"{word}s of {one}"
 
 
-def _values(schema: Mapping[str, Any]) -> str:
+def allowed_values(schema: Mapping[str, Any]) -> str:
     """The values that a JSON schema allows, in words."""
     if "anyOf" in schema:
-        return " or ".join(_values(each) for each in schema["anyOf"] if each.get("type") != "null")
+        return " or ".join(allowed_values(each) for each in schema["anyOf"] if each.get("type") != "null")
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
     kind: str = schema.get("type", "object" if "$ref" in schema else "any value")

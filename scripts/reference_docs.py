@@ -3,7 +3,7 @@
     python -m scripts.reference_docs            checks that the pages are current (exit status 1 if one is not)
     python -m scripts.reference_docs --write    writes them
 
-A page is one function in `PAGES`. Of `protocol.md` only the list of the sampling rules is made from the code.
+A page is one function in `PAGES`. Of `protocol.md` the lists of messages and fields are made from the code.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
 from scripts.check.architectures import of_architectures, read_results
 from scripts.gateway_reference import endpoints_page
 from scripts.hooks_reference import hooks_page
+from scripts.protocol_reference import with_generated_parts
 from trainer_bridge.wire.errors import SENT_BY_WORKERS, RolloutError
-from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
 _SETTINGS_INTRODUCTION = """\
 # Settings
@@ -452,11 +452,8 @@ def _markdown(thing: Any) -> str:
 
 
 def protocol_page() -> str:
-    """The page as it is, with the list of the sampling rules made anew."""
-    text = (FOLDER / "protocol.md").read_text(encoding="utf-8")
-    begin, end = "<!-- sampling rules -->\n", "\n<!-- end of the sampling rules -->"
-    before, _, rest = text.partition(begin)
-    return before + begin + "\n".join(map(_rule, RULES)) + end + rest.partition(end)[2]
+    """The page as it is, with its lists of messages and fields made anew."""
+    return with_generated_parts((FOLDER / "protocol.md").read_text(encoding="utf-8"))
 
 
 def gateway_page() -> str:
@@ -464,12 +461,6 @@ def gateway_page() -> str:
     keys = [key for key in setting_keys(GatewayFile) if key.path not in POSITIONAL]
     lines = [_GATEWAY_INTRODUCTION, "", *(_setting(key, key.flag) for key in keys)]
     return "\n".join(lines) + "\n"
-
-
-def _rule(rule: SamplingRule) -> str:
-    kind = "integer, " if rule.kind is int else ""
-    least = f"above {rule.least}" if rule.above_least else rule.least
-    return f"- `{rule.name}={rule.default}` ({kind}{least} to {rule.most}): {rule.meaning}"
 
 
 def _signature(thing: Any) -> str:

@@ -28,7 +28,7 @@ class ServedModel:
     min_version: int = 0  # no completion begins under an older version
     images: TowerSpec | None = None  # the vision tower; None: requests have no images
     image_patches: int = 0  # most patches of an image
-    dtype: str = ""  # dtype of the computation, such as `bfloat16`
+    dtype: str = ""
 
 
 class WeightControl(Protocol):

@@ -32,29 +32,37 @@ class Completion:
     or uint16 [entries, MoE layers, experts]. Versions are lists of pairs. A field without a request for it is None.
     """
 
-    index: int
+    index: int  # 0 to `n` - 1
     token_ids: np.ndarray  # int32 [tokens]
-    logprobs: np.ndarray  # float32 [tokens]
-    raw_logprobs: np.ndarray  # float32 [tokens]
-    versions: list[tuple[int, int]]
-    drawn_logprobs: np.ndarray | None = None  # float32 [tokens]
+    #: float32 [tokens]: log-softmax of logits / temperature (at 0: of logits), before truncation, penalties and bias:
+    #: what a trainer recomputes
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray  # float32 [tokens]: the same at temperature 1
+    versions: list[tuple[int, int]]  # list of `[weights version, tokens]` that adds up to all tokens
+    #: float32 [tokens]: of the distribution drawn from, if truncation, penalties, bias, `min_tokens` or a constraint
+    #: changed it
+    drawn_logprobs: np.ndarray | None = None
+    #: `stop`, `length`, `repetition`, `cancelled`, `deadline`, `stale`, `error`; in the last chunk
     finish_reason: FinishReason | None = None
-    stop: int | str | None = None
+    stop: int | str | None = None  # the token id or string that ended it, part of `token_ids`
+    #: without special tokens, up to the stop string. In chunks it may come after its tokens. A completion that was cut
+    #: short lacks text that further tokens could change
     text: str | None = None
-    seed: int | None = None
-    routing: np.ndarray | None = None  # uint8 or uint16 [entries, MoE layers, experts a token]
-    error: str | None = None  # set with finish_reason "error"
-    top_ids: np.ndarray | None = None  # int32 [tokens, k]
-    top_logprobs: np.ndarray | None = None  # float32 [tokens, k]
-    #: (position, weights version): before token `position` the KV of all before it was computed again by these weights.
+    seed: int | None = None  # needed by `continue_from`
+    routing: np.ndarray | None = None  # uint8 or uint16 [entries, MoE layers, k]
+    error: str | None = None  # why it ended as `error`. With `cancelled`: the worker ended; continue elsewhere
+    top_ids: np.ndarray | None = None  # int32 [tokens, k], likeliest first
+    top_logprobs: np.ndarray | None = None  # float32 [tokens, k], at temperature 1
+    #: list of `[position, weights version]`: before this token was drawn, all earlier KV was computed again under this
+    #: version (two entries: in two parts). Otherwise a token's KV has the version that drew the next token
     recomputed: list[tuple[int, int]] = field(default_factory=list)
-    #: (position, weights version, tokens): before token `position` the KV of this many tokens was taken from earlier
-    #: requests, turns or completions. `version` is the oldest in it. The protocol has the details.
+    #: list of `[position, weights version, tokens]`, with `engine.max_kv_age`: before this token was drawn, KV of this
+    #: number of tokens was taken from earlier requests, turns or completions, from the first token on. The version is
+    #: the oldest in it, by page
     kv_versions: list[tuple[int, int, int]] = field(default_factory=list)
-    #: (position, version): from this token on the request's adapter was of that version; empty without an adapter.
+    #: list of `[position, version]`: the adapter's version from this token on
     adapter_versions: list[tuple[int, int]] = field(default_factory=list)
-    #: Positions of the tokens that `thinking_token_budget` has forced: the policy did not choose them.
-    forced: list[int] = field(default_factory=list)
+    forced: list[int] = field(default_factory=list)  # positions of tokens that `thinking_token_budget` forced
 
     def __len__(self) -> int:
         return len(self.token_ids)

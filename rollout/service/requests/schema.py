@@ -163,50 +163,61 @@ class Fork(_Strict):
 
 
 class GenerateMessage(RequestHeader):
-    """One prompt, `n` completions."""
+    """Completions of one prompt. `result`; with `stream` also `chunk`. [Fields](#generate)."""
 
     op: Literal["generate"]
-    prompt: Annotated[Any, BeforeValidator(_prompt)] | None = None
-    media: list[MediaFields] | None = Field(None, min_length=1, max_length=MAX_MEDIA)
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    prompt: Annotated[Any, BeforeValidator(_prompt)] | None = None  # token ids, or text
+    media: list[MediaFields] | None = Field(None, min_length=1, max_length=MAX_MEDIA)  # the prompt's [images](#media)
+    messages: list[dict[str, Any]] | None = None  # input of the chat template
+    tools: list[dict[str, Any]] | None = None  # input of the chat template
+    #: input of the chat template: `add_generation_prompt` (true), `continue_final_message` (false), and its own names
     chat_template_kwargs: dict[str, Any] | None = None
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1)  # completions, at most 1024
+    #: tokens of a completion, with those of `continue_from`; absent: as many as fit; 0: score the prompt only
     max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
-    sampling: Sampling = Field(default_factory=Sampling)
-    stop: Stop = Field(default_factory=Stop)
-    stream: Literal[False, "tokens", "completions"] = False
-    stream_every: int = Field(64, ge=1, le=INT32_MAX)
-    join_chunks: bool = False
-    return_text: bool = False
-    return_prompt_ids: bool = False
+    sampling: Sampling = Field(default_factory=Sampling)  # [sampling](#sampling)
+    stop: Stop = Field(default_factory=Stop)  # [ends](#ends) of completions
+    stream: Literal[False, "tokens", "completions"] = False  # `"tokens"`, or `"completions"`: a chunk for each one
+    stream_every: int = Field(64, ge=1, le=INT32_MAX)  # least tokens of a chunk, except the last
+    join_chunks: bool = False  # chunks may come in `chunks` messages; needs `stream`
+    return_text: bool = False  # `text` in completions and chunks
+    return_prompt_ids: bool = False  # `prompt_token_ids` in the result
+    #: [experts](#experts) of the completion's tokens (`true`), or of all (`"all"`)
     return_routing: Annotated[Literal[False, True, "all"], BeforeValidator(_routing_wanted)] = False
-    continue_from: ContinueFrom | None = None
-    logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
-    prompt_logprobs: bool = False
-    prompt_top_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOKENS_SCORED)
+    continue_from: ContinueFrom | None = None  # the tokens of [an earlier completion](#earlier-tokens)
+    logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)  # likeliest tokens to return at each position
+    prompt_logprobs: bool = False  # [scores](#scores) of the prompt
+    prompt_top_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOKENS_SCORED)  # [scores](#scores) of the prompt
+    #: [scores](#scores) of the prompt
     prompt_logprob_token_ids: Annotated[Any, BeforeValidator(_scored_ids)] | None = None
-    prompt_entropy: bool = False
-    prompt_logprobs_last: int | None = Field(None, ge=1, le=INT32_MAX)
+    prompt_entropy: bool = False  # [scores](#scores) of the prompt
+    prompt_logprobs_last: int | None = Field(None, ge=1, le=INT32_MAX)  # [scores](#scores) of the prompt
+    #: once this number ended by `stop`, `length` or `repetition`, the others end as `cancelled`
     min_complete: int | None = Field(None, ge=1)
-    constraint: ConstraintFields | None = None
-    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)  # -1: without limit
-    thinking: ThinkingFields | None = None
-    repetition_detection: RepetitionDetection = RepetitionDetection()
+    constraint: ConstraintFields | None = None  # [form](#constraints) of the text
+    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)  # [thoughts](#thoughts)
+    thinking: ThinkingFields | None = None  # [thoughts](#thoughts)
+    repetition_detection: RepetitionDetection = RepetitionDetection()  # [ends](#ends) of completions
+    #: largest difference of weights versions in a completion; beyond it the completion ends as `stale`
     max_version_span: int | None = Field(None, ge=0)
+    #: most versions by which reused KV may be older than the weights, within `engine.max_kv_age`
     max_kv_age: int | None = Field(None, ge=0)
+    #: higher goes first; within a priority clients get equal numbers of tokens
     priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
-    deadline_s: Number | None = Field(None, gt=0)
+    deadline_s: Number | None = Field(None, gt=0)  # seconds after which completions end as `deadline`
+    #: wait until the weights have this version, or the worker's `min_version` if higher
     min_version: int | None = Field(None, ge=0, lt=VERSION_END)
-    adapter: Id | None = None
-    cache_salt: Salt | None = None
-    session: Id | None = None
-    session_lease_s: Number | None = Field(None, gt=0)
+    adapter: Id | None = None  # name of a loaded [adapter](#adapters)
+    cache_salt: Salt | None = None  # 1 to 1024 characters; only equal salts share KV
+    session: Id | None = None  # name of a [conversation](#sessions)
+    session_lease_s: Number | None = Field(None, gt=0)  # seconds that a session keeps its KV after the turn; 300
+    #: seconds after the request (at most 3600) in which KV without a lease is dropped before its KV; needs the prefix
+    #: cache; models with states need a session
     lease_s: Number | None = Field(None, gt=0)
-    end_of_session: bool = False
-    fork: Fork | None = None
-    detached: bool = False
-    metadata: dict[str, Any] | None = None
+    end_of_session: bool = False  # do not keep the KV of this turn
+    fork: Fork | None = None  # the tokens of [an earlier request](#earlier-tokens)
+    detached: bool = False  # continue when the client is gone; needs `client`
+    metadata: dict[str, Any] | None = None  # returned in the `result`
 
     @property
     def limits_thoughts(self) -> bool:
@@ -226,21 +237,21 @@ class GenerateMessage(RequestHeader):
 
 
 class MediaMessage(RequestHeader):
-    """Images that later requests name by their hash: for requests that would be too large with them."""
+    """Pixels ahead of requests that name them by hash, from any client. `ok`."""
 
     op: Literal["media"]
     media: list[MediaFields] = Field(min_length=1, max_length=MAX_MEDIA)
 
 
 class EndSessionMessage(RequestHeader):
-    """End a session and release its KV."""
+    """Free the KV of a session. `ok`; a running turn goes on, and its KV is not kept."""
 
     op: Literal["end_session"]
     session: Id
 
 
 class PrefetchMessage(RequestHeader):
-    """KV of these tokens is needed soon: bring it from host memory to the device."""
+    """Bring known KV of a session's last turn, or of token ids, from the host. `ok` with `tokens`, or `not_found`."""
 
     op: Literal["prefetch"]
     session: Id | None = None
@@ -250,7 +261,7 @@ class PrefetchMessage(RequestHeader):
 
 
 class LoadAdapterMessage(RequestHeader):
-    """Load an adapter, or a newer version of it, from a folder."""
+    """Load a PEFT folder below `engine.adapter_root`; versions grow (nil: by 1). `ok` when requests can name it."""
 
     op: Literal["load_adapter"]
     name: Id
@@ -259,14 +270,14 @@ class LoadAdapterMessage(RequestHeader):
 
 
 class UnloadAdapterMessage(RequestHeader):
-    """Unload an adapter that no unfinished request names."""
+    """`ok`, or `bad_request` while an unfinished request names it."""
 
     op: Literal["unload_adapter"]
     name: Id
 
 
 class CancelMessage(RequestHeader):
-    """End a request; it returns its tokens."""
+    """End a request as `cancelled`; `owner` is its client as in `status` (nil: this client). `ok` or `not_found`."""
 
     op: Literal["cancel"]
     target: Id
@@ -274,7 +285,7 @@ class CancelMessage(RequestHeader):
 
 
 class AttachMessage(RequestHeader):
-    """Get the result of an earlier request, or resume its stream."""
+    """An earlier request's `result` or [stream](#attach), or `not_found`."""
 
     op: Literal["attach"]
     target: Id
@@ -286,14 +297,14 @@ class AttachMessage(RequestHeader):
 
 
 class AckMessage(RequestHeader):
-    """Drop results."""
+    """Drop results, at most 65,536 ids. `ok`; `bad_request`, and none is dropped, if one is in flight."""
 
     op: Literal["ack"]
     targets: list[Id] = Field(min_length=1, max_length=MAX_ACKS)
 
 
 class ReportMessage(RequestHeader):
-    """A trainer's log-probs of an earlier result, by completion; float32 [tokens] each, NaN if unknown."""
+    """Compare a trainer's [log-probs](#report) with the worker's. `ok` or `not_found`."""
 
     op: Literal["report"]
     target: Id
@@ -301,47 +312,47 @@ class ReportMessage(RequestHeader):
 
 
 class StatusMessage(RequestHeader):
-    """Ask for the state of the worker."""
+    """The [state](#status) of the worker, with up to `sequences` of its rows. `status`."""
 
     op: Literal["status"]
     sequences: int = Field(0, ge=0, le=MAX_SEQUENCES)
 
 
 class TraceMessage(RequestHeader):
-    """Ask for the last steps."""
+    """The last [steps](#trace). `trace`."""
 
     op: Literal["trace"]
     steps: int = Field(200, ge=1, le=MAX_TRACE_STEPS)
 
 
 class PingMessage(RequestHeader):
-    """Ask whether the worker answers."""
+    """`ok`, or `unavailable` if the loop hangs."""
 
     op: Literal["ping"]
 
 
 class PauseMessage(RequestHeader):
-    """Launch nothing until `resume`."""
+    """Launch no step until `resume`; `abort` also ends all rows as `cancelled`. `ok` when no step is in flight."""
 
     op: Literal["pause"]
     mode: Literal["keep", "abort"] = "keep"
 
 
 class ResumeMessage(RequestHeader):
-    """Launch again."""
+    """End a pause. `ok`."""
 
     op: Literal["resume"]
 
 
 class ShutdownMessage(RequestHeader):
-    """End the worker."""
+    """End the worker: `drain` finishes what it has, `now` ends all as `cancelled`. `ok` when done."""
 
     op: Literal["shutdown"]
     mode: Literal["drain", "now"] = "drain"
 
 
 class SleepMessage(RequestHeader):
-    """Release the device memory until `wake`."""
+    """[Release](#sleep-wake) the memory of the device until `wake`. `ok` with `level`, `bytes`, `seconds`, `parked`."""
 
     op: Literal["sleep"]
     level: int = Field(1, ge=1, le=2)
@@ -350,13 +361,13 @@ class SleepMessage(RequestHeader):
 
 
 class WakeMessage(RequestHeader):
-    """Take the memory again and go on."""
+    """Take the memory again. `ok` as for `sleep`."""
 
     op: Literal["wake"]
 
 
 class WeightsMessage(RequestHeader):
-    """A control message of a weight update; the weight receiver checks its other fields."""
+    """A step of a [weights update](#weights). `ok`."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     op: Literal["weights"]
@@ -384,7 +395,7 @@ AnyRequest = (
     | WeightsMessage
 )
 
-_OPS: dict[str, type[AnyRequest]] = {
+OPS: dict[str, type[AnyRequest]] = {
     "generate": GenerateMessage,
     "media": MediaMessage,
     "end_session": EndSessionMessage,
@@ -413,10 +424,10 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
     if type(version) is not int or version != PROTOCOL_VERSION:
         raise BadMessage(f"set 'v' to {PROTOCOL_VERSION}, the protocol version of this worker", field="v")
     op = header.get("op")
-    if not isinstance(op, str) or op not in _OPS:
-        raise BadRequest(f"set 'op' to one of {', '.join(_OPS)}", field="op")
+    if not isinstance(op, str) or op not in OPS:
+        raise BadRequest(f"set 'op' to one of {', '.join(OPS)}", field="op")
     try:
-        request = _OPS[op].model_validate(header)
+        request = OPS[op].model_validate(header)
     except ValidationError as error:
         raise _first_error(error) from None
     if isinstance(request, GenerateMessage):
