@@ -163,6 +163,25 @@ def _coded(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]
     return found
 
 
+def _half(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
+    """Streamed tiles of codes for activations in f16, by one to four programs on a multiprocessor."""
+    found = []
+    for (block_n, warps), split, on_one in itertools.product(
+        ((64, 4), (128, 4), (128, 8), (256, 8)), (1, 2, 3, 4, 6, 8), (1, 2, 3, 4)
+    ):
+        items, programs = -(-outputs // block_n) * split, 132 * on_one
+        tile_bytes, sums = 128 * (block_n + 2 * max(8, rows)), block_n * max(8, rows) // (32 * warps)
+        if inputs % (128 * split) or (kind != "parts" and split > 1) or on_one * warps > 16:
+            continue
+        # Each thread keeps two sums and its part of the tile. With few rows a place without an item costs most.
+        least = 0.85 if rows < 32 else 0.7
+        if sums > 64 or 220_000 // on_one < 3 * tile_bytes or items < least * programs * -(-items // programs):
+            continue
+        stages = min(16, 220_000 // on_one // tile_bytes)
+        found.append(LinearConfig(block_n, 128, split, warps, stages, programs, True, kind == "silu", True))
+    return found
+
+
 def _coded_gemv(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
     """Whole rows of codes by many small programs."""
     found = []
@@ -180,4 +199,8 @@ WAYS: dict[str, Callable[[int, int, int, Kind], Sequence[Config]]] = {
     "gemv": _gemv,
 }
 #: The same for weights as codes.
-CODED_WAYS: dict[str, Callable[[int, int, int, Kind], Sequence[Config]]] = {"coded": _coded, "coded_gemv": _coded_gemv}
+CODED_WAYS: dict[str, Callable[[int, int, int, Kind], Sequence[Config]]] = {
+    "coded": _coded,
+    "half": _half,
+    "coded_gemv": _coded_gemv,
+}

@@ -138,11 +138,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--format", choices=FORMATS, default="plain", help="of the weights")
     parser.add_argument(
-        "--ways", nargs="+", choices=[*WAYS, *CODED_WAYS], help="kernels to measure, besides the table's; default: all"
+        "--ways", nargs="*", choices=[*WAYS, *CODED_WAYS], help="kernels to measure, besides the table's; default: all"
     )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
-    ways = args.ways or list(WAYS if args.format == "plain" else CODED_WAYS)
+    ways = list(WAYS if args.format == "plain" else CODED_WAYS) if args.ways is None else args.ways
     bandwidth = read_bandwidth()
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
     results = []
@@ -153,6 +153,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             for rows in args.rows:
                 results.append(measure(f"{family}/{name}", outputs, inputs, kind, rows, bandwidth, ways, args.format))
                 write_results(args.out, results, read_tbps=bandwidth / 1e12)
+    for row in results:
+        if row["best"] is not None:
+            table_us = row["table_us"] or row["cublas_us"]
+            figures = f"floor {row['floor_us']:6.1f}  table {table_us:6.1f}  best {row['best_us']:6.1f} us"
+            print(f"{row['shape']:12} {row['format']:9} {row['rows']:4} rows  {figures}  {list(row['best'].values())}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ this kernel, so it may start only when x is complete.
 
 Weights may be e4m3 codes with scales of rows or of blocks. A tile of codes goes to registers. It is decoded there
 without loss, and the tensor cores read it from there. Their sums of a tile are multiplied by the scales and added in
-float32. Two programs of a multiprocessor take turns: one decodes while the other multiplies.
+float32. Several programs of a multiprocessor take turns: one decodes while another multiplies. With HALF, activations
+are f16 in the places of `half_rows`: a thread then loads 16 codes at once, and decodes two with one instruction.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -35,6 +36,7 @@ from rollout_kernels.common.device import is_hopper
 from rollout_kernels.common.gluon_copy import load_tile, meet
 from rollout_kernels.common.triton_math import follow_options
 from rollout_kernels.linear.coded import CodedMatrix, Weights, scale_block, stored
+from rollout_kernels.linear.triton_half_rows import half_rows
 
 
 @gluon.jit
@@ -45,6 +47,24 @@ def _column(step, program, programs, tiles, STEPS: gl.constexpr, BLOCK_K: gl.con
     if STAGGER:
         part = (part + item) % STEPS
     return item % tiles, (item // tiles * STEPS + part) * BLOCK_K
+
+
+@gluon.jit
+def _coded_column(
+    step,
+    program,
+    programs,
+    SPLIT: gl.constexpr,
+    STEPS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGGER: gl.constexpr,
+):
+    """As `_column`, but parts of a tile are neighbours: this saves divisions by numbers that the compiler lacks."""
+    item = program + step // STEPS * programs
+    part = step % STEPS
+    if STAGGER:
+        part = (part + item) % STEPS
+    return item // SPLIT, (item % SPLIT * STEPS + part) * BLOCK_K
 
 
 @gluon.jit
@@ -99,6 +119,27 @@ def _decoded(w_tile, MMA: gl.constexpr, dtype: gl.constexpr):
     return half if dtype == gl.float16 else half.to(gl.float32).to(dtype)
 
 
+@gluon.constexpr_function
+def _code_layout(block_n, num_warps):
+    """Codes [block_n, 128] in threads: each has 32 columns of the rows that the tensor cores take from it."""
+    registers = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]]
+    registers += [[row, 0] for row in (64, 128, 256) if 16 * num_warps <= row < block_n]
+    warps = [[row, 0] for row in (16, 32, 64, 128) if row < 16 * num_warps]
+    lanes = [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [block_n, 128])
+
+
+@gluon.jit
+def _decoded_half(w_tile, MMA: gl.constexpr, num_warps: gl.constexpr):
+    """As `_decoded`, for activations whose columns have the places of `half_rows`."""
+    ROWS: gl.constexpr = w_tile.shape[0]
+    CODES: gl.constexpr = _code_layout(ROWS, num_warps)
+    half = w_tile.load(CODES).to(gl.float8e4nv, bitcast=True).to(gl.float16)
+    placed = half.reshape([ROWS, 4, 8, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([ROWS, 128])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    return gl.convert_layout(placed, OPERAND, assert_trivial=True)
+
+
 @gluon.jit
 def _scales(
     scale_ptr,
@@ -126,11 +167,11 @@ def _coded_kernel(
     w_desc,
     scale_ptr,
     x_desc,
+    x_scale_ptr,
     out_ptr,
     rows,
     N,
     items,
-    tiles,
     K: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr,
@@ -142,6 +183,7 @@ def _coded_kernel(
     STAGES: gl.constexpr,
     BESIDE: gl.constexpr,
     STAGGER: gl.constexpr,
+    HALF: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """As `_stream_kernel`, for codes."""
@@ -160,14 +202,14 @@ def _coded_kernel(
         gdc_launch_dependents()
     steps = (items - program + programs - 1) // programs * STEPS
     for stage in gl.static_range(STAGES - 1):
-        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
+        tile, k = _coded_column(stage, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
         mbarrier.expect(full.index(stage), LOADED, stage < steps)
         _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, 1, SILU)
     gdc_wait()
     if BESIDE:
         gdc_launch_dependents()
     for stage in gl.static_range(STAGES - 1):
-        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
+        tile, k = _coded_column(stage, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
         load_tile(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
     for lap in range(steps // STEPS):
@@ -176,7 +218,7 @@ def _coded_kernel(
         scale = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, MMA))
         for step in range(lap * STEPS, lap * STEPS + STEPS):
             place = step % STAGES
-            tile, k = _column(step, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
+            tile, k = _coded_column(step, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
             next_scale = _scales(scale_ptr, tile, k, N, BLOCK_N, SILU, SCALE_ROWS, SCALE_COLUMNS, K, MMA)
             mbarrier.wait(full.index(place), step // STAGES & 1)
             total = total + warpgroup_mma_wait(0, deps=(product,)) * scale[:, None]
@@ -185,16 +227,23 @@ def _coded_kernel(
             meet()
             ahead = step + STAGES - 1
             free = ahead % STAGES
-            tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
+            tile, k = _coded_column(ahead, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
             mbarrier.expect(full.index(free), LOADED, ahead < steps)
             _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, 1, SILU)
             load_tile(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
-            w_tile = _decoded(w_smem.index(place).reshape([BLOCK_N, BLOCK_K]), MMA, x_desc.dtype)
+            codes = w_smem.index(place).reshape([BLOCK_N, BLOCK_K])
+            if HALF:
+                w_tile = _decoded_half(codes, MMA, num_warps)
+            else:
+                w_tile = _decoded(codes, MMA, x_desc.dtype)
             product = warpgroup_mma(w_tile, x_smem.index(place).permute((1, 0)), zero, use_acc=False, is_async=True)
             scale = next_scale
         total = total + warpgroup_mma_wait(0, deps=(product,)) * scale[:, None]
+        if HALF:
+            m = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))
+            total = total * gl.load(x_scale_ptr + gl.minimum(m, rows - 1))[None, :]
         item = program + lap * programs
-        _store(out_ptr, total, item % tiles, item // tiles, first_row, rows, N, SILU)
+        _store(out_ptr, total, item // SPLIT, item % SPLIT, first_row, rows, N, SILU)
 
 
 @gluon.jit(do_not_specialize=["rows", "items"])
@@ -298,13 +347,14 @@ def stream(
     silu: bool,
     beside: bool = False,
     stagger: bool = False,
+    half: bool = False,
 ) -> None:
     """Write a product to `out`, as `triton_linear.multiply_into` does, in tiles of `block_n` weight rows.
 
     `block_n` is a power of two or three times one; three blocks then share a tile of x, each with its own sums. So 128
     programs of 192 rows cover 24,576 outputs, where tiles of 256 would leave a quarter of 132 programs idle. Tiles of
     codes are powers of two. With `stagger`, programs are at different columns at any time, so they do not all read the
-    same part of x at once.
+    same part of x at once. `half` is for codes in tiles of 128 inputs.
     """
     coded = weights if isinstance(weights, CodedMatrix) else None
     w_NK = stored(weights)
@@ -341,12 +391,24 @@ def stream(
         **follow_options(x_MK.device),
     }
     grid = (min(items, programs), triton.cdiv(rows, block_m))
-    x_desc = TensorDescriptor.from_tensor(x_MK, [block_m, block_k], layout)
-    sizes = (out, rows, outputs, items, tiles)
     if coded is None:
-        _stream_kernel[grid](tensor, x_desc, *sizes, BLOCKS=blocks, **options)
+        x_desc = TensorDescriptor.from_tensor(x_MK, [block_m, block_k], layout)
+        _stream_kernel[grid](tensor, x_desc, out, rows, outputs, items, tiles, BLOCKS=blocks, **options)
         return
+    x, x_scales = half_rows(x_MK) if half else (x_MK, coded.scales)
+    x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k], layout)
     scale_rows, scale_columns = scale_block(coded.format, inputs)
     _coded_kernel[grid](
-        tensor, coded.scales, x_desc, *sizes, SCALE_ROWS=scale_rows, SCALE_COLUMNS=scale_columns, **options
+        tensor,
+        coded.scales,
+        x_desc,
+        x_scales,
+        out,
+        rows,
+        outputs,
+        items,
+        SCALE_ROWS=scale_rows,
+        SCALE_COLUMNS=scale_columns,
+        HALF=half,
+        **options,
     )

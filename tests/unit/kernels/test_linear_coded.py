@@ -8,6 +8,7 @@ from rollout_kernels.linear.coded import CodedMatrix, scales_shape
 from rollout_kernels.linear.products import dense
 from rollout_kernels.linear.triton_decode_codes import decode_codes
 from rollout_kernels.linear.triton_gemv import GemvConfig
+from rollout_kernels.linear.triton_half_rows import half_rows
 from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 from rollout_kernels.moe.formats import Format, scale_dtype
 from rollout_kernels.moe.quantize import quantize
@@ -92,10 +93,10 @@ def test_a_weight_that_is_not_finite_makes_its_outputs_not_finite():
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS[:2])
 @pytest.mark.parametrize("shape", STREAMED)
-@pytest.mark.parametrize("stagger", [False, True])
+@pytest.mark.parametrize(("stagger", "half"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize(("rows", "widths"), [(1, (4096,)), (8, (128, 150)), (33, (1024, 256)), (128, (512,))])
-def test_streamed_products_are_those_of_float64(format, shape, stagger, rows, widths):
-    config = LinearConfig(*shape, streamed=True, stagger=stagger)
+def test_streamed_products_are_those_of_float64(format, shape, stagger, half, rows, widths):
+    config = LinearConfig(*shape, streamed=True, stagger=stagger, half=half and shape[1] == 128)
     for _ in range(3):  # a race would move the error
         x, weights, expected = case(rows, widths, 2048, format)
         parts = linear_parts(x, weights, config)
@@ -130,3 +131,23 @@ def test_a_chain_of_streamed_products_in_a_graph_waits_for_what_it_reads():
         graph.replay()
         torch.cuda.synchronize()
         assert relative(got, expected.double()) < 0.05
+
+
+def test_rows_become_f16_without_loss_in_other_places():
+    """Whatever their size, with infinities and NaN; a value far below the largest of its row is almost kept."""
+    x, _, _ = operands(6, 8, 512)
+    scaled = x.double() * torch.tensor([1.0, 2.0**-90, 2.0**100, 2.0**-114, 1.0, 1.0], device=DEVICE)[:, None]
+    x = scaled.to(torch.bfloat16)
+    x[4, 5], x[4, 300], x[5] = float("inf"), float("nan"), 0
+    x[0, 7] = 2.0**-60
+    half, scales = half_rows(x)
+    assert half.dtype == torch.float16
+    p = torch.arange(512)
+    columns = p // 128 * 128 + 32 * (p // 2 % 4) + 4 * (p // 16 % 8) + 2 * (p // 8 % 2) + p % 2
+    back = torch.empty_like(x, dtype=torch.float64)
+    back[:, columns.to(DEVICE)] = half.double() * scales.double()[:, None]
+    small = x.double().abs() < scales.double()[:, None] * 2.0**-14
+    assert torch.equal(back[~small].nan_to_num(1.5), x.double()[~small].nan_to_num(1.5))
+    assert ((back - x.double()).abs() <= scales.double()[:, None] * 2.0**-25)[small].all()
+    largest = half[:4].abs().double().amax(dim=1)
+    assert (largest[:3] >= 2**14).all() and (largest < 2**15).all()
