@@ -6,18 +6,17 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rollout.gateway.dialects import process_group_bodies as group_bodies
-from rollout.gateway.dialects import vllm_generate, worker_extensions
-from rollout.gateway.dialects.sglang_generate import SglangParams
+from rollout.gateway.dialects import sglang, trainers, vllm
 from rollout.gateway.dialects.tinker import bodies as tinker_bodies
-from rollout.gateway.endpoints import ENDPOINTS, Endpoint
+from rollout.gateway.endpoints import ENDPOINTS
 from rollout.gateway.http.bodies import Body, EmptyBody
 from rollout.gateway.prompts import sampling
+from rollout.gateway.requests import process_groups
+from rollout.gateway.requests.http_request import Endpoint
 
 _INTRODUCTION = """\
 # Endpoints of the gateway
@@ -34,7 +33,7 @@ its value switches the feature off.
 Process groups, worker extensions and Tinker take what their packages send; their fields are not listed."""
 
 #: Modules of bodies that packages write, never users: the page does not list their fields.
-_OF_PACKAGES = {module.__name__ for module in (group_bodies, tinker_bodies, worker_extensions)}
+_OF_PACKAGES = {module.__name__ for module in (process_groups, tinker_bodies, trainers)}
 
 #: Bodies with more lines than this have a section of their own.
 _MOST_LINES = 3
@@ -45,14 +44,16 @@ _INNER: Mapping[type[Body], str] = {
     sampling.ResponseFormat: "`response_format`",
     sampling.JsonSchema: "`json_schema` of `response_format`",
     sampling.StreamOptions: "`stream_options`",
-    vllm_generate.GenerateParams: "`sampling_params` of `/inference/v1/generate` and `/skyrl/v1/generate`",
-    vllm_generate.MediaBody: "An item of `media`",
-    SglangParams: "`sampling_params` of `/generate`",
+    vllm.GenerateParams: "`sampling_params` of `/inference/v1/generate` and `/skyrl/v1/generate`",
+    vllm.MediaBody: "An item of `media`",
+    sglang.SglangParams: "`sampling_params` of `/generate`",
 }
 #: The bound of token ids and counts, which the introduction states; no line states it, or a larger one.
 _MOST = sampling.MAX_TOKEN_ID
 _SHARED: Mapping[type[Body], str] = {
+    sampling.SamplerFields: "Common sampling fields",
     sampling.SamplingBody: "Sampling fields",
+    sampling.RequestFields: "Common request fields",
     sampling.OpenAiBody: "OpenAI's fields",
 }
 
@@ -60,9 +61,12 @@ _SHARED: Mapping[type[Body], str] = {
 def endpoints_page() -> str:
     """The text of the page."""
     lines = [_INTRODUCTION, ""]
-    of_tinker = [each for each in ENDPOINTS if each.dialect == "Tinker"]
-    others = (each for each in ENDPOINTS if each.dialect != "Tinker")
-    for (sentence, body), endpoints in groupby(others, lambda each: (_sentence(each.handler), _beside(each.takes))):
+    of_tinker = [each for each in ENDPOINTS if each.clients == "Tinker"]
+    others = (each for each in ENDPOINTS if each.clients != "Tinker")
+    alike: dict[tuple[str, type[Body] | None], list[Endpoint]] = {}
+    for each in others:
+        alike.setdefault((_sentence(each.handler), _beside(each.takes)), []).append(each)
+    for (sentence, body), endpoints in alike.items():
         described = [] if body is None else [*_body(body)]
         fields = f" {'; '.join(described)}." if described else ""
         lines.append(f"- {', '.join(map(_shown, endpoints))}: {sentence}{fields}")
@@ -90,8 +94,8 @@ def _titles() -> dict[type[Body], str]:
 
 
 def _shown(endpoint: Endpoint) -> str:
-    """An endpoint with its aliases and its dialect."""
-    return f"{_path(endpoint)} ({endpoint.dialect})"
+    """An endpoint with its aliases and who calls it."""
+    return f"{_path(endpoint)} ({endpoint.clients})"
 
 
 def _path(endpoint: Endpoint) -> str:
@@ -117,37 +121,25 @@ def _to(body: type[Body], text: str) -> str:
 
 def _body(body: type[Body]) -> Iterator[str]:
     """The fields that a class adds to its bases."""
-    bases = [base for base in body.__mro__[1:] if issubclass(base, Body) and base in _titles()]
+    bases: list[type[Body]] = []
+    for base in body.__mro__[1:]:
+        if base in _titles() and issubclass(base, Body) and not any(issubclass(each, base) for each in bases):
+            bases.append(base)
     schema = body.model_json_schema()["properties"] if body.model_fields else {}
     own = {
         field.alias or name: (_defaulted(field.alias or name, field), _of_field(schema[field.alias or name], field))
         for name, field in body.model_fields.items()
         if not any(name in base.model_fields for base in bases)
     }
-    sampling_fields = {} if body in _SHARED else _described(sampling.SamplingBody)
-    common = [name for name, described in own.items() if sampling_fields.get(name) == described]
-    shared = len(common) > len(sampling_fields) / 2
-    if shared:
-        own = {name: described for name, described in own.items() if name not in common}
     kinds: dict[str, list[str]] = {}
     for shown, values in own.values():
         kinds.setdefault(values, []).append(shown)
     yield from (f"{', '.join(names)}{values}" for values, names in kinds.items())
     if bases:
-        yield f"also: {_to(bases[0], _titles()[bases[0]])}"
-    if shared:
-        lacking = ", ".join(f"`{name}`" for name in sampling_fields if name not in common)
-        yield f"also: {_to(sampling.SamplingBody, 'Sampling fields')} without {lacking}"
+        yield f"also: {', '.join(_to(base, _titles()[base]) for base in bases)}"
     ignored = _added(body.ignored, [base.ignored for base in bases])
     if ignored:
         yield f"**Ignored**: {', '.join(f'`{name}`' for name in ignored)}"
-
-
-def _described(body: type[Body]) -> dict[str, tuple[str, str]]:
-    """All fields of a class: the name with its default, and the values."""
-    schema = body.model_json_schema()["properties"]
-    named = {field.alias or name: field for name, field in body.model_fields.items()}
-    return {name: (_defaulted(name, field), _of_field(schema[name], field)) for name, field in named.items()}
 
 
 def _defaulted(name: str, field: FieldInfo) -> str:

@@ -1,7 +1,9 @@
 """The HTTP gateway: OpenAI's, vLLM's and SGLang's dialects over clients of one worker or several.
 
 endpoints   the table of all endpoints, from which the application is built
-dialects    the bodies and handlers of the endpoints
+dialects    rows of that table with their bodies and handlers; no dialect imports another one
+requests    one request on its way to the workers and back, for every dialect
+history     the data that is kept between requests
 prompts     turn the fields of a request into token ids and sampling arguments
 answers     turn the tokens of a completion into the fields of an answer
 formats     formats of reasoning and tool calls in what a model writes

@@ -16,13 +16,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway.dialects.handling import Gateway
-from rollout.gateway.dialects.process_group_bodies import TransferState
 from rollout.gateway.dialects.tinker.sessions import TinkerSessions
 from rollout.gateway.endpoints import routes
 from rollout.gateway.history.expiring_cache import ExpiringCache
-from rollout.gateway.history.responses import StoredResponse
-from rollout.gateway.history.trajectories import Trajectories
+from rollout.gateway.history.trajectories import StoredResponse, Trajectories
 from rollout.gateway.http.access import AccessRule
 from rollout.gateway.http.http_errors import HttpError, answer_error
 from rollout.gateway.orders.catch_up import CatchUp
@@ -30,6 +27,8 @@ from rollout.gateway.orders.folder_updates import FolderUpdates
 from rollout.gateway.orders.group_updates import GroupUpdates
 from rollout.gateway.orders.worker_orders import WorkerOrders
 from rollout.gateway.prompts.gateway_model import GatewayModel
+from rollout.gateway.requests.http_request import Gateway
+from rollout.gateway.requests.process_groups import TransferState
 from rollout.gateway.workers.workers import Workers
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.wire.errors import RolloutError, Unavailable
@@ -66,9 +65,8 @@ def make_app(
             group_updates = GroupUpdates(client, orders, settings.update_s)
             trajectories = Trajectories(settings.max_kept_bytes, settings.session_s)
             responses: ExpiringCache[StoredResponse] = ExpiringCache(settings.max_kept_bytes, settings.session_s)
-            gateway = Gateway(
-                settings, workers, model, orders, group_updates, TransferState(), trajectories, responses, tinker
-            )
+            states = {TransferState: TransferState(), TinkerSessions: tinker}
+            gateway = Gateway(settings, workers, model, orders, group_updates, trajectories, responses, states)
             app.router.routes.extend(routes(gateway))
             yield
         finally:

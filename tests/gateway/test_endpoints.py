@@ -8,7 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout.gateway.endpoints import ENDPOINTS, Endpoint
+from rollout.gateway.endpoints import ENDPOINTS
+from rollout.gateway.requests.http_request import Endpoint
 
 ROOT = Path(__file__).parents[2]
 

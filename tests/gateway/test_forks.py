@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from rollout.gateway.http.http_errors import HttpError
-from rollout.gateway.workers.request_ids import RequestIds
+from rollout.gateway.workers.workers import RequestIds
 from tests.support.gateway.harness import bystand, events, post, refused
 from tests.support.worker.harness import text_of, token_ids
 

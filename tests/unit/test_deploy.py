@@ -281,7 +281,8 @@ def test_the_arguments_of_the_pods_agree_with_their_ports():
 
 
 def test_probes_ask_endpoints_that_there_are():
-    source = (ROOT / "rollout/gateway/endpoints.py").read_text(), (ROOT / "rollout/metrics/prometheus.py").read_text()
+    pages = "rollout/gateway/dialects/own.py", "rollout/metrics/prometheus.py"
+    source = [(ROOT / page).read_text() for page in pages]
     for name, text in (("rollout-gateway", source[0]), ("rollout-worker", source[1])):
         _, container = pod(name)
         served = {word for quoted in re.findall(r'"([^"]*)"', text) for word in quoted.split()}
@@ -307,9 +308,7 @@ def metric_names() -> set[str]:
     names |= {f"{prometheus_name(metric)}_{part}" for metric in HISTOGRAMS for part in ("bucket", "sum", "count")}
     reference = (ROOT / "docs/reference/metrics.md").read_text()
     names |= set(re.findall(r"`(rollout_report_\w+|rollout_worker_info)`", reference))
-    return names | set(
-        re.findall(r'"(rollout_gateway_\w+)"', (ROOT / "rollout/gateway/dialects/health.py").read_text())
-    )
+    return names | set(re.findall(r'"(rollout_gateway_\w+)"', (ROOT / "rollout/gateway/dialects/own.py").read_text()))
 
 
 def test_each_alert_asks_for_metrics_that_there_are():

@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.gateway.formats.calls import NotACall, ToolCall, calls_in
+from rollout.gateway.formats.calls import MOST_NESTED, NotACall, ToolCall, ValueScan, calls_in
 from rollout.gateway.formats.regions import AnswerRegion, Kind
-from rollout.gateway.formats.values import MOST_NESTED, ValueScan
 
 _MOST_ENDS = 16  # marks inside of values at which a call does not end
 _MOST_WITHDRAWN = 32  # marks after which there was no call; then the rest is content

@@ -1,4 +1,4 @@
-"""The tokens of conversations: what each turn's prompt added, and what the engine drew.
+"""The tokens of conversations: what each turn's prompt added, and what the engine drew. Stored responses name them.
 
     turn 0   prompt, answer
     turn 1     +-- added, answer          goes on with the tokens of turn 0
@@ -185,6 +185,21 @@ def _runs(versions: Sequence[tuple[int, int]], start: int) -> Iterator[dict[str,
     for version, count in versions:
         yield {"version": version, "start": start, "end": start + count}
         start += count
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as it was sent, kept for `previous_response_id`, and to be read again.
+
+    `messages`: the conversation up to its answer as chat messages, without instructions. `trajectory`: where its tokens
+    are kept. `size`: bytes of memory, with all messages, although it shares those of the response before: that may be
+    forgotten first.
+    """
+
+    shown: dict[str, Any]
+    messages: list[dict[str, Any]]
+    trajectory: str
+    size: int
 
 
 class Trajectories:

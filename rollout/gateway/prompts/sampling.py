@@ -114,8 +114,28 @@ class RepetitionBody(Body):
     min_count: Int32 = 0
 
 
-class SamplingBody(Body):
-    """Sampling fields that OpenAI's endpoints and vLLM's `sampling_params` share. The worker checks ranges."""
+class SamplerFields(Body):
+    """Sampling fields that all dialects but SGLang's and Tinker's have under these names. The worker checks ranges."""
+
+    min_p: Number = 0.0
+    repetition_penalty: Number = 1.0
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    logit_bias: dict[str, Number] | None = None
+    min_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: list[TokenId] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
+    repetition_detection: dict[str, Any] | None = None
+
+
+class SamplingBody(SamplerFields):
+    """Sampling fields that OpenAI's endpoints and vLLM's `sampling_params` share."""
 
     switched_off: ClassVar = {
         "best_of": (None, 1),
@@ -140,24 +160,9 @@ class SamplingBody(Body):
     temperature: Number = 1.0
     top_p: Number = 1.0
     top_k: Int32 = 0
-    min_p: Number = 0.0
-    repetition_penalty: Number = 1.0
-    presence_penalty: Number = 0.0
-    frequency_penalty: Number = 0.0
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    logit_bias: dict[str, Number] | None = None
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
-    min_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
     stop: Annotated[list[str], BeforeValidator(_strings)] = []
-    stop_token_ids: list[TokenId] = []
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOP)
-    allowed_token_ids: list[TokenId] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    thinking_token_budget: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
-    repetition_detection: dict[str, Any] | None = None
 
     def thought_budget(self, place: str = "") -> tuple[int | None, str]:
         """The most tokens of a thought, None for any number, and the name of the field that says so."""
@@ -253,7 +258,20 @@ class StreamOptions(Body):
 StreamOptionsField = Annotated[StreamOptions, BeforeValidator(StreamOptions.of)]
 
 
-class OpenAiBody(SamplingBody, KvFields):
+class RequestFields(KvFields):
+    """Fields about a request as a whole that OpenAI's endpoints and vLLM's `generate` share."""
+
+    model: str | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=128)
+    priority: Int32 = 0
+    cache_salt: CacheSalt | None = None
+    stream: bool = False
+    stream_options: StreamOptionsField = StreamOptions()
+    return_token_ids: bool = False
+    return_weight_versions: bool = False
+
+
+class OpenAiBody(SamplingBody, RequestFields):
     """The fields that `/v1/completions` and `/v1/chat/completions` share."""
 
     ignored: ClassVar = SamplingBody.ignored | OPENAI_ACCOUNTING | {"metadata": "it belongs to stored completions"}
@@ -272,15 +290,7 @@ class OpenAiBody(SamplingBody, KvFields):
         "return_hidden_states": (None, False),
     }
 
-    model: str | None = None
-    request_id: str | None = Field(None, min_length=1, max_length=128)
-    priority: Int32 = 0
-    cache_salt: CacheSalt | None = None
-    stream: bool = False
-    stream_options: StreamOptionsField = StreamOptions()
-    return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    return_weight_versions: bool = False
     add_special_tokens: bool = True
     response_format: dict[str, Any] | None = None
 

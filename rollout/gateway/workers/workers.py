@@ -13,7 +13,7 @@ import asyncio
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
@@ -21,13 +21,70 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway.http.http_errors import HttpError, Names, from_worker
-from rollout.gateway.workers.request_ids import PREFIXES, RequestIds
+from rollout.gateway.http.http_errors import HttpError, Names, bad_request, from_worker
 from rollout.gateway.workers.worker_watch import WatchedWorker, WorkerWatch
 from trainer_bridge.client.asynchronous import AsyncRolloutClient, AsyncStream
 from trainer_bridge.client.media import MediaItem, MediaPrompt
 from trainer_bridge.client.results import Chunk, GenerateResult
-from trainer_bridge.wire.errors import NotFound, RolloutError, Unavailable
+from trainer_bridge.wire.errors import NotFound, RolloutError, Unavailable, with_endpoint
+
+_MOST = 16_384  # ids at workers that are known; a worker knows as many
+#: Prefixes that the gateway adds to a client's id of a request.
+PREFIXES = ("cmpl-", "chatcmpl-", "msg_", "resp_")
+
+#: Ids at the workers, and the number of completions of each, in the order of the prompts.
+Parts = tuple[tuple[str, int], ...]
+
+
+class RequestIds:
+    """Ids at the workers, by the id that the client knows; the oldest is forgotten first."""
+
+    def __init__(self) -> None:
+        self._parts: OrderedDict[str, Parts] = OrderedDict()
+        self._count = 0  # ids at workers
+
+    @contextmanager
+    def note(self, known_id: str, parts: Sequence[tuple[str, int]]) -> Iterator[None]:
+        """A request is sent in this block. If it is refused, an earlier one with its id is known again."""
+        earlier, mine = self._parts.get(known_id), tuple(parts)
+        self._keep(known_id, mine)
+        try:
+            yield
+        except HttpError as error:
+            if earlier is not None and error.status < 500 and self._parts.get(known_id) is mine:
+                self._keep(known_id, earlier)
+            raise
+
+    def worker_fork(self, fork: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A fork as the workers know it: `index` counts the choices of an answer. Raises `HttpError`."""
+        known_id = fork.get("request")
+        if known_id is None:
+            return fork
+        parts, index = self._find(known_id), fork["index"]
+        for request_id, n in parts:
+            if index < n:
+                return {**fork, "request": request_id, "index": index}
+            index -= n
+        count = sum(n for _, n in parts)
+        raise bad_request(f"the request has {count} choices; use an index below that", "fork.index")
+
+    def _keep(self, known_id: str, parts: Parts) -> None:
+        self._count += len(parts) - len(self._parts.pop(known_id, ()))
+        self._parts[known_id] = parts
+        while self._count > _MOST and len(self._parts) > 1:
+            self._count -= len(self._parts.popitem(last=False)[1])
+
+    def _find(self, known_id: str) -> Parts:
+        """The parts of a request; its id may lack the prefix that the gateway put in front."""
+        for name in (known_id, *(f"{prefix}{known_id}" for prefix in PREFIXES)):
+            if name in self._parts:
+                return self._parts[name]
+        raise HttpError(
+            404,
+            f"this gateway does not know the request {known_id!r} (any more): send the tokens as a prompt",
+            "fork.request",
+        )
+
 
 #: Seconds within which a worker must tell its status before and after an order.
 STATUS_S = 5.0
@@ -173,6 +230,14 @@ class Workers:
     async def known(self, fresh: bool = False) -> list[dict[str, Any]]:
         """The statuses of the workers that answer. Raises `Unavailable` if none does."""
         return _statuses(await self.states(fresh))
+
+    def health(self) -> dict[str, Any]:
+        """The state of all workers. Raises `HttpError` (503) if none is in order with the fleet's weights."""
+        states = self.watch.states()
+        problems = {state.endpoint: state.problem for state in states if state.problem}
+        if len(problems) == len(states):
+            raise HttpError(503, "; ".join(with_endpoint(*problem) for problem in problems.items()))
+        return {"status": "ok", "workers": len(states), "unhealthy": problems, "min_version": self.watch.floor(states)}
 
     @property
     def model_path(self) -> str:

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from rollout.config.gateway_settings import LogprobMode
+from rollout.gateway.answers.answer_facts import fault, finish_reason, version_runs
 from rollout.gateway.answers.logprobs import finite, sampled
-from rollout.gateway.dialects.answer_facts import fault, finish_reason, version_runs
-from rollout.gateway.dialects.tinker.bodies import SampleBody
-from rollout.gateway.dialects.tinker.target_tokens import TargetTokens
+from rollout.gateway.dialects.tinker.bodies import SampleBody, TargetTokens
 from rollout.gateway.http.http_errors import HttpError
 from trainer_bridge.client.results import Completion, GenerateResult
 

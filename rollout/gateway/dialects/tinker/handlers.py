@@ -9,9 +9,6 @@ from typing import Any
 
 from starlette.responses import Response
 
-from rollout.gateway.dialects import health as gateway_health
-from rollout.gateway.dialects.call import Call
-from rollout.gateway.dialects.handling import Gateway, HttpRequest
 from rollout.gateway.dialects.tinker.answers import SampleAnswer
 from rollout.gateway.dialects.tinker.bodies import (
     NAMES,
@@ -23,9 +20,11 @@ from rollout.gateway.dialects.tinker.bodies import (
     SessionBody,
     TinkerPrompt,
 )
-from rollout.gateway.dialects.tinker.sessions import TinkerSampler
+from rollout.gateway.dialects.tinker.sessions import TinkerSampler, TinkerSessions
 from rollout.gateway.http.http_errors import HttpError, bad_request
 from rollout.gateway.http.json_text import json_text
+from rollout.gateway.requests.call import Call
+from rollout.gateway.requests.http_request import Endpoint, Gateway, HttpRequest
 from rollout.gateway.workers.workers import TokenRequest
 
 _POLL_S = 20.0  # clients wait 45 s for an answer
@@ -41,7 +40,7 @@ _AGAIN = frozenset((429, 502, 503, 504))
 
 async def healthz(request: HttpRequest[Any]) -> dict[str, Any]:
     """Answer as `/health`."""
-    await gateway_health.health(request)
+    request.gateway.workers.health()
     return {"status": "ok"}
 
 
@@ -74,24 +73,24 @@ async def telemetry(request: HttpRequest[Any]) -> dict[str, Any]:
 
 async def create_session(request: HttpRequest[Any]) -> dict[str, Any]:
     """Begin a session. It ends 120 s after its client's last heartbeat or other request."""
-    return {"type": "create_session", "session_id": request.gateway.tinker.create()}
+    return {"type": "create_session", "session_id": _sessions(request).create()}
 
 
 async def heartbeat(request: HttpRequest[SessionBody]) -> dict[str, Any]:
     """Keep a session; 410 if it has ended."""
-    request.gateway.tinker.seen(request.body.session_id)
+    _sessions(request).seen(request.body.session_id)
     return {"type": "session_heartbeat"}
 
 
 async def finish_session(request: HttpRequest[Any]) -> dict[str, Any]:
     """End a session and its requests."""
-    request.gateway.tinker.end(request.parts["session"])
+    _sessions(request).end(request.parts["session"])
     return {}
 
 
 async def create_sampler(request: HttpRequest[SamplerBody]) -> dict[str, Any]:
     """Make a sampler for the model (`base_model`) or for a loaded adapter (`model_path`)."""
-    body, sessions = request.body, request.gateway.tinker
+    body, sessions = request.body, _sessions(request)
     sessions.seen(body.session_id)
     adapter = await _adapter(request.gateway, body.base_model, body.model_path)
     name = f"{body.session_id}:{body.sampling_session_seq_id}"
@@ -101,14 +100,18 @@ async def create_sampler(request: HttpRequest[SamplerBody]) -> dict[str, Any]:
 
 async def join_sampler(request: HttpRequest[JoinBody]) -> dict[str, Any]:
     """Give a number to one more client of a sampler."""
-    number = request.gateway.tinker.join(request.body.sampling_session_id)
+    number = _sessions(request).join(request.body.sampling_session_id)
     return {"type": "join_sampling_session", "client_counter": number}
 
 
 async def sampler(request: HttpRequest[Any]) -> dict[str, Any]:
     """Tell the model of a sampler."""
-    found = request.gateway.tinker.sampler(request.parts["sampler"])
+    found = _sessions(request).sampler(request.parts["sampler"])
     return {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.model_path}
+
+
+def _sessions(request: HttpRequest[Any]) -> TinkerSessions[SampleAnswer]:
+    return request.gateway.state(TinkerSessions)
 
 
 async def _adapter(gateway: Gateway, base_model: str | None, model_path: str | None) -> str | None:
@@ -138,7 +141,7 @@ async def _adapter(gateway: Gateway, base_model: str | None, model_path: str | N
 async def sample(request: HttpRequest[SampleBody]) -> dict[str, Any]:
     """Begin to sample, and return the id of the request. The same `seq_id` again names the same request."""
     body, gateway = request.body, request.gateway
-    sessions = gateway.tinker
+    sessions = _sessions(request)
     if body.sampling_session_id is None:
         adapter, session = await _adapter(gateway, body.base_model, body.model_path), None
         name = None
@@ -163,7 +166,7 @@ async def retrieve(request: HttpRequest[ResultBody]) -> Response:
     failed has status 200 and an `error`.
     """
     name = request.body.request_id
-    answer: SampleAnswer | HttpError | None = await request.gateway.tinker.ended(name, _POLL_S)
+    answer: SampleAnswer | HttpError | None = await _sessions(request).ended(name, _POLL_S)
     if answer is None:
         return _json(_waiting(request.gateway, name), 408)
     if isinstance(answer, HttpError):
@@ -175,7 +178,7 @@ async def retrieve(request: HttpRequest[ResultBody]) -> Response:
 
 async def cancel(request: HttpRequest[ResultBody]) -> dict[str, Any]:
     """End a request and forget its result."""
-    request.gateway.tinker.cancel(request.body.request_id)
+    _sessions(request).cancel(request.body.request_id)
     return {}
 
 
@@ -225,3 +228,21 @@ def _waiting(gateway: Gateway, name: str) -> dict[str, Any]:
 
 def _json(value: dict[str, Any], status: int = 200) -> Response:
     return Response(json_text(value), status, media_type="application/json")
+
+
+ENDPOINTS = (
+    Endpoint("GET /api/v1/healthz", "Tinker", healthz),
+    Endpoint("GET /api/v1/get_server_capabilities", "Tinker", capabilities),
+    Endpoint("POST /api/v1/client/config", "Tinker", client_config),
+    Endpoint("POST /api/v1/client/dynamic_config", "Tinker", client_dynamic_config),
+    Endpoint("POST /api/v1/telemetry", "Tinker", telemetry),
+    Endpoint("POST /api/v1/create_session", "Tinker", create_session),
+    Endpoint("POST /api/v1/session_heartbeat", "Tinker", heartbeat, SessionBody),
+    Endpoint("POST /api/v1/sessions/{session}/finish", "Tinker", finish_session),
+    Endpoint("POST /api/v1/create_sampling_session", "Tinker", create_sampler, SamplerBody),
+    Endpoint("POST /api/v1/join_sampling_session", "Tinker", join_sampler, JoinBody),
+    Endpoint("GET /api/v1/samplers/{sampler}", "Tinker", sampler),
+    Endpoint("POST /api/v1/asample", "Tinker", sample, SampleBody),
+    Endpoint("POST /api/v1/retrieve_future", "Tinker", retrieve, ResultBody, for_client=True),
+    Endpoint("POST /api/v1/cancel_future", "Tinker", cancel, ResultBody),
+)

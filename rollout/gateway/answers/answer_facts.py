@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from rollout.gateway.answers.logprobs import prompt_entries
-from rollout.gateway.dialects.handling import Gateway
 from rollout.gateway.http.http_errors import HttpError, bad_request
-from rollout.gateway.prompts.sampling import SamplingBody, StreamOptions
+from rollout.gateway.prompts.sampling import RequestFields, SamplingBody
+from rollout.gateway.prompts.tokenizer import GatewayTokenizer
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
 
@@ -38,14 +38,11 @@ def prompt_ids(request: TokenRequest, result: GenerateResult) -> list[int]:
     return request.prompt if result.prompt_token_ids is None else result.prompt_token_ids.tolist()
 
 
-def check_fork(stream: bool, ids: bool, options: StreamOptions) -> None:
-    """Refuse what a stream would need of continued tokens before they are known, at its end. Raises `HttpError`.
-
-    `ids`: the stream has the token ids of the prompt.
-    """
-    if stream and ids:
+def check_fork(body: RequestFields) -> None:
+    """Refuse what a stream would need of continued tokens before they are known, at its end. Raises `HttpError`."""
+    if body.stream and body.return_token_ids:
         raise bad_request("a stream has no ids of tokens that are continued; remove 'stream'", "return_token_ids")
-    if stream and options.continuous_usage_stats:
+    if body.stream and body.stream_options.continuous_usage_stats:
         message = "the number of continued tokens is known at the end only; use 'include_usage' alone"
         raise bad_request(message, "stream_options.continuous_usage_stats")
 
@@ -75,6 +72,14 @@ def end_facts(part: Completion, body: SamplingBody) -> dict[str, Any]:
     return facts if failed is None else facts | {"error": str(failed)}
 
 
+def choice_facts(part: Completion, sampling: SamplingBody, body: RequestFields, start: int) -> dict[str, Any]:
+    """The fields of a choice, or of its new tokens from `start` on, that OpenAI's and vLLM's answers share."""
+    facts = end_facts(part, sampling)
+    if body.return_token_ids:
+        facts["token_ids"] = part.token_ids.tolist()
+    return facts | {"weight_versions": version_runs(part, start)} if body.return_weight_versions else facts
+
+
 def finish_reason(completion: Completion) -> str | None:
     """The finish reason of a completion, in vLLM's words; None while it continues."""
     if fault(completion) is not None:
@@ -94,12 +99,12 @@ def version_runs(part: Completion, start: int = 0) -> list[dict[str, int]]:
 
 
 async def prompt_facts(
-    gateway: Gateway, prompt: list[int], result: GenerateResult, most: int | None, versions: bool, ids: bool
+    text: GatewayTokenizer, prompt: list[int], result: GenerateResult, body: RequestFields, most: int | None
 ) -> dict[str, Any]:
     """Fields of an answer about its prompt: log-probs with the `most` likeliest tokens, their version, token ids."""
     facts: dict[str, Any] = {}
     if most is not None:
-        facts["prompt_logprobs"] = await prompt_entries(prompt, result, most, gateway.model.text.token_bytes)
-    if versions and result.prompt_version is not None:
+        facts["prompt_logprobs"] = await prompt_entries(prompt, result, most, text.token_bytes)
+    if body.return_weight_versions and result.prompt_version is not None:
         facts["prompt_weight_version"] = result.prompt_version
-    return facts | {"prompt_token_ids": prompt} if ids else facts
+    return facts | {"prompt_token_ids": prompt} if body.return_token_ids else facts

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.gateway.dialects.answer_facts import fault, usage
-from rollout.gateway.dialects.handling import Gateway
+from rollout.gateway.answers.answer_facts import fault, usage
 from rollout.gateway.http.event_stream import merged
 from rollout.gateway.prompts.sampling import StreamOptions
+from rollout.gateway.requests.http_request import Gateway
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.asynchronous import AsyncStream
 from trainer_bridge.client.results import Chunk, GenerateResult

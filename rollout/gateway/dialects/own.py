@@ -1,4 +1,4 @@
-"""The endpoints about the gateway itself: health, model, configuration and metrics."""
+"""The gateway's own endpoints: health, models, configuration, metrics, the tokens of sessions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 from starlette.responses import PlainTextResponse, Response
 
 from rollout import __version__
-from rollout.gateway.dialects.answer_facts import now
-from rollout.gateway.dialects.handling import Gateway, HttpRequest
+from rollout.gateway.answers.answer_facts import now
+from rollout.gateway.http.event_stream import json_answer
 from rollout.gateway.http.http_errors import HttpError
-from trainer_bridge.wire.errors import with_endpoint
+from rollout.gateway.http.json_text import Json, json_text
+from rollout.gateway.requests.http_request import Endpoint, Gateway, HttpRequest
 
 _PING_S = 10.0
 _LOGPROB_MODES = {"policy": "policy_logprobs", "processed": "processed_logprobs", "raw": "raw_logprobs"}
@@ -20,18 +21,13 @@ _LOGPROB_MODES = {"policy": "policy_logprobs", "processed": "processed_logprobs"
 
 async def health(request: HttpRequest[Any]) -> dict[str, Any]:
     """Return 200 if a worker is in order and has the fleet's weights; otherwise 503 with the reasons."""
-    watch = request.gateway.workers.watch
-    states = watch.states()
-    problems = {state.endpoint: state.problem for state in states if state.problem}
-    if len(problems) == len(states):
-        raise HttpError(503, "; ".join(with_endpoint(*problem) for problem in problems.items()))
-    return {"status": "ok", "workers": len(states), "unhealthy": problems, "min_version": watch.floor(states)}
+    return request.gateway.workers.health()
 
 
 async def health_generate(request: HttpRequest[Any]) -> dict[str, Any]:
     """Check like `/health`, and wait until the loop of every healthy worker has answered."""
-    answer = await health(request)
     workers = request.gateway.workers
+    answer = workers.health()
     well = [state.endpoint for state in workers.watch.states() if not state.problem]
     await asyncio.gather(*(workers.pool.control("ping", endpoint=each, timeout_s=_PING_S) for each in well))
     return answer
@@ -157,3 +153,51 @@ def _card(name: str, root: str, parent: str | None, context: int) -> dict[str, A
         "parent": parent,
         "max_model_len": context,
     }
+
+
+async def read(request: HttpRequest[Any]) -> Response:
+    """Return the turns of a session and its branches: token ids, masks, log-probs and weights versions."""
+    session, gateway = _session(request), request.gateway
+    found = gateway.trajectories.get(session)
+    if found is None:
+        raise _unknown(session)
+    head = {"session": session, "model": gateway.model.names[0], "logprobs": gateway.settings.logprobs}
+    snapshot = found.copy()  # it may grow while the text is made
+    return json_answer(Json(await asyncio.to_thread(lambda: json_text(head | snapshot.shown()))))
+
+
+async def delete(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Forget the tokens of a session."""
+    session = _session(request)
+    if not request.gateway.trajectories.drop(session):
+        raise _unknown(session)
+    return {"session": session, "deleted": True}
+
+
+def _session(request: HttpRequest[Any]) -> str:
+    """The session that the path names, or the one that holds the stored response of this id."""
+    name = request.parts["session"]
+    stored = request.gateway.responses.get(name)
+    return name if stored is None else stored.trajectory
+
+
+def _unknown(session: str) -> HttpError:
+    return HttpError(
+        404,
+        f"no tokens are kept of the session {session!r:.200}: it is unknown, older than --session-s, or dropped "
+        "because of --max-kept-bytes",
+        "session",
+    )
+
+
+ENDPOINTS = (
+    Endpoint("GET /health", "vLLM", health),
+    Endpoint("GET /health_generate", "SGLang", health_generate),
+    Endpoint("GET|POST /ping", "vLLM", ping),
+    Endpoint("GET /version", "vLLM", version),
+    Endpoint("GET /v1/models", "OpenAI", models),
+    Endpoint("GET /metrics", "vLLM", metrics),
+    Endpoint("GET /server_info /get_server_info", "vLLM", server_info),
+    Endpoint("GET /v1/trajectories/{session:path}", "rollout", read),
+    Endpoint("DELETE /v1/trajectories/{session:path}", "rollout", delete),
+)

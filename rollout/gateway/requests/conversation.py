@@ -11,19 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from rollout.gateway.answers.answer_facts import fault, finish_reason, now
 from rollout.gateway.answers.logprobs import sampled
 from rollout.gateway.answers.text_pieces import text_pieces, worker_decodes
 from rollout.gateway.answers.views import CompletionViews
-from rollout.gateway.dialects.answer_facts import fault, finish_reason, now
-from rollout.gateway.dialects.call import Call
-from rollout.gateway.dialects.chat_body import ChatBody
-from rollout.gateway.dialects.handling import Gateway, HttpRequest
 from rollout.gateway.formats.format_chooser import SearchedRegions
 from rollout.gateway.formats.segments import AnswerPiece, Segments
 from rollout.gateway.history.trajectories import AnswerTokens, Beginning, reasoning_of, text_of
 from rollout.gateway.http.http_errors import bad_request
 from rollout.gateway.prompts.chat_messages import RenderedChat, render_chat
-from rollout.gateway.prompts.tool_choice import call_constraint
+from rollout.gateway.requests.call import Call
+from rollout.gateway.requests.chat_body import ChatBody, call_constraint
+from rollout.gateway.requests.http_request import Gateway, HttpRequest
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion
 

@@ -6,12 +6,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from rollout.gateway.dialects import process_groups
-from rollout.gateway.dialects.handling import HttpRequest
-from rollout.gateway.dialects.process_group_bodies import FinishBody, StartBody
-from rollout.gateway.dialects.shared_admin import UpdateBody
-from rollout.gateway.http.bodies import Body, Query
+from rollout.gateway.http.bodies import Body, EmptyBody, Query
 from rollout.gateway.http.http_errors import HttpError, bad_request
+from rollout.gateway.requests import admin, process_groups
+from rollout.gateway.requests.http_request import Endpoint, HttpRequest
 
 
 async def pause_and_abort(request: HttpRequest[Any]) -> None:
@@ -53,15 +51,15 @@ async def collective_rpc(request: HttpRequest[RpcBody]) -> dict[str, Any]:
     match body.method:
         case "update_weights_from_path":
             fields = {**body.kwargs, **({"weight_dir": body.args[0]} if len(body.args) == 1 else {})}
-            folder, field = UpdateBody.take(fields, "kwargs.").folder
+            folder, field = admin.UpdateBody.take(fields, "kwargs.").folder
             result = await gateway.orders.update_from_folder(folder, None, field)
         case "skyrl_start_weight_update":
-            await process_groups.start(request.with_body(StartBody.take(body.kwargs, "kwargs.")))
+            await process_groups.start(request.with_body(process_groups.StartBody.take(body.kwargs, "kwargs.")))
         case "update_weights_nccl":
             info = UpdateInfoBody.take(body.kwargs, "kwargs.").update_info
             await process_groups.receive_by_engine(gateway, info, "kwargs.")
         case "skyrl_finish_weight_update":
-            await process_groups.finish(request.with_body(FinishBody.take(body.kwargs, "kwargs.")))
+            await process_groups.finish(request.with_body(process_groups.FinishBody.take(body.kwargs, "kwargs.")))
         case "update_weights_ipc":
             raise HttpError(
                 501,
@@ -77,3 +75,18 @@ async def collective_rpc(request: HttpRequest[RpcBody]) -> dict[str, Any]:
         case method:
             raise bad_request(f"the method {method!r:.200} is unknown to this gateway", "method")
     return {"results": [result]}
+
+
+ENDPOINTS = (
+    Endpoint("POST /finish_session", "SkyRL", finish_session, SessionQuery),
+    Endpoint("POST /skyrl/v1/load_lora_adapter", "SkyRL", admin.load_adapter, admin.ReplacingAdapterBody),
+    Endpoint("POST /collective_rpc", "SkyRL", collective_rpc, RpcBody),
+    Endpoint("POST /load_lora_adapter", "prime-rl", admin.load_adapter, admin.ReplacingAdapterBody),
+    Endpoint("POST /init_broadcaster", "prime-rl", process_groups.refuse),
+    Endpoint("POST /areal_pause_generation", "AReaL", pause_and_abort, None, {"status": "paused"}, for_client=True),
+    Endpoint("POST /areal_continue_generation", "AReaL", admin.continue_generation, answer=admin.CONTINUED),
+    Endpoint("POST /areal_update_weights", "AReaL", admin.update_weights, admin.UpdateBody),
+    Endpoint("POST /areal_init_weights_update_group", "AReaL", process_groups.join, process_groups.GroupBody),
+    Endpoint("POST /areal_set_update_weight_meta", "AReaL", process_groups.announce, process_groups.TensorsBody),
+    Endpoint("POST /areal_update_weights_xccl", "AReaL", process_groups.update_announced, EmptyBody),
+)

@@ -1,6 +1,6 @@
-"""vLLM's `/inference/v1/generate`, and SkyRL's `/skyrl/v1/generate`: token ids in, token ids out.
+"""vLLM's dialect: token ids in, token ids out; `/tokenize`; the admin endpoints.
 
-Answers have no text. Tokens are named `token_id:N`, and have the integer as `token_id`.
+Answers of `/inference/v1/generate` have no text. Tokens are named `token_id:N`, and have the integer as `token_id`.
 """
 
 from __future__ import annotations
@@ -15,31 +15,25 @@ from pydantic import Field
 
 from rollout.config.gateway_settings import ExpertFormat
 from rollout.gateway.answers import routed_experts
-from rollout.gateway.answers.logprobs import LogprobFormat
-from rollout.gateway.dialects.answer_facts import (
+from rollout.gateway.answers.answer_facts import (
     check_fork,
-    end_facts,
+    choice_facts,
     prompt_facts,
     prompt_ids,
     usage,
-    version_runs,
 )
-from rollout.gateway.dialects.call import Call, StreamedChunk
-from rollout.gateway.dialects.handling import HttpRequest
-from rollout.gateway.http.bodies import Body
+from rollout.gateway.answers.logprobs import LogprobFormat
+from rollout.gateway.http.bodies import Body, Query, Truth
 from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.orders.worker_orders import PauseMode
+from rollout.gateway.prompts.chat_messages import Rendering, render_chat
 from rollout.gateway.prompts.chosen_tokens import ChosenTokens
-from rollout.gateway.prompts.kv_hints import ForkField, KvFields
-from rollout.gateway.prompts.sampling import (
-    MAX_TOKEN_ID,
-    MAX_TOP,
-    CacheSalt,
-    Int32,
-    SamplingBody,
-    StreamOptions,
-    StreamOptionsField,
-    TokenId,
-)
+from rollout.gateway.prompts.kv_hints import ForkField
+from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, MAX_TOP, RequestFields, SamplingBody, TokenId
+from rollout.gateway.requests import admin, process_groups
+from rollout.gateway.requests.call import Call, StreamedChunk
+from rollout.gateway.requests.chat_body import Tool
+from rollout.gateway.requests.http_request import Endpoint, HttpRequest
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.media import MediaItem
 from trainer_bridge.client.results import Completion
@@ -68,7 +62,7 @@ class GenerateParams(SamplingBody):
     routed_experts_prompt_start: int = Field(0, ge=0, le=MAX_TOKEN_ID)
 
 
-class GenerateBody(KvFields, ForkField):
+class GenerateBody(RequestFields, ForkField):
     """The body of `/inference/v1/generate`."""
 
     switched_off: ClassVar = {
@@ -81,14 +75,6 @@ class GenerateBody(KvFields, ForkField):
     token_ids: list[TokenId] = []
     media: list[dict[str, Any]] = []
     sampling_params: dict[str, Any] = {}
-    model: str | None = None
-    request_id: str | None = Field(None, min_length=1, max_length=128)
-    stream: bool = False
-    stream_options: StreamOptionsField = StreamOptions()
-    priority: Int32 = 0
-    cache_salt: CacheSalt | None = None
-    return_token_ids: bool = False
-    return_weight_versions: bool = False
 
 
 class MediaBody(Body):
@@ -147,13 +133,12 @@ async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None
         raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
     fields = params.worker_fields("sampling_params.") | gateway.thinking_fields(params, "sampling_params.") | place
     if body.fork is not None:
-        check_fork(body.stream, body.return_token_ids, body.stream_options)
+        check_fork(body)
         fields["return_prompt_ids"] = body.return_token_ids or params.prompt_logprobs is not None
     if chosen is not None:
         scored = chosen.rows if params.prompt_logprobs is None else len(body.token_ids)
         fields |= {"prompt_logprobs_last": scored, "prompt_logprob_token_ids": chosen.worker_ids(scored)}
-    fields |= {"adapter": await gateway.adapter_of(body.model), "priority": -body.priority}
-    fields["cache_salt"] = body.cache_salt
+    fields |= await gateway.request_fields(body)
     fields |= {"logprobs": params.logprobs or 0, "return_routing": "all" if show is not None else False}
     request_id = request.id("", body.request_id)
     names = params.worker_names("token_ids", "sampling_params.")
@@ -211,12 +196,11 @@ class _Answer:
             "usage": usage([result]),
             **scores,
         } | await prompt_facts(
-            self._call.gateway,
+            self._call.gateway.model.text,
             prompt_ids(self._call.requests[0], result),
             result,
+            body,
             self._params.prompt_logprobs,
-            body.return_weight_versions,
-            body.return_token_ids,
         )
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -236,10 +220,184 @@ class _Answer:
             "index": part.index,
             "token_ids": part.token_ids.tolist(),
             "logprobs": None if self._logprobs is None else self._logprobs.content(part),
-            **end_facts(part, self._params),
+            **choice_facts(part, self._params, self._body, start),
         }
         if self._show is not None:
             choice["routed_experts"] = self._show(part, self._params.routed_experts_prompt_start)
-        if self._body.return_weight_versions:
-            choice["weight_versions"] = version_runs(part, start)
         return choice
+
+
+class TokenizeBody(Body):
+    """The body of `/tokenize`: a text, or a conversation."""
+
+    switched_off: ClassVar = {"return_token_strs": (None, False)}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class DetokenizeBody(Body):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+async def tokenize(request: HttpRequest[TokenizeBody]) -> dict[str, Any]:
+    """Return the token ids of a text or of a conversation."""
+    body, gateway, model = request.body, request.gateway, request.gateway.model
+    await gateway.adapter_of(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("send exactly one of 'prompt' and 'messages'", "prompt")
+    if body.prompt is not None:
+        ids = await model.text.encode(body.prompt, body.add_special_tokens is not False)
+    else:
+        options = dict(body.chat_template_kwargs) | {"add_generation_prompt": body.add_generation_prompt}
+        if body.continue_final_message:
+            options["continue_final_message"] = True
+        how = Rendering(body.tools or None, options, body.chat_template, bool(body.add_special_tokens))
+        ids = (await render_chat(model, body.messages or [], how)).token_ids
+    return {"count": len(ids), "max_model_len": model.context_tokens, "tokens": ids, "token_strs": None}
+
+
+async def detokenize(request: HttpRequest[DetokenizeBody]) -> dict[str, Any]:
+    """Return the text of token ids, special tokens included."""
+    await request.gateway.adapter_of(request.body.model)
+    return {"prompt": await request.gateway.model.text.decode(request.body.tokens)}
+
+
+# --- pauses and sleep -------------------------------------------------------------------------------------------------
+
+
+class PauseQuery(Query):
+    """The parameters of `/pause`."""
+
+    mode: str = "abort"
+    clear_cache: str = ""
+    wait_for_inflight_requests: Truth = False
+
+    @property
+    def order(self) -> PauseMode:
+        """The mode of the pause. Raises `HttpError` for an unknown one."""
+        modes: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
+        mode = "wait" if self.wait_for_inflight_requests else self.mode
+        if mode not in modes:
+            raise bad_request("use abort, wait or keep", "mode")
+        return modes[mode]
+
+
+class SleepQuery(Query):
+    """The parameters of `/sleep`."""
+
+    level: Literal["0", "1", "2"] = "1"
+    mode: str = ""
+    tags: list[str] = []
+
+
+class WakeQuery(Query):
+    """The parameters of `/wake_up`."""
+
+    tags: list[str] = []
+
+
+async def resume(request: HttpRequest[Any]) -> None:
+    """End a pause."""
+    await request.gateway.orders.resume()
+
+
+async def is_paused(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Return whether a worker is paused."""
+    return {"is_paused": await request.gateway.orders.is_paused()}
+
+
+async def sleep(request: HttpRequest[SleepQuery]) -> None:
+    """Release the memory of the workers' devices. Level 0 only pauses."""
+    body = request.body
+    if body.level == "0":
+        await request.gateway.orders.pause("keep")
+    else:
+        await request.gateway.orders.sleep(int(body.level), body.tags or None)
+
+
+async def is_sleeping(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Return whether a worker sleeps."""
+    return {"is_sleeping": await request.gateway.orders.is_sleeping()}
+
+
+# --- requests, sessions, caches ---------------------------------------------------------------------------------------
+
+
+class AbortRequestsBody(Body):
+    """The body of `/abort_requests`; without ids all requests end."""
+
+    may_be_empty: ClassVar = True
+
+    request_ids: list[str] | None = None
+
+
+class ResetBody(Body):
+    """The body of `/reset_prefix_cache`."""
+
+    may_be_empty: ClassVar = True
+    ignored: ClassVar = {"reset_running_requests": "see `engine.kv_on_swap`"}
+
+
+class WorldSizeQuery(Query):
+    """The parameters of `/get_world_size`."""
+
+    include_dp: str = ""
+
+
+async def abort_requests(request: HttpRequest[AbortRequestsBody]) -> dict[str, Any]:
+    """End requests with their tokens, by their ids, or all."""
+    ids = request.body.request_ids
+    targets = [None] if ids is None else ids
+    return {"aborted": sum([await request.gateway.orders.abort(target) for target in targets])}
+
+
+async def reset_prefix_cache(request: HttpRequest[ResetBody]) -> dict[str, Any]:
+    """No effect: `engine.max_kv_age` bounds the age of KV that is used."""
+    await request.gateway.workers.ask()
+    return {"success": True}
+
+
+async def get_world_size(request: HttpRequest[WorldSizeQuery]) -> dict[str, Any]:
+    """Count the workers: each is one rank."""
+    return {"world_size": len(request.gateway.workers.pool.endpoints)}
+
+
+async def weight_info(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Return the version that all workers have at least, as an integer."""
+    return {"weight_version": await request.gateway.orders.version()}
+
+
+ENDPOINTS = (
+    Endpoint("POST /inference/v1/generate", "vLLM", generate, GenerateBody, for_client=True),
+    Endpoint("POST /skyrl/v1/generate", "SkyRL", generate_with_experts, GenerateBody, for_client=True),
+    Endpoint("POST /tokenize", "vLLM", tokenize, TokenizeBody),
+    Endpoint("POST /detokenize", "vLLM", detokenize, DetokenizeBody),
+    Endpoint("GET /get_world_size", "vLLM", get_world_size, WorldSizeQuery),
+    Endpoint("POST /pause", "vLLM", admin.pause, PauseQuery, {"status": "paused"}, for_client=True),
+    Endpoint("POST /resume", "vLLM", resume, answer={"status": "resumed"}),
+    Endpoint("GET /is_paused", "vLLM", is_paused),
+    Endpoint("POST /sleep", "vLLM", sleep, SleepQuery),
+    Endpoint("POST /wake_up", "vLLM", admin.wake_up, WakeQuery),
+    Endpoint("GET /is_sleeping", "vLLM", is_sleeping),
+    Endpoint("POST /abort_requests", "vLLM", abort_requests, AbortRequestsBody),
+    Endpoint("POST /reset_prefix_cache", "vLLM", reset_prefix_cache, ResetBody),
+    Endpoint("POST /v1/load_lora_adapter", "vLLM", admin.load_adapter, admin.AdapterBody),
+    Endpoint("POST /v1/unload_lora_adapter", "vLLM", admin.unload_adapter, admin.AdapterBody),
+    Endpoint("POST /update_weights", "vLLM", admin.update_weights, admin.UpdateBody),
+    Endpoint("GET /weight_info", "vLLM", weight_info),
+    Endpoint("POST /init_weight_transfer_engine", "vLLM", process_groups.init_engine, process_groups.InitBody),
+    Endpoint("POST /start_weight_update", "vLLM", process_groups.start, process_groups.StartBody),
+    Endpoint("POST /finish_weight_update", "vLLM", process_groups.finish, process_groups.FinishBody),
+    Endpoint("POST /shutdown_weight_transfer_engine", "vLLM", process_groups.shut_engine_down),
+)

@@ -1,4 +1,4 @@
-"""SGLang's `/generate`, as slime uses it: texts or token ids.
+"""SGLang's dialect, as slime and routers use it: `/generate` and the admin endpoints.
 
 The answer to one prompt is an object, to several prompts or `n` > 1 a list of objects. Every event of a stream has the
 whole text up to this event, as in SGLang.
@@ -14,17 +14,19 @@ import numpy as np
 from pydantic import Field
 
 from rollout.gateway.answers import routed_experts
+from rollout.gateway.answers.answer_facts import REPETITION, end_facts, fault, prompt_ids
 from rollout.gateway.answers.logprobs import finite
 from rollout.gateway.answers.text_pieces import text_pieces, worker_decodes
 from rollout.gateway.answers.views import CompletionViews
-from rollout.gateway.dialects.answer_facts import REPETITION, end_facts, fault, prompt_ids
-from rollout.gateway.dialects.call import Call
-from rollout.gateway.dialects.handling import HttpRequest
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.orders.worker_orders import PauseMode
 from rollout.gateway.prompts.chosen_tokens import positions_of_sglang, rows_of_sglang
 from rollout.gateway.prompts.kv_hints import ForkField, KvFields
 from rollout.gateway.prompts.sampling import MAX_PROMPT_TOP, MAX_TOKEN_ID, Int32, SamplingBody, TokenId
+from rollout.gateway.requests import admin, process_groups
+from rollout.gateway.requests.call import Call
+from rollout.gateway.requests.http_request import Endpoint, HttpRequest
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
 from trainer_bridge.wire.prompt_tops import PromptTops
@@ -370,3 +372,108 @@ def _finish(completion: Completion, params: SglangParams) -> dict[str, Any] | No
             return {"type": "abort", "message": str(fault(completion))}
         case _:
             return {"type": "abort", "message": "the request was aborted"}
+
+
+class PauseBody(Body):
+    """The body of `/pause_generation`."""
+
+    may_be_empty: ClassVar = True
+
+    mode: str = "abort"
+
+    @property
+    def order(self) -> PauseMode:
+        """The mode of the pause. Raises `HttpError` for an unknown one."""
+        modes: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+        if self.mode not in modes:
+            raise bad_request(f"use {', '.join(modes)}", "mode")
+        return modes[self.mode]
+
+
+class AbortBody(Body):
+    """The body of `/abort_request`."""
+
+    ignored: ClassVar = {"abort_message": "for readers"}
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class MemoryBody(Body):
+    """The body of `/release_memory_occupation` and `/resume_memory_occupation`."""
+
+    may_be_empty: ClassVar = True
+
+    tags: list[str] | None = None
+
+
+async def abort(request: HttpRequest[AbortBody]) -> None:
+    """End one request with its tokens, or all."""
+    body = request.body
+    if not body.abort_all and not body.rid:
+        raise bad_request("name a request in 'rid', or set 'abort_all'", "rid")
+    await request.gateway.orders.abort(None if body.abort_all else body.rid)
+
+
+async def flush_cache(request: HttpRequest[Any]) -> str:
+    """No effect: `engine.max_kv_age` bounds the age of KV that is used."""
+    await request.gateway.workers.known(fresh=True)
+    return "Cache flushed: KV of older weights is used within engine.max_kv_age only.\n"
+
+
+async def release_memory(request: HttpRequest[MemoryBody]) -> None:
+    """Release the memory of the workers' devices. The workers keep a copy of the weights."""
+    await request.gateway.orders.sleep(1, request.body.tags)
+
+
+async def update_from_disk(request: HttpRequest[admin.UpdateBody]) -> dict[str, Any]:
+    """Update the weights from a folder."""
+    folder, field = request.body.folder
+    version = await request.gateway.orders.update_from_folder(folder, request.body.weight_version, field)
+    message = f"Succeeded to update model weights to version {version}."
+    return {"success": True, "message": message, "num_paused_requests": 0}
+
+
+async def weight_version(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Return the version that all workers have at least, as a string."""
+    return {"weight_version": str(await request.gateway.orders.version())}
+
+
+async def model_info(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Return the model and its weights version."""
+    path = request.gateway.workers.model_path
+    version = str(await request.gateway.orders.version())
+    names = {"model_path": path, "tokenizer_path": path, "served_model_name": request.gateway.model.names[0]}
+    return names | {"is_generation": True, "weight_version": version}
+
+
+async def loads(request: HttpRequest[Any]) -> dict[str, Any]:
+    """Count the running and the waiting completions of each worker."""
+    found = []
+    for rank, state in enumerate(await request.gateway.workers.states(fresh=True)):
+        if state.status is not None:
+            running, waiting = state.status["rows"]["running"], state.status["queue"]["waiting"]
+            counts = {"num_reqs": running + waiting, "num_running_reqs": running, "num_waiting_reqs": waiting}
+            found.append({"dp_rank": rank, **counts, "num_tokens": state.status["pages"]["used"]})
+    return {"loads": found, "dp_rank_count": len(found)}
+
+
+_PAUSED = {"message": "Generation paused successfully.", "status": "ok"}
+
+ENDPOINTS = (
+    Endpoint("POST /generate", "SGLang", generate, SglangBody, for_client=True),
+    Endpoint("GET /get_model_info /model_info", "SGLang", model_info),
+    Endpoint("GET /v1/loads /get_load", "SGLang", loads),
+    Endpoint("POST /pause_generation", "SGLang", admin.pause, PauseBody, _PAUSED, for_client=True),
+    Endpoint("POST /continue_generation", "SGLang", admin.continue_generation, answer=admin.CONTINUED),
+    Endpoint("POST /release_memory_occupation", "SGLang", release_memory, MemoryBody),
+    Endpoint("POST /resume_memory_occupation", "SGLang", admin.wake_up, MemoryBody),
+    Endpoint("POST /abort_request", "SGLang", abort, AbortBody),
+    Endpoint("GET|POST /flush_cache", "SGLang", flush_cache),
+    Endpoint("POST /update_weights_from_disk", "SGLang", update_from_disk, admin.UpdateBody),
+    Endpoint("GET /get_weight_version /weight_version", "SGLang", weight_version),
+    Endpoint("POST /init_weights_update_group", "SGLang", process_groups.join, process_groups.GroupBody),
+    Endpoint("POST /update_weights_from_distributed", "SGLang", process_groups.update, process_groups.TensorsBody),
+    Endpoint("POST /destroy_weights_update_group", "SGLang", process_groups.leave, process_groups.GroupNameBody),
+    Endpoint("POST /update_weights_from_tensor", "SGLang", process_groups.refuse),
+)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from rollout.gateway.answers.answer_facts import choice_facts, now, prompt_facts, usage
 from rollout.gateway.answers.views import CompletionViews
-from rollout.gateway.dialects.answer_facts import end_facts, now, prompt_facts, usage, version_runs
-from rollout.gateway.dialects.call import StreamedChunk
-from rollout.gateway.dialects.chat_body import ChatBody
-from rollout.gateway.dialects.conversation import Conversation, begin, prompt_of
-from rollout.gateway.dialects.handling import HttpRequest
 from rollout.gateway.formats.format_chooser import Formats
 from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.requests.call import StreamedChunk
+from rollout.gateway.requests.chat_body import ChatBody
+from rollout.gateway.requests.conversation import Conversation, begin, prompt_of
+from rollout.gateway.requests.http_request import Endpoint, HttpRequest
 from trainer_bridge.client.results import Completion
 
 
@@ -72,10 +72,8 @@ class _Answer:
                 shown["tool_calls"] = [call.shown() for call in piece.calls]
             choices.append({"index": completion.index, "message": shown, **self._facts(completion, views, 0)})
         answer = self._head | {"object": "chat.completion", "choices": choices, "usage": usage([result])}
-        body, prompt = self._body, self._request.prompt
-        return answer | await prompt_facts(
-            self._gateway, prompt, result, body.prompt_logprobs, body.return_weight_versions, body.return_token_ids
-        )
+        body, text = self._body, self._gateway.model.text
+        return answer | await prompt_facts(text, self._request.prompt, result, body, body.prompt_logprobs)
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of the stream."""
@@ -114,13 +112,15 @@ class _Answer:
         """The fields of a choice, or of its new tokens, apart from its text."""
         facts: dict[str, Any] = {
             "logprobs": self._logprobs.content(part) if self._body.logprobs else None,
-            **end_facts(part, self._body),
+            **choice_facts(part, self._body, self._body, start),
             **views.facts(part),
         }
         if facts["finish_reason"] == "stop" and views.calls:
             facts["finish_reason"] = "tool_calls"
-        if self._body.return_token_ids:
-            facts["token_ids"] = part.token_ids.tolist()
-        if self._body.return_weight_versions:
-            facts["weight_versions"] = version_runs(part, start)
         return facts
+
+
+ENDPOINTS = (
+    Endpoint("POST /v1/chat/completions", "OpenAI", complete_chat, ChatBody, for_client=True),
+    Endpoint("POST /v1/chat/completions/render", "vLLM", render, ChatBody),
+)

@@ -8,23 +8,22 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from rollout.gateway.answers.logprobs import LogprobFormat, TextOffsets
-from rollout.gateway.answers.text_pieces import text_pieces, worker_decodes
-from rollout.gateway.answers.views import CompletionViews
-from rollout.gateway.dialects.answer_facts import (
+from rollout.gateway.answers.answer_facts import (
     check_fork,
-    end_facts,
+    choice_facts,
     now,
     prompt_facts,
     prompt_ids,
     usage,
-    version_runs,
 )
-from rollout.gateway.dialects.call import Call, StreamedChunk
-from rollout.gateway.dialects.handling import HttpRequest
+from rollout.gateway.answers.logprobs import LogprobFormat, TextOffsets
+from rollout.gateway.answers.text_pieces import text_pieces, worker_decodes
+from rollout.gateway.answers.views import CompletionViews
 from rollout.gateway.http.http_errors import bad_request
 from rollout.gateway.prompts.kv_hints import ForkField
 from rollout.gateway.prompts.sampling import MAX_TOP, OpenAiBody, TokenId
+from rollout.gateway.requests.call import Call, StreamedChunk
+from rollout.gateway.requests.http_request import Endpoint, HttpRequest
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion
 
@@ -67,7 +66,7 @@ async def complete(request: HttpRequest[CompletionBody]) -> Any:
             raise bad_request(
                 "the gateway does not have the text that this request continues: use 'return_token_ids'", "echo"
             )
-        check_fork(body.stream, body.return_token_ids, body.stream_options)
+        check_fork(body)
         fields["return_prompt_ids"] = body.return_token_ids or body.prompt_logprobs is not None
     fields["logprobs"] = body.logprobs or 0
     if scored:
@@ -120,11 +119,8 @@ class _Answer:
                 if body.echo and self._logprobs is not None:
                     before = await asyncio.to_thread(self._logprobs.prompt_columns, request.prompt, result)
                     choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
-                versions, ids = body.return_weight_versions, body.return_token_ids
-                prompt = prompt_ids(request, result)
-                choices.append(
-                    choice | await prompt_facts(self._gateway, prompt, result, body.prompt_logprobs, versions, ids)
-                )
+                prompt, text = prompt_ids(request, result), self._gateway.model.text
+                choices.append(choice | await prompt_facts(text, prompt, result, body, body.prompt_logprobs))
         return self._head | {"choices": choices, "usage": usage(results)}
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -154,19 +150,16 @@ class _Answer:
         self, part: Completion, views: CompletionViews, index: int, start: int, offsets: TextOffsets
     ) -> dict[str, Any]:
         """A choice, or the new tokens of one."""
-        body = self._body
-        choice: dict[str, Any] = {
+        return {
             "index": index,
             "text": views.take(part).content,
             "logprobs": None if self._logprobs is None else self._logprobs.columns(part, offsets),
-            **end_facts(part, body),
+            **choice_facts(part, self._body, self._body, start),
             **views.facts(part),
         }
-        if body.return_token_ids:
-            choice["token_ids"] = part.token_ids.tolist()
-        if body.return_weight_versions:
-            choice["weight_versions"] = version_runs(part, start)
-        return choice
 
     def _views(self) -> CompletionViews:
         return CompletionViews(text_pieces(self._gateway.model.text, self._body, self._body.include_stop_str_in_output))
+
+
+ENDPOINTS = (Endpoint("POST /v1/completions", "OpenAI", complete, CompletionBody, for_client=True),)

@@ -1,4 +1,4 @@
-"""Admin endpoints that several dialects have, under names and answers of their own (`endpoints.py`)."""
+"""Admin endpoints that several dialects have, under names and answers of their own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from rollout.gateway.dialects import process_groups
-from rollout.gateway.dialects.handling import HttpRequest
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
+from rollout.gateway.requests import process_groups
+from rollout.gateway.requests.http_request import HttpRequest
+
+#: SGLang's answer to the end of a pause.
+CONTINUED = {"message": "Generation continued successfully.", "status": "ok"}
 
 
 async def pause(request: HttpRequest[Any]) -> None:
@@ -93,3 +96,10 @@ async def update_weights(request: HttpRequest[UpdateBody]) -> dict[str, Any]:
     folder, field = body.folder
     version = await request.gateway.orders.update_from_folder(folder, body.weight_version, field)
     return {"status": "ok", "success": True, "message": "Weights updated", "weight_version": version}
+
+
+async def continue_generation(request: HttpRequest[Any]) -> None:
+    """End a pause. An error while an update lacks tensors: no other call ends such an update."""
+    await request.gateway.group_updates.finish_waiting()
+    request.gateway.group_updates.check_whole()
+    await request.gateway.orders.resume()

@@ -1,31 +1,39 @@
-"""The argument of every handler: one request, read and checked, with the parts of the gateway that answer it."""
+"""What every dialect fills and gets: the rows of the table of endpoints, and the argument of their handlers.
+
+A handler gets an `HttpRequest` and returns what is answered:
+
+    None                  the row's `answer`; without one, status 200 and no body
+    a text                plain text
+    an async generator    a stream of events, one for each value
+    `NamedEvents`         a stream of named events
+    a `Response`          itself
+    another value         JSON
+"""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.answers.logprobs import LogprobFormat
-from rollout.gateway.dialects.process_group_bodies import TransferState
-from rollout.gateway.dialects.tinker.sessions import TinkerSessions
 from rollout.gateway.history.expiring_cache import ExpiringCache
-from rollout.gateway.history.responses import StoredResponse
-from rollout.gateway.history.trajectories import Trajectories
+from rollout.gateway.history.trajectories import StoredResponse, Trajectories
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import HttpError, bad_request
 from rollout.gateway.orders.group_updates import GroupUpdates
 from rollout.gateway.orders.worker_orders import WorkerOrders
 from rollout.gateway.prompts.gateway_model import GatewayModel
 from rollout.gateway.prompts.kv_hints import ForkField, KvFields
-from rollout.gateway.prompts.sampling import OpenAiBody, SamplingBody
+from rollout.gateway.prompts.sampling import OpenAiBody, RequestFields, SamplingBody
 from rollout.gateway.workers.workers import Workers
 
 _MAX_ID = 128
 B = TypeVar("B", bound=Body)
 C = TypeVar("C", bound=Body)
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +45,15 @@ class Gateway:
     model: GatewayModel
     orders: WorkerOrders
     group_updates: GroupUpdates
-    transfers: TransferState
     trajectories: Trajectories
     responses: ExpiringCache[StoredResponse]
-    tinker: TinkerSessions[Any]
+    #: What dialects keep between requests, by its class.
+    states: Mapping[type[Any], Any]
+
+    def state(self, kind: type[S]) -> S:
+        """The state of this class that a dialect keeps."""
+        found: S = self.states[kind]
+        return found
 
     async def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request names as its model, None for the model itself. Raises `HttpError` (404)."""
@@ -56,9 +69,12 @@ class Gateway:
 
     async def openai_fields(self, body: OpenAiBody) -> dict[str, Any]:
         """The arguments of `generate` for an OpenAI request, apart from log-probs."""
-        fields = body.worker_fields() | self.thinking_fields(body)
-        fields |= {"adapter": await self.adapter_of(body.model), "priority": -body.priority}
-        return fields | {"cache_salt": body.cache_salt}
+        return body.worker_fields() | self.thinking_fields(body) | await self.request_fields(body)
+
+    async def request_fields(self, body: RequestFields) -> dict[str, Any]:
+        """The arguments of `generate` about a request as a whole. Raises `HttpError`."""
+        adapter = await self.adapter_of(body.model)
+        return {"adapter": adapter, "priority": -body.priority, "cache_salt": body.cache_salt}
 
     def thinking_fields(self, body: SamplingBody, place: str = "") -> dict[str, Any]:
         """The arguments of `generate` for a request's budget of thoughts. Raises `HttpError`."""
@@ -128,3 +144,34 @@ class HttpRequest(Generic[B]):
         if len(found) > _MAX_ID:
             raise bad_request(f"send at most {_MAX_ID} characters", "X-Request-Id")
         return f"{prefix}{found}"
+
+
+Handler = Callable[[HttpRequest[Any]], Coroutine[Any, Any, Any]]
+Clients = Literal["OpenAI", "Anthropic", "rollout", "vLLM", "SGLang", "SkyRL", "prime-rl", "AReaL", "Tinker"]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One endpoint: `name` has its method, or two, then its path and the aliases of the path.
+
+    `clients`: the server or trainer whose clients call it. `takes`: the class of its JSON body, or of its URL's
+    parameters; None: neither is looked at. `answer`: what is answered if the handler returns None. `for_client`: the
+    work ends if the client leaves.
+    """
+
+    name: str
+    clients: Clients
+    handler: Handler
+    takes: type[Body] | None = None
+    answer: Any = None
+    for_client: bool = False
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods."""
+        return self.name.split()[0].split("|")
+
+    @property
+    def paths(self) -> list[str]:
+        """The path and its aliases."""
+        return self.name.split()[1:]
