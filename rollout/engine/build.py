@@ -187,8 +187,6 @@ def _host_features(executor: Executor, version: int, before: Seq[StepFeature]) -
 
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:
     """Raise ValueError if the settings ask for something that this model does not have."""
-    if engine.disk_kv_gib and model.spec.state_bytes(model.embed.dtype):
-        raise ValueError("disk_kv_gib keeps no states of linear attention, which this model has: set disk_kv_gib = 0")
     if isinstance(model, Decoder):
         if engine.speculation != "off" and any(isinstance(x.mixer, KimiDeltaSpec) for x in model.spec.layers):
             raise ValueError(

@@ -106,13 +106,16 @@ def allocate_host_states(site: Site) -> HostMemory:
 
 
 def open_disk(
-    engine: EngineSettings, model: LanguageModel, kv: KVCache, host: HostMemory, again: bool
+    engine: EngineSettings, model: LanguageModel, mover: PageMover | None, share: float, again: bool
 ) -> DiskPages | NoDisk:
-    """The folder for KV that leaves host memory, if there is one; `again`, after a fault, if it can still be used."""
-    if engine.disk_kv_folder is None or not engine.disk_kv_gib:
+    """The folder for what leaves the host memory of a mover, if there is one, with a share of `disk_kv_gib`.
+
+    `again`: after a fault, if it can still be used.
+    """
+    if engine.disk_kv_folder is None or not engine.disk_kv_gib or mover is None:
         return NO_DISK
-    identity = repr((model.spec, [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in kv.tensors])).encode()
-    most_bytes = int(engine.disk_kv_gib * 2**30)
+    host, most_bytes = mover.host_memory, int(share * engine.disk_kv_gib * 2**30)
+    identity = repr((model.spec, mover.forms)).encode()
     try:
         return DiskPages(engine.disk_kv_folder, most_bytes, identity, host.memory_of, host.page_bytes, host.pages)
     except ValueError as error:
@@ -127,7 +130,7 @@ def build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], to
     engine, step = site.settings.engine, executor.step
     host_kv, host_states = map(host_memory_of, executor.movers[:2])
     states = step.kv.states.layers
-    host = HostPageBooks(host_kv.pages, totals.kept)
+    host = HostPageBooks(host_kv.pages, host_kv.page_bytes, totals.kept, executor.movers.disk)
     places = engine.snapshot_places if states else 0
     known = host_kv.pages > 0 and engine.prefix_cache  # known pages are kept on the host, and so are states after them
     keeps = known and (not states or (places > 0 and host_states.pages > 0))
@@ -135,23 +138,12 @@ def build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], to
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
-    states_on_host = HostPageBooks(host_states.pages)
-    tier = HostTier(
-        pool,
-        host,
-        states_on_host,
-        sessions,
-        snapshots,
-        engine.page_size,
-        not keeps,
-        mirrors,
-        host_kv.page_bytes,
-        executor.movers.disk,
-    )
+    states_on_host = HostPageBooks(host_states.pages, host_states.page_bytes, None, executor.movers.state_disk)
+    tier = HostTier(sessions, host, states_on_host, not keeps, mirrors)
     size, known_after, max_age = engine.page_size, engine.prefix_cache, engine.max_kv_age
     if states:
         prefixes: Prefixes = StatePrefixes(pool, tier, size, known_after, sessions, max_age, snapshots)
     else:
         prefixes = Prefixes(pool, tier, size, known_after, sessions, max_age)
-    books = OffloadBooks(pool, engine.page_size, host, host_kv.page_bytes, states_on_host, mirrors, totals.offload)
+    books = OffloadBooks(pool, engine.page_size, host, states_on_host, mirrors, totals.offload)
     return PageAllocator(sessions, prefixes, books, mirrors)

@@ -21,7 +21,6 @@ from rollout.engine.build_kv import (
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.all import FEATURES, MakeFeature, MeasuresSteps
 from rollout.engine.kv.allocator import pages_for
-from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.page_mover import HostMemory, PageMover
 from rollout.engine.sizing import (
     DeviceMemory,
@@ -142,8 +141,7 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
     captured = engine.cuda_graphs and capturable(model)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else 0
     streams = Streams.make(device, [feature.name for feature in memory.features if feature.own_stream])
-    mover, state_mover = None, None
-    disk: DiskPages | NoDisk = NO_DISK
+    movers = Movers()
     again = memory.kv is not None
     graphs: DecodeGraphs = NO_GRAPHS
     try:
@@ -163,15 +161,19 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
         piece_bytes = int(engine.constants.host_kv_piece_mib * 2**20)
         if (host := memory.host_memory).pages:
             mover = PageMover(device, step.kv.tensors, host, piece_bytes, streams.compute, orders=orders)
+            movers = movers._replace(kv=mover)
         if (host := memory.host_states).pages:
             tensors = memory.states.tensors  # they are moved one at a time
-            state_mover = PageMover(device, tensors, host, 1, streams.compute, "state", orders)
-        disk = open_disk(engine, model, step.kv, memory.host_memory, again)
+            mover = PageMover(device, tensors, host, 1, streams.compute, "state", orders)
+            movers = movers._replace(states=mover)
+        share = memory.host_states.nbytes / max(1, memory.host_states.nbytes + memory.host_memory.nbytes)
+        movers = movers._replace(disk=open_disk(engine, model, movers.kv, 1 - share, again))
+        movers = movers._replace(state_disk=open_disk(engine, model, movers.states, share, again))
     except BaseException:
-        Executor(device, streams, step, graphs, Movers(mover, state_mover)).close()
+        Executor(device, streams, step, graphs, movers).close()
         raise
     rank = GroupRole(orders, not site.follows, engine.check_ranks and step.group.size > 1)
-    return Executor(device, streams, step, graphs, Movers(mover, state_mover, disk), rank)
+    return Executor(device, streams, step, graphs, movers, rank)
 
 
 def _shares_pages(site: Site) -> bool:

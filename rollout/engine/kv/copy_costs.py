@@ -18,6 +18,7 @@ class CopyCosts:
         self._copies: deque[float] = deque(maxlen=8)  # seconds a page; the first copies of a device are slow
         self._state_copies: deque[float] = deque(maxlen=8)  # seconds a state
         self._reads: deque[float] = deque(maxlen=8)  # seconds a page, from disk
+        self._state_reads: deque[float] = deque(maxlen=8)
         self._tokens = self._seconds = 0.0  # tokens and time of prompt steps; recent steps weigh more
 
     def copied(self, pages: int, seconds: float) -> None:
@@ -29,18 +30,19 @@ class CopyCosts:
         """Note the copy of a piece of this many states."""
         self._state_copies.append(seconds / states)
 
-    def read(self, seconds: float) -> None:
-        """Note the read of a page from disk."""
-        self._reads.append(seconds)
+    def read(self, seconds: float, state: bool) -> None:
+        """Note the read of a page, or of a state, from disk."""
+        (self._state_reads if state else self._reads).append(seconds)
 
     @property
     def disk_pays(self) -> bool:
         """Whether it is better to read a page from disk than to compute it."""
         return self._worth(self._reads, self._page_size)
 
-    def state_pays(self, tokens: int) -> bool:
-        """Whether it is better to copy a state than to compute that many tokens."""
-        return self.pays and self._worth(self._state_copies, tokens)
+    def state_pays(self, tokens: int, on_disk: bool) -> bool:
+        """Whether it is better to copy a state than to compute that many tokens; `on_disk`: to read it before."""
+        slowest = self._worth(self._state_reads, tokens) if on_disk else True
+        return slowest and self.pays and self._worth(self._state_copies, tokens)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Note the time of a step of prompts."""

@@ -1,7 +1,7 @@
 """KV pages in a folder on local disk: pages that leave host memory are written there, and read back on demand.
 
 Two threads write and read; no other thread waits for them. `HostTier` says what is written and read. A page is a file
-of its own, in a subfolder of this worker:
+of its own, in a subfolder of this worker. States of linear attention are pages of another folder:
 
     header     mark, identity of the model and of this worker's run, epoch of its weights, weights version, key, sizes
     digest     of header and content

@@ -4,7 +4,7 @@ A fetch brings the pages of one prefix that the pool lacks, and with states of l
 the state after it, and its half-full page. Sequences wait for it without a row or pages, and then find their prefix in
 the pool. A sequence that wants a page on its way waits for the same fetch (`of`).
 
-    to read      the page is on disk only: it is read to the host first
+    to read      the page or the state is on disk only: it is read to the host first
     queued       the page or the state is on the host; fetches take turns
     copying      `page_mover` copies it to its place on the device
     over         full pages are known at once, the end with the fetch
@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from rollout.engine.kv.copy_costs import CopyCosts
-from rollout.engine.kv.disk import DiskJob, DiskPages, NoDisk
+from rollout.engine.kv.disk import DiskJob
 from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.moves import Move
 from rollout.engine.kv.page_mirror import PageMirror
@@ -49,6 +49,7 @@ class FetchedMove(KnownMove):
     """A page or a state that a fetch brings."""
 
     fetch: Fetch
+    queued: _Queued
 
 
 @dataclass(eq=False, slots=True)
@@ -64,14 +65,22 @@ class Fetch:
 
 
 class _Queued:
-    """Moves whose page or state is on the host. Fetches take turns."""
+    """Moves of pages, or of states, that have not begun. Fetches take turns; reads from disk do not."""
 
     def __init__(self, host: HostPageBooks) -> None:
         self.host = host
+        self.to_read: deque[FetchedMove] = deque()
         self._of: OrderedDict[Fetch, deque[FetchedMove]] = OrderedDict()
 
+    def begin(self, move: FetchedMove) -> None:
+        """Queue a move, or its read from disk before that."""
+        if self.host.has(move.key, move.oldest):
+            self.add(move)
+        else:
+            self.to_read.append(move)
+
     def add(self, move: FetchedMove) -> None:
-        """Queue a move; its page or state stays on the host until the end of the copy."""
+        """Queue a move whose page or state is on the host, and stays there until the end of the copy."""
         move.host_place, move.oldest = self.host.begin_read(move.key)
         self._of.setdefault(move.fetch, deque()).append(move)
 
@@ -85,14 +94,18 @@ class _Queued:
             self._of[fetch] = queued
         return taken
 
-    def drain(self) -> list[FetchedMove]:
-        """Take all moves."""
+    def give_up_all(self) -> list[FetchedMove]:
+        """Take all moves that are queued or not read."""
         moves = [move for queued in self._of.values() for move in queued]
         self._of.clear()
+        for move in moves:
+            self.host.end_read(move.key, move.host_place)
+        moves += self.to_read
+        self.to_read.clear()
         return moves
 
     def __bool__(self) -> bool:
-        return bool(self._of)
+        return bool(self._of or self.to_read)
 
 
 class Fetches:
@@ -104,15 +117,13 @@ class Fetches:
         snapshots: Snapshots,
         host: HostPageBooks,
         host_states: HostPageBooks,
-        disk: DiskPages | NoDisk,
         costs: CopyCosts,
         mirrors: Seq[PageMirror] = (),
     ) -> None:
         self.oldest = 0  # oldest weights version of usable KV
         self._pool, self._snapshots = pool, snapshots
-        self._host, self._disk, self._costs, self._mirrors = host, disk, costs, mirrors
+        self._costs, self._mirrors = costs, mirrors
         self._of: dict[bytes, Fetch] = {}  # the fetches under way, by each key that they bring
-        self._to_read: deque[FetchedMove] = deque()
         self._pages, self._states = _Queued(host), _Queued(host_states)
         self._ended: list[Fetch] = []
 
@@ -141,22 +152,16 @@ class Fetches:
         """
         fetch = Fetch(prefix, end, state_place, [])
         for key, page in targets:
-            move = FetchedMove(page, -1, key, oldest, end if key == end.key else NO_POINT, fetch)
-            self._note(move)
-            if self._host.has(key, oldest):
-                self._pages.add(move)
-            else:
-                self._to_read.append(move)
+            self._begin(FetchedMove(page, -1, key, oldest, end if key == end.key else NO_POINT, fetch, self._pages))
         if end.key:
-            state = FetchedMove(state_place, -1, end.key, oldest, end, fetch)
-            self._note(state)
-            self._states.add(state)
+            self._begin(FetchedMove(state_place, -1, end.key, oldest, end, fetch, self._states))
         return fetch
 
-    def _note(self, move: FetchedMove) -> None:
+    def _begin(self, move: FetchedMove) -> None:
         self._of[move.key] = move.fetch
         move.fetch.moves.append(move)
         move.fetch.left += 1
+        move.queued.begin(move)
 
     def take_ended(self) -> list[Fetch]:
         """The fetches that have ended since the last call."""
@@ -165,38 +170,40 @@ class Fetches:
 
     # --- from disk to the host ----------------------------------------------------------------------------------------
 
-    def begin_reads(self) -> None:
-        """Have pages read that are on disk only."""
-        while self._to_read:
-            move, host, disk = self._to_read[0], self._host, self._disk
+    def begin_reads(self, host: HostPageBooks) -> None:
+        """Have pages or states read to `host` that are on disk only."""
+        queued, disk = self._pages if host is self._pages.host else self._states, host.disk
+        while queued.to_read:
+            move = queued.to_read[0]
             if host.has(move.key, self.oldest):  # it has come to the host meanwhile
-                self._pages.add(move)
+                queued.add(move)
             elif not disk.has(move.key, self.oldest) or not host.room:
                 self._leave_out(move)
             elif disk.may_read:
                 disk.read(move.key, host.begin_write(), move)
             else:
                 return
-            self._to_read.popleft()
+            queued.to_read.popleft()
 
     def read_ended(self, job: DiskJob) -> None:
-        """End the read of a page."""
+        """End the read of a page or a state."""
         move: FetchedMove = job.entry
+        host = move.queued.host
         if job.failure or move.fetch.over:
-            self._host.drop_write(job.page)
+            host.drop_write(job.page)
             self._leave_out(move)
             return
-        self._costs.read(job.seconds)
+        self._costs.read(job.seconds, move.queued is self._states)
         start = 0
-        for mirror in self._mirrors:
+        for mirror in self._mirrors if move.queued is self._pages else ():
             end = start + len(mirror.bytes_beside(job.page))
             mirror.take_bytes_beside(job.page, job.beside[start:end])
             start = end
-        self._host.end_write(job.page, job.key, job.oldest)
-        self._pages.add(move)
+        host.end_write(job.page, job.key, job.oldest)
+        move.queued.add(move)
 
     def _leave_out(self, move: FetchedMove) -> None:
-        """Cut a fetch at a missing page: its sequences compute from there."""
+        """Cut a fetch at what is missing: its sequences compute from there."""
         self._forget(move)
         self._end(move, failed=bool(move.end.key))
 
@@ -214,7 +221,7 @@ class Fetches:
         for move in good:
             if not move.end.key:
                 self._pool.remember(move.key, move.place, move.oldest)
-        return self._end_reads(self._host, moves, failed)
+        return self._end_reads(self._pages.host, moves, failed)
 
     def next_states(self, most: int) -> list[FetchedMove]:
         """Up to `most` states whose copies begin now."""
@@ -246,7 +253,7 @@ class Fetches:
             self._pool.release(page)
         for done in reversed(fetch.moves):
             self._forget(done)
-            self._host.use(done.key)
+            self._pages.host.use(done.key)
         self._ended.append(fetch)
 
     def _end_state(self, fetch: Fetch) -> None:
@@ -265,15 +272,10 @@ class Fetches:
         for fetch in self._of.values():
             fetch.over = True
         self._of.clear()
-        moves, self._to_read = list(self._to_read), deque()
-        for queued in (self._pages, self._states):
-            for move in queued.drain():
-                queued.host.end_read(move.key, move.host_place)
-                moves.append(move)
-        for move in moves:
+        for move in [*self._pages.give_up_all(), *self._states.give_up_all()]:
             self._end(move, failed=True)
 
     def check(self) -> None:
         """Assert that nothing is fetched."""
         assert not self._of and not self._ended, "a fetch is left"
-        assert not self._to_read and not self._pages and not self._states, "a copy is left"
+        assert not self._pages and not self._states, "a copy is left"

@@ -9,6 +9,7 @@ Every page is in exactly one of five states:
     read       kept, and a copy reads it: it stays until that has ended
 
 A kept page may be written to disk meanwhile (`disk`); the write is valid if the page stays kept until its end.
+States of linear attention on the host are kept in the same way, by books of their own: a place is a page there.
 
 Preempted sequences come first: kept pages have only the room that these leave. The least recently used kept page gives
 way first; pages of sessions with a lease give way last.
@@ -21,6 +22,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.eviction_order import EvictionOrder
 from rollout.engine.kv.moves import Copies
 
@@ -45,11 +47,17 @@ class HostEntryCounts:
 
 
 class HostPageBooks:
-    """`total` pages of host memory."""
+    """`total` pages of host memory, and the `disk` that their content goes on to."""
 
-    def __init__(self, total: int, counts: HostEntryCounts | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        page_bytes: int = 0,
+        counts: HostEntryCounts | None = None,
+        disk: DiskPages | NoDisk = NO_DISK,
+    ) -> None:
         self.counts = counts or HostEntryCounts()
-        self.total = total
+        self.total, self.page_bytes, self.disk = total, page_bytes, disk
         self.taken = 0
         self._free = list(range(total - 1, -1, -1))
         self._kept: dict[bytes, HostEntry] = {}
@@ -176,12 +184,14 @@ class HostPageBooks:
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def forget_older(self, oldest: int) -> None:
-        """Forget known pages with a weights version before `oldest`."""
+        """Forget known pages with a weights version before `oldest`, also on disk."""
+        self.disk.forget_older(oldest)
         for key in [key for key, kept in self._kept.items() if kept.oldest < oldest]:
             self._free.append(self._give_up(key))
 
     def forget_all(self) -> None:
-        """Forget all known pages; a page that a copy reads is free once the copy has ended."""
+        """Forget all known pages, also on disk; a page that a copy reads is free once the copy has ended."""
+        self.disk.forget_all()
         self._free += [kept.page for kept in self._kept.values()]
         for known in (self._kept, self._read, self._unseen, self._order):
             known.clear()
@@ -195,6 +205,7 @@ class HostPageBooks:
         assert self.spills.sources() <= kept, "a page that is not kept is being written to disk"
         self._order.check(self._kept.keys())
         assert self._unseen.keys() <= self._kept.keys(), "a page that is not kept is to be written to disk"
+        self.disk.check()
 
     def _give_up(self, key: bytes) -> int:
         kept = self._kept.pop(key)

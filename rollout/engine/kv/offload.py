@@ -99,7 +99,7 @@ class _RowState(Move):
 
 
 class OffloadBooks:
-    """The place of each page of the offloaded sequences. A page of the host takes `page_bytes`.
+    """The place of each page of the offloaded sequences.
 
     Without pages of the host nothing is offloaded.
 
@@ -111,7 +111,6 @@ class OffloadBooks:
         pool: PagePool,
         page_size: int,
         host: HostPageBooks,
-        page_bytes: int,
         host_states: HostPageBooks,
         mirrors: Seq[PageMirror] = (),
         counts: OffloadCounts | None = None,
@@ -122,7 +121,6 @@ class OffloadBooks:
         self.host = host
         self._pool = pool
         self._page_size = page_size
-        self._page_bytes = page_bytes
         self._mirrors = mirrors
         self._in_pool: dict[int, OffloadedPage] = {}  # key: pool page; every state except on host
         self._shared: dict[int, OffloadedPage] = {}  # key: pool page; states shared and both
@@ -423,8 +421,8 @@ class OffloadBooks:
             parked=counts.offloaded,
             restored=counts.restored,
             refused=counts.refused,
-            bytes_out=counts.pages_out * self._page_bytes,
-            bytes_in=counts.pages_in * self._page_bytes,
+            bytes_out=counts.pages_out * self.host.page_bytes,
+            bytes_in=counts.pages_in * self.host.page_bytes,
         )
 
     def check(self) -> None:
@@ -507,7 +505,10 @@ class Offload:
     def wait(self, most_s: float) -> None:
         """Block until a copy is complete, for `most_s` seconds at most: no step can be launched before."""
         moving = [mover for mover in reversed(self._movers) if mover.moving]
-        (moving[0] if moving else self.tier.disk).wait(most_s)
+        if moving:
+            moving[0].wait(most_s)
+        else:
+            self.tier.wait_for_disk(most_s)
 
     def _take_finished(self) -> None:
         costs = self.tier.costs

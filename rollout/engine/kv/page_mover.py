@@ -47,6 +47,11 @@ class HostMemory:
         counts = [min(self._per_block, pages - first) for first in range(0, pages, self._per_block)]
         self._blocks_HW = [device.host_buffer((count, page_bytes), torch.uint8) for count in counts]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.pages * self.page_bytes
+
     def page(self, number: int, words: torch.dtype) -> torch.Tensor:
         """One page, [W] of `words`."""
         return self._blocks_HW[number // self._per_block][number % self._per_block].view(words)
@@ -172,6 +177,7 @@ class PageMover:
     ) -> None:
         self.host_memory = host_memory
         self.compute = compute
+        self.forms = [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in pool]  # a page in each tensor
         pools_PB = [tensor.flatten(1) for tensor in pool]
         sizes = [pool.shape[1] * pool.element_size() for pool in pools_PB]
         assert sum(sizes) == host_memory.page_bytes

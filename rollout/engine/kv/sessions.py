@@ -60,9 +60,8 @@ class Sessions:
         counts: SessionCounts | None = None,
     ) -> None:
         self.counts = counts or SessionCounts()
-        self._pool = pool
-        self._snapshots = snapshots
-        self._page_size = page_size
+        self.pool, self.snapshots = pool, snapshots
+        self.page_size = page_size
         self._most_pages = most_pages
         self._sessions: dict[SessionKey, KeptSession] = {}
         self._of_client: dict[str, dict[SessionKey, None]] = {}
@@ -210,7 +209,7 @@ class Sessions:
         for session in self._with_kv.values():
             kv = session.kv
             assert kv is not None and not session.over
-            assert kv.keys is None or len(kv.keys) >= len(kv.tokens) // self._page_size, "a page has no key"
+            assert kv.keys is None or len(kv.keys) >= len(kv.tokens) // self.page_size, "a page has no key"
             for page in kv.pages:
                 refs[page] = refs.get(page, 0) + 1
         assert refs == self._refs and sum(refs.values()) == self._refs_sum, "sessions count their pages wrongly"
@@ -241,29 +240,29 @@ class Sessions:
         kv = self._with_kv[key].kv
         assert kv is not None
         page = kv.pages[count - 1]
-        return self._pool.key_of(page), page
+        return self.pool.key_of(page), page
 
     def _take(self, session: KeptSession, left: SessionKV, now_s: float) -> None:
-        count = min(len(left.tokens), self._most_pages * self._page_size)
+        count = min(len(left.tokens), self._most_pages * self.page_size)
         if count == 0:
             return
-        pages = left.pages[: -(-count // self._page_size)]
+        pages = left.pages[: -(-count // self.page_size)]
         for page in pages:
-            self._pool.retain(page)
+            self.pool.retain(page)
             self._refs[page] = self._refs.get(page, 0) + 1
         self._refs_sum += len(pages)
         # A copy: a view would keep the tokens of a whole prompt of which little was computed.
         snapshots = tuple(snapshot for snapshot in left.snapshots if snapshot.tokens <= count)
         for snapshot in snapshots:
-            self._snapshots.retain(snapshot.place)
+            self.snapshots.retain(snapshot.place)
         session.kv = kv = SessionKV(
             left.tokens[:count].copy(), pages, left.oldest, left.keys, left.adapter_edition, snapshots
         )
         for end in self._ends(kv):
-            self._snapshots.offer(end)
+            self.snapshots.offer(end)
         self._with_kv[session.key] = session
         self._order.add(session.key, session.last_until_s, now_s)
-        known = len(pages) - (not self._pool.key_of(pages[-1]))  # a half-full page may have no key
+        known = len(pages) - (not self.pool.key_of(pages[-1]))  # a half-full page may have no key
         if left.keys is not None and known:
             self._unseen[session.key] = known
         while self._too_many:
@@ -277,7 +276,7 @@ class Sessions:
     def _ends(self, kv: SessionKV) -> list[CachedSnapshot]:
         """Snapshots that only this session has, with the pages in which their prefixes end."""
         return [
-            CachedSnapshot(place, kv.pages[tokens // self._page_size] if point.after else 0, point, kv.oldest)
+            CachedSnapshot(place, kv.pages[tokens // self.page_size] if point.after else 0, point, kv.oldest)
             for place, tokens, point in kv.snapshots
             if point.key
         ]
@@ -285,7 +284,7 @@ class Sessions:
     def _drop(self, session: KeptSession) -> None:
         """Evict the session: its full pages and its snapshots stay in the cache."""
         for end in () if session.kv is None else self._ends(session.kv):
-            self._snapshots.keep(end.point, end.place, end.page, end.oldest)
+            self.snapshots.keep(end.point, end.place, end.page, end.oldest)
         self._release(session)
         if not session.turns:
             self._forget(session.key)
@@ -300,15 +299,15 @@ class Sessions:
         if session.kv is None:
             return
         for page in reversed(session.kv.pages):  # the end of a prefix is evicted before its beginning
-            self._pool.release(page)
+            self.pool.release(page)
             self._refs[page] -= 1
             if not self._refs[page]:
                 del self._refs[page]
         self._refs_sum -= len(session.kv.pages)
         for end in self._ends(session.kv):
-            self._snapshots.withdraw(end)
+            self.snapshots.withdraw(end)
         for snapshot in session.kv.snapshots:
-            self._snapshots.release(snapshot.place)
+            self.snapshots.release(snapshot.place)
         session.kv = None
         del self._with_kv[session.key]
         self._order.drop(session.key)

@@ -5,7 +5,7 @@ module says what leaves the device, and what leaves the host; `fetches` brings i
 
     to the host    the pool gets short: the oldest cached pages, then those of idle sessions, are copied before the pool
                    needs the room. Once a page is on the host, its eviction loses nothing
-    to disk        the host gets short: its oldest pages are written in the same way
+    to disk        the host gets short: its oldest pages and states are written in the same way
 
 With states of linear attention the *end* of a prefix goes along: the state after it, and the page in which it ends if
 that is half full. Both have the key of the snapshot.
@@ -26,15 +26,13 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 from rollout.engine.kv.copy_costs import CopyCosts
-from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
+from rollout.engine.kv.disk import DiskPages, NoDisk
 from rollout.engine.kv.fetches import Fetches, KnownMove
 from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.moves import MoveBooks
 from rollout.engine.kv.page_mirror import PageMirror
-from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.prefix_ends import PrefixEnds
 from rollout.engine.kv.sessions import Sessions
-from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.messages.statuses import KeptStatus
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd
@@ -49,33 +47,26 @@ _STATES_DUE = 2
 
 
 class HostTier:
-    """The books of known pages on the host. When `closed`, nothing is copied. `mirrors` go along with KV."""
+    """The books of known pages on the host and on disk. When `closed`, nothing is copied. `mirrors` accompany KV."""
 
     def __init__(
         self,
-        pool: PagePool,
+        sessions: Sessions,
         host: HostPageBooks,
         host_states: HostPageBooks,
-        sessions: Sessions,
-        snapshots: Snapshots,
-        page_size: int,
         closed: bool,
         mirrors: Seq[PageMirror] = (),
-        page_bytes: int = 0,
-        disk: DiskPages | NoDisk = NO_DISK,
     ) -> None:
-        self.costs = CopyCosts(page_size)
-        self._page_size, self._page_bytes = page_size, page_bytes
+        pool, snapshots = sessions.pool, sessions.snapshots
+        self.costs = CopyCosts(sessions.page_size)
         self.closed = closed
-        self.host, self.states, self.disk = host, host_states, disk
-        self.ends = PrefixEnds(pool.total + host.total + disk.total)
-        self.fetches = Fetches(pool, snapshots, host, host_states, disk, self.costs, mirrors)
+        self.host, self.states = host, host_states
+        self.ends = PrefixEnds(pool.total + host.total + host.disk.total)
+        self.fetches = Fetches(pool, snapshots, host, host_states, self.costs, mirrors)
         self.writing = 0  # pages whose copy to the host is due or under way
         self._writing_states = 0
-        self._pool = pool
-        self._sessions = sessions
-        self._snapshots = snapshots
-        self._mirrors = mirrors
+        self._pool, self._sessions, self._snapshots = pool, sessions, snapshots
+        self._page_size, self._mirrors = sessions.page_size, mirrors
         self._ahead = int(_AHEAD * pool.total)
         self._oldest = 0  # oldest weights version of usable KV
         self._half_due: deque[KnownMove] = deque()
@@ -92,7 +83,7 @@ class HostTier:
     @property
     def busy(self) -> bool:
         """True while copies are due, or fetches are under way."""
-        return self._short or self._ends_due or self.fetches.busy or self.copies_out or self.disk.reading
+        return self._short or self._ends_due or self.fetches.busy or self.copies_out or self._reading is not None
 
     @property
     def copies_out(self) -> bool:
@@ -101,13 +92,14 @@ class HostTier:
 
     def has(self, key: bytes, oldest: int = 0) -> bool:
         """Whether the page with this key can be fetched, or is being fetched; its KV has no version before `oldest`."""
-        known = self.host.has(key, oldest) or (self.disk.has(key, oldest) and self.costs.disk_pays)
+        known = self.host.has(key, oldest) or (self.host.disk.has(key, oldest) and self.costs.disk_pays)
         return known and self.costs.pays and not self.closed
 
     def has_end(self, point: PrefixEnd, tokens: int, oldest: int) -> bool:
         """Whether the end of a prefix with this many tokens can be fetched, or is being fetched."""
-        half = not point.after or self.has(point.key, oldest)
-        return half and self.states.has(point.key, oldest) and self.costs.state_pays(tokens) and not self.closed
+        half, on_disk = not point.after or self.has(point.key, oldest), not self.states.has(point.key, oldest)
+        known = not on_disk or self.states.disk.has(point.key, oldest)
+        return half and known and self.costs.state_pays(tokens, on_disk) and not self.closed
 
     def lease(self, keys: Seq[bytes], until_s: float) -> None:
         """Have what has these keys, in their order in a prefix, give way after others until this time."""
@@ -198,29 +190,39 @@ class HostTier:
     # --- disk ---------------------------------------------------------------------------------------------------------
 
     def use_disk(self) -> None:
-        """Account for pages that were written and read, and begin others. Never waits."""
-        counts = self.host.counts
-        for job in self.disk.finished():
-            counts.disk_failed += bool(job.failure)
-            if job.kind == "write":
-                good = self.host.spills.end(job.page, job)
-                self.disk.keep(job, good)
-                counts.disk_written += good and not job.failure
-            else:
-                self.fetches.read_ended(job)
-                counts.disk_read += not job.failure
-        self.fetches.begin_reads()
-        while self.host.short and self.disk.may_write and not self.closed:
-            key, kept = self.host.look()
-            if not self.disk.has(key, kept.oldest):
-                beside = b"".join(mirror.bytes_beside(kept.page) for mirror in self._mirrors)
-                self.host.spills.begin(kept.page, self.disk.write(key, kept.page, kept.oldest, beside))
+        """Account for pages and states that were written and read, and begin others. Never waits."""
+        for host, mirrors in ((self.host, self._mirrors), (self.states, ())):
+            disk, counts = host.disk, host.counts
+            for job in disk.finished():
+                counts.disk_failed += bool(job.failure)
+                if job.kind == "write":
+                    good = host.spills.end(job.page, job)
+                    disk.keep(job, good)
+                    counts.disk_written += good and not job.failure
+                else:
+                    self.fetches.read_ended(job)
+                    counts.disk_read += not job.failure
+            self.fetches.begin_reads(host)
+            while host.short and disk.may_write and not self.closed:
+                key, kept = host.look()
+                if not disk.has(key, kept.oldest):
+                    beside = b"".join(mirror.bytes_beside(kept.page) for mirror in mirrors)
+                    host.spills.begin(kept.page, disk.write(key, kept.page, kept.oldest, beside))
+
+    @property
+    def _reading(self) -> DiskPages | NoDisk | None:
+        return next((host.disk for host in (self.host, self.states) if host.disk.reading), None)
+
+    def wait_for_disk(self, most_s: float) -> None:
+        """Block until a read from disk has ended, for `most_s` seconds at most; no-op if none is under way."""
+        if (disk := self._reading) is not None:
+            disk.wait(most_s)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def forget_all(self) -> None:
         """Forget all kept KV, and discard the results of fetches under way."""
-        for kept in (self.host, self.states, self.disk):
+        for kept in (self.host, self.states):
             kept.forget_all()
         self.ends.clear()
         self._pool.half_copies.give_up_all()
@@ -230,7 +232,7 @@ class HostTier:
     def forget_older(self, oldest: int) -> None:
         """Forget KV with a weights version before `oldest`; the results of fetches under way are not found."""
         self._oldest = self.fetches.oldest = oldest
-        for kept in (self.host, self.states, self.disk):
+        for kept in (self.host, self.states):
             kept.forget_older(oldest)
 
     def close(self) -> None:
@@ -245,21 +247,21 @@ class HostTier:
         counts = self.host.counts
         return KeptStatus(
             pages=self.host.kept,
-            bytes_out=counts.written * self._page_bytes,
-            bytes_in=counts.fetched * self._page_bytes,
+            bytes_out=counts.written * self.host.page_bytes,
+            bytes_in=counts.fetched * self.host.page_bytes,
             fetched_tokens=counts.fetched * self._page_size,
             lost_pages=counts.lost,
-            disk_pages=self.disk.pages,
-            disk_pages_total=self.disk.total,
+            disk_pages=self.host.disk.pages,
+            disk_pages_total=self.host.disk.total,
             disk_read=counts.disk_read,
-            disk_failed=counts.disk_failed,
+            disk_failed=counts.disk_failed + self.states.counts.disk_failed,
         )
 
     def check(self) -> None:
         """Assert that no copy is queued or under way."""
         self.fetches.check()
         assert not self.copies_out and not self._half_due and not self._states_due, "a copy is left"
-        for kept in (self.host, self.states, self.disk):
+        for kept in (self.host, self.states):
             kept.check()
 
 

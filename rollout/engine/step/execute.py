@@ -45,6 +45,7 @@ class Movers(NamedTuple):
     kv: PageMover | None = None
     states: PageMover | None = None
     disk: DiskPages | NoDisk = NO_DISK
+    state_disk: DiskPages | NoDisk = NO_DISK
 
     @property
     def all(self) -> list[PageMover]:
@@ -223,6 +224,7 @@ class Executor:
         for mover in self.movers.all:
             mover.close()
         self.movers.disk.close()
+        self.movers.state_disk.close()
 
 
 def compare_tokens(group: TensorGroup, tokens_S: torch.Tensor) -> None:

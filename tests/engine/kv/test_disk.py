@@ -32,7 +32,6 @@ from tests.support.engine.updated import Load, Updated
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
-from tests.support.models.hybrids import make_hybrid
 
 SMALL = 110  # pages: a third of what the agents hold
 
@@ -49,10 +48,10 @@ def settle(bench: Bench) -> None:
     """Until all writes that are due have ended."""
     tier = bench.engine.roster.allocator.tier
     until_s = time.perf_counter() + 20
-    while tier.host.short and not tier.disk.failure and time.perf_counter() < until_s:
+    while tier.host.short and not tier.host.disk.failure and time.perf_counter() < until_s:
         tier.use_disk()
         time.sleep(0.001)
-    while tier.disk.writing and time.perf_counter() < until_s:
+    while tier.host.disk.writing and time.perf_counter() < until_s:
         tier.use_disk()
         time.sleep(0.001)
 
@@ -92,7 +91,7 @@ def test_pages_that_left_the_host_come_back_from_disk(model, prompt_of, greedy, 
     prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
     tier = bench.engine.roster.allocator.tier
-    assert tier.disk.pages > 100 and tier.host.counts.disk_read == 0
+    assert tier.host.disk.pages > 100 and tier.host.counts.disk_read == 0
     assert back(bench, prompt) == 49 and tier.host.counts.disk_read == 13
     assert bench.tokens("back") == greedy(prompt, 8)
     bench.close()
@@ -204,7 +203,7 @@ def test_a_rebuilt_engine_begins_with_an_empty_folder(model, prompt_of, greedy, 
     fail_a_step(bench)
     rebuild_engine(bench.engine, bench.settings)
     assert bench.status().kept.disk_read == 13, "totals go on"
-    assert bench.engine.roster.allocator.tier.disk.pages == 0 and len(list(tmp_path.iterdir())) == 1
+    assert bench.engine.roster.allocator.tier.host.disk.pages == 0 and len(list(tmp_path.iterdir())) == 1
     assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
     bench.close()
 
@@ -289,7 +288,7 @@ def test_a_full_disk_ends_writing_and_says_so(model, prompt_of, greedy, tmp_path
     prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
     assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
-    disk = bench.engine.roster.allocator.tier.disk
+    disk = bench.engine.roster.allocator.tier.host.disk
     assert "No space left" in disk.failure and disk.failure in caplog.text and disk.pages == 0
     bench.close()
 
@@ -310,7 +309,7 @@ def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, 
     bench.run()
     assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8)
     gate.set()
-    assert bench.engine.roster.allocator.tier.disk.failure
+    assert bench.engine.roster.allocator.tier.host.disk.failure
     bench.close()
 
 
@@ -337,7 +336,7 @@ def test_a_read_is_under_way_when_its_fetch_is_of_no_use_any_more(model, folders
     push_out(bench, prompt_of, prompt)
     files = HangingFiles(tmp_path)
     bench.submit("back", prompt, 8)
-    while not engine.roster.allocator.tier.disk.reading:
+    while not engine.roster.allocator.tier.host.disk.reading:
         engine.tick()
     match what:
         case "update":
@@ -524,9 +523,3 @@ def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(model, tmp_path):
         with_disk(model, tmp_path / "file")
     with pytest.raises(ValueError, match="disk_kv_gib holds no page"):
         with_disk(model, tmp_path, disk_kv_gib=1e-9)
-
-
-def test_models_with_states_refuse_a_disk(tmp_path):
-    make_hybrid("Qwen3_5", tmp_path, 0)
-    with pytest.raises(ValueError, match="disk_kv_gib keeps no states"):
-        Bench(load(tmp_path), disk_kv_gib=1.0, disk_kv_folder=str(tmp_path), host_kv_gib=0.1)

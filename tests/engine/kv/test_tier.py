@@ -406,11 +406,7 @@ def books(pages: int = 9, host_pages: int = 4) -> tuple[PagePool, HostPageBooks,
     host = HostPageBooks(host_pages)
     pool = PagePool(pages, host.note_evicted)
     snapshots = Snapshots(0, 0, pool)
-    return (
-        pool,
-        host,
-        HostTier(pool, host, HostPageBooks(0), Sessions(pool, PAGE, 8, snapshots), snapshots, PAGE, False),
-    )
+    return pool, host, HostTier(Sessions(pool, PAGE, 8, snapshots), host, HostPageBooks(0), closed=False)
 
 
 def cached(pool: PagePool, *keys: bytes) -> list[int]:

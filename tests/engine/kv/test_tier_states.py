@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +57,22 @@ def hosting(model, device=None, receiver=None, states: int = 100, **engine) -> B
     return bench
 
 
+def on_disk(model, folder: Path, states: int) -> Bench:
+    """An engine with room for so many states on the host, and for all on disk, where nothing comes too late."""
+    bench = hosting(model, InlineDevice(), states=states, disk_kv_gib=0.05, disk_kv_folder=str(folder))
+    tick = bench.engine.tick
+    bench.engine.tick = lambda: (tick(), written(bench))
+    return bench
+
+
+def written(bench: Bench) -> None:
+    """Wait until all that leaves the host is written."""
+    tier, until_s = bench.engine.roster.allocator.tier, time.perf_counter() + 20
+    while any(host.short or host.disk.writing for host in (tier.host, tier.states)) and time.perf_counter() < until_s:
+        tier.use_disk()
+        time.sleep(0.001)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(folder):
     """Agents that never ran short of pages or of places, by seed, and with sessions or without."""
@@ -95,8 +113,52 @@ def test_without_host_memory_they_compute_them_again(model, undisturbed):
     assert_equal(agents, undisturbed(0, True))
 
 
+@pytest.mark.parametrize("sessions", [False, True])
+def test_agents_of_a_hybrid_find_on_disk_what_the_host_has_no_room_for(model, undisturbed, tmp_path, sessions):
+    bench = on_disk(model, tmp_path, states=3)
+    tier = bench.engine.roster.allocator.tier
+    agents = played(bench, sessions=sessions)
+    assert tier.states.counts.disk_read > 0 and tier.host.counts.disk_read > 0
+    without = hosting(model, InlineDevice(), states=3)
+    alone = played(without, sessions=sessions)
+    assert agents.computed < 0.9 * alone.computed
+    bench.close(), without.close()
+    assert_equal(agents, undisturbed(0, sessions))
+    assert list(tmp_path.iterdir()) == [], "the files are deleted"
+
+
+def spoil(path: Path, how: str) -> None:
+    if how == "lost":
+        path.unlink()
+        return
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["whole", "lost", "flipped"])
+@pytest.mark.parametrize("of", ["states", "pages"])
+def test_a_conversation_goes_on_from_its_state_on_disk_or_is_computed(model, tmp_path, how, of):
+    bench, roomy = on_disk(model, tmp_path, states=12), Bench(model, kv_pages=1500, page_size=PAGE)
+    talk, other = (Conversation(some, "talk", prompt_of) for some in (bench, roomy))
+    for some in (talk, other):
+        some.say(50)
+    for salt in (500, 600, 700):
+        crowd_out(bench, salt)
+    tier = bench.engine.roster.allocator.tier
+    books = tier.states if of == "states" else tier.host
+    for path in (path for path in tmp_path.glob("*/*") if path.name != "lock"):
+        if how != "whole" and (path.stat().st_size > 100 + 2 * tier.host.page_bytes) == (of == "states"):
+            spoil(path, how)
+    for some in (talk, other):
+        some.say(7)
+    assert talk.reused == (58 if how == "whole" else 0) and talk.said == other.said
+    assert (books.counts.disk_failed > 0) == (how != "whole")
+    bench.close(), roomy.close()
+
+
 @pytest.mark.parametrize("seed", [1, *nightly(0, *range(2, 20))])
-def test_late_copies_change_nothing(model, undisturbed, seed):
+def test_late_copies_change_nothing(model, undisturbed, tmp_path, seed):
     rng, rng_late = random.Random(seed), random.Random(seed)
     most_s = rng.choice([0.0, 0.001, 0.004])
     names = ("compute", "d2h", "kv_out", "kv_in", "state_out", "state_in")
@@ -109,6 +171,7 @@ def test_late_copies_change_nothing(model, undisturbed, seed):
         pipeline_depth=1 + seed % 2,
         prefill_chunk_tokens=rng.choice([7, 64]),
         state_snapshots=rng.choice([2, 5, 8]),
+        **rng.choice([{}, {"disk_kv_gib": rng.choice([0.0003, 0.01]), "disk_kv_folder": str(tmp_path)}]),
     )
     sessions = rng.random() < 0.7
     agents = played(bench, sessions=sessions, seed=seed % 3)

@@ -40,9 +40,9 @@ class KVShadow:
         tier = self._allocator.tier
         self._moves = tier.page_moves
         tier.page_moves = tier.page_moves._replace(out_ended=self.copied_out, in_ended=self.copied_in)
-        self._disk_keep, self._disk_finished = tier.disk.keep, tier.disk.finished
-        if tier.disk.total:
-            tier.disk.keep, tier.disk.finished = self.disk_keep, self.disk_finished
+        self._disk_keep, self._disk_finished = tier.host.disk.keep, tier.host.disk.finished
+        if tier.host.disk.total:
+            tier.host.disk.keep, tier.host.disk.finished = self.disk_keep, self.disk_finished
         self._launched = bench.engine.scheduler.launched
         bench.engine.scheduler.launched = self.launched
 
