@@ -42,6 +42,25 @@ def columns(title: str, files: str | Sequence[str], shown: Mapping[str, Column],
     return Table(title, list(shown), cells, files, note)
 
 
+def across(table: Table, by: str, head: Sequence[str]) -> Table:
+    """The same figures with a column for each value of the column `by`, and a line for each value of `head`.
+
+    A cell has the other columns, separated by slashes. Of two measurements of the same thing the later one counts.
+    """
+    places = [table.head.index(name) for name in head]
+    own = [place for place in range(len(table.head)) if place not in places and table.head[place] != by]
+    found: dict[tuple[Cell, ...], dict[Cell, str]] = {}
+    for cells in table.cells:
+        line = found.setdefault(tuple(cells[place] for place in places), {})
+        line[cells[table.head.index(by)]] = " / ".join(figure(cells[place]) for place in own)
+    values = dict.fromkeys(cells[table.head.index(by)] for cells in table.cells)
+    columns = sorted(values, key=lambda cell: (isinstance(cell, str), cell))  # numbers first
+    lines = [[*line, *(cells.get(column) for column in columns)] for line, cells in found.items()]
+    shown = " / ".join(table.head[place] for place in own)
+    note = f"By {by}{f': {shown}' if len(own) > 1 else ''}. {table.note}".strip()
+    return Table(table.title, [*head, *map(figure, columns)], lines, table.files, note)
+
+
 def beside(name: str, works: Mapping[str, Where], field: str = "ms", aims: Sequence[Cell] = ()) -> list[list[Cell]]:
     """Lines with floor, here, over floor, vLLM and ratio, for works that were measured; then the aims, if any."""
     found: list[list[Cell]] = []
@@ -418,18 +437,22 @@ def _drafts(title: str, name: str, mode: str, aims: Mapping[tuple[int, float], f
     cells: list[list[Cell]] = []
     for plain in rows(name, mode="plain", job_scale=None):
         of = {field: plain[field] for field in ("rows", "context")}
-        label = f"{of['rows']} x {of['context'] // 1024}K"
+        steps = [f"{of['rows']} x {of['context'] // 1024}K", plain["floor_ms"], plain["step_ms"]]
         for found in rows(name, mode=mode, **of):
             aim = aims.get((of["rows"], found["aim"])) if of["context"] == 4096 else None
-            drafts = f"{found['aim']} / {found['al']:.2f}"
-            cells.append([label, plain["floor_ms"], plain["step_ms"], drafts, _times(found["speedup"]), _times(aim)])
-        for wrong in rows(name, mode="nothing", **of):
-            cells.append(
-                [label, plain["floor_ms"], plain["step_ms"], "wrong drafts", _times(wrong["speedup"]), "0.98x"]
-            )
-    head = ("rows x context", "floor, ms", "plain step, ms", "AL asked / reached", "speed", "aim")
-    note = "AL, the accepted length: tokens a verify step. Drafts are replayed from a plain run and corrupted."
-    return Table(f"{title}: speed with drafts over plain steps", head, cells, (name,), note)
+            speed = [_times(found["speedup"]), *([f"aim {_times(aim)}"] if aim else [])]
+            cells.append([*steps, found["aim"], f"{found['al']:.2f}", ", ".join(filter(None, speed))])
+        cells += [
+            [*steps, "wrong drafts", f"{wrong['al']:.2f}", _times(wrong["speedup"])]
+            for wrong in rows(name, mode="nothing", **of)
+        ]
+    note = (
+        "AL, the accepted length: tokens a verify step. Drafts are replayed from a plain run and corrupted. Aim with "
+    )
+    note += "with wrong drafts: 0.98x."
+    head = ("rows x context", "floor, ms", "plain step, ms")
+    title = f"{title}: speed with drafts over plain steps"
+    return across(Table(title, (*head, "AL asked", "AL", "speed"), cells, (name,), note), "AL asked", head)
 
 
 def _several_gpus() -> list[Table]:
@@ -846,36 +869,48 @@ def _kernels() -> list[Table]:
             "The first lines have KV in bf16, the others in fp8.",
             kind="decode",
         ),
-        columns(
-            "Plans of experts, us a layer",
-            tuned,
-            {
-                "shape": "shape",
-                "format": "format",
-                "tokens": "tokens",
-                "floor": "floor_us",
-                "best": lambda found: min(found["us"].values()),
-                "its way": lambda found: min(found["us"], key=found["us"].get),
-            },
+        across(
+            columns(
+                "Plans of experts, us a layer",
+                tuned,
+                {
+                    "shape": "shape",
+                    "format": "format",
+                    "tokens": "tokens",
+                    "floor": "floor_us",
+                    "best plan": lambda found: min(found["us"].values()),
+                },
+                "What two runs measured is the later one's.",
+            ),
+            "tokens",
+            ("shape", "format"),
         ),
-        columns(
-            "Products of few rows, us",
-            ("linear_streamed_h200", "linear_27b_h100", "linear_tp_h200"),
-            {
-                "shape": "shape",
-                "rows": "rows",
-                "floor": "floor_us",
-                "by the table": "table_us",
-                "best": "best_us",
-                "cuBLAS": "cublas_us",
-            },
-            "Gate and up have SiLU in them here, not in cuBLAS.",
+        across(
+            columns(
+                "Products of few rows, us",
+                ("linear_streamed_h200", "linear_27b_h100", "linear_tp_h200"),
+                {
+                    "shape": "shape",
+                    "floor": lambda found: figure(found["floor_us"]),
+                    "rows": "rows",
+                    "by the table": "table_us",
+                    "best": "best_us",
+                    "cuBLAS": "cublas_us",
+                },
+                "What two runs measured is the later one's. Gate and up have SiLU in them here, not in cuBLAS.",
+            ),
+            "rows",
+            ("shape",),
         ),
-        columns(
-            "Gated DeltaNet in a decode step, Qwen3.5-27B, us a layer",
-            "delta_27b_h100",
-            {"kernel": "kernel", "rows": "rows", "floor": "floor_us", "us": "us"},
-            "With one warp for 64 values the state does not fit in registers.",
+        across(
+            columns(
+                "Gated DeltaNet in a decode step, Qwen3.5-27B, us a layer",
+                "delta_27b_h100",
+                {"kernel": "kernel", "rows": "rows", "floor": "floor_us", "us": "us"},
+                "With one warp for 64 values the state does not fit in registers.",
+            ),
+            "rows",
+            ("kernel",),
         ),
         columns(
             "Group attention of 30B-A3B by tile, ms a step",
@@ -1315,14 +1350,13 @@ def _table(table: Table, known: set[str]) -> list[str]:
 
 
 def _sources(names: Iterable[str], known: set[str]) -> list[str]:
-    """A table of the summaries, and their commands."""
+    """How the figures of a table were made: a line for each summary, and the commands."""
     again = [f"`{name}`" for name in names if name in known]
     found = [source(name) for name in names if name not in known]
-    lines = ["| summary | on | when | remarks |", "|---|---|---|---|"]
-    lines += [f"| `{each.file}` | {each.machine} | {each.when} | {each.note} |" for each in found]
-    commands = [each.command for each in found if each.command]
+    lines = [f"- {each.machine}, {each.when}: `{each.file}`{f'; {each.note}' if each.note else ''}" for each in found]
+    commands = dict.fromkeys(each.command for each in found if each.command)
     return [
         f"Measured as above: {', '.join(again)}." if again else "",
-        "\n".join(lines) if found else "",
+        "\n".join(lines),
         "\n".join(["```", *commands, "```"]) if commands else "",
     ]

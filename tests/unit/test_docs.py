@@ -228,13 +228,14 @@ def paragraphs(text: str) -> list[str]:
 
 
 def numbers(paragraph: str) -> list[str]:
-    """The numbers of a paragraph, such as 3.5, 8B or the three of a date; not the number of an entry of a list."""
-    return re.findall(r"(?<!\w)\d[\d.,]*", re.sub(r"^\s*\d+\. ", "", paragraph))
+    """The numbers of a paragraph, such as 3.5, 8B or a date with its time; not the number of an entry of a list."""
+    text = re.sub(r"\d{4}-\d\d-\d\d( \d\d:\d\d)?", "1", re.sub(r"^\s*\d+\. ", "", paragraph))
+    return re.findall(r"(?<!\w)\d[\d.,]*", text)
 
 
 def test_numbers_of_a_paragraph_are_counted_outside_of_tables_and_code():
-    page = "1. one 2 and\n3.5 of 8B\n2. another: 4\n\n| 5 | 6 |\n\n2026-11-27\n"
-    assert [len(numbers(paragraph)) for paragraph in paragraphs(page)] == [3, 1, 3]
+    page = "1. one 2 and\n3.5 of 8B\n2. another: 4\n\n| 5 | 6 |\n\n2026-11-27 10:26 and 7\n"
+    assert [len(numbers(paragraph)) for paragraph in paragraphs(page)] == [3, 1, 2]
 
 
 @pytest.mark.parametrize(
