@@ -142,7 +142,7 @@ _METRICS_INTRODUCTION = """\
 # Metrics
 
 A worker reports every `metrics.interval_s` seconds, and for the whole run at its end. How to read it:
-[operations](../operations.md#reading-the-dashboard). Words: [glossary](../glossary.md). In Prometheus `kv/preemptions`
+[symptoms](../symptoms.md#reading-the-dashboard). Words: [glossary](../glossary.md). In Prometheus `kv/preemptions`
 is `rollout_kv_preemptions_total` (`_total` for counters); it also has `rollout_worker_info` (label `model`),
 `rollout_report_time_s` (Unix time) and `rollout_report_step` (steps committed), in JSON lines `time` and `step`.
 
