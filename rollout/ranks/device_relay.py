@@ -18,9 +18,6 @@ from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, IpcMemory
 
 log = logging.getLogger(__name__)
 
-#: Bytes that a follower reads at a time into memory of its own.
-READ_BYTES = 64 << 20
-
 
 def device_memory(device: torch.device) -> IpcMemory | None:
     """Memory of a GPU that other processes can read; None on a CPU."""

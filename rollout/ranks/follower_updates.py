@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
 import torch
 
-from rollout.ranks.device_relay import READ_BYTES
 from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.relay import PinnedView
 from rollout.ranks.reports import RankReports
@@ -22,8 +22,11 @@ from rollout.weights.delta import WHOLE, DeltaStaging, open_staging, read_update
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.staged_weights import Copy
 from rollout.weights.staging import WeightStaging
-from trainer_bridge.transports.cuda_ipc import IpcMemory, IpcReader
+from trainer_bridge.transports.base import OfferedMemory
+from trainer_bridge.transports.cuda_ipc import READ_BYTES, IpcMemory, IpcReader
+from trainer_bridge.transports.registry import TRANSPORTS
 from trainer_bridge.transports.sections import section_of
+from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import Manifest, TensorEntry, from_wire
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ class FollowerUpdates:
     ) -> None:
         self._of_device = of_device
         self._reader: IpcReader | None = None  # reads memory of rank 0's GPU
+        self._offered: OfferedMemory | None = None  # memory of the publisher
         self._map, self.staging = parameters, staging
         self._relayed, self._manifest, self._reports, self._number = relayed, manifest, reports, number
         self._device = next(iter(parameters.views.values())).device
@@ -69,6 +73,10 @@ class FollowerUpdates:
             self.work.put(number, lambda: self._begin(*fields), "an update cannot begin")
         elif what == "take":
             self.work.put(number, lambda: self._keep(*fields), "a piece of an update cannot be kept")
+        elif what == "read":
+            self.work.put(number, lambda: self._read(*fields), "a bucket of an update cannot be read")
+        elif what == "offer":
+            self.work.put(number, lambda: self._open_offered(number, *fields))
         elif what == "relay":
             self.work.put(number, lambda: self._map_relay(number, *fields))
         else:
@@ -121,15 +129,45 @@ class FollowerUpdates:
         else:
             self._reports.set(self._number, "mapped", order)
 
+    def _open_offered(self, order: int, transport: str, options: dict[str, Any]) -> None:
+        """Open memory of the publisher, or none, and close what was open before."""
+        self._close_offered()
+        opens = TRANSPORTS[transport].offered if transport else None
+        if opens is None:
+            return
+        try:
+            self._offered = opens(options, self._device, self._of_device)
+        except (OSError, RolloutError) as error:
+            log.warning("the publisher's memory cannot be read, so its bytes come through rank 0: %s", error)
+        else:
+            self._reports.set(self._number, "offered", order)
+
+    def _close_offered(self) -> None:
+        offered, self._offered = self._offered, None
+        if offered is not None:
+            offered.close()
+
     def _keep(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
         """Keep this rank's part of a piece, unless the update is refused."""
-        number, version = self._open
-        self._open = (0, 0)  # if this fails
-        if number and not self._taking.wants(start, start + nbytes):
-            self._open = number, version
-        elif number:
-            self._stage(start, nbytes, at, on_device)
-            self._open = number, version
+        self._unless_refused(start, nbytes, lambda: self._stage(start, nbytes, at, on_device))
+
+    def _read(self, index: int, start: int, nbytes: int, check: int) -> None:
+        """Keep a bucket of the publisher's memory, if it belongs to this rank, unless the update is refused."""
+        offered = self._offered
+        assert offered is not None, "rank 0 waits until all ranks have opened it"
+
+        def read() -> None:
+            with self.staging.on_stream():
+                offered.read(index, start, nbytes, check, self._taking.take)
+
+        self._unless_refused(start, nbytes, read)
+
+    def _unless_refused(self, start: int, nbytes: int, keep: Callable[[], object]) -> None:
+        """Keep these bytes of what arrives, if this rank has a part of them; once this fails, keep nothing more."""
+        opened, self._open = self._open, (0, 0)
+        if opened[0] and self._taking.wants(start, start + nbytes):
+            keep()
+        self._open = opened
 
     def _stage(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
         """Keep this rank's part of a piece; return when the piece is read."""
@@ -155,6 +193,7 @@ class FollowerUpdates:
             self.work.advance()
         self._taking.check()
         self._taking.verified(self._content.name)
+        self._close_offered()  # all of it is read
         copies = self._taking.copies()
         with self._lock:
             self._ready = (number, version, copies)

@@ -20,13 +20,13 @@ from rollout.ranks.group_watch import LANES, LaneName, LaneProgress
 from rollout.ranks.ring import SharedMemory
 
 Number = Literal[
-    "beat", "position", "sequence", "launched", "drawn", "done", "mapped", "prepared", "ready", "fault", "compiling",
-    "memory_freed", "thread", "looks", "stage", "stage_done", "stage_total",
+    "beat", "position", "sequence", "launched", "drawn", "done", "mapped", "offered", "prepared", "ready", "fault",
+    "compiling", "memory_freed", "thread", "looks", "stage", "stage_done", "stage_total",
 ]  # fmt: skip
-#: thread: of the system, which computes steps; 0 on a GPU.
-#: beat: of `beat.py`. position: in the ring. sequence: of the last order carried out. launched: steps whose end is
-#: enqueued. drawn: those that waited for masks. done: those that are complete on the device. mapped: the order by which
-#: this rank last mapped memory of rank 0's GPU. prepared: the last update that is ready to swap. fault: 1 + a rank that
+#: thread: of the system, which computes steps; 0 on a GPU. beat: of `beat.py`. position: in the ring. sequence: of the
+#: last order carried out. launched: steps whose end is enqueued. drawn: those that waited for masks. done: those that
+#: are complete on the device. mapped: the order by which this rank last mapped memory of rank 0's GPU. offered: the
+#: order by which it last opened a publisher's. prepared: the last update that is ready to swap. fault: 1 + a rank that
 #: sent nothing. compiling: 1 while a kernel is compiled, then 0 again. memory_freed: bytes that sleeps gave back.
 #: looks: how often the main thread has looked for copies that began or ended. stage: of the start (`start_watch.py`),
 #: with its parts that are done, of those in all; these begin anew with each stage.

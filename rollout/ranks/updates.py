@@ -8,14 +8,18 @@
     loop                swap, between two steps --> every rank copies its part
     receiver's thread   all have swapped: the staging memory may be written again
 
-Bytes are verified on rank 0 alone, and may be wrong until then: followers use them in their swap only. An update that
-is dropped before its swap leaves no trace.
+Bytes are verified on rank 0, or by the rank that reads them from the publisher's memory, and may be wrong until then:
+followers use them in their swap only. An update that is dropped before its swap leaves no trace.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -156,6 +160,24 @@ class RankUpdates(UpdateMemories):
         self.check()
         return prepared
 
+    def offer(self, transport: str, options: Mapping[str, Any]) -> int:
+        """Have the followers open memory of the publisher, or none; returns the number of the order."""
+        return self._orders().give("updates", "offer", transport, dict(options))
+
+    def can_read(self, offer: int) -> bool | None:
+        """Whether all followers can read what was offered; None: that is not known yet."""
+        if not self._reports.done("updates", offer):
+            return None
+        return all(opened == offer for opened in self._reports.get("offered"))
+
+    def order_read(self, index: int, start: int, nbytes: int, check: int) -> int:
+        """Have the rank that keeps a bucket read it; returns the number of the order."""
+        return self._orders().give("updates", "read", index, start, nbytes, check)
+
+    def done(self, order: int, rank: int) -> bool:
+        """Whether a rank has carried out this order."""
+        return self._reports.ended("updates")[rank - 1] >= order
+
     def check(self) -> None:
         """Raise `WeightsRejected` if a follower refuses the update."""
         if failures := self._reports.failures("updates", self._opened):
@@ -199,7 +221,8 @@ class GroupDestination(UpdateMemory):
 
     transport --> relay memory, which all ranks read --> staging memory of each rank --swap--> its parameters
 
-    Of several relays it uses the first one that the followers can read.
+    Of several relays it uses the first one that the followers can read. If they can read the publisher's memory, which
+    a transport offers, each rank reads the buckets of its own section there, and checks them.
     """
 
     def __init__(
@@ -214,6 +237,10 @@ class GroupDestination(UpdateMemory):
         super().__init__(staging, manifest, content.name)
         self._updates, self._relays, self._how, self._begins = updates, relays, content, begins
         self._announced = self._asked = self._landed = False
+        self._offered: tuple[str, Mapping[str, Any]] | None = None
+        self._offer = 0  # number of the order to open it
+        self._direct: bool | None = None  # whether the ranks can read it; None: that is not known yet
+        self._left: deque[tuple[int, int, int]] = deque()  # buckets that others read: rank, order, bytes
 
     @property
     def dirty(self) -> bool:
@@ -231,17 +258,61 @@ class GroupDestination(UpdateMemory):
             if self._announced:
                 self._updates.check()
             self._announce()
+            if not self._announced or not self._knows_readers():
+                return False
+            if self._direct and len(self._relays) > 1:
+                return True  # what comes on the device is this rank's, and needs no relay
             while len(self._relays) > 1:
                 usable = self._relays[0].usable()
                 if usable is None:
                     return False
                 self._relays = self._relays[:1] if usable else self._relays[1:]
-            return self._announced and self._relays[0].has_room()
+            return self._relays[0].has_room()
         except SharedMemoryError as error:
             raise InternalError(str(error)) from error
 
     def _announce(self) -> None:
         self._announced = self._announced or self._updates.announce(self._manifest, self._how, self._begins)
+
+    def _knows_readers(self) -> bool:
+        """Whether it is known which ranks can read the publisher's memory."""
+        if self._direct is None and self._offered is not None and self._begins:
+            self._offer = self._offer or self._updates.offer(*self._offered)
+            self._direct = self._updates.can_read(self._offer)
+            return self._direct is not None
+        return True
+
+    def offer(self, transport: str, options: Mapping[str, Any]) -> None:
+        """As `Destination.offer`: the followers hear of it after the update."""
+        self._offered = transport, options
+
+    def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
+        """As `Destination.leave_to_owner`."""
+        rank = bisect.bisect_right(self._begins, start) - 1
+        if not self._direct or rank == 0:
+            return False
+        self._landed = True
+        self._left.append((rank, self._updates.order_read(index, start, end - start, check), end - start))
+        return True
+
+    def wait_read(self) -> int:
+        """As `Destination.wait_read`. Raises `WeightsRejected` for a damaged bucket."""
+        nbytes = sum(nbytes for *_, nbytes in self._left)
+        for rank, order, _ in self._left:
+            self._wait(functools.partial(self._updates.done, order, rank))
+        self._left.clear()
+        self._updates.check()
+        return nbytes
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Wait for the followers. A rank that does nothing is found by the watch of the group."""
+        left_s, observed = _ROOM_S, ObservedTime(_LOOK_S)
+        while not done():
+            self._updates.check_alive()
+            left_s -= observed.passed_s()
+            if left_s < 0:
+                raise InternalError(f"a rank took no piece of the update for {_ROOM_S:g} s")
+            time.sleep(_POLL_S)
 
     def wait_for_room(self) -> bool:
         """As `has_room`; waits a moment without room. No event comes: devices and other processes make room."""
@@ -261,16 +332,13 @@ class GroupDestination(UpdateMemory):
         self._relays[0].pass_on(start, None, self._staging.take(start, self._arriving))
 
     def put(self, start: int, data: torch.Tensor) -> None:
-        """Take bytes from any device. Waits for room: transports that put from threads of their own do not look.
-
-        A rank that takes nothing is found by the watch of the group, and then `has_room` raises.
-        """
-        left_s, observed = _ROOM_S, ObservedTime(_LOOK_S)
-        while not self.wait_for_room():
-            left_s -= observed.passed_s()
-            if left_s < 0:
-                raise InternalError(f"a rank took no piece of the update for {_ROOM_S:g} s")
+        """Take bytes from any device. Waits for room: transports that put from threads of their own do not look."""
+        if not self._direct:
+            self._wait(lambda: self.has_room)
         self._landed = True
+        if self._direct:
+            self._staging.take(start, data)
+            return
         self._relays[0].reserve(data.numel()).copy_(data, non_blocking=True)
         taken = self._staging.take(start, data)  # on a device: its event is after the copy above
         self._relays[0].pass_on(start, taken, taken)
@@ -300,3 +368,6 @@ class GroupDestination(UpdateMemory):
         for relay in self._relays:
             relay.drop()
         super().abandon()
+        if self._offer:  # no rank has the publisher's memory open, which may be freed now
+            closed = self._updates.offer("", {})
+            self._wait(lambda: self._updates.can_read(closed) is not None)

@@ -7,7 +7,8 @@ from then on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,6 +61,17 @@ class UpdateMemory:
     def put(self, start: int, data: torch.Tensor) -> None:
         """Take bytes from any device; `data` may be reused after the call, in stream order."""
         self._staging.take(start, data)
+
+    def offer(self, transport: str, options: Mapping[str, Any]) -> None:
+        """As `Destination.offer`: one rank takes everything itself."""
+
+    def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
+        """As `Destination.leave_to_owner`."""
+        return False
+
+    def wait_read(self) -> int:
+        """As `Destination.wait_read`."""
+        return 0
 
     def copied(self) -> bool:
         """Whether all bytes are where the swap reads them. All bytes are verified when this is first called.

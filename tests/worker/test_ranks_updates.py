@@ -42,3 +42,4 @@ def test_updates_come_amid_a_completion_and_a_refused_one_changes_nothing(
         check("17:", completion, steps)
         assert [version for version, _ in completion.versions][-1] == 6 and len(completion.versions) > 3
         assert_idle(worker)
+        assert "cannot be read" not in (tmp_path / "worker.log").read_text()  # each rank read the publisher's memory

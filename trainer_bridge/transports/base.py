@@ -41,6 +41,32 @@ class Destination(Protocol):
     def put(self, start: int, data: torch.Tensor) -> None:
         """Write bytes (uint8, one dimension, any device) at `start` of the stream, on their device's current stream."""
 
+    def offer(self, transport: str, options: Mapping[str, Any]) -> None:
+        """Note memory of the publisher that other processes of the worker may read, by the options of `begin`."""
+
+    def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
+        """Have the rank that keeps a bucket read it from the offered memory; false if this process is to take it."""
+
+    def wait_read(self) -> int:
+        """Return when all buckets that were left to their owners are read and verified; returns their bytes."""
+
+
+#: Takes bytes (uint8) at a place of the stream. Returns the event after which they are read, or None if they are.
+Keep = Callable[[int, torch.Tensor], torch.cuda.Event | None]
+
+
+class OfferedMemory(Protocol):
+    """Memory of the publisher, as a process reads buckets from it. Errors of memory are `OSError`."""
+
+    def read(self, index: int, start: int, nbytes: int, check: int, keep: Keep) -> None:
+        """Read bucket `index`, which begins at `start` of the stream; returns when its bytes are kept.
+
+        Raises `WeightsRejected` for a damaged bucket.
+        """
+
+    def close(self) -> None:
+        """Give it up."""
+
 
 @dataclass
 class IncomingUpdate:

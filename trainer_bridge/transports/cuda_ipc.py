@@ -30,7 +30,14 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_bridge.transports.base import IncomingUpdate, Recipient, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.base import (
+    IncomingUpdate,
+    Keep,
+    Recipient,
+    TransferRules,
+    TransportReceiver,
+    TransportSender,
+)
 from trainer_bridge.transports.bucket_link import send_buckets
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.payload import Payload
@@ -41,6 +48,8 @@ from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 
 HANDLE_BYTES = 64
+#: Bytes that a process reads at a time from another GPU into memory of its own.
+READ_BYTES = 64 << 20
 _MAX_SLOTS = 64
 _SLOTS = 16
 _ALL_SLOTS_BYTES = 1 << 30  # most memory of a publisher's slots, if at least two buckets fit
@@ -207,7 +216,7 @@ def forget_last_error() -> None:
 
 def _low_words(fingerprints: Sequence[torch.Tensor]) -> list[int]:
     """The lowest 32 bits of each; waits for everything on the current stream."""
-    return [total & 0xFFFFFFFF for total in torch.stack(list(fingerprints)).tolist()]
+    return [total & 0xFFFFFFFF for total in torch.stack(list(fingerprints)).tolist()] if fingerprints else []
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -237,6 +246,7 @@ class CudaIpcReceiver(TransportReceiver):
                 self._slots.append(self._memory.open(handle, slot_bytes))
         except OSError as error:
             raise _elsewhere(f"the publisher's memory cannot be opened ({error.strerror})") from error
+        incoming.destination.offer(self.name, options)
         return self._buckets.expect(incoming, self, len(self._slots))
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
@@ -263,6 +273,8 @@ class CudaIpcReceiver(TransportReceiver):
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Begin to copy a bucket to its place."""
         start, end = incoming.manifest.bucket_span(index)
+        if incoming.destination.leave_to_owner(index, start, end, check):
+            return False
         data = self._slots[index % len(self._slots)][: end - start]
         incoming.destination.put(start, data)
         self._taken.append((index, check, fingerprint(data)))
@@ -272,10 +284,53 @@ class CudaIpcReceiver(TransportReceiver):
         """Wait for the copies in progress. Raises `WeightsRejected` for a damaged bucket."""
         taken, self._taken = self._taken, []
         for (index, check, _), found in zip(taken, _low_words([found for *_, found in taken]), strict=True):
-            if found != check:
-                raise WeightsRejected(f"bucket {index} arrived damaged: fingerprint {found:08x}, sent as {check:08x}")
+            _check_bucket(index, found, check)
             start, end = incoming.manifest.bucket_span(index)
             incoming.note(end - start)
+        incoming.note(incoming.destination.wait_read())
+
+
+class OpenSlots:
+    """A publisher's slots, which may be on another GPU, by the options of `begin`: `OfferedMemory`.
+
+    Raises OSError if this process cannot read them.
+    """
+
+    def __init__(self, options: Mapping[str, Any], device: torch.device, memory: IpcMemory | None) -> None:
+        if memory is None:
+            raise OSError(0, "this rank is on no GPU")
+        self._device = device
+        self._slots: list[IpcReader] = []
+        handles, slot_bytes = _read_options(options)
+        try:
+            for handle in handles:
+                self._slots.append(memory.reader(handle, slot_bytes))
+        except OSError:
+            self.close()
+            raise
+
+    def read(self, index: int, start: int, nbytes: int, check: int, keep: Keep) -> None:
+        """As `OfferedMemory.read`; on the current stream."""
+        slot, prints = self._slots[index % len(self._slots)], []
+        here = torch.empty(min(nbytes, READ_BYTES), dtype=torch.uint8, device=self._device)
+        for at in range(0, nbytes, READ_BYTES):
+            part = here[: min(READ_BYTES, nbytes - at)]
+            slot.read(at, part)
+            prints.append(fingerprint(part, at // 4))
+            keep(start + at, part)
+        (found,) = _low_words([torch.stack(prints).sum()])  # waits for all of it
+        _check_bucket(index, found, check)
+
+    def close(self) -> None:
+        """Unmap them; all reads have run."""
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            slot.close()
+
+
+def _check_bucket(index: int, found: int, check: int) -> None:
+    if found != check:
+        raise WeightsRejected(f"bucket {index} arrived damaged: fingerprint {found:08x}, sent as {check:08x}")
 
 
 def _read_options(options: Mapping[str, Any]) -> tuple[list[bytes], int]:

@@ -18,21 +18,25 @@ _K = 0x1E3779B97F4A7C15  # odd, below 2^63
 _WORDS = 1 << 16  # words of one piece: their int64 copy stays in a CPU's cache
 
 
-def fingerprint(data: torch.Tensor) -> torch.Tensor:
-    """int64, no dimension, on the device of `data` (uint8, one dimension, any length)."""
+def fingerprint(data: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """int64, no dimension, on the device of `data` (uint8, one dimension, any length).
+
+    The fingerprints of parts that follow each other add up to that of the whole: `first` is the number of the first
+    word. All parts but the last have whole words.
+    """
     whole = data.numel() // 4 * 4
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     if data.is_cuda and whole:
         from trainer_bridge.transports.triton_fingerprint import add_words
 
         with torch.cuda.device(data.device):  # Triton's GPU: a new thread's current device is the first one
-            add_words(data[:whole].view(torch.int32), total, _K)
+            add_words(data[:whole].view(torch.int32), total, _K, first)
     else:
-        total += _sum(data[:whole].view(torch.int32), 0)
+        total += _sum(data[:whole].view(torch.int32), first)
     if whole < data.numel():
         rest = torch.zeros(4, dtype=torch.uint8, device=data.device)
         rest[: data.numel() - whole] = data[whole:]
-        total += _sum(rest.view(torch.int32), whole // 4)
+        total += _sum(rest.view(torch.int32), first + whole // 4)
     return total + data.numel()
 
 

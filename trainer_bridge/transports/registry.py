@@ -5,17 +5,21 @@ A transport is one entry in `TRANSPORTS`. Publishers and workers take names from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer_bridge.transports.base import TransportReceiver, TransportSender
+from trainer_bridge.transports.base import OfferedMemory, TransportReceiver, TransportSender
 from trainer_bridge.transports.disk import DiskReceiver, DiskSender
-from trainer_bridge.transports.shm import ShmReceiver, ShmSender
+from trainer_bridge.transports.shm import OpenSegment, ShmReceiver, ShmSender
 from trainer_bridge.transports.zmq_stream import BucketSocket, ZmqReceiver, ZmqSender
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.keys import ClientCurve
+
+if TYPE_CHECKING:
+    from trainer_bridge.transports.cuda_ipc import IpcMemory
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Transport:
     auto: int | None = None  # place in the order of `auto`; None: `auto` does not use it
     gpu_to_gpu: bool = False  # `auto` takes it for tensors on a GPU only
     in_group: bool = False  # the workers of a sender form a group, which takes time; one that joins gets its own
+    #: Opens memory that a receiver has offered, for a rank on this device; raises OSError or `RolloutError`.
+    offered: Callable[[Mapping[str, Any], torch.device, IpcMemory | None], OfferedMemory] | None = None
 
 
 def _disk_sender(publisher: PublisherSetup) -> TransportSender:
@@ -76,6 +82,12 @@ def _cuda_ipc_sender(publisher: PublisherSetup) -> TransportSender:
     from trainer_bridge.transports.cuda_ipc import CudaIpcSender
 
     return CudaIpcSender(publisher.curve)
+
+
+def _open_slots(options: Mapping[str, Any], device: torch.device, memory: IpcMemory | None) -> OfferedMemory:
+    from trainer_bridge.transports.cuda_ipc import OpenSlots
+
+    return OpenSlots(options, device, memory)
 
 
 def _nccl_receiver(worker: WorkerSetup) -> TransportReceiver | None:
@@ -109,9 +121,14 @@ def _torch_group_sender(publisher: PublisherSetup) -> TransportSender:
 #: All transports, in the order of a worker's `status`.
 TRANSPORTS: dict[str, Transport] = {
     "zmq": Transport(lambda worker: worker.buckets, lambda publisher: ZmqSender(publisher.curve), auto=4),
-    "shm": Transport(lambda worker: ShmReceiver(worker.buckets), lambda publisher: ShmSender(publisher.curve), auto=3),
+    "shm": Transport(
+        lambda worker: ShmReceiver(worker.buckets),
+        lambda publisher: ShmSender(publisher.curve),
+        auto=3,
+        offered=lambda options, device, memory: OpenSegment(options, device),
+    ),
     "disk": Transport(lambda worker: DiskReceiver(), _disk_sender),
-    "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender, auto=1, gpu_to_gpu=True),
+    "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender, auto=1, gpu_to_gpu=True, offered=_open_slots),
     "nccl": Transport(_nccl_receiver, _nccl_sender, auto=2, gpu_to_gpu=True, in_group=True),
     "torch_group": Transport(_torch_group_receiver, _torch_group_sender),
 }

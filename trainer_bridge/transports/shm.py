@@ -31,7 +31,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_bridge.transports.base import IncomingUpdate, Recipient, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.base import (
+    IncomingUpdate,
+    Keep,
+    Recipient,
+    TransferRules,
+    TransportReceiver,
+    TransportSender,
+)
 from trainer_bridge.transports.bucket_link import pack_on_host, send_buckets
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.zmq_stream import DEFAULT_WINDOW, ZmqReceiver, check_bucket
@@ -64,22 +71,22 @@ class ShmReceiver(TransportReceiver):
 
     def __init__(self, buckets: ZmqReceiver) -> None:
         self._buckets = buckets
-        self._map: mmap.mmap | None = None
-        self._slots = self._slot_bytes = 0
+        self._segment: OpenSegment | None = None
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Open the segment. Raises `BadRequest` with the field `options` when it cannot be the publisher's."""
         if set(options) != set(_OPTIONS) or any(type(options[name]) is not kind for name, kind in _OPTIONS.items()):
             raise BadRequest(f"transport shm takes the options {', '.join(_OPTIONS)}", field="options")
-        self._slots, self._slot_bytes = options["slots"], options["slot_bytes"]
+        slots, slot_bytes = options["slots"], options["slot_bytes"]
         first, end = incoming.manifest.bucket_span(0) if incoming.manifest.bucket_count else (0, 0)
-        fits = 1 <= self._slots <= _MAX_SLOTS and end - first <= self._slot_bytes <= MAX_BUCKET_BYTES
-        if not fits or self._slot_bytes % mmap.PAGESIZE:
+        fits = 1 <= slots <= _MAX_SLOTS and end - first <= slot_bytes <= MAX_BUCKET_BYTES
+        if not fits or slot_bytes % mmap.PAGESIZE:
             raise BadRequest("the slots are too small, too large or too many for the buckets", field="options")
         if not boot_id() or options["boot_id"] != boot_id():
             raise _elsewhere("the publisher runs on another machine")
-        self._map = _map_segment(options, _HEADER_BYTES + self._slots * self._slot_bytes)
-        return self._buckets.expect(incoming, self, self._slots)
+        self._segment = OpenSegment(options)
+        incoming.destination.offer(self.name, options)
+        return self._buckets.expect(incoming, self, slots)
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
         """Take a message from the socket of `zmq`."""
@@ -96,23 +103,52 @@ class ShmReceiver(TransportReceiver):
 
     def close(self) -> None:
         """Unmap the segment."""
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
 
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Copy a bucket to its place. Raises `WeightsRejected` if it is damaged."""
-        assert self._map is not None
+        assert self._segment is not None
         start, end = incoming.manifest.bucket_span(index)
-        at = _HEADER_BYTES + index % self._slots * self._slot_bytes
-        copied = incoming.memory(start, end)
-        np.copyto(copied, np.frombuffer(self._map, np.uint8, end - start, at))
-        check_bucket(index, memoryview(copied), check)  # type: ignore[arg-type]  # of the copy, which the publisher cannot change
+        if incoming.destination.leave_to_owner(index, start, end, check):
+            return False
+        self._segment.copy(index, incoming.memory(start, end), check)
         incoming.arrived(start, end)
         return True
 
     def wait_copied(self, incoming: IncomingUpdate) -> None:
-        """Nothing to wait for."""
+        """Wait for the buckets that other ranks read."""
+        incoming.note(incoming.destination.wait_read())
+
+
+class OpenSegment:
+    """A publisher's segment, mapped read-only by the options of `begin`: `OfferedMemory`.
+
+    Raises `BadRequest` with the field `options` if it is not there.
+    """
+
+    def __init__(self, options: Mapping[str, Any], device: torch.device | None = None) -> None:
+        self._slots, self._slot_bytes = options["slots"], options["slot_bytes"]
+        self._pinned = device is not None and device.type == "cuda"
+        self._map = _map_segment(options, _HEADER_BYTES + self._slots * self._slot_bytes)
+
+    def copy(self, index: int, out: np.ndarray, check: int) -> None:
+        """Copy a bucket. Raises `WeightsRejected` if it is damaged."""
+        at = _HEADER_BYTES + index % self._slots * self._slot_bytes
+        np.copyto(out, np.frombuffer(self._map, np.uint8, len(out), at))
+        check_bucket(index, memoryview(out), check)  # type: ignore[arg-type]  # of the copy, which the publisher cannot change
+
+    def read(self, index: int, start: int, nbytes: int, check: int, keep: Keep) -> None:
+        """As `OfferedMemory.read`."""
+        copied = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        self.copy(index, copied.numpy(), check)
+        if (kept := keep(start, copied)) is not None:
+            kept.synchronize()
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._map.close()
 
 
 def _map_segment(options: Mapping[str, Any], nbytes: int) -> mmap.mmap:

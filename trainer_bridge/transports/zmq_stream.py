@@ -168,7 +168,8 @@ class ZmqReceiver(TransportReceiver):
         self._sender = sender
         if (magic == SHARED_MAGIC) != (self._shared is not None):
             raise WeightsRejected(f"a bucket came by another transport than {incoming.transport}, which begin named")
-        if self._take(incoming, index, check, frames[1] if len(frames) == 2 else None):
+        taken = self._take(incoming, index, check, frames[1] if len(frames) == 2 else None)
+        if taken and not self._unacknowledged:  # in the order in which they came
             self._socket.send(sender, ACK.pack(ACK_MAGIC, token, index))
         else:
             self._unacknowledged.append(index)

@@ -24,3 +24,13 @@ def defined(data: torch.Tensor) -> int:
 def test_it_is_the_weighted_sum_of_words(count: int) -> None:
     data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
     assert (int(fingerprint(data)) - defined(data)) % (1 << 64) == 0
+
+
+@pytest.mark.parametrize("count", [8, 64, 2 * PIECE + 6])
+@pytest.mark.parametrize("size", [4, 20, PIECE + 4])
+def test_those_of_parts_add_up(count: int, size: int) -> None:
+    data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    starts = range(0, count, size) if count < PIECE else (0, PIECE + 4)
+    ends = [*starts[1:], count]
+    parts = [fingerprint(data[start:end], start // 4) for start, end in zip(starts, ends, strict=True)]
+    assert int(torch.stack(parts).sum()) == int(fingerprint(data))

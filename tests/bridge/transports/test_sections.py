@@ -15,14 +15,16 @@ import torch
 
 from rollout.weights import update_intake
 from tests.support.bridge.fault_client import FaultServer, idle_s, run_fault
-from tests.support.bridge.file_memory import share_from
+from tests.support.bridge.file_memory import FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.kernels.grids import nightly
 from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.transports.base import OfferedMemory
 from trainer_bridge.transports.cut import Cut
 from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.registry import TRANSPORTS
 from trainer_bridge.transports.sections import (
     RankCuts,
     cuts_digest,
@@ -204,6 +206,75 @@ def test_from_the_second_update_on_each_rank_gets_its_parts(
             assert worker.serve(tensors)
 
 
+class Readers:
+    """Stands between the ranks and a publisher's memory, which all but one refuse to open, or find damaged."""
+
+    def __init__(self, transport: str, patch: pytest.MonkeyPatch) -> None:
+        self.opened = self.closed = self.nbytes = 0
+        self.refuses = self.damages = False
+        entry = TRANSPORTS[transport]
+        assert entry.offered is not None
+        self._open = entry.offered
+        patch.setitem(TRANSPORTS, transport, replace(entry, offered=self.open))
+
+    def open(self, *how: Any) -> OfferedMemory:
+        if self.refuses and self.opened:
+            raise OSError(1, "no access")
+        memory = self._open(*how)
+        self.opened += 1
+        read, close = memory.read, memory.close
+
+        def reads(index: int, start: int, nbytes: int, check: int, keep: Any) -> None:
+            self.nbytes += nbytes
+            read(index, start, nbytes, check ^ self.damages, keep)
+
+        def closes() -> None:
+            self.closed += 1
+            close()
+
+        memory.read, memory.close = reads, closes  # type: ignore[method-assign]
+        return memory
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("transport", ["shm", "cuda_ipc"])
+def test_each_rank_reads_its_buckets_in_the_publisher_memory(
+    tmp_path: Path, transport: str, apply: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = Readers(transport, monkeypatch)
+    peers = [FileMemory(tmp_path) for _ in range(3)]
+    with (
+        GroupWorker(3, shared=tmp_path, relay_bytes=512, apply=apply, peers=peers) as worker,
+        WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=SMALL) as publisher,
+    ):
+        share_from(publisher, tmp_path)
+
+        def publish(version: int) -> dict[str, torch.Tensor]:
+            publisher.publish(tensors := tensors_of(version), version).applied(60)
+            assert worker.serve(tensors) and readers.opened == readers.closed
+            return tensors
+
+        publish(1)
+        assert readers.opened == 0  # whole tensors, of which all ranks have parts
+        second = publish(2)
+        theirs = sum(
+            shard.part(name).numel() * tensor.element_size()
+            for shard in worker.shards[1:]
+            for name, tensor in second.items()
+        )
+        assert readers.opened == 2 and readers.nbytes >= theirs
+        readers.damages = True
+        with pytest.raises(WeightsRejected, match="damaged"):
+            publisher.publish(tensors_of(3), 3).applied(60)
+        assert readers.opened == readers.closed == 4
+        readers.damages, readers.refuses, readers.nbytes = False, True, 0
+        publish(4)
+        assert readers.nbytes == 0  # one rank cannot read it, so all parts come through rank 0
+        readers.refuses = False
+        publish(5)
+        assert readers.nbytes >= theirs
+
+
 def test_a_layout_that_changes_comes_whole_once() -> None:
     with GroupWorker(2) as worker, WeightPublisher(worker.endpoint, transport="zmq") as publisher:
         came_whole = []
@@ -289,7 +360,8 @@ def faults() -> Iterator[FaultServer]:
 def test_a_trainer_that_dies_in_any_phase_leaves_all_ranks_at_one_version(
     faults: FaultServer, tmp_path: Path, transport: str
 ) -> None:
-    with GroupWorker(3, relay_bytes=512, idle_s=idle_s(transport), shared=tmp_path) as worker:
+    peers = [FileMemory(tmp_path) for _ in range(3)]
+    with GroupWorker(3, relay_bytes=512, idle_s=idle_s(transport), shared=tmp_path, peers=peers) as worker:
         for version, (phase, fault) in zip(range(2, 99, 3), FAULTS, strict=False):
             order = {"version": version, "seed": version, "sections": True}
             run_fault(faults, worker, transport, tmp_path, phase, fault, **order)

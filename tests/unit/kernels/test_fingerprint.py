@@ -38,6 +38,8 @@ def test_the_kernel_computes_the_sum_of_the_twin(nbytes: int) -> None:
     total = torch.full((), 5, dtype=torch.int64, device=DEVICE)
     add_words(data.view(torch.int32).to(DEVICE), total, _K)
     assert total.item() == fingerprint(data).item() - len(data) + 5
+    add_words(data.view(torch.int32).to(DEVICE), total.zero_(), _K, 1 << 33)
+    assert total.item() == fingerprint(data, 1 << 33).item() - len(data)
 
 
 @pytest.mark.gpu
@@ -62,7 +64,9 @@ def test_the_kernel_is_launched_on_the_device_of_the_bytes(monkeypatch: pytest.M
         inside.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(triton_fingerprint, "add_words", lambda words, total, factor: launched.append(list(inside)))
+    monkeypatch.setattr(
+        triton_fingerprint, "add_words", lambda words, total, factor, first: launched.append(list(inside))
+    )
     data = some_bytes(64).as_subclass(OnGpu)
     fingerprint(data)
     assert launched == [[data.device]]
