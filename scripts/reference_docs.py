@@ -28,7 +28,6 @@ from rollout.gateway.http.http_errors import from_worker
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.fallback.tested import TESTED
 from rollout.models.families import FAMILIES, MULTIMODAL
 from rollout.models.families.declare import Family
 from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
@@ -50,15 +49,13 @@ The later source wins:
 3. flags: `--max-rows 64`, `--prefix-cache`, `--no-prefix-cache`, `--weights-bind` (`bind` of `[weights]`),
    `rollout serve MODEL` (`path`).
 
-`none` unsets a setting; an unknown name is an error. Words: [glossary](../glossary.md).
-
-Each line: setting with default, other choices, meaning."""
+`none` unsets a setting; an unknown name is an error. Each line: setting with default, other choices, meaning."""
 
 _MODELS_INTRODUCTION = """\
 # Models
 
 The native families, by `architectures` of config.json; others: [fallback](fallback.md). Checkpoints are safetensors in
-16 or 32 bits; MXFP4 experts of gpt-oss are decoded to 16.
+16 or 32 bits; MXFP4 experts of gpt-oss are decoded.
 
 - **images**: with `model.images` the worker also serves images and videos; torch runs the vision tower, and updates may
   omit its tensors. Otherwise it serves the language model alone.
@@ -66,8 +63,8 @@ The native families, by `architectures` of config.json; others: [fallback](fallb
 - **MLA**: latent attention. `kv_dtype = fp8_e4m3`, `deterministic` and adapters of `kv_b_proj` are errors;
   `group_attention` changes nothing.
 
-Tests compare each family with transformers' class of the same or the named name, in float32 with tiny random weights:
-logits within 1e-4, the same greedy tokens with several rows, preemptions and a change of weights.
+Tests compare each family with transformers' class of this or the named name, in float32 with tiny random weights:
+logits within 1e-4, the same greedy tokens.
 
 By how a GPU runs them, with transformers' default config: models (marks), architecture."""
 
@@ -100,7 +97,7 @@ _LONGROPE = """\
 ## LongRoPE
 
 Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers switches to the long set beyond the
-original context, which changes log-probs of earlier tokens. The worker uses one set:
+original context. The worker uses one set:
 
 - `longrope = short`: sequences end at the original context. Log-probs equal transformers' own.
 - `longrope = long`: the long set from the first token on, as in vLLM. A trainer with transformers does the same: copy
@@ -129,11 +126,10 @@ _ERRORS_OF_HTTP = """
 _API_INTRODUCTION = """\
 # Python API
 
-What `trainer_bridge` exports. Examples, and which worker gets a request: [client](client.md). Exceptions:
-[errors](errors.md). Fields of requests and results: [protocol](protocol.md#generate). Chunks, completions and results
-have `to_dict()`: plain values, lists for arrays, None for NaN. Methods for orders to workers also take `endpoint`
-(absent: all, or the one that has the request); `control`, `ping`, `prefetch`, `report`, `sleep` and `wake` take
-`timeout_s`.
+What `trainer_bridge` exports. Examples: [client](client.md). Exceptions: [errors](errors.md). Fields of requests and
+results: [protocol](protocol.md#generate). Chunks, completions and results have `to_dict()`: plain values, lists for
+arrays, None for NaN. Methods for orders to workers also take `endpoint` (absent: all, or the one that has the request);
+`control`, `ping`, `prefetch`, `report`, `sleep` and `wake` take `timeout_s`.
 
 `AsyncRolloutClient`, `AsyncStream` and `AsyncSession` have the methods of `RolloutClient`, `Stream` and `Session`, as
 coroutines, with `async for` and `async with`: `async for chunk in await client.generate(prompt, stream="tokens")`."""
@@ -142,9 +138,9 @@ _METRICS_INTRODUCTION = """\
 # Metrics
 
 A worker reports every `metrics.interval_s` seconds, and for the whole run at its end. How to read it:
-[symptoms](../symptoms.md#reading-the-dashboard). Words: [glossary](../glossary.md). In Prometheus `kv/preemptions`
-is `rollout_kv_preemptions_total` (`_total` for counters); it also has `rollout_worker_info` (label `model`),
-`rollout_report_time_s` (Unix time) and `rollout_report_step` (steps committed), in JSON lines `time` and `step`.
+[symptoms](../symptoms.md#reading-the-dashboard). In Prometheus `kv/preemptions` is `rollout_kv_preemptions_total`
+(`_total` for counters); it also has `rollout_worker_info` (label `model`), `rollout_report_time_s` (Unix time) and
+`rollout_report_step` (steps committed), in JSON lines `time` and `step`.
 
 - **Gauges** (no kind is named) have the value of the present, or of the interval. A mean or percentile without a sample
   keeps its last value.
@@ -172,8 +168,8 @@ _FALLBACK_INTRODUCTION = """\
 # Models without a native family
 
 A worker runs other causal LMs of transformers by transformers' own code, over the same paged KV cache, and the log
-warns; `model_impl = transformers` runs a native family so. Code of a checkpoint is never run. All of them:
-[architectures](architectures.md).
+warns; `model_impl = transformers` runs a native family so. Code of a checkpoint is never run. LongRoPE:
+[models](models.md#longrope).
 
 Updates may use the names of `save_pretrained` or `named_parameters()`, omit buffers, and contain tensors that
 transformers does not load, such as `mtp.*`.
@@ -193,24 +189,15 @@ eager forward; the log names it:
 Decode steps are CUDA graphs if attention has kernels and no operation waits for the device; otherwise the log gives the
 reason.
 
-**Refused at the start**, with the reason:
+**Refused at the start**, with the reason: the settings `adapter_slots`, `routing`, `deterministic`, `speculation` and
+`weight_dtype`, and `kv_dtype` where attention is gathered; encoders, attention to later tokens, quantized checkpoints;
+states that are not in transformers' cache classes; models that have their own logits in none of these ways.
 
-- the settings `adapter_slots`, `routing`, `deterministic`, `speculation` and `weight_dtype`; `kv_dtype` where attention
-  is gathered;
-- attention to later tokens, and states that are not in transformers' cache classes (RWKV, xLSTM);
-- encoders, quantized checkpoints, and parameters in another order than the checkpoint's;
-- models that have their own logits in none of these ways.
+## Architectures
 
-LongRoPE: [models](models.md#longrope). Tests compare the architectures below as for [native families](models.md), with
-200 decode steps. Each line: attention; whose code runs experts; architectures without `ForCausalLM`."""
-
-_ARCHITECTURES_INTRODUCTION = """\
-# Architectures of transformers
-
-{served} of the {all} decoder-only causal LMs of transformers {version} are served ({share:.0%}). A script loads a tiny
-random checkpoint of each, saved by transformers, and compares log-probs with its class in float32:
-`python -m scripts.check.architectures`. Ways of the fallback: [models without a native family](fallback.md). Names are
-architectures, without `ForCausalLM`. "Not tried": no tiny model could be made.
+{served} of the {all} decoder-only causal LMs of transformers {version} are served ({share:.0%}), {native} of them by
+[native families](models.md). `python -m scripts.check.architectures` loads a tiny random checkpoint of each, and
+compares log-probs with transformers' class in float32. Names lack `ForCausalLM`.
 """
 
 _GATEWAY_INTRODUCTION = """\
@@ -495,52 +482,45 @@ def _section(metric: Metric) -> str:
 
 
 def fallback_page() -> str:
-    """Every architecture that tests hold against transformers through its own code."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, held in TESTED.items():
-        groups.setdefault((held.attention, held.experts), []).append(name.removesuffix("ForCausalLM"))
-    lines = [
-        f"- {attention}; {experts}: {', '.join(f'`{name}`' for name in names)}"
-        for (attention, experts), names in groups.items()
-    ]
-    return "\n".join([_FALLBACK_INTRODUCTION, "", *lines]) + "\n"
-
-
-def architectures_page() -> str:
-    """Every causal LM of transformers, and what a worker does with it."""
+    """How transformers' code is run, and what a worker does with each of its causal LMs."""
     version, results = read_results()
     best = of_architectures(results)
     by_way: dict[str, list[str]] = {}
+    not_served: dict[str, list[str]] = {}
     for result in best:
-        if result.served in ("native", "fallback"):
-            way = result.served if result.served == "native" else f"fallback: {result.detail}"
-            by_way.setdefault(way, []).append(result.architecture.removesuffix("ForCausalLM"))
-    served = sum(map(len, by_way.values()))
-    others = sorted(
-        {result.architecture for result in results} - {result.architecture for result in best}, key=str.lower
-    )
-    lines = [
-        _ARCHITECTURES_INTRODUCTION.format(version=version, served=served, all=len(best), share=served / len(best)),
-        *(
-            f"- **{way}** ({len(names)}): {', '.join(f'`{name}`' for name in names)}"
-            for way, names in sorted(by_way.items(), key=lambda entry: -len(entry[1]))
-        ),
-        "\n## Not served\n",
-        *(
-            f"- `{result.architecture}` ({result.served}): {result.detail.replace('<', '').replace('>', '')}"
-            for result in best
-            if result.served in ("refused", "not tried")
-        ),
-        "\n## Not decoder-only\n",
-        ", ".join(f"`{name}`" for name in others),
-    ]
+        name = result.architecture.removesuffix("ForCausalLM")
+        if result.served == "fallback":
+            by_way.setdefault(result.detail, []).append(name)
+        elif result.served == "refused":
+            not_served.setdefault(_general(result.detail), []).append(name)
+        elif result.served == "not tried":
+            not_served.setdefault("not tried: no tiny model could be made", []).append(name)
+    native = sum(result.served == "native" for result in best)
+    served = native + sum(map(len, by_way.values()))
+    counts = {"served": served, "native": native, "all": len(best), "share": served / len(best)}
+    lines = [_FALLBACK_INTRODUCTION.format(version=version, **counts)]
+    for title, groups in (("", by_way), ("\n## Not served\n", not_served)):
+        lines += [title] if title else []
+        for reason, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+            lines.append(f"- {reason}: {', '.join(f'`{name}`' for name in names)}")
     return "\n".join(lines) + "\n"
+
+
+def _general(reason: str) -> str:
+    """A reason to refuse an architecture, without what only its tiny checkpoint or an exception has."""
+    text = (
+        re.sub(r"its tensor \S+ is", "a tensor is", reason)
+        .partition("; ")[0]
+        .replace("checkpoint FOLDER", "its weights")
+    )
+    if " uses cache of its own" in text:
+        return "it has a cache of its own"
+    return re.sub(r" by [\d.]+ of their .*|(?<=code fails): .*|\.$", "", text)
 
 
 #: File names and the functions that write their text.
 PAGES: Mapping[str, Callable[[], str]] = {
     "api.md": api_page,
-    "architectures.md": architectures_page,
     "errors.md": errors_page,
     "fallback.md": fallback_page,
     "gateway.md": gateway_page,
