@@ -26,7 +26,7 @@ from rollout.engine.kv.prefixes import Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.messages.requests import VERSION_END
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.sequence.sequence_kv import NO_HOST_STATE, NO_POINT, OffloadedKV, PrefixEnd, SessionKV
+from rollout.engine.sequence.sequence_kv import NO_HOST_STATE, NO_KEYS, NO_POINT, OffloadedKV, PrefixEnd, SessionKV
 
 #: The most fetches for one admission of a sequence. Pages that wait for a row may be evicted meanwhile.
 _MOST_FETCHES = 3
@@ -70,23 +70,22 @@ class PageAllocator:
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def find_reusable(self, seq: Sequence, version: int) -> Reusable | None:
-        """KV that `seq` need not compute, now or after another prefill; None if it has KV of its own to restore."""
-        return None if seq.kv.is_offloaded else self.prefixes.find(seq, version)
+    def find_reusable(self, seq: Sequence, version: int) -> Reusable:
+        """KV that `seq` need not compute, now or after another prefill; none if it has KV of its own to restore."""
+        return Reusable() if seq.kv.is_offloaded else self.prefixes.find(seq, version)
 
-    def pages_for_new(self, seq: Sequence, reusable: Reusable | None) -> int:
+    def pages_for_new(self, seq: Sequence, reusable: Reusable) -> int:
         """Pages that `seq` needs in addition to its shared ones; `reusable` was just found for it."""
-        shared = 0 if reusable is None else len(reusable.shared)
-        return self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - shared
+        return self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - len(reusable.shared)
 
-    def fetch_for(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> Fetch | Reusable | None:
+    def fetch_for(self, seq: Sequence, reusable: Reusable, version: int, spare: int) -> Fetch | Reusable:
         """The fetch that a sequence has to wait for, if pages that were just found for it are on the host.
 
         Otherwise what it can use without one: if there are no such pages, if the sequence would not fit with `spare`
         pages left, or if it has already had `_MOST_FETCHES` fetches: its pages are evicted before it gets a row, so it
         is better computed. That is `reusable`, or less where sessions gave way without making enough room.
         """
-        if reusable is None or reusable.beyond is None:
+        if reusable.beyond is None:
             return reusable
         first, keys, end, half = reusable.beyond
         more = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - len(first) - len(keys)
@@ -141,13 +140,13 @@ class PageAllocator:
         prefix = [*first, *(page for page in pages if page), *new[len(missing) :]]
         return fetches.begin(prefix, list(targets.items()), oldest, end, place)
 
-    def try_admit(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> bool:
+    def try_admit(self, seq: Sequence, reusable: Reusable, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.
 
         `reusable` was just found for it. On success its `kv` has its pages, their keys, the page to copy, and the
         number of tokens whose KV is in its pages, or is being copied there.
         """
-        if reusable is None:
+        if seq.kv.is_offloaded:
             return self._try_restore(seq, seq.kv.offloaded, version, spare)
         tokens = seq.history()
         wanted = self._pages_wanted(seq, len(tokens))
@@ -270,7 +269,7 @@ class PageAllocator:
         for mirror in self._mirrors:
             host_pages, pages = [host for host, _ in offloaded.restored], [page for _, page in offloaded.restored]
             mirror.restored(seq, host_pages, pages)
-        if kv.keys is not None and self.prefixes.of_use(seq, version):
+        if self.prefixes.findable(seq, version):
             for i in range(len(kv.keys)):
                 self.pool.remember(kv.keys[i], kv.pages[i], kv.oldest)
         self.offload_books.counts.restored += 1
@@ -293,7 +292,7 @@ class PageAllocator:
             known = 0
         self.prefixes.remember_turn(seq, known, version)
         if session is None:
-            if not seq.group.request.lease_s or kv.keys is None or self.prefixes.has_states:
+            if not seq.group.request.lease_s or kv.keys is NO_KEYS or self.prefixes.has_states:
                 return
             session = self.sessions.unnamed(seq.group.request, seq.index)
         known, snapshots = self.prefixes.turn_end(seq, known)

@@ -18,7 +18,7 @@ from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.tier import HostTier
 from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
-from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd, PrefixHit, PrefixKeys, Snapshot
+from rollout.engine.sequence.sequence_kv import NO_KEYS, NO_POINT, PrefixEnd, PrefixHit, PrefixKeys, Snapshot
 
 
 class HostPrefix(NamedTuple):
@@ -38,7 +38,7 @@ class Reusable:
     copied: int = 0  # the page after them, to be copied; 0 where the last shared page is full
     tokens: int = 0  # tokens with KV that the sequence can use
     session_tokens: int = 0  # tokens with KV in the session
-    keys: PrefixKeys | None = None  # keys of the shared pages
+    keys: PrefixKeys = NO_KEYS  # keys of the shared pages
     beyond: HostPrefix | None = None  # a longer known prefix, partly on the host
     awaited: tuple[Sequence, int] | None = None  # a sequence that computes a longer prefix, and its end
     place: int = 0  # place of the snapshot to load, of the state after these tokens
@@ -53,9 +53,9 @@ class Reusable:
     def without_copy(self, page_size: int) -> Reusable:
         """The shared pages only; nothing where a state belongs to the page to copy."""
         if self.place:
-            return Reusable(keys=None if self.keys is None else self.keys.fork(0))
+            return Reusable(keys=self.keys.fork(0))
         tokens = len(self.shared) * page_size
-        keys = None if self.keys is None else self.keys.fork(len(self.shared))
+        keys = self.keys.fork(len(self.shared))
         hit: PrefixHit = "pages" if self.hit == "prompt_end" else self.hit
         session_tokens = min(tokens, self.session_tokens)
         return Reusable(self.shared, 0, tokens, session_tokens, keys, hit=hit, oldest=self.oldest)
@@ -88,7 +88,7 @@ class Prefixes:
         tokens, share = seq.identity(seq.history()), seq.group.share
         full = (len(tokens) - 1) // self.page_size  # the page of the last token is never shared: it is written again
         if share is not None and share.oldest >= self.oldest_for(seq.group, version) and not seq.tokens:
-            keys = share.keys.fork(full) if share.keys else None
+            keys = share.keys.fork(full) if share.keys else NO_KEYS
             found = Reusable(share.pages[:full], share.pages[full], len(tokens) - 1, keys=keys, place=share.place)
             found.hit, found.oldest = "group", share.oldest
             return found
@@ -97,7 +97,7 @@ class Prefixes:
         return self._find(seq, tokens, version) if len(tokens) > 1 else self._nothing(seq, version)
 
     def _nothing(self, seq: Sequence, version: int) -> Reusable:
-        return Reusable(keys=self.no_keys(seq, version) if self.cache else None)
+        return Reusable(keys=self.no_keys(seq, version) if self.cache else NO_KEYS)
 
     def _find(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
         found, full = self._find_in_session(seq, tokens, version), (len(tokens) - 1) // self.page_size
@@ -195,8 +195,7 @@ class Prefixes:
             return Reusable()
         full = same // self.page_size
         copied = kv.pages[full] if same % self.page_size else 0
-        keys = kv.keys.fork(full) if kv.keys is not None else None
-        return Reusable(kv.pages[:full], copied, same, same, keys, hit="turn_end", oldest=kv.oldest)
+        return Reusable(kv.pages[:full], copied, same, same, kv.keys.fork(full), hit="turn_end", oldest=kv.oldest)
 
     # --- age ----------------------------------------------------------------------------------------------------------
 
@@ -211,6 +210,10 @@ class Prefixes:
     def of_use(self, seq: Sequence, version: int) -> bool:
         """True if other sequences may use the KV of `seq`: it is young enough, and of one adapter edition."""
         return seq.kv.oldest >= version - self.max_age and seq.kv.adapter_edition == seq.adapter_use.edition
+
+    def findable(self, seq: Sequence, version: int) -> bool:
+        """True if other sequences may find the KV of `seq`, and use it."""
+        return seq.kv.keys is not NO_KEYS and self.of_use(seq, version)
 
     def may_go_on(self, seq: Sequence, version: int) -> bool:
         """True if a sequence that has launched nothing may use what it found before the weights had this version."""
@@ -282,7 +285,7 @@ class Prefixes:
     def remember(self, seq: Sequence, known: int, version: int) -> None:
         """Make full pages of the first `known` tokens findable, if others may use them under `version`."""
         kv = seq.kv
-        if kv.keys is None or not self.of_use(seq, version):
+        if not self.findable(seq, version):
             return
         for index in range(len(kv.keys), min(known, kv.length) // self.page_size):
             start = index * self.page_size
@@ -294,7 +297,7 @@ class Prefixes:
         """Make the first `known` tokens of a settled turn findable, and the half-full page in which they end."""
         self.remember(seq, known, version)
         kv, (full, after) = seq.kv, divmod(known, self.page_size)
-        if after and kv.keys is not None and len(kv.keys) == full and self.of_use(seq, version):
+        if after and len(kv.keys) == full and self.findable(seq, version):
             key = kv.keys.tail_key(seq.content_between(known - after, known), after)
             self.pool.remember(key, kv.pages[full], kv.oldest)
             self.tier.ends.note(kv.keys.last, after)
@@ -303,7 +306,7 @@ class Prefixes:
         """Move the frontier to the next page; after the last launch the tail of the prompt can be found."""
         self.drop_frontier(seq)
         kv, page_size = seq.kv, self.page_size
-        if kv.keys is None or not kv.prefilling or not self.of_use(seq, version):
+        if not kv.prefilling or not self.findable(seq, version):
             return
         start, end = len(kv.keys) * page_size, len(kv.prefill_tokens)
         if start == end:
@@ -325,8 +328,8 @@ class Prefixes:
 
     def drop_frontier(self, seq: Sequence) -> None:
         """End the waits for this prefill's frontier: the prefill has moved on, or it stops."""
-        key, seq.kv.frontier = seq.kv.frontier, None
-        if key is not None and self.frontiers.get(key) is seq:
+        key, seq.kv.frontier = seq.kv.frontier, b""
+        if self.frontiers.get(key) is seq:
             del self.frontiers[key]
 
     # --- a sequence ends ----------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import CachedSnapshot, Snapshots
 from rollout.engine.messages.requests import Request, RequestKey, SessionKey
 from rollout.engine.messages.statuses import SessionStatus
-from rollout.engine.sequence.sequence_kv import KeptSession, SessionKV
+from rollout.engine.sequence.sequence_kv import NO_KEYS, KeptSession, SessionKV
 from trainer_bridge.wire.codec import MAX_ID_CHARS
 
 #: The most sessions that a page may belong to, on average.
@@ -209,7 +209,7 @@ class Sessions:
         for session in self._with_kv.values():
             kv = session.kv
             assert kv is not None and not session.over
-            assert kv.keys is None or len(kv.keys) >= len(kv.tokens) // self.page_size, "a page has no key"
+            assert kv.keys is NO_KEYS or len(kv.keys) >= len(kv.tokens) // self.page_size, "a page has no key"
             for page in kv.pages:
                 refs[page] = refs.get(page, 0) + 1
         assert refs == self._refs and sum(refs.values()) == self._refs_sum, "sessions count their pages wrongly"
@@ -263,7 +263,7 @@ class Sessions:
         self._with_kv[session.key] = session
         self._order.add(session.key, session.last_until_s, now_s)
         known = len(pages) - (not self.pool.key_of(pages[-1]))  # a half-full page may have no key
-        if left.keys is not None and known:
+        if left.keys is not NO_KEYS and known:
             self._unseen[session.key] = known
         while self._too_many:
             self.evict_one()

@@ -15,7 +15,7 @@ from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.tier import HostTier
 from rollout.engine.sequence.sequence import PromptShare, Sequence
-from rollout.engine.sequence.sequence_kv import NO_POINT, PlannedSnapshot, PrefixEnd, PrefixHit, Snapshot
+from rollout.engine.sequence.sequence_kv import NO_KEYS, NO_POINT, NO_SNAPSHOT, PrefixEnd, PrefixHit, Snapshot
 from rollout.metrics.definitions import percent
 
 
@@ -94,12 +94,10 @@ class StatePrefixes(Prefixes):
         if kv is None or snapshot is None:
             return Reusable()
         full, after = divmod(snapshot.tokens, self.page_size)
-        keys = None if kv.keys is None else kv.keys.fork(full)
+        place, end, keys = snapshot.place, snapshot.tokens, kv.keys.fork(full)
         copied = kv.pages[full] if after else 0
-        hit: PrefixHit = "turn_end" if snapshot.tokens == len(kv.tokens) else "prompt_end"
-        found = Reusable(kv.pages[:full], copied, snapshot.tokens, snapshot.tokens, keys, place=snapshot.place, hit=hit)
-        found.oldest = kv.oldest
-        return found
+        hit: PrefixHit = "turn_end" if end == len(kv.tokens) else "prompt_end"
+        return Reusable(kv.pages[:full], copied, end, end, keys, place=place, hit=hit, oldest=kv.oldest)
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -154,11 +152,11 @@ class StatePrefixes(Prefixes):
         if kv.length >= tokens or not (self.cache or seq.group.followers or seq.group.session):
             return
         if place := self._take_place(bool(seq.group.followers)):
-            kv.planned_snapshot = PlannedSnapshot(place, tokens, self._point_of(seq, tokens))
+            kv.planned_snapshot = Snapshot(place, tokens, self._point_of(seq, tokens))
 
     def _point_of(self, seq: Sequence, tokens: int) -> PrefixEnd:
         """The end of a prefix of this many tokens; `NO_POINT` without a prefix cache."""
-        if seq.kv.keys is None:
+        if seq.kv.keys is NO_KEYS:
             return NO_POINT
         full, after = divmod(tokens, self.page_size)
         keys = seq.kv.keys.fork(full)
@@ -183,10 +181,10 @@ class StatePrefixes(Prefixes):
 
     def _snapshot_launched(self, seq: Sequence, version: int) -> None:
         kv, planned, snapshots = seq.kv, seq.kv.planned_snapshot, self.snapshots
-        if planned is None or kv.length <= planned.tokens:
+        if kv.length <= planned.tokens:
             return
         self.drop_frontier(seq)
-        kv.planned_snapshot = None
+        kv.planned_snapshot = NO_SNAPSHOT
         if not self.of_use(seq, version):
             snapshots.release(planned.place)
             return
@@ -205,19 +203,17 @@ class StatePrefixes(Prefixes):
         """Its prefill computes the planned snapshot next."""
         self.drop_frontier(seq)
         kv = seq.kv
-        if kv.keys is None or not kv.prefilling or not self.of_use(seq, version):
+        if not kv.prefilling or not self.findable(seq, version):
             return
-        planned = kv.planned_snapshot
-        if planned is not None and planned.point.key:
-            self.snapshots.expect(planned.point)
-            self.set_frontier(seq, planned.point.key)
+        point = kv.planned_snapshot.point
+        if point.key:
+            self.snapshots.expect(point)
+            self.set_frontier(seq, point.key)
 
     def drop_frontier(self, seq: Sequence) -> None:
         """See `Prefixes`."""
-        if seq.kv.frontier is not None:
-            planned = seq.kv.planned_snapshot
-            assert planned is not None
-            self.snapshots.expect_no_more(planned.point)
+        if seq.kv.frontier:
+            self.snapshots.expect_no_more(seq.kv.planned_snapshot.point)
         super().drop_frontier(seq)
 
     # --- a sequence ends ----------------------------------------------------------------------------------------------
@@ -232,7 +228,7 @@ class StatePrefixes(Prefixes):
         if known == kv.length > 0 and seq.row_ready and (place := self._take_place(True)):
             self.snapshots.save_soon(seq.row, place)
             kept.append(Snapshot(place, known, self._point_of(seq, known)))
-        if kv.snapshot is not None and kv.snapshot.tokens <= known:
+        if kv.snapshot.tokens <= known:
             self.snapshots.retain(kv.snapshot.place)
             kept.append(kv.snapshot)
         return (kept[0].tokens if kept else 0), tuple(kept)
@@ -252,18 +248,18 @@ class StatePrefixes(Prefixes):
 
     def left(self, seq: Sequence) -> None:
         """Give the sequence's places back. It is settled, so its saved snapshots may be copied to the host."""
-        if seq.kv.snapshot is not None:
-            self.snapshots.settled(seq.kv.snapshot.place)
-        for snapshot in (seq.kv.planned_snapshot, seq.kv.snapshot):
-            if snapshot is not None:
-                self.snapshots.release(snapshot.place)
-        seq.kv.planned_snapshot = seq.kv.snapshot = None
+        planned, saved = seq.kv.planned_snapshot.place, seq.kv.snapshot.place
+        if saved:
+            self.snapshots.settled(saved)
+        for place in filter(None, (planned, saved)):
+            self.snapshots.release(place)
+        seq.kv.planned_snapshot = seq.kv.snapshot = NO_SNAPSHOT
 
     def share(self, seq: Sequence, pages: list[int]) -> PromptShare | None:
         """See `Prefixes`; the snapshot before the last token of the prompt belongs to it."""
         if seq.prompt_len == 1:  # no state exists before the only token of the prompt
             return super().share(seq, pages)
-        if seq.kv.snapshot is None or seq.kv.snapshot.tokens != seq.prompt_len - 1:
+        if seq.kv.snapshot.tokens != seq.prompt_len - 1:
             return None
         self.snapshots.retain(seq.kv.snapshot.place)
         return PromptShare(pages, seq.kv.oldest, seq.kv.keys, seq.kv.snapshot.place)

@@ -125,7 +125,7 @@ class Scheduler:
             if feed.still_misfits(seq, running, allocator.admissible):
                 return True
             reusable = allocator.find_reusable(seq, roster.version)
-            if reusable is not None and reusable.awaited is not None:
+            if reusable.awaited is not None:
                 other, awaited = reusable.awaited
                 roster.turns.hasten(other, seq, awaited - reusable.tokens)
                 feed.join(seq, other, awaited)

@@ -73,7 +73,7 @@ class PromptShare:
 
     pages: list[int]
     oldest: int  # weights version of their KV
-    keys: PrefixKeys | None
+    keys: PrefixKeys
     place: int = 0  # models with states: place of the snapshot before the last token
 
 

@@ -67,6 +67,19 @@ class PrefixKeys:
         self._keys.append(key)
 
 
+class _NoKeys(PrefixKeys):
+    """The keys of KV that only its sequence finds: none, however many pages it has."""
+
+    def fork(self, pages: int) -> PrefixKeys:
+        return self
+
+    def append(self, key: bytes) -> None:
+        raise AssertionError("KV that others do not find gets no key")
+
+
+NO_KEYS: PrefixKeys = _NoKeys(0, 1)
+
+
 #: The source of KV that a sequence reuses: its group; full pages in the cache; a whole prompt in the
 #: cache; the end of the last turn of its session, or as much of it as the turn agrees with.
 PrefixHit = Literal["group", "pages", "prompt_end", "turn_end"]
@@ -86,19 +99,15 @@ NO_POINT = PrefixEnd(b"", 0, b"")
 
 
 class Snapshot(NamedTuple):
-    """A state after a prefix, in a place of the state pool."""
+    """A state after a prefix, in a place of the state pool, or planned to be there."""
 
     place: int
     tokens: int  # length of the prefix
-    point: PrefixEnd = NO_POINT  # the end of a turn, with a prefix cache
+    point: PrefixEnd = NO_POINT  # its end, with a prefix cache
 
 
-class PlannedSnapshot(NamedTuple):
-    """A snapshot that a prefill will save when it has computed this number of tokens."""
-
-    place: int
-    tokens: int
-    point: PrefixEnd  # `NO_POINT` without a prefix cache
+#: It has no place, and no prefix is that long.
+NO_SNAPSHOT = Snapshot(0, 1 << 63)
 
 
 @dataclass(eq=False, slots=True)
@@ -108,7 +117,7 @@ class KVContent:
     length: int = 0  # positions
     oldest: int = 0  # weights version in it; versions rise, so what is computed after it does not change that
     adapter_edition: int = 0  # adapter edition at its start; 0 without an adapter
-    keys: PrefixKeys | None = None  # keys of its full pages
+    keys: PrefixKeys = NO_KEYS  # keys of its full pages
 
 
 class Prefill(NamedTuple):
@@ -140,11 +149,11 @@ class SequenceKV(KVContent):
     #: row with this number of tokens. Empty where only KV of the present weights is used.
     found: tuple[tuple[int, int, int], ...] = ()
     #: Key of the page, or of the snapshot, that its prefill computes next; others may wait for it.
-    frontier: bytes | None = None
+    frontier: bytes = b""
     # Only for models with states. A sequence has a reference to each of these places.
     load_from: int = 0  # place of the snapshot that the first chunk loads; until that is launched; 0: none
-    planned_snapshot: PlannedSnapshot | None = None  # the snapshot that its prefill will save
-    snapshot: Snapshot | None = None  # the snapshot that its prefill has saved
+    planned_snapshot: Snapshot = NO_SNAPSHOT  # the snapshot that its prefill will save
+    snapshot: Snapshot = NO_SNAPSHOT  # the snapshot that its prefill has saved
     #: The copy of its state to the host, from the end of its last step on.
     host_state: HostState = field(default_factory=lambda: NO_HOST_STATE)
 
@@ -166,8 +175,8 @@ class SequenceKV(KVContent):
     @property
     def chunk_end(self) -> int:
         """The latest end of the next chunk of its prefill: a state is saved between two steps."""
-        planned = self.planned_snapshot
-        return planned.tokens if planned is not None and self.length < planned.tokens else len(self.prefill_tokens)
+        end, planned = len(self.prefill_tokens), self.planned_snapshot.tokens
+        return min(planned, end) if self.length < planned else end
 
     def copies_to(self, page: int) -> tuple[tuple[int, int], ...]:
         """The copy of a page that its next chunk begins with, if there is one: (source, `page`)."""
@@ -176,7 +185,7 @@ class SequenceKV(KVContent):
     def saves_of(self, row: int) -> tuple[tuple[int, int], ...]:
         """The save of the row's state that its next chunk begins with, if there is one: (row, place)."""
         planned = self.planned_snapshot
-        return ((row, planned.place),) if planned is not None and self.length == planned.tokens else ()
+        return ((row, planned.place),) if self.length == planned.tokens else ()
 
     def loads_of(self, row: int) -> tuple[tuple[int, int], ...]:
         """The load of the row's state that its next chunk begins with, if there is one: (place, row)."""
@@ -191,7 +200,7 @@ class SequenceKV(KVContent):
         """Forget the pages, which have other owners now: no KV of the sequence is in the pool."""
         self.pages = []
         self.capacity = self.length = 0
-        self.prefill_tokens, self.keys = NO_TOKENS, None
+        self.prefill_tokens, self.keys = NO_TOKENS, NO_KEYS
         self.drawn_again = False
 
     def begin_prefill(self, tokens: int) -> None:
@@ -302,7 +311,7 @@ class SessionKV:
     tokens: np.ndarray  # int32 or int64 [tokens]: the tokens of the KV, as in `Sequence.identity`
     pages: list[int]  # the last one may be half full
     oldest: int  # oldest weights version of the KV
-    keys: PrefixKeys | None  # keys of at least all full pages; None without a prefix cache
+    keys: PrefixKeys  # keys of at least all full pages; none without a prefix cache
     adapter_edition: int = 0  # 0 without an adapter
     snapshots: tuple[Snapshot, ...] = ()  # models with states, longest first: KV is usable up to a snapshot
 

@@ -14,7 +14,7 @@ from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_engine import EndSession
-from rollout.engine.sequence.sequence_kv import SessionKV
+from rollout.engine.sequence.sequence_kv import NO_KEYS, SessionKV
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench
 from tests.support.engine.offloading import offloading
@@ -37,7 +37,7 @@ class Books:
         assert session is not None
         self.sessions.hand_over(session, 0)
         pages = [self.pool.allocate() for _ in range(2)]
-        self.sessions.keep(session, SessionKV(np.zeros(8, np.int32), pages, 0, None), now_s)
+        self.sessions.keep(session, SessionKV(np.zeros(8, np.int32), pages, 0, NO_KEYS), now_s)
         for page in pages:
             self.pool.release(page)
         self.sessions.check()

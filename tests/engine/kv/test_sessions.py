@@ -16,7 +16,7 @@ from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_engine import Cancel, EndSession, StopAt
 from rollout.engine.messages.to_service import Done, Rejected
-from rollout.engine.sequence.sequence_kv import KeptSession, SessionKV
+from rollout.engine.sequence.sequence_kv import NO_KEYS, KeptSession, SessionKV
 from tests.support.alive import alive
 from tests.support.engine.conversation import Conversation, admissions
 from tests.support.engine.faults import fail_a_step
@@ -342,7 +342,7 @@ def test_sessions_that_share_all_their_pages_are_bounded_too(most_pages, pages, 
         session = sessions.begin(
             Request(("c", name), Prompt.of_tokens(prompt), 1, session=("c", name), session_lease_s=1e6)
         )
-        sessions.keep(session, SessionKV(prompt[: 4 * pages], shared, 0, None), 0.0)
+        sessions.keep(session, SessionKV(prompt[: 4 * pages], shared, 0, NO_KEYS), 0.0)
         sessions.check()
     assert sessions.status().holding == most and sessions.pages == pages
     held, _ = sessions.match(session, prompt, 0)

@@ -55,7 +55,7 @@ def admissions(bench: Bench) -> list[tuple[str, int]]:
     seen, admit = [], allocator.try_admit
     known: list[Sequence] = []
 
-    def watched(seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> bool:
+    def watched(seq: Sequence, reusable: Reusable, version: int, spare: int) -> bool:
         taken = admit(seq, reusable, version, spare)
         if taken:
             zombies = [other for other in known if other.finalized and other.inflight_refs]
