@@ -74,7 +74,7 @@ class Adapter:
         self.slot.adapter, self.slot = None, NO_SLOT
 
 
-NO_ADAPTER = Adapter("", 0, 0, NO_WEIGHTS)
+NO_ADAPTER = Adapter("", -1, 0, NO_WEIGHTS)
 
 
 @dataclass(eq=False, slots=True)
@@ -130,18 +130,18 @@ class AdapterRegistry:
 
         Any thread may ask, but only on the loop's thread does the answer stay true.
         """
-        known = self.known.get(name)
-        if known is None and len(self.known) >= self._most:
+        known = self.known.get(name, NO_ADAPTER)
+        if known is NO_ADAPTER and len(self.known) >= self._most:
             raise AdapterError(
                 f"{len(self.known)} adapters are loaded, as many as engine.max_adapters allows: unload one first, "
                 "or raise it"
             )
-        old = -1 if known is None else known.version
-        if version is not None and version <= old:
-            raise AdapterError(f"adapter {name!r} is at version {old}; send a later version", "version")
-        if old == VERSION_END - 1:
+        if known.version == VERSION_END - 1:
             raise AdapterError(f"adapter {name!r} is at the last version that is possible; unload it first", "version")
-        return old + 1 if version is None else version
+        new = known.version + 1 if version is None else version
+        if new <= known.version:
+            raise AdapterError(f"adapter {name!r} is at version {known.version}; send a later version", "version")
+        return new
 
     def next_edition(self) -> int:
         """The number of new weights."""

@@ -181,8 +181,7 @@ def _host_features(executor: Executor, version: int, before: Seq[StepFeature]) -
     kept = {feature.name: feature for feature in before}
     host_pages = host_memory_of(executor.mover).pages
     parts = HostParts(executor.streams, executor.orders, executor.step.kv, host_pages, version)
-    made = [feature.host_part(parts, kept.get(feature.name)) for feature in executor.step.features]
-    return [feature for feature in made if feature is not None]
+    return [feature.host_part(parts, kept.get(feature.name)) for feature in executor.step.features]
 
 
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:

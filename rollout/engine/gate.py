@@ -53,8 +53,8 @@ from rollout.engine.messages.requests import Request
 from rollout.engine.messages.statuses import EngineState, SleepStatus
 from rollout.engine.messages.to_service import Done, Rejected
 
-#: Reasons why no step may be launched.
-Blocked = Literal["asleep", "paused", "stale", "held"]
+#: Reasons why no step may be launched; "" if one may be.
+Blocked = Literal["", "asleep", "paused", "stale", "held"]
 #: What a ready update waits for: the end of a sleep, of the previous swap, or of recomputation.
 UpdateWait = Literal["wake", "swap", "recompute"]
 
@@ -117,20 +117,20 @@ class Gate:
     # --- the questions; any thread ------------------------------------------------------------------------------------
 
     @property
-    def blocked(self) -> Blocked | None:
-        """The reason why no step may be launched; None if one may be."""
+    def blocked(self) -> Blocked:
+        """The reason why no step may be launched."""
         if self.sleep.ordered:
             return "asleep"
         if self.paused:
             return "paused"
         if self.hold != "free":
             return "stale" if self.stale else "held"
-        return None
+        return ""
 
     @property
     def at_rest(self) -> bool:
         """True if launches are blocked from outside. A hold is different: it ends by itself and counts as a swap."""
-        return self.blocked not in (None, "held")
+        return self.blocked not in ("", "held")
 
     @property
     def may_apply(self) -> bool:
@@ -144,7 +144,7 @@ class Gate:
             return "wake"
         if self.swapping:
             return "swap"
-        return "recompute" if self.recomputing and self.blocked is None else None
+        return "recompute" if self.recomputing and not self.blocked else None
 
     def refusal(self, request: Request, version: int) -> Rejected | None:
         """The reason to refuse this request while weights of `version` are served; None if it is admitted."""
@@ -169,7 +169,7 @@ class Gate:
         blocked = self.blocked
         if self.draining:
             return "draining"
-        return "serving" if blocked is None or blocked == "held" else blocked
+        return "serving" if not blocked or blocked == "held" else blocked
 
     def sleep_status(self) -> SleepStatus | None:
         """The sleep that a status shows; None while awake."""

@@ -87,7 +87,7 @@ class Engine:
     def busy(self) -> bool:
         """True while a tick has something to do without a new command."""
         parts, gate = self.parts, self.gate
-        waits = parts.roster.resting or gate.blocked is not None
+        waits = parts.roster.resting or gate.blocked != ""
         return parts.pipeline.in_flight > 0 or gate.swapping or parts.offload.moving or not waits
 
     def wait(self, timeout_s: float) -> bool:

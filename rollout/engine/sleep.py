@@ -56,7 +56,7 @@ class Sleeper:
         self._kv_s = settings.constants.sleep_kv_s
         self._orders: deque[Sleep | WakeUp] = deque()
         self._begun = False  # the first order is under way
-        self._emptying_s: float | None = None  # emptying the pool since, `time.perf_counter()`
+        self._emptying_s = math.inf  # emptying the pool since, `time.perf_counter()`
 
     def take(self, order: Sleep | WakeUp, parts: EngineParts) -> None:
         """Take an order; `advance` carries it out."""
@@ -135,7 +135,7 @@ class Sleeper:
     def _fall_asleep(self, order: Sleep, parts: EngineParts) -> Done | Failed | None:
         """The device is quiet. Returns the answer, or None while KV is on its way to the host."""
         keep = self._gate.sleep.level == 1
-        if self._emptying_s is None:
+        if self._emptying_s == math.inf:
             self._emptying_s = time.perf_counter()
             parts.executor.finish()
             try:
@@ -150,7 +150,7 @@ class Sleeper:
             return self._refuse(order, self._too_late()) if late else None
         _forget_device_state(parts.roster, keep)
         parts.executor.finish()  # an adapter may have been copied to its slot meanwhile
-        freed_bytes, self._emptying_s = self.memory.release(), None
+        freed_bytes, self._emptying_s = self.memory.release(), math.inf
         self._gate.slept(freed_bytes)
         self._meter.offload(began_s, time.perf_counter())
         answer = self._done(order, freed_bytes, began_s, parts)
@@ -159,7 +159,6 @@ class Sleeper:
 
     def _refuse(self, order: Sleep, why: str) -> Failed:
         """Resume generation; preempted rows get their KV back from the host or the pool."""
-        assert self._emptying_s is not None
         log.warning("this worker cannot sleep", extra={"reason": why})
         self._meter.offload(self._emptying_s, time.perf_counter())
         self._stay_awake()
@@ -187,7 +186,7 @@ class Sleeper:
         return answer
 
     def _stay_awake(self) -> None:
-        self._emptying_s = None
+        self._emptying_s = math.inf
         self.memory.forget()  # saved for a sleep that was refused
         self._gate.wake_up()
 

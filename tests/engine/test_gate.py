@@ -59,7 +59,7 @@ def test_each_state_allows_its_actions(state):
     gate = Gate(takes_weights=True)
     change, expected = TABLE[state]
     change(gate)
-    launch, admit = gate.blocked is None, gate.refusal(request(), 0) is None
+    launch, admit = not gate.blocked, gate.refusal(request(), 0) is None
     assert (launch, gate.may_apply, admit, gate.admit_update(), gate.state) == expected
 
 
@@ -132,7 +132,7 @@ def test_a_hold_counts_as_a_swap_and_not_as_rest():
     gate.request_hold(lambda: None)  # the update that cures it
     assert gate.blocked == "stale" and gate.hold == "granted"
     gate.clear_hold()
-    assert gate.blocked is None and gate.stale == ""
+    assert not gate.blocked and gate.stale == ""
 
 
 def test_a_pause_is_confirmed_once_no_step_is_in_flight():
@@ -148,7 +148,7 @@ def test_a_resume_confirms_the_pauses_that_wait():
     gate = Gate()
     gate.pause(1)
     assert gate.resume(2) == [Done(1), Done(2)]
-    assert gate.blocked is None and gate.take_answers(in_flight=0, unfinished=0) == []
+    assert not gate.blocked and gate.take_answers(in_flight=0, unfinished=0) == []
 
 
 def test_a_drain_ends_a_pause_and_stops_when_nothing_is_left():
@@ -156,7 +156,7 @@ def test_a_drain_ends_a_pause_and_stops_when_nothing_is_left():
     gate.pause(1)
     gate.drain(2)
     gate.pause(3)
-    assert gate.blocked is None, "a paused request could never finish"
+    assert not gate.blocked, "a paused request could never finish"
     assert gate.take_answers(in_flight=0, unfinished=1) == [Done(1), Done(3)] and not gate.stopped
     assert gate.take_answers(in_flight=1, unfinished=0) == [] and not gate.stopped
     assert gate.take_answers(in_flight=0, unfinished=0) == [Done(2)] and gate.stopped
@@ -196,7 +196,7 @@ def test_the_loop_is_told_of_what_it_has_to_act_on():
     gate.request_hold(lambda: None)
     assert told == [], "granted at once: the loop has nothing to do"
     gate.clear_hold()
-    assert told.pop() == (None, False), "it generates again"
+    assert told.pop() == ("", False), "it generates again"
     gate.updates_done()
     assert told == [], "there was no update"
     gate.admit_update()
@@ -214,7 +214,7 @@ def test_a_deeper_sleep_may_be_ordered_while_asleep():
     status = gate.sleep_status()
     assert gate.asleep and (status.level, status.requests, status.freed_bytes) == (2, "refuse", 77)
     gate.wake_up()
-    assert gate.sleep_status() is None and gate.blocked is None
+    assert gate.sleep_status() is None and not gate.blocked
 
 
 def test_an_update_is_inside_or_the_sleep_knows_that_it_is_not():

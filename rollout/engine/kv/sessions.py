@@ -21,6 +21,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
@@ -88,10 +89,10 @@ class Sessions:
         kept = [session.kv for session in self._with_kv.values() if session.kv is not None]
         return Counter(snapshot.place for kv in kept for snapshot in kv.snapshots)
 
-    def longest_idle_s(self, now_s: float) -> float | None:
-        """Idle time of the session to evict next; 0 if its next turn is here; None if no session has pages."""
+    def longest_idle_s(self, now_s: float) -> float:
+        """Idle time of the session to evict next; 0 if its next turn is here; infinite if no session has pages."""
         if not self._order:
-            return None
+            return math.inf
         first = self._with_kv[self._order.first]
         return 0.0 if first.turns else now_s - (first.until_s - first.lease_s)
 

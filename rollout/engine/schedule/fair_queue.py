@@ -56,13 +56,13 @@ class WaitingQueue:
         """Clients that wait; one that waits at several priorities counts once."""
         return len(set().union(*(level.clients for level in self._levels.values())))
 
-    def push(self, seq: Sequence, time: float | None = None) -> None:
+    def push(self, seq: Sequence, time: float = math.inf) -> None:
         """Add a sequence. Its client waits from now on, or since the virtual time that `withdraw` returned."""
         level = self._levels.setdefault(seq.priority, _Level())
         client = level.clients.get(seq.group.client)
         if client is None:
             new = level.now + min(self._costs.mean, seq.prompt_len + seq.max_tokens)
-            client = level.clients[seq.group.client] = _WaitingClient(new if time is None else min(time, new))
+            client = level.clients[seq.group.client] = _WaitingClient(min(time, new))
         client.waiting.setdefault(seq.group.adapter, SweptHeap(_finalized)).push(seq.rank, seq)
         self._renew(seq)
 
@@ -99,8 +99,8 @@ class WaitingQueue:
     def remove(self, seqs: list[Sequence]) -> None:
         """Remove these sequences of one group."""
         client = self._client(seqs[0]) if seqs else None
-        if client is not None and (waiting := client.waiting.get(seqs[0].group.adapter)) is not None:
-            waiting.remove({seq.rank for seq in seqs})
+        if client is not None:
+            client.of_lane(seqs[0]).remove({seq.rank for seq in seqs})
             self._renew(seqs[0])
 
     def ended(self, seq: Sequence) -> None:
@@ -108,22 +108,20 @@ class WaitingQueue:
         client = self._client(seq)
         if seq.begun:
             self._costs.add(seq.cost)
-            if client is not None:
-                client.costs.add(seq.cost)
         if client is not None:
+            if seq.begun:
+                client.costs.add(seq.cost)
             self._renew(seq)
 
     def _client(self, seq: Sequence) -> _WaitingClient | None:
-        level = self._levels.get(seq.priority)
-        return None if level is None else level.clients.get(seq.group.client)
+        return self._levels.get(seq.priority, _NO_LEVEL).clients.get(seq.group.client)
 
     def _renew(self, seq: Sequence) -> None:
         """Bring the head of a sequence's client and lane up to date: the client's sequences of it have changed."""
         self._in_order = None
         level, lane = self._levels[seq.priority], seq.group.adapter
         client = level.clients[seq.group.client]
-        first = waiting.first() if (waiting := client.waiting.get(lane)) is not None else None
-        if first is not None:
+        if first := client.of_lane(seq).first():
             self._place(client, first)
             return
         client.heads.pop(lane, None)
@@ -155,6 +153,9 @@ class _Level:
     clients: dict[str, _WaitingClient] = field(default_factory=dict)
 
 
+_NO_LEVEL = _Level()
+
+
 class _WaitingClient:
     """One client's waiting sequences of one priority, by lane: never empty between two calls."""
 
@@ -165,6 +166,10 @@ class _WaitingClient:
         self.costs = _Costs()  # costs of its sequences that ended while others waited
         self.waiting: dict[Adapter, SweptHeap[Sequence]] = {}
         self.heads: dict[Adapter, _Head] = {}
+
+    def of_lane(self, seq: Sequence) -> SweptHeap[Sequence]:
+        """The waiting sequences of its lane."""
+        return self.waiting.get(seq.group.adapter, _NONE_WAIT)
 
     def key(self, first: Sequence) -> tuple[int, float, int]:
         """The place of its first sequence of a lane among the first sequences of all clients."""
@@ -242,6 +247,9 @@ class SweptHeap(Generic[_Item]):
         self._heap = [entry for entry in self._heap if not unwanted(entry[0]) and not self._dead(entry[1])]
         heapq.heapify(self._heap)
         self._sweep_at = 2 * len(self._heap) + _SLACK
+
+
+_NONE_WAIT = SweptHeap[Sequence](_finalized)
 
 
 class PromptTurns:

@@ -23,6 +23,8 @@ from rollout.engine.messages.requests import RequestKey
 from rollout.engine.schedule.fair_queue import WaitingQueue
 from rollout.engine.sequence.sequence import Group, Sequence
 
+#: The misfit when none is known; see `QueueFeed.note_misfit`.
+_FITS: tuple[Sequence | None, int, int] = None, 0, 0
 _MOST_LOOKED_AT = 32  # bounds the time of an admission while many sessions wait for room
 
 
@@ -52,7 +54,7 @@ class QueueFeed:
         self._held: list[_Held] = []  # sequences that wait for room among the sessions, by rank
         self._allocator = allocator
         # The last sequence that did not fit, with the running rows and available pages at that time.
-        self._misfit: tuple[Sequence, int, int] | None = None
+        self._misfit = _FITS
 
     def enter(self, group: Group, version: int) -> None:
         """Enter a new request; `version` is the version of the weights."""
@@ -65,13 +67,12 @@ class QueueFeed:
     def queue_early(self, version: int) -> None:
         """Queue the requests that waited for weights of this version."""
         for group in [group for group in self.early.values() if group.request.min_version <= version]:
-            assert group.leader is not None
             del self.early[group.key]
-            self.queue.push(group.leader)
+            self.queue.push(group.sequences[0])
 
     def take(self, seq: Sequence) -> None:
         """Remove the first sequence of the queue: it gets a row."""
-        self._misfit = None
+        self._misfit = _FITS
         self.queue.take(seq)
         self._started(seq)
 
@@ -130,13 +131,12 @@ class QueueFeed:
 
     def still_misfits(self, seq: Sequence, running: int, available: int) -> bool:
         """True if this sequence did not fit, and no room has become free since."""
-        if self._misfit is None or self._misfit[0] is not seq:
-            return False
-        return running >= self._misfit[1] and available <= self._misfit[2]
+        misfit, least_running, most_available = self._misfit
+        return misfit is seq and running >= least_running and available <= most_available
 
     def close_shares(self, of: Callable[[Group], bool] = lambda group: True) -> None:
         """Close the shares of some groups: in each, one member that has not started prefills the prompt again."""
-        self._misfit = None
+        self._misfit = _FITS
         for group in list(self._allocator.sharing):
             if of(group):
                 self._lead_again(group)

@@ -333,4 +333,4 @@ def newcomer_waits(roster: Roster, seq: Sequence, pages: int) -> bool:
         return False
     now_s = roster.clock()
     idle_s = allocator.sessions.longest_idle_s(now_s)
-    return idle_s is not None and idle_s <= LONG_IDLE_S and now_s - group.arrived_s <= LONGEST_WAIT_S
+    return idle_s <= LONG_IDLE_S and now_s - group.arrived_s <= LONGEST_WAIT_S

@@ -123,12 +123,12 @@ class DeviceFeature(Generic[Output]):
     own_stream: ClassVar[bool] = False  # it has a stream for work while steps run
     spare_words: int = 0  # most int32 words that it adds to an upload, apart from the words of tokens
 
-    def host_part(self, engine: HostParts, before: StepFeature | None) -> StepFeature | None:
-        """Called on rank 0 when an engine is built: return a new part on the host, or None if there is none.
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> StepFeature:
+        """Called on rank 0 when an engine is built: return a new part on the host.
 
         `before` is the part that a fault ended; its totals go on.
         """
-        return None
+        raise NotImplementedError
 
     def begin_rows(self, rows: RowState) -> None:
         """Called when an engine has a new row state, before its first step: allocate the feature's row state."""

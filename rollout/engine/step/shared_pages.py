@@ -25,6 +25,7 @@ from rollout.models.language_model import LanguageModel, native
 from rollout.models.spec import AttentionSpec, LatentSpec, ModelSpec
 
 _NOTHING = -1
+_NOT_FOUND: tuple[list[int], list[int], int] = [], [], 0
 
 
 class EachRowAlone:
@@ -89,8 +90,8 @@ class SharedPages(EachRowAlone):
         """The number of positions that each row but the last shares with the next row."""
         common, known = [], {}
         for before, own in zip(pages, pages[1:], strict=False):
-            found = self._common.get(id(own))
-            if found is None or found[0] is not before or found[1] is not own:
+            found = self._common.get(id(own), _NOT_FOUND)
+            if found[0] is not before or found[1] is not own:
                 found = before, own, same_pages(before, own)
             known[id(own)] = found
             common.append(found[2] * self._page_size)

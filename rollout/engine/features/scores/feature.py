@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout.engine.features.scores.buffers import WIDE_WORDS, ScoredPrompts, Scores, Scoring
-from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, Request
+from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, NO_CHOSEN, Request
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.drawn_tokens import PromptScoreRows
@@ -186,7 +186,7 @@ def put_scored(
     at: np.ndarray,
     targets: np.ndarray,
     multiple: int,
-    chosen: np.ndarray | None = None,
+    chosen: np.ndarray = NO_CHOSEN,
 ) -> int:
     """Have the log-probs of `targets` (ids), and of `chosen` (ids by row), given at these tokens of the step.
 
@@ -195,7 +195,7 @@ def put_scored(
     padding = (0, -len(at) % multiple)
     staging.put(f"{name}_at", np.pad(at, padding).astype(np.int64))
     staging.put(f"{name}_targets", np.pad(targets, padding).astype(np.int64))
-    if chosen is not None and chosen.size:
+    if chosen.size:
         staging.put(f"{name}_chosen", np.pad(chosen, (padding, (0, 0))).astype(np.int32))
     return len(at)
 
