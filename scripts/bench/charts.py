@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scripts.bench.bars import Panel, draw
 from scripts.bench.summaries import Row, rows, summary, value
-from scripts.bench.tables import LEARNING, pages
+from scripts.bench.tables import LEARNING, TASKS, pages
 from scripts.learn.curves import draw_runs
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
@@ -172,6 +172,11 @@ def _learning() -> str:
     return draw_runs("SmolLM2-135M-Instruct learns sums", [found for name in LEARNING for found in rows(name)])
 
 
+def _learning_a_tool() -> str:
+    found = [found for found in rows(TASKS) if found["name"].startswith("calculator")]
+    return draw_runs("SmolLM2-135M-Instruct learns to use a calculator", found)
+
+
 CHARTS: Mapping[str, Callable[[], str]] = {
     "decode": _decode,
     "groups": _groups,
@@ -180,6 +185,7 @@ CHARTS: Mapping[str, Callable[[], str]] = {
     "updates": _updates,
     "pipeline": _pipeline,
     "learning": _learning,
+    "learning_a_tool": _learning_a_tool,
 }
 
 

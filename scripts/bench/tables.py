@@ -1005,8 +1005,9 @@ def _correctness() -> list[Table]:
 
 #: The runs of the chart.
 LEARNING = ("learn_modes_01_h200", "learn_modes_2_h200", "learn_speculation_h200")
-_FIRST = "learn_first_h200"
-_PLAN = "learn_plan_h200"
+_FORMATS = "learn_formats_h200"
+TASKS = "learn_tasks_h200"
+_TRL = "learn_trl_h200"
 
 
 def _learning() -> list[Table]:
@@ -1032,10 +1033,10 @@ def _learning() -> list[Table]:
     }
     ratios = [
         [found["name"], found["seed"], age, of["tokens"], f"{of['mean']:.3f}", f"{of['p1']:.2f}", f"{of['p99']:.2f}"]
-        for name in (*LEARNING, _FIRST)
+        for name in (LEARNING[0], _FORMATS)
         for found in rows(name)
         for age, of in found["ratio_by_age"].items()
-        if name in LEARNING[:1] or found["name"] == "staleness 4"
+        if name != _FORMATS or found["name"] in ("staleness 2", "staleness 4", "fp8 weights", "fp8 KV")
     ]
     drafts = [
         [
@@ -1046,21 +1047,12 @@ def _learning() -> list[Table]:
     ]
     return [
         Table(
-            "Expected before the runs",
+            "Expected before the runs, and measured",
             ("what", "expected", "measured"),
-            _expected(),
+            _EXPECTED,
             (),
-            "SmolLM2-135M-Instruct learns sums by GRPO. The expectations were written down before the first run on a "
-            "GPU, for 32 problems x 16 answers a step; the runs have 64 x 16.",
-        ),
-        Table(
-            "Expected of the next runs",
-            ("what", "expected", "because", "measured"),
-            _NEXT,
-            (),
-            "Written down before they ran: on 2026-11-28 for `one_gpu.toml` and `two_gpus.toml` of "
-            "`scripts/learn/plans`, on 2026-11-29 for `modes.toml` and `trl.toml`. Of the first plan half of the time "
-            "ran; the second did not run.",
+            "SmolLM2-135M-Instruct learns by GRPO. Right, held out: greedy answers to 96 problems of all levels: one "
+            "deviation is 0.05.",
         ),
         Table(
             "The recipe's choices, and where they come from",
@@ -1070,38 +1062,44 @@ def _learning() -> list[Table]:
             "With one optimizer step a batch the ratio within a batch is 1, so `--clip-low` and `--clip-high` change "
             "nothing; older weights are the matter of `--importance-cap`.",
         ),
+        columns("Runs of 240 s: modes and seeds", LEARNING, runs),
+        columns("Older weights and fp8, 175 s: the first recipe, and today's", _FORMATS, runs),
         columns(
-            "Runs of 127 s, with the recipe of today",
-            _PLAN,
+            "A tool, and countdown, 126 s",
+            TASKS,
             {
                 "run": "name",
                 "steps": "steps_done",
                 "a step, s": lambda found: found["step_s"]["median"],
+                "turns": lambda found: found["points"]["turns"][-1],
+                "right, in training": lambda found: _from_to(found["points"]["right"]),
                 "right, held out": lambda found: _from_to(found["held_out"]["accuracy"]),
-                "entropy at the end": lambda found: found["points"]["entropy"][-1],
+                "prompt tokens computed again, %": lambda found: found["points"]["prompt/computed_again_pct"][-1],
             },
-            "The calculator did not learn: the right form had a part of the reward, so the policy learnt to "
-            "guess at once. The form counts only after a call now; that reward ran for seven steps, too few to tell.",
+            "The calculator is a tool of several turns in one session; the last evaluation is of step 20.",
         ),
-        columns("Runs of 240 s", LEARNING, runs, "Right, held out: greedy answers to 96 problems of six levels."),
         columns(
-            "Earlier runs of 180 s",
-            _FIRST,
-            {title: column for title, column in runs.items() if "until" not in title},
-            "With the learning rate 2e-5, unless a run names another one.",
+            "A step beside TRL's, one run at a time",
+            _TRL,
+            {
+                "run": "name",
+                "steps": "steps_done",
+                "a step, s": lambda found: found["step_s"]["median"],
+                "right, in training": lambda found: _from_to(found["points"]["right"]),
+            },
+            "Sums of one digit, 32 problems x 16 answers, sync. TRL 1.16.",
         ),
         columns(
             "Worker's and trainer's log-probs under equal weights",
-            (*LEARNING, _FIRST),
+            (*LEARNING, _FORMATS),
             agree,
-            "The largest values of all compared steps; bfloat16 with float32 logits, in the earlier runs with bfloat16 "
-            "logits in the trainer.",
+            "The largest values of all compared steps; bfloat16 with float32 logits.",
         ),
         Table(
             "Ratios, trainer over worker, by the age of a token in versions",
             ("run", "seed", "age", "tokens", "mean", "1st percentile", "99th percentile"),
             ratios,
-            (LEARNING[0], _FIRST),
+            (LEARNING[0], _FORMATS),
         ),
         Table(
             "Accepted drafts by the age of the text that they come from, in versions, %",
@@ -1112,86 +1110,51 @@ def _learning() -> list[Table]:
     ]
 
 
-_NEXT: list[list[Cell]] = [
+_EXPECTED: list[list[Cell]] = [
     [
-        "groups that teach, after 50 steps",
-        "first recipe 20 of 64; today at least 50",
-        "new problems replace the others",
-        "today 61 of 157 at step 38, first recipe 18 of 64",
+        "seconds a step, alone on a GPU",
+        "sync 1.0, staleness 1: 0.6",
+        "32 x 16, sync: 1.16; 64 x 16, three runs on a GPU: sync 1.33, staleness 1: 1.04",
+    ],
+    ["right, held out, all levels, after 200 steps", "from 0.05 to 0.35", "from 0.07 to 0.28 to 0.34 after 150 to 190"],
+    [
+        "staleness 1, 2 and 4",
+        "within 0.03 of each other; tokens whose weight is capped: 0.05, 0.3, 1.5%",
+        "after 83 to 88 steps 0.28 and 0.27 with 2 and 4, where 1 has 0.29 to 0.31; capped 0.05 and 0.2%",
     ],
     [
-        "entropy, nats a token, after 100 steps",
-        "first recipe 0.1; today 0.15 to 0.25",
-        "the target is 0.2",
-        "today 0.19 after 38 steps",
+        "fp8_block weights: log-probs under equal weights",
+        "mean difference 0.08, ratios 0.65 to 1.5; the same right",
+        "0.12, 0.55 to 1.66; 0.29 right after 90 steps: the same",
     ],
     [
-        "right answers held out, all levels, after 100 steps",
-        "first recipe 0.28; today 0.33, at the end 0.38",
-        "three times the signal a step; levels of 3 and 4 terms with 2 digits stay below 0.1: one pass adds too few",
-        "after 127 s: today 0.23 in 38 steps, first recipe 0.28 in 52",
+        "fp8 KV: log-probs under equal weights",
+        "mean difference 0.04; the same right",
+        "0.08, 0.68 to 1.39; 0.27 right after 88 steps: the same",
     ],
+    ["speculation", "within 5% of the time: at 512 rows drafts do not pay", "1.02 s a step against 1.04"],
+    ["log-probs under equal weights, bf16", "mean difference 0.01, ratios 0.95 to 1.05", "0.03, 0.85 to 1.15"],
     [
-        "sums of 2 terms with 3 digits, right at the end",
-        "first recipe 0.2; today 0.4",
-        "no gate keeps the level out",
-        "after 127 s: today 0.06, first recipe 0.13",
+        "today's recipe beside the first one, after the same time",
+        "0.33 right against 0.28: three times the signal a step",
+        "0.27 after 176 s and 51 steps, against 0.27 to 0.29 after 83 to 90 steps: equal",
     ],
-    ["seconds a step, five runs on a GPU", "first recipe 1.6; today 2.2", "a batch is full", "3.2 and 2.1"],
-    ["seconds a step, alone", "sync 1.0, staleness 1: 0.6", "rounds hide behind training", "not run"],
+    ["entropy, nats a token", "first recipe 0.10, today's 0.2, its target", "0.10 to 0.13, today's 0.15"],
+    ["countdown, right, held out, after 100 steps", "from 0.02 to 0.3", "from 0.07 to 0.16 after 58 steps"],
     [
-        "staleness 1, 2 and 4, three seeds, right after 100 steps",
-        "within 0.03 of each other; seeds differ by 0.04",
-        "capped tokens: 0.05%, 0.3%, 1.5%",
-        "not run",
-    ],
-    [
-        "countdown, right answers held out, after 100 steps",
-        "from 0.02 to 0.3",
-        "two numbers: guesses suffice",
-        "0.07 to 0.14 after 37 steps",
-    ],
-    [
-        "calculator, right answers held out, after 60 steps",
-        "from 0.1 to 0.6",
-        "its calls are in the example",
-        "0.01 after 26 steps",
+        "calculator, right after 60 steps",
+        "from 0.01 to 0.3",
+        "in training from 0.005 to 0.6 after 24 steps; held out 0.16 after 20",
     ],
     [
         "calculator, recompute against keep",
         "the same right by step, 5% longer steps",
-        "contexts have 200 tokens",
-        "the same right; steps of 4.3 s against 4.6",
+        "the same right; 2.9 s and 3.1 s",
     ],
     [
         "a step of TRL, 32 x 16: transformers / this worker / the recipe",
         "6 s / 2 s / 0.6 s",
-        "alone on a GPU",
-        "not run: `datasets` did not import there",
-    ],
-    [
-        "first recipe, staleness 2 and 4, right after 100 steps",
-        "0.30, as with 1; within 0.04",
-        "96 problems: one deviation is 0.05",
-        "not run",
-    ],
-    [
-        "first recipe, fp8_block weights, log-probs under equal weights",
-        "mean difference 0.08, ratios 0.65 to 1.5; the same right",
-        "codes have 3 bits of mantissa; the cap of 2 is seldom reached",
-        "not run",
-    ],
-    [
-        "first recipe, fp8 KV, log-probs under equal weights",
-        "mean difference 0.04; the same right",
-        "contexts have under 100 tokens",
-        "not run",
-    ],
-    [
-        "calculator, form rewarded after a call only, 60 steps",
-        "from 0.01 to 0.3",
-        "guesses no longer pay",
-        "not run",
+        "1.44 s / 1.10 s / 1.16 s: answers of 24 tokens, so training is most of it",
     ],
 ]
 
@@ -1233,60 +1196,6 @@ _CHOICES: list[list[Cell]] = [
     ["logits of the trainer", "float32", "float32", "ScaleRL; MiniMax-M1, 2506.13585"],
     ["`--lr`, `--warmup`", "1e-5, 10", "1e-5, 10", "runs below; published ones of 1e-6 are of larger models"],
 ]
-
-
-def _expected() -> list[list[Cell]]:
-    """What was expected, and what came out."""
-    by_name: dict[str, list[Row]] = {}
-    for name in LEARNING:
-        for found in rows(name):
-            by_name.setdefault(found["name"], []).append(found)
-
-    def each(run: str, value: Callable[[Row], float]) -> str:
-        values = sorted(float(f"{value(found):.2f}") for found in by_name[run])
-        return f"{values[0]:g} to {values[-1]:g}" if values[0] != values[-1] else f"{values[0]:g}"
-
-    def step_s(found: Row) -> float:
-        return float(found["step_s"]["median"])
-
-    def last(found: Row) -> float:
-        return float(found["held_out"]["accuracy"][-1])
-
-    modes = ("sync", "staleness 1", "staleness 1, speculation")
-    steps, right = ({run: each(run, value) for run in modes} for value in (step_s, last))
-    aligned = [of["0"] for name in LEARNING for found in rows(name) for of in (found["ratio_by_age"],)]
-    ratio_text = f"{min(of['p1'] for of in aligned):.2f} to {max(of['p99'] for of in aligned):.2f}"
-    return [
-        [
-            "seconds a step",
-            "alone on a GPU: sync 0.7, staleness 1 to 4: 0.5",
-            f"three runs on a GPU: sync {steps['sync']}, staleness 1: {steps['staleness 1']}",
-        ],
-        [
-            "right answers held out, all levels, after 200 steps",
-            "from 0.05 to 0.35, in each mode",
-            f"sync {right['sync']}, staleness 1: {right['staleness 1']}",
-        ],
-        [
-            "steps that staleness costs for the same accuracy",
-            "1: none, 4: a tenth more",
-            "1: none; 4: see the earlier runs",
-        ],
-        ["KV kept or computed again on a swap", "no difference: answers have 32 tokens", "not run"],
-        [
-            "speculation",
-            "within 5% of the time: at 512 rows drafts do not pay",
-            f"{steps[modes[2]]} s a step, {right[modes[2]]} right",
-        ],
-        [
-            "log-probs under equal weights, bf16",
-            "mean difference 0.01, ratios from 0.95 to 1.05",
-            f"mean difference {max(found['mismatch']['mean_abs'] for runs in by_name.values() for found in runs):.2f}, "
-            f"ratios {ratio_text}",
-        ],
-        ["calculator, right answers held out, after 100 steps", "from 0.1 to 0.7", "not run on a GPU"],
-        ["a step of TRL, with transformers' generation / this worker", "6 s / 2 s", "not run on a GPU"],
-    ]
 
 
 def _until(found: Row, share: float, by: str) -> float | None:
