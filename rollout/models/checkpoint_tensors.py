@@ -22,7 +22,7 @@ from rollout.models.checkpoint_folder import CheckpointError, Progress, read_jso
 from rollout.models.coded import SCALES as FP8_SCALES
 from rollout.models.coded import CodedView, decoded
 from rollout.models.cut import CutView, whole_shape
-from rollout.models.mxfp4 import BLOCKS, SCALES, decode_into, decoded_shape
+from rollout.models.mxfp4 import BLOCKS, NOT_A_NUMBER, SCALES, decode_into, decoded_shape
 from rollout.models.names import Region, all_views, check_names
 
 _SINGLE = "model.safetensors"
@@ -219,13 +219,23 @@ def _keeps_codes(view: torch.Tensor) -> bool:
 def _fp8_scales(name: str, stored: StoredTensor) -> torch.Tensor:
     assert stored.scales is not None
     with safe_open(stored.scales, framework="pt") as reader:
-        return reader.get_tensor(name + FP8_SCALES)
+        scales = reader.get_tensor(name + FP8_SCALES)
+    wrong = scales[~((scales >= 0) & scales.isfinite())]
+    if wrong.numel():
+        raise CheckpointError(
+            f"{name + FP8_SCALES} in {stored.scales} has {wrong.numel()} scales that are negative or not finite, "
+            f"such as {wrong[0].item()}: save the checkpoint again"
+        )
+    return scales
 
 
 def _decode(name: str, stored: StoredTensor, view: torch.Tensor) -> None:
     assert stored.scales is not None
     with safe_open(stored.file, framework="pt") as blocks, safe_open(stored.scales, framework="pt") as scales:
-        decode_into(view, blocks.get_tensor(name + BLOCKS), scales.get_tensor(name + SCALES))
+        exponents = scales.get_tensor(name + SCALES)
+        if (exponents == NOT_A_NUMBER).any():
+            raise CheckpointError(f"{name + SCALES} in {stored.scales} has scales that are NaN: save it again")
+        decode_into(view, blocks.get_tensor(name + BLOCKS), exponents)
 
 
 def are_equal(

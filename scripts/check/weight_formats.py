@@ -1,6 +1,6 @@
 """What each format of weights costs: log-probs of a model whose weights went through codes, against float32.
 
-    PYTHONPATH=.:kernels python -m scripts.check.weight_formats FOLDER [--tokens 1024] [--out FILE]
+    PYTHONPATH=.:kernels python -m scripts.check.weight_formats FOLDER [--tokens 1024] [--length 8192] [--out FILE]
     PYTHONPATH=.:kernels python -m scripts.check.weight_formats --shape qwen3-8b --layers 2 --vocab 8192
 
 The first form reads a real model, and the tokens are text of this repository. The second one has random weights of a
@@ -33,16 +33,18 @@ from scripts.bench.output import write_results
 from scripts.bench.shapes import model_config
 
 _FORMATS: tuple[Format, ...] = ("fp8_block", "fp8_row", "mxfp8")
-_CPU = torch.device("cpu")
 #: Ratios outside of these count as far; truncated importance sampling often cuts at 2.
-_NEAR = (0.8, 1.25)
+_NEAR, _CUT = (0.8, 1.25), 2.0
+#: Tokens that are computed at once.
+_CHUNK = 1024
+_PAGE = 16
 
 
-def load(folder: Path, dtype: str, format: Format, random: bool) -> Decoder:
-    """A model on the CPU; with codes, if the format has any. Raises ValueError if the format does not fit it."""
+def load(folder: Path, dtype: str, format: Format, random: bool, device: torch.device) -> Decoder:
+    """A model; with codes, if the format has any. Raises ValueError if the format does not fit it."""
     how: Any = "random" if random else "auto"
     settings = ModelSettings(path=str(folder), dtype=dtype, load_format=how)  # type: ignore[arg-type]
-    model = load_model(settings, _CPU, weights=format).model
+    model = load_model(settings, device, weights=format).model
     assert isinstance(model, Decoder), "a native family"
     return model
 
@@ -58,56 +60,79 @@ def decode_into(plain: Decoder, coded: Decoder) -> None:
 
 
 @torch.inference_mode()
-def log_probs(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probs of all tokens after each position but the last, float32 [T - 1, V]."""
-    count = len(tokens)
-    kv = KVCache.allocate(model.spec, 2, count, model.embed.dtype, "cpu")
-    at = torch.arange(count)
-    table, lengths = torch.ones(1, 1, dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
-    batch = AttentionBatch(at, at + count, table, lengths, count, (PromptChunk(0, count, count),))
-    hidden_TH = model(torch.tensor(tokens), batch, kv)
-    return model.compute_logits(hidden_TH[:-1]).log_softmax(-1)
+def hidden_states(model: Decoder, tokens: Sequence[int], length: int) -> torch.Tensor:
+    """The last hidden states [T, H] of sequences of `length` tokens, which begin without the tokens before them."""
+    parts, device = [], model.embed.device
+    for first in range(0, len(tokens), length):
+        sequence = tokens[first : first + length]
+        pages = -(-len(sequence) // _PAGE)
+        kv = KVCache.allocate(model.spec, pages + 1, _PAGE, model.embed.dtype, device)
+        table = torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None]
+        for begin in range(0, len(sequence), _CHUNK):
+            end = min(begin + _CHUNK, len(sequence))
+            at, lengths = torch.arange(begin, end, device=device), torch.tensor([end], dtype=torch.int32, device=device)
+            batch = AttentionBatch(at, at + _PAGE, table, lengths, end, (PromptChunk(0, end - begin, end),))
+            parts.append(model(torch.tensor(sequence[begin:end], device=device), batch, kv))
+    return torch.cat(parts)
 
 
-def compare(got_TV: torch.Tensor, exact_TV: torch.Tensor, next_T: torch.Tensor) -> dict[str, float]:
-    """The figures of a row."""
-    kl_T = (exact_TV.exp() * (exact_TV - got_TV)).sum(-1)
-    change_T = (got_TV - exact_TV).gather(1, next_T[:, None])[:, 0]
+@torch.inference_mode()
+def compare(
+    model: Decoder, hidden_TH: torch.Tensor, exact: Decoder, exact_TH: torch.Tensor, tokens: Sequence[int], length: int
+) -> dict[str, float]:
+    """The figures of a row: at all positions, and at the later half of each sequence."""
+    next_T = torch.tensor(tokens[1:], device=hidden_TH.device)
+    scored = torch.tensor([at for at in range(len(next_T)) if (at + 1) % length], device=hidden_TH.device)
+    kl, change, same = [], [], []
+    for at in scored.split(_CHUNK):
+        got_TV, exact_TV = (
+            of.compute_logits(states[at]).float().log_softmax(-1)
+            for of, states in ((model, hidden_TH), (exact, exact_TH))
+        )
+        kl.append((exact_TV.exp() * (exact_TV - got_TV)).sum(-1))
+        change.append((got_TV - exact_TV).gather(1, next_T[at, None])[:, 0])
+        same.append(got_TV.argmax(-1) == exact_TV.argmax(-1))
+    kl_T, change_T, late_T = torch.cat(kl), torch.cat(change), scored % length >= length // 2
     ratio_T = change_T.exp()
     return {
         "mean_abs": change_T.abs().mean().item(),
         "p99_abs": change_T.abs().quantile(0.99).item(),
         "kl": kl_T.mean().item(),
+        "kl_late": kl_T[late_T].mean().item(),
         "ratio_least": ratio_T.min().item(),
         "ratio_most": ratio_T.max().item(),
         "far": ((ratio_T < _NEAR[0]) | (ratio_T > _NEAR[1])).float().mean().item(),
-        "same_best": (got_TV.argmax(-1) == exact_TV.argmax(-1)).float().mean().item(),
+        "cut": (ratio_T > _CUT).float().mean().item(),
+        "same_best": torch.cat(same).float().mean().item(),
     }
 
 
-def measure(folder: Path, tokens: Sequence[int], random: bool) -> Iterator[dict[str, Any]]:
+def measure(
+    folder: Path, tokens: Sequence[int], length: int, random: bool, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """A row for each format and dtype."""
-    exact_TV = log_probs(load(folder, "float32", "plain", random), tokens)
-    next_T = torch.tensor(tokens[1:])
+    exact = load(folder, "float32", "plain", random, device)
+    exact_TH = hidden_states(exact, tokens, length)
     cases: list[tuple[Format, str]] = [("plain", "bfloat16")]
     cases += [(format, dtype) for format in _FORMATS for dtype in ("float32", "bfloat16")]
     for format, dtype in cases:
         try:
-            coded = load(folder, "float32", format, random)
+            coded = load(folder, "float32", format, random, device)
         except ValueError as error:
             print(f"{format}: {error}", flush=True)
             continue
-        model = load(folder, dtype, "plain", random)
+        model = load(folder, dtype, "plain", random, device)
         decode_into(model, coded)
-        name = "bf16" if format == "plain" else format
-        yield {"format": name, "computed_in": dtype, **compare(log_probs(model, tokens), exact_TV, next_T)}
+        del coded
+        figures = compare(model, hidden_states(model, tokens, length), exact, exact_TH, tokens, length)
+        yield {"format": "bf16" if format == "plain" else format, "computed_in": dtype, **figures}
 
 
 def text_tokens(folder: Path, count: int) -> list[int]:
     """The first tokens of this repository's pages, in the order of their names."""
     from transformers import AutoTokenizer
 
-    text = "\n\n".join(path.read_text() for path in sorted(Path("docs").glob("*.md")))
+    text = "\n\n".join(path.read_text() for path in sorted(Path("docs").rglob("*.md")))
     return AutoTokenizer.from_pretrained(folder)(text[: 8 * count])["input_ids"][:count]
 
 
@@ -119,6 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=8192, help="with --shape: a smaller vocabulary")
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence, at most")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if (args.folder is None) == (args.shape is None):
@@ -134,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             tokens = text_tokens(folder, args.tokens)
         rows = []
-        for row in measure(folder, tokens, args.shape is not None):
+        for row in measure(folder, tokens, min(args.length, len(tokens)), args.shape is not None, args.device):
             rows.append(row)
             print(json.dumps(row), flush=True)
             if args.out is not None:

@@ -167,6 +167,29 @@ def test_codes_and_scales_that_do_not_fit_are_named(fault, tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("weights", ["auto", "plain"])
+@pytest.mark.parametrize("scale", [-0.5, float("nan"), float("inf")])
+def test_scales_that_are_negative_or_not_finite_are_refused_by_name(scale, weights, tmp_path):
+    made = publish("qwen3", tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight" + SCALES
+    made[name][-1, -1] = scale
+    save_file(made, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load(tmp_path, weights)
+
+
+@pytest.mark.parametrize("weights", ["auto", "plain"])
+def test_a_scale_of_zero_makes_a_block_of_zeros(weights, tmp_path):
+    made = publish("qwen3", tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    made[name + SCALES][0, 0] = 0
+    save_file(made, tmp_path / "model.safetensors", {"format": "pt"})
+    view = load(tmp_path, weights).hf_views()[name]
+    values = view.decoded_values() if isinstance(view, CodedView) else view
+    assert torch.equal(values, decoded(made[name], made[name + SCALES]))
+    assert not values[:128, :128].any() and values[128:].any()
+
+
 @pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3_5Moe"])
 def test_a_layer_for_multi_token_prediction_is_read_from_codes(name, tmp_path):
     """Its experts are kept as codes; its other products are decoded."""

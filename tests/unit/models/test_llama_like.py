@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from rollout.config import ModelSettings
 from rollout.models import load_model
 from rollout.models.checkpoint_config import read_config
+from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.config_spec import spec_from_config
 from rollout.models.cut import kept_values
 from rollout.models.families import FAMILIES
@@ -102,6 +103,16 @@ def test_experts_in_mxfp4_are_decoded_as_transformers_decodes_them(tmp_path: Pat
     check(loaded, reference, fused=False)
     views = loaded.trainer_views()
     assert all(torch.equal(views[name], tensor) for name, tensor in reference.state_dict().items())
+
+
+def test_scales_in_mxfp4_that_are_nan_are_refused_by_name(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path, hidden_size=64, intermediate_size=32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("down_proj_scales"))
+    tensors[name][-1, -1, -1] = 255
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=name):
+        load_model(ModelSettings(path=str(tmp_path)), CPU)
 
 
 def test_mimo_is_read_as_qwen2_without_its_prediction_of_further_tokens(
