@@ -316,6 +316,7 @@ def _marks(architecture: str, family: Family) -> list[str]:
 #: Values of all checkpoints of an architecture that are not the defaults of transformers.
 _REAL: dict[str, dict[str, Any]] = {
     "GraniteForCausalLM": {"residual_multiplier": 0.22},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 }
 

@@ -42,7 +42,6 @@ from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
 from rollout.models.language_model import LanguageModel
 from rollout.models.layers import Linear
-from rollout.models.spec import KimiDeltaSpec
 
 
 def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -> int:
@@ -187,10 +186,9 @@ def _host_features(executor: Executor, version: int, before: Seq[StepFeature]) -
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:
     """Raise ValueError if the settings ask for something that this model does not have."""
     if isinstance(model, Decoder):
-        if engine.speculation != "off" and any(isinstance(x.mixer, KimiDeltaSpec) for x in model.spec.layers):
+        if engine.speculation != "off" and not model.spec.follows_drafts:
             raise ValueError(
-                f"{model.spec.architecture} has Kimi delta attention, whose states cannot follow drafts: set "
-                "speculation = off"
+                f"{model.spec.architecture} has layers whose states cannot follow drafts: set speculation = off"
             )
         _check_format(engine, model)
         _check_deterministic(engine, model)

@@ -129,6 +129,10 @@ def check_links(folder: Path) -> None:
                 raise CheckpointError(f"{entry} is a link that leads out of its folder; replace it by the file")
 
 
+#: As transformers writes floats that JSON does not have: {"__float__": "Infinity"}.
+_SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError for anything else, and for a key that is given twice."""
     if not file.is_file():
@@ -136,7 +140,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _MAX_JSON_BYTES:
             raise CheckpointError(f"{file} is larger than {_MAX_JSON_BYTES >> 20} MiB; no such file is that large")
-        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_object)
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
@@ -148,10 +152,12 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> Any:
     content = dict(pairs)
     if len(content) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice!r:.80} is given twice")
+    if content.keys() == {"__float__"} and content["__float__"] in _SPECIAL_FLOATS:
+        return float(content["__float__"])
     return content

@@ -17,6 +17,7 @@ from rollout.models.families.declare import (
     Key,
     KimiDeltaFamily,
     LatentFamily,
+    Mamba2Family,
     MoEFamily,
     Power,
 )
@@ -36,6 +37,7 @@ from rollout.models.spec import (
     KVMixerSpec,
     LatentSpec,
     LayerSpec,
+    Mamba2Spec,
     MixerSpec,
     ModelSpec,
     MoESpec,
@@ -196,14 +198,17 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
                 spec = replace(spec, indexer=_indexer(config, indexer, spec))
             attention[mixer] = replace(spec, shares_choice=index == "shared")
     linear: tuple[bool, ...] = (False,) * count
-    delta_net: StateMixerSpec | None = None
+    states: StateMixerSpec | None = None
     if family.linear is not None and any(linear := family.linear.linear(config)):
         if _activation(config, family) != "silu":
             raise ValueError(f"{family.activation.name} of a model with linear attention must be silu")
-        if isinstance(family.linear, KimiDeltaFamily):
-            delta_net = _kimi_delta(config, family.linear)
-        else:
-            delta_net = _delta_net(config, family.linear)
+        match family.linear:
+            case KimiDeltaFamily() as declared:
+                states = _kimi_delta(config, declared)
+            case Mamba2Family() as declared:
+                states = _mamba2(config, declared)
+            case DeltaNetFamily() as declared:
+                states = _delta_net(config, declared)
     if all(linear):
         raise ValueError("layer_types names no layer with full attention; at least one is needed")
     feed_forward: dict[bool, FeedForwardSpec] = {}
@@ -220,8 +225,8 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     for mixer, is_linear, is_sparse in zip(mixers, linear, sparse, strict=True):
         block: MixerSpec = attention[mixer]
         names, norms = family.layer_names, family.norms
-        if is_linear and family.linear is not None and delta_net is not None:
-            block, names, norms = delta_net, family.linear.layer_names, family.linear.norms
+        if is_linear and family.linear is not None and states is not None:
+            block, names, norms = states, family.linear.layer_names, family.linear.norms
         layers.append(LayerSpec(block, feed_forward[is_sparse], names, norms, scale))
     return tuple(layers)
 
@@ -230,6 +235,28 @@ def _kimi_delta(config: Any, family: KimiDeltaFamily) -> KimiDeltaSpec:
     dim = _value(config, family.dim)
     heads, conv = _value(config, family.heads), _value(config, family.conv)
     return KimiDeltaSpec(config.hidden_size, heads, dim, dim, dim, conv, config.rms_norm_eps)
+
+
+def _mamba2(config: Any, family: Mamba2Family) -> Mamba2Spec:
+    steps = (_value(config, family.least_step), math.inf) if family.steps is None else _value(config, family.steps)
+    spec = Mamba2Spec(
+        hidden=config.hidden_size,
+        heads=_value(config, family.heads),
+        head_dim=_value(config, family.head_dim),
+        groups=_value(config, family.groups),
+        state_dim=_value(config, family.state_dim),
+        conv=_value(config, family.conv),
+        conv_bias=_value(config, family.conv_bias),
+        bias=_value(config, family.bias),
+        steps=(0.0, math.inf) if steps is None else (float(steps[0]), float(steps[1])),
+        eps=_value(config, family.eps),
+        names=family.names,
+    )
+    if spec.heads % spec.groups:
+        raise ValueError(
+            f"{family.heads.name} ({spec.heads}) is not a multiple of {family.groups.name} ({spec.groups})"
+        )
+    return spec
 
 
 def _delta_net(config: Any, family: DeltaNetFamily) -> DeltaNetSpec:
@@ -339,7 +366,8 @@ def _indexer(config: Any, family: IndexerFamily, latent: LatentSpec) -> IndexerS
 def _dense(config: Any, family: Family) -> DenseSpec:
     bias = _value(config, family.mlp_bias)
     activation = _activation(config, family)
-    return DenseSpec(config.hidden_size, config.intermediate_size, bias, family.dense_names, activation)
+    width = _value(config, family.intermediate)
+    return DenseSpec(config.hidden_size, width, bias, family.dense_names, activation)
 
 
 def _activation(config: Any, family: Family) -> Activation:

@@ -5,6 +5,8 @@ Legend: T tokens of a step, S selected tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
@@ -28,10 +30,13 @@ from rollout.models.layers import (
     empty_parameter,
     float32_product,
 )
+from rollout.models.mamba2 import Mamba2
 from rollout.models.names import Region, all_views, one_name, with_spellings
 from rollout.models.rope import Rope
-from rollout.models.spec import DeltaNetSpec, KimiDeltaSpec, LatentSpec, ModelSpec, MoESpec
+from rollout.models.spec import DeltaNetSpec, KimiDeltaSpec, LatentSpec, Mamba2Spec, ModelSpec, MoESpec, StateMixer
 from rollout.models.vision import VisionTower
+
+_STATE_BLOCKS = {DeltaNetSpec: DeltaNet, KimiDeltaSpec: KimiDelta, Mamba2Spec: Mamba2}
 
 
 class DecoderLayer(Block):
@@ -57,11 +62,10 @@ class DecoderLayer(Block):
         around = layer.norms == "around"
         self.mixer_output_norm = norm() if around else None
         self.feed_forward_output_norm = norm() if around else None
-        self.mixer: Attention | LatentAttention | DeltaNet | KimiDelta
-        if isinstance(mixer, DeltaNetSpec):
-            self.mixer = DeltaNet(mixer, index, spec.state_layers.index(index), dtype, device, group)
-        elif isinstance(mixer, KimiDeltaSpec):
-            self.mixer = KimiDelta(mixer, index, spec.state_layers.index(index), dtype, device, group)
+        self.mixer: Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2
+        if isinstance(mixer, StateMixer):
+            block: Any = _STATE_BLOCKS[type(mixer)]
+            self.mixer = block(mixer, index, spec.state_layers.index(index), dtype, device, group)
         else:
             kv_index, rope = spec.attention_layers.index(index), spec.ropes.index(mixer.turned)
             if isinstance(mixer, LatentSpec):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from rollout_kernels.delta import Spans, short_conv
-from rollout_kernels.delta.rule import heads_of, look_up
+from rollout_kernels.delta.rule import heads_of, look_up, through_states
 from rollout_kernels.norm_rope.elementwise import rms_norm
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
@@ -104,36 +104,33 @@ def kimi_delta(
         state_NHKV: float32 states; those of the step's rows are changed in place.
         spans: the rows of the step.
     """
-    q_THK, k_THK, v_THV = heads_of(mixed_TC, state_NHKV)
-    fresh_T = spans.positions_T == 0
-    if spans.lengths is None:
-        state_BHKV = state_NHKV.index_select(0, spans.places_B).masked_fill(fresh_T[:, None, None, None], 0.0)
-        state_BHKV = state_BHKV * g_THK.exp()[..., None]
-        u_THV = beta_TH[..., None] * (v_THV - look_up(state_BHKV, k_THK))
-        state_BHKV = state_BHKV + k_THK[..., None] * u_THV[:, :, None]
-        state_NHKV.index_copy_(0, spans.places_B, state_BHKV)
-        return look_up(state_BHKV, q_THK)
-    out_THV, start = torch.empty_like(v_THV), 0
-    for row, length in enumerate(spans.lengths):
-        place_1, end = spans.places_B[row : row + 1], start + length
-        state_HKV = state_NHKV.index_select(0, place_1)[0].masked_fill(fresh_T[start : start + 1, None, None], 0.0)
-        for begin in range(start, end, _CHUNK):
-            at = slice(begin, min(begin + _CHUNK, end))
-            out_THV[at], state_HKV = _one_chunk(q_THK[at], k_THK[at], v_THV[at], beta_TH[at], g_THK[at], state_HKV)
-        state_NHKV.index_copy_(0, place_1, state_HKV[None])
-        start = end
-    return out_THV
+    tokens = *heads_of(mixed_TC, state_NHKV), beta_TH, g_THK
+    return through_states(tokens, state_NHKV, spans, _one_token, _one_chunk, _CHUNK)
+
+
+def _one_token(
+    state_BHKV: torch.Tensor,
+    q_BHK: torch.Tensor,
+    k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    beta_BH: torch.Tensor,
+    g_BHK: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state_BHKV = state_BHKV * g_BHK.exp()[..., None]
+    u_BHV = beta_BH[..., None] * (v_BHV - look_up(state_BHKV, k_BHK))
+    state_BHKV = state_BHKV + k_BHK[..., None] * u_BHV[:, :, None]
+    return look_up(state_BHKV, q_BHK), state_BHKV
 
 
 def _one_chunk(
+    state_HKV: torch.Tensor,
     q_IHK: torch.Tensor,
     k_IHK: torch.Tensor,
     v_IHV: torch.Tensor,
     beta_IH: torch.Tensor,
     g_IHK: torch.Tensor,
-    state_HKV: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs of a chunk, [I, H, V], and the state after it; the equations of `rollout_kernels.delta.rule`."""
+    """The equations of `rollout_kernels.delta.rule`."""
     q_HIK, k_HIK, v_HIV = (x.transpose(0, 1) for x in (q_IHK, k_IHK, v_IHV))
     beta_HI1, d_HIK = beta_IH.t()[..., None], g_IHK.transpose(0, 1).cumsum(1)
     size = d_HIK.shape[1]

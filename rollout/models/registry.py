@@ -15,15 +15,9 @@ from rollout.models.families.declare import (
     WIDTH,
     WINDOW,
     ByLayer,
-    DeltaNetFamily,
     Family,
     If,
-    IndexerFamily,
     Key,
-    KimiDeltaFamily,
-    LatentFamily,
-    MoEFamily,
-    MTPFamily,
     PartFamily,
     Power,
 )
@@ -55,6 +49,7 @@ _MADE_INTO_OTHERS = frozenset(
         *("rope_parameters", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"),
         *("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern", "max_window_layers"),
         *("full_attention_interval", "qk_head_dim", "no_rope_layer_interval", "global_attn_every_n_layers"),
+        *("mamba_expand",),
     )
 )
 #: Keys of which they make this one.
@@ -82,7 +77,7 @@ WITHOUT_EFFECT = frozenset(
         *("moe_layer_freq", "scoring_func", "num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
         *("mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "attn_output_gate", "model_max_length", "topk_method"),
         *("image_token_id", "video_token_id", "vision_token_id", "vision_start_token_id", "vision_end_token_id"),
-        *("experts_per_token", "initial_context_length", "use_mrope", "enable_moe_fp32_combine"),
+        *("experts_per_token", "initial_context_length", "use_mrope", "enable_moe_fp32_combine", "mamba_chunk_size"),
     )
 )
 #: Keys that are off while they are null, also for families that do not read them.
@@ -204,14 +199,7 @@ def _rules(declaration: Family | PartFamily) -> dict[str, Rule]:
                 rules[name] = FLAG
             case ByLayer() as values:
                 rules |= values.rules
-            case (
-                MoEFamily()
-                | DeltaNetFamily()
-                | KimiDeltaFamily()
-                | LatentFamily()
-                | IndexerFamily()
-                | MTPFamily() as part
-            ):
+            case part if isinstance(part, PartFamily):
                 rules |= _rules(part)
     return rules
 

@@ -2,7 +2,7 @@
 
     attention        query heads by rank with their KV heads; a KV head is kept by several ranks if there are fewer
     latent attention heads by rank; the products that make latents, and the latents in the cache, on every rank
-    linear attention key heads by rank with their value heads, convolutions and states
+    linear attention key heads by rank with their value heads, convolutions and states; heads of Mamba-2 with groups
     dense blocks     intermediate width by rank
     experts          intermediate width by rank where each part is whole blocks of 128; else whole experts by rank
     embedding,       vocabulary by rank
@@ -27,6 +27,7 @@ from rollout.models.spec import (
     KimiDeltaSpec,
     LatentSpec,
     LayerSpec,
+    Mamba2Spec,
     MixerSpec,
     ModelSpec,
     MoESpec,
@@ -91,6 +92,8 @@ def _mixer(mixer: MixerSpec, shard: Shard) -> MixerSpec:
         return _attention(mixer, shard)
     if isinstance(mixer, LatentSpec):
         return _latent(mixer, shard)
+    if isinstance(mixer, Mamba2Spec):
+        return _mamba2(mixer, shard)
     return _linear(mixer, shard) if isinstance(mixer, DeltaNetSpec) else _kimi_delta(mixer, shard)
 
 
@@ -121,6 +124,13 @@ def _kimi_delta(mixer: KimiDeltaSpec, shard: Shard) -> KimiDeltaSpec:
     if mixer.value_heads % shard.size:
         raise _CannotCutError(f"{mixer.value_heads} heads of linear attention are no multiple of {shard.size}")
     return replace(mixer, value_heads=mixer.value_heads // shard.size, shard=shard)
+
+
+def _mamba2(mixer: Mamba2Spec, shard: Shard) -> Mamba2Spec:
+    heads, groups, size = mixer.heads, mixer.groups, shard.size
+    if heads % size or (groups > 1 and groups % size):
+        raise _CannotCutError(f"{heads} heads of Mamba-2 in {groups} groups are not a multiple of {size}")
+    return replace(mixer, heads=heads // size, groups=max(1, groups // size), shard=shard, all_groups=groups)
 
 
 def _dense(block: DenseSpec, shard: Shard) -> DenseSpec:

@@ -7,7 +7,7 @@ built from its own spec alone, so layers may differ in everything but the width 
       layers: LayerSpec, one a layer
         mixer          AttentionSpec                         mixes tokens, keeps KV by page
                        | LatentSpec                          mixes tokens, keeps a latent by page
-                       | DeltaNetSpec | KimiDeltaSpec        mixes tokens, keeps one state a row
+                       | a StateMixer                        mixes tokens, keeps one state a row
         feed_forward   DenseSpec | MoESpec with a RouterSpec  works on each token alone
 
 The spec of a shard says what one rank of a tensor group has: its numbers of heads and widths are the rank's, and the
@@ -367,6 +367,46 @@ class LatentSpec:
         return KVShape(1, self.latent_dim, 0 if self.indexer is None else self.indexer.dim)
 
 
+class StateSizes(NamedTuple):
+    """The state of a row in one layer: a matrix for each head, in float32, and the last inputs of a convolution."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    channels: int  # those of the convolution
+    conv: int  # tokens that it sees, the present one included
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one row's state; the convolution's inputs are of the model's dtype."""
+        recurrent = self.heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return recurrent + self.channels * (self.conv - 1) * dtype.itemsize
+
+
+class StateMixer:
+    """A mixer that keeps one state a row instead of KV. States cannot follow drafts unless its class says so."""
+
+    __slots__ = ()
+
+    @property
+    def state(self) -> StateSizes:
+        """The state of a row."""
+        raise NotImplementedError
+
+    @property
+    def inputs(self) -> LinearSpec:
+        """The product that makes everything that the block needs of a token."""
+        raise NotImplementedError
+
+    @property
+    def out(self) -> LinearSpec:
+        """The output product."""
+        raise NotImplementedError
+
+    def draft_bytes(self, dtype: torch.dtype) -> int | None:
+        """Bytes that a step keeps of one draft in this layer; None if states cannot follow drafts."""
+        return None
+
+
 class DeltaNetNames(NamedTuple):
     """Modules and tensors of a gated DeltaNet block.
 
@@ -388,7 +428,7 @@ class DeltaNetNames(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetSpec:
+class DeltaNetSpec(StateMixer):
     """Gated DeltaNet: linear attention whose state is corrected by each token (arXiv 2412.06464).
 
     A short convolution and SiLU come before it, a norm of each head and a gate after it.
@@ -453,10 +493,10 @@ class DeltaNetSpec:
         """A shard's cut of a tensor with an entry for each value head."""
         return None if self.shard is None else self.shard.cut(self.value_heads)
 
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one row's state in this layer: recurrent in float32, the convolution's inputs in the model's."""
-        recurrent = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
-        return recurrent + self.mixed * (self.conv - 1) * dtype.itemsize
+    @property
+    def state(self) -> StateSizes:
+        """The state of a row."""
+        return StateSizes(self.value_heads, self.key_dim, self.value_dim, self.mixed, self.conv)
 
     def draft_bytes(self, dtype: torch.dtype) -> int:
         """Bytes that a step keeps of one draft in this layer, until it is known whether it is accepted."""
@@ -484,7 +524,7 @@ class KimiDeltaNames(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDeltaSpec:
+class KimiDeltaSpec(StateMixer):
     """Kimi delta attention; see `rollout.models.kimi_delta`."""
 
     hidden: int
@@ -550,19 +590,98 @@ class KimiDeltaSpec:
         """A shard's cut of a tensor with an entry for each dimension of each head."""
         return None if self.shard is None else self.shard.cut(self.width)
 
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one row's state in this layer: recurrent in float32, the convolution's inputs in the model's."""
-        recurrent = self.width * self.value_dim * torch.float32.itemsize
-        return recurrent + self.mixed * (self.conv - 1) * dtype.itemsize
+    @property
+    def state(self) -> StateSizes:
+        """The state of a row."""
+        return StateSizes(self.value_heads, self.key_dim, self.value_dim, self.mixed, self.conv)
 
-    def draft_bytes(self, dtype: torch.dtype) -> int:
-        """None: there are no drafts for a model with such layers."""
-        return 0
+
+class Mamba2Names(NamedTuple):
+    """Modules and tensors of a Mamba-2 block."""
+
+    inputs: str = "mamba.in_proj"  # output gates, the inputs of the convolution, steps
+    conv: str = "mamba.conv1d"
+    a_log: str = "mamba.A_log"
+    dt_bias: str = "mamba.dt_bias"
+    skip: str = "mamba.D"
+    norm: str = "mamba.norm"
+    out: str = "mamba.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec(StateMixer):
+    """A Mamba-2 block; see `rollout.models.mamba2`."""
+
+    hidden: int
+    heads: int
+    head_dim: int
+    groups: int  # neighbouring heads of a group share what is written and read
+    state_dim: int
+    conv: int  # tokens that the convolution sees, the present one included
+    conv_bias: bool
+    bias: bool  # biases of the input and the output product
+    steps: tuple[float, float]  # the least and the largest step
+    eps: float  # epsilon of the norm of the outputs, of each group on its own
+    names: Mamba2Names = Mamba2Names()
+    shard: Shard | None = None  # the heads and groups above are those of one rank
+    all_groups: int = 0  # a shard: the groups of the whole model; one is on every rank
+
+    @property
+    def width(self) -> int:
+        """Width of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def mixed_widths(self) -> tuple[int, int, int]:
+        """Widths of the inputs of the heads, of what is written, and of what is read: the convolution's channels."""
+        return self.width, self.groups * self.state_dim, self.groups * self.state_dim
+
+    @property
+    def inputs(self) -> LinearSpec:
+        """The product that makes everything that the block needs of a token."""
+        widths = (self.width, *self.mixed_widths, self.heads)
+        cuts: tuple[Cut, ...] = ()
+        if self.shard is not None:
+            cuts = (_joined((self.shard.cut(self.width), *self._mixed_cuts, self.shard.cut(self.heads))),)
+        return LinearSpec(self.hidden, (self.names.inputs,), (sum(widths),), self.bias, cuts)
+
+    @property
+    def out(self) -> LinearSpec:
+        """The output product."""
+        cut = None if self.width_cut is None else self.width_cut.at(1)
+        return LinearSpec(self.width, (self.names.out,), (self.hidden,), self.bias, (), cut)
+
+    @property
+    def _mixed_cuts(self) -> tuple[Cut, ...]:
+        assert self.shard is not None
+        heads, group, _ = self.mixed_widths
+        shared = Cut(0, group, ((0, group),)) if self.all_groups == 1 else self.shard.cut(group)
+        return self.shard.cut(heads), shared, shared
+
+    @property
+    def conv_cut(self) -> Cut | None:
+        """A shard's cut of the convolution."""
+        return None if self.shard is None else _joined(self._mixed_cuts)
+
+    @property
+    def head_cut(self) -> Cut | None:
+        """A shard's cut of a tensor with an entry for each head."""
+        return None if self.shard is None else self.shard.cut(self.heads)
+
+    @property
+    def width_cut(self) -> Cut | None:
+        """A shard's cut of a tensor with an entry for each dimension of each head."""
+        return None if self.shard is None else self.shard.cut(self.width)
+
+    @property
+    def state(self) -> StateSizes:
+        """The state of a row."""
+        return StateSizes(self.heads, self.state_dim, self.head_dim, sum(self.mixed_widths), self.conv)
 
 
 #: Mixers that keep KV by page, and those that keep one state a row.
 KVMixerSpec = AttentionSpec | LatentSpec
-StateMixerSpec = DeltaNetSpec | KimiDeltaSpec
+StateMixerSpec = DeltaNetSpec | KimiDeltaSpec | Mamba2Spec
 MixerSpec = KVMixerSpec | StateMixerSpec
 
 # --- feed-forward blocks ---------------------------------------------------------------------------------------------
@@ -709,6 +828,8 @@ class MoESpec:
         """As how many experts of the others' shape the shared one may be stored, cut along its width; 0: as none."""
         shared = self.shared
         if shared is None or self.clamped is not None or shared.intermediate % self.intermediate:
+            return 0
+        if len(shared.names.gate_up) == 1:  # a tensor that holds gate and values is kept as it is
             return 0
         return shared.intermediate // self.intermediate
 
@@ -914,17 +1035,25 @@ class ModelSpec:
     @functools.cached_property
     def state_layers(self) -> tuple[int, ...]:
         """Indices of the layers with a state by row, ascending; empty for a model of attention alone."""
-        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, StateMixerSpec))
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, StateMixer))
+
+    @functools.cached_property
+    def state_mixers(self) -> tuple[StateMixer, ...]:
+        """The mixers of `state_layers`."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, StateMixer))
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one row's state in all layers."""
-        mixers = (layer.mixer for layer in self.layers)
-        return sum(mixer.state_bytes(dtype) for mixer in mixers if isinstance(mixer, StateMixerSpec))
+        return sum(mixer.state.bytes(dtype) for mixer in self.state_mixers)
 
     def draft_bytes(self, dtype: torch.dtype) -> int:
         """Bytes that a step keeps of one draft for the states of all layers."""
-        mixers = (layer.mixer for layer in self.layers)
-        return sum(mixer.draft_bytes(dtype) for mixer in mixers if isinstance(mixer, StateMixerSpec))
+        return sum(mixer.draft_bytes(dtype) or 0 for mixer in self.state_mixers)
+
+    @property
+    def follows_drafts(self) -> bool:
+        """True if the states of all layers can follow drafts."""
+        return all(mixer.draft_bytes(torch.float32) is not None for mixer in self.state_mixers)
 
     @functools.cached_property
     def sparse_layers(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ All layers use the same place for the same row. A layer reads no state for a tok
 needs no clearing; what lies in its place then may be anything. Draft rows have no place: a state goes through the
 drafts of its row in registers, and what they are made of is kept until it is known which are accepted (`catch_up`).
 
-Legend: L layers, N places, D draft rows, H value heads, K and V dimensions of a key and of a value, C channels of the
+Legend: L layers, N places, D draft rows, H heads, K and V dimensions of a key and of a value, C channels of the
 convolution, W its width.
 """
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from rollout_kernels.delta import DraftInputs, catch_up
 
-from rollout.models.spec import ModelSpec, StateMixerSpec
+from rollout.models.spec import ModelSpec
 
 
 class LayerState(NamedTuple):
@@ -107,25 +107,22 @@ class StatePool(States):
         `zeros` makes the tensors of states; by default torch makes them on `device`. `draft_rows` are the numbers of
         the rows that hold drafts.
         """
-        mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, StateMixerSpec)]
-        if not mixers:
+        if not spec.state_mixers:
             return NO_STATES
-        mixer, count = mixers[0], len(mixers)
-        shape = mixer.value_heads, mixer.key_dim, mixer.value_dim, mixer.mixed, mixer.conv
-        assert all((m.value_heads, m.key_dim, m.value_dim, m.mixed, m.conv) == shape for m in mixers)
-        make = zeros or functools.partial(_zeros, device)
+        (shape,) = {mixer.state for mixer in spec.state_mixers}
+        count, make = len(spec.state_mixers), zeros or functools.partial(_zeros, device)
         drafts = None
         if draft_rows:
-            kept = (count, len(draft_rows), mixer.mixed)
+            kept = (count, len(draft_rows), shape.channels)
             drafts = DraftInputs(
                 _zeros(device, kept, dtype),
                 _zeros(device, kept, dtype),
-                _zeros(device, (count, len(draft_rows), 2, mixer.value_heads), torch.float32),
+                _zeros(device, (count, len(draft_rows), 2, shape.heads), torch.float32),
                 draft_rows.start,
             )
         return cls(
-            make((count, places, mixer.value_heads, mixer.key_dim, mixer.value_dim), torch.float32),
-            make((count, places, mixer.mixed, mixer.conv - 1), dtype),
+            make((count, places, shape.heads, shape.key_dim, shape.value_dim), torch.float32),
+            make((count, places, shape.channels, shape.conv - 1), dtype),
             drafts,
         )
 

@@ -20,6 +20,8 @@ queries, keys and values side by side, I tokens of a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -56,29 +58,57 @@ def gated_delta(
         return on_gpu(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV, spans, beta_scale)
     q_THK, k_THK, v_THV = heads_of(mixed_TC, state_NHKV)
     beta_TH, g_TH = gates_of(b_TH, a_TH, a_log_H, dt_bias_H, beta_scale)
+    tokens = q_THK, k_THK, v_THV, beta_TH, g_TH
+    return through_states(tokens, state_NHKV, spans, _one_token, _one_chunk).to(mixed_TC.dtype)
+
+
+#: From states and the inputs of a token of each row, or of a chunk of one row, to outputs and the states after them.
+Advance = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def through_states(
+    tokens: tuple[torch.Tensor, ...],
+    state_NHKV: torch.Tensor,
+    spans: Spans,
+    one_token: Advance,
+    one_chunk: Advance,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """The outputs of a step's tokens, [T, H, V]; the states of its rows are changed in place.
+
+    Args:
+        tokens: what the rule takes of each token; the first dimension is T.
+        state_NHKV: float32.
+        spans: the rows of the step.
+        one_token: of states [B, H, K, V] and inputs of B rows.
+        one_chunk: of a state [H, K, V] and inputs of tokens that follow each other.
+        chunk: tokens of a chunk, at most.
+    """
     fresh_T = spans.positions_T == 0
+
+    def step(at: slice, places_B: torch.Tensor) -> torch.Tensor:
+        state_BHKV = state_NHKV.index_select(0, places_B).masked_fill(fresh_T[at, None, None, None], 0.0)
+        out_BHV, state_BHKV = one_token(state_BHKV, *(x[at] for x in tokens))
+        state_NHKV.index_copy_(0, places_B, state_BHKV)
+        return out_BHV
+
     if spans.lengths is None:
-        out_THV = _one_token(q_THK, k_THK, v_THV, beta_TH, g_TH, state_NHKV, spans.places_B, fresh_T)
-        return out_THV.to(mixed_TC.dtype)
-    out_THV = torch.empty_like(v_THV)
+        return step(slice(None), spans.places_B)
     if spans.one_by_one:
-        for token, row in spans.tokens():
-            at, place_1 = slice(token, token + 1), spans.places_B[row : row + 1]
-            out_THV[at] = _one_token(
-                q_THK[at], k_THK[at], v_THV[at], beta_TH[at], g_TH[at], state_NHKV, place_1, fresh_T[at]
-            )
-        return out_THV.to(mixed_TC.dtype)
-    start = 0
+        rows = spans.tokens()
+        return torch.cat([step(slice(token, token + 1), spans.places_B[row : row + 1]) for token, row in rows])
+    out, start = [], 0
     for row, length in enumerate(spans.lengths):
         place_1, end = spans.places_B[row : row + 1], start + length
         fresh_111 = fresh_T[start : start + 1, None, None]
         state_HKV = state_NHKV.index_select(0, place_1)[0].masked_fill(fresh_111, 0.0)
-        for begin in range(start, end, CHUNK):
-            at = slice(begin, min(begin + CHUNK, end))
-            out_THV[at], state_HKV = _one_chunk(q_THK[at], k_THK[at], v_THV[at], beta_TH[at], g_TH[at], state_HKV)
+        for begin in range(start, end, chunk):
+            at = slice(begin, min(begin + chunk, end))
+            out_IHV, state_HKV = one_chunk(state_HKV, *(x[at] for x in tokens))
+            out.append(out_IHV)
         state_NHKV.index_copy_(0, place_1, state_HKV[None])
         start = end
-    return out_THV.to(mixed_TC.dtype)
+    return torch.cat(out)
 
 
 def gated_norm(out_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tensor, eps: float) -> torch.Tensor:
@@ -119,19 +149,15 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _one_token(
+    state_BHKV: torch.Tensor,
     q_BHK: torch.Tensor,
     k_BHK: torch.Tensor,
     v_BHV: torch.Tensor,
     beta_BH: torch.Tensor,
     g_BH: torch.Tensor,
-    state_NHKV: torch.Tensor,
-    places_B: torch.Tensor,
-    fresh_B: torch.Tensor,
-) -> torch.Tensor:
-    state_BHKV = state_NHKV.index_select(0, places_B).masked_fill(fresh_B[:, None, None, None], 0.0)
+) -> tuple[torch.Tensor, torch.Tensor]:
     state_BHKV = advance(state_BHKV, k_BHK, v_BHV, beta_BH, g_BH.exp())
-    state_NHKV.index_copy_(0, places_B, state_BHKV)
-    return look_up(state_BHKV, q_BHK)
+    return look_up(state_BHKV, q_BHK), state_BHKV
 
 
 def advance(
@@ -153,23 +179,39 @@ def look_up(state_BHKV: torch.Tensor, q_BHK: torch.Tensor) -> torch.Tensor:
 
 
 def _one_chunk(
+    state_HKV: torch.Tensor,
     q_IHK: torch.Tensor,
     k_IHK: torch.Tensor,
     v_IHV: torch.Tensor,
     beta_IH: torch.Tensor,
     g_IH: torch.Tensor,
-    state_HKV: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs of a chunk, [I, H, V], and the state after it."""
     q_HIK, k_HIK, v_HIV = (x.transpose(0, 1) for x in (q_IHK, k_IHK, v_IHV))
     beta_HI1, d_HI = beta_IH.t()[..., None], g_IH.t().cumsum(1)
-    size = d_HI.shape[1]
-    later_II = torch.ones(size, size, dtype=torch.bool, device=d_HI.device).triu(1)
-    decay_HII = (d_HI[:, :, None] - d_HI[:, None]).masked_fill(later_II, float("-inf")).exp()
-    since_HI1 = d_HI.exp()[..., None]
+    decay_HII, since_HI1 = decays_between(d_HI), d_HI.exp()[..., None]
     system_HII = beta_HI1 * (k_HIK @ k_HIK.mT) * decay_HII  # its diagonal is taken as 1
     right_HIV = beta_HI1 * (v_HIV - since_HI1 * (k_HIK @ state_HKV))
     u_HIV = torch.linalg.solve_triangular(system_HII, right_HIV, upper=False, unitriangular=True)
+    return end_of_chunk(state_HKV, q_HIK, k_HIK, u_HIV, d_HI, decay_HII)
+
+
+def decays_between(d_HI: torch.Tensor) -> torch.Tensor:
+    """exp(d_i - d_j) for tokens j up to i of a chunk, 0 for later ones: [H, I, I]."""
+    size = d_HI.shape[1]
+    later_II = torch.ones(size, size, dtype=torch.bool, device=d_HI.device).triu(1)
+    return (d_HI[:, :, None] - d_HI[:, None]).masked_fill(later_II, float("-inf")).exp()
+
+
+def end_of_chunk(
+    state_HKV: torch.Tensor,
+    q_HIK: torch.Tensor,
+    k_HIK: torch.Tensor,
+    u_HIV: torch.Tensor,
+    d_HI: torch.Tensor,
+    decay_HII: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of a chunk, [I, H, V], and the state after it, once it is known what each token adds."""
+    since_HI1 = d_HI.exp()[..., None]
     out_HIV = since_HI1 * (q_HIK @ state_HKV) + ((q_HIK @ k_HIK.mT) * decay_HII) @ u_HIV
     left_HI1 = (d_HI[:, -1:] - d_HI).exp()[..., None]
     state_HKV = since_HI1[:, -1:] * state_HKV + (left_HI1 * k_HIK).mT @ u_HIV

@@ -30,6 +30,7 @@ def silu(x):
 def _conv_step_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,  # None for none
     state_ptr,
     places_ptr,
     positions_ptr,
@@ -53,6 +54,8 @@ def _conv_step_kernel(
     weights = tl.load(weight_ptr + c[:, None] * W + w, mask=live[:, None] & (w < W - 1), other=0.0)
     total = x.to(tl.float32) * tl.load(weight_ptr + c * W + W - 1, mask=live, other=0.0).to(tl.float32)
     total += tl.sum(past.to(tl.float32) * weights.to(tl.float32), 1)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + c, mask=live, other=0.0).to(tl.float32)
     tl.debug_barrier()  # all threads have read the old state
     tl.store(state, tl.where(w == W - 2, x[:, None], moved), mask=live[:, None] & (w < W - 1))
     tl.store(out_ptr + row * C + c, narrow(silu(total), out_ptr.dtype.element_ty), mask=live)
@@ -70,6 +73,7 @@ def input_or_state(x_ptr, state, at, known, live, stride_x, c, W: tl.constexpr):
 def _conv_spans_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,  # None for none
     state_ptr,
     places_ptr,
     positions_ptr,
@@ -99,6 +103,8 @@ def _conv_spans_kernel(
         for w in tl.static_range(W):
             weight = tl.load(weight_ptr + c * W + w, mask=live_channels, other=0.0).to(tl.float32)
             total += input_or_state(x_ptr, state, t - (W - 1) + w, known, live, stride_x, c, W).to(tl.float32) * weight
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + c, mask=live_channels, other=0.0).to(tl.float32)
         out = out_ptr + (start + t) * C + c
         tl.store(out, narrow(silu(total), out_ptr.dtype.element_ty), mask=live)
         if first == 0:
@@ -110,7 +116,13 @@ def _conv_spans_kernel(
             tl.store(state + last, kept, mask=written)
 
 
-def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Tensor, spans: Spans) -> torch.Tensor:
+def short_conv(
+    x_TC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    state_NCW: torch.Tensor,
+    spans: Spans,
+    bias_C: torch.Tensor | None = None,
+) -> torch.Tensor:
     """As `rollout_kernels.delta.short_conv`; `x_TC` is contiguous in C, and a prefill needs `spans.starts_B1`."""
     count, (channels, width) = len(x_TC), weight_CW.shape
     assert x_TC.stride(1) == 1 and weight_CW.is_contiguous() and state_NCW.is_contiguous() and width >= 2
@@ -119,6 +131,7 @@ def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Ten
         _conv_step_kernel[(triton.cdiv(channels, CHANNELS), count)](
             x_TC,
             weight_CW,
+            bias_C,
             state_NCW,
             spans.places_B,
             spans.positions_T,
@@ -139,6 +152,7 @@ def short_conv(x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Ten
     _conv_spans_kernel[grid](
         x_TC,
         weight_CW,
+        bias_C,
         state_NCW,
         spans.places_B,
         spans.positions_T,

@@ -21,6 +21,7 @@ from rollout.models.spec import (
     DenseNames,
     LatentNames,
     LayerNames,
+    Mamba2Names,
     ModelNames,
     MoENames,
     NormPlace,
@@ -30,6 +31,17 @@ from rollout.models.spec import (
 from rollout.models.vision_spec import TowerFamily
 
 WIDTH = integer(1, 1 << 22)
+#: "auto" is the width of all heads, divided by their number; transformers reads it as this number.
+HEAD_DIM = Rule("an integer from 1 to 8192, or 'auto'", lambda value: value == "auto" or integer(1, 8192).allows(value))
+STEPS = Rule(
+    "two numbers, the first at least 0 and at most the second",
+    lambda value: (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(type(step) in (int, float) for step in value)
+        and 0 <= value[0] <= value[1]
+    ),
+)
 WINDOW = integer(0, 1 << 31)  # transformers writes 0 where windows are not used
 
 
@@ -131,6 +143,15 @@ def ropes_by_type(config: Any) -> tuple[str, ...]:
     return tuple(config.layer_types)
 
 
+@by_layer(position_embedding_type=TEXT)
+def ropes_if_named(config: Any) -> tuple[str | None, ...]:
+    """A key names the kind of positions: rotary embeddings in all layers, or none."""
+    kind = config.position_embedding_type
+    if kind not in (None, "rope", "nope"):
+        raise ValueError(f"position_embedding_type {kind!r:.80} is not supported; supported: rope, nope")
+    return ("" if kind == "rope" else None,) * config.num_hidden_layers
+
+
 @by_layer(no_rope_layers=layer_list(int))
 def ropes_where_listed(config: Any) -> tuple[str | None, ...]:
     """The config lists 1 for each layer with a rotary embedding, 0 for each without."""
@@ -163,6 +184,12 @@ def ropes_in_windows_if_any(config: Any) -> tuple[str | None, ...]:
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
     return (True,) * config.num_hidden_layers
+
+
+@by_layer(num_local_experts=integer(0, 4096))
+def sparse_if_any(config: Any) -> tuple[bool, ...]:
+    """Every layer has experts, unless there are none."""
+    return (bool(config.num_local_experts),) * config.num_hidden_layers
 
 
 @by_layer(mlp_only_layers=layer_list(int), num_experts=integer(0, 4096), decoder_sparse_step=integer(1, MOST_LAYERS))
@@ -218,7 +245,7 @@ class MoEFamily:
 
     experts: Key = declared(integer(0, 4096))
     intermediate: Key = declared(WIDTH)  # width of one expert
-    top_k: Key = declared(integer(1, 4096), Key("num_experts_per_tok"))
+    top_k: Key = declared(integer(0, 4096), Key("num_experts_per_tok"))
     renormalize: bool | Key = declared(FLAG)
     scoring: Scoring = "softmax"
     router_bias: bool = False
@@ -229,7 +256,7 @@ class MoEFamily:
     least_sum: float | Key = declared(NUMBER, 0.0)
     grouped: Key | None = declared(TEXT, None)  # "greedy": there are no groups; "group_limited_greedy": there are
     scale: float | Key = declared(NUMBER, 1.0)
-    shared_intermediate: Key | None = declared(WIDTH, None)  # width of the expert that every token takes
+    shared_intermediate: Key | None = declared(integer(0, 1 << 22), None)  # width of what every token takes; 0: none
     shared_experts: Key | None = declared(integer(0, 4096), None)  # its width in experts, where a config says that
     shared_gate: bool = False
     logit_bias: bool = False
@@ -266,6 +293,26 @@ class KimiDeltaFamily:
     dim: Key = declared(integer(1, 8192), Key("linear_head_dim"))
     conv: Key = declared(integer(2, 64), Key("linear_conv_kernel_dim"))
     linear: ByLayer[bool] = linear_by_type
+    norms: NormPlace = "before"
+    layer_names: LayerNames = LayerNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Family:
+    """The layers of a family that have Mamba-2 instead of attention."""
+
+    heads: Key = declared(integer(1, 4096), Key("mamba_n_heads"))
+    head_dim: Key = declared(HEAD_DIM, Key("mamba_d_head"))
+    groups: Key = declared(integer(1, 4096), Key("mamba_n_groups"))
+    state_dim: Key = declared(integer(1, 8192), Key("mamba_d_state"))
+    conv: Key = declared(integer(2, 64), Key("mamba_d_conv"))
+    conv_bias: Key = declared(FLAG, Key("mamba_conv_bias"))
+    bias: Key = declared(FLAG, Key("mamba_proj_bias"))
+    eps: Key = declared(NUMBER, Key("rms_norm_eps"))  # epsilon of the norm of the outputs
+    steps: Key | None = declared(STEPS, None)  # the least and the largest one
+    least_step: float | Key = declared(NUMBER, 0.0)  # where a config has the least one alone
+    linear: ByLayer[bool] = linear_by_type
+    names: Mamba2Names = Mamba2Names()
     norms: NormPlace = "before"
     layer_names: LayerNames = LayerNames()
 
@@ -332,7 +379,7 @@ class MTPFamily:
 
 
 #: Parts of the declaration of a family.
-PartFamily = MoEFamily | DeltaNetFamily | KimiDeltaFamily | LatentFamily | IndexerFamily | MTPFamily
+PartFamily = MoEFamily | DeltaNetFamily | KimiDeltaFamily | Mamba2Family | LatentFamily | IndexerFamily | MTPFamily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,6 +395,7 @@ class Family:
     qkv_bias: bool | Key = declared(FLAG, False)
     o_bias: bool | Key = declared(FLAG, False)
     mlp_bias: bool | Key = declared(FLAG, False)
+    intermediate: Key = declared(WIDTH, Key("intermediate_size"))  # width of dense feed-forward blocks
     qk_norm: QKNorm | If = declared(FLAG, "none")
     clip_qkv: Key | None = declared(NUMBER, None)
     windows: ByLayer[int | None] = no_windows
@@ -375,7 +423,7 @@ class Family:
     grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
     attention_scale: Key | Power | None = declared(NUMBER, None)
     attention_softcap: Key | None = declared(NUMBER, None)
-    linear: DeltaNetFamily | KimiDeltaFamily | None = None
+    linear: DeltaNetFamily | KimiDeltaFamily | Mamba2Family | None = None
     latent: LatentFamily | None = None  # all layers have it
     norms: NormPlace = "before"
     unit_offset: bool = False

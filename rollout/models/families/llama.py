@@ -64,15 +64,4 @@ FAMILIES: dict[str, Family] = {
         o_bias=Key("attention_out_bias"),
         mlp_bias=Key("mlp_bias"),
     ),
-    "GraniteForCausalLM": Family(
-        model_type="granite",
-        models="Granite 3",
-        qkv_bias=ATTENTION_BIAS,
-        o_bias=ATTENTION_BIAS,
-        mlp_bias=Key("mlp_bias"),
-        attention_scale=Key("attention_multiplier"),
-        residual_scale=Key("residual_multiplier"),
-        embed_scale=Key("embedding_multiplier"),
-        logit_divisor=Key("logits_scaling"),
-    ),
 }

@@ -33,7 +33,9 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 18,
     "shared_expert_intermediate_size": 22,
 }
-#: By the stem of transformers' classes.
+#: Their norms are not stored less 1.
+_PLAIN_NORMS = {"OlmoHybrid", "GraniteMoeHybrid"}
+#: By the stem of transformers' classes, and a word where one has two configs.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "Qwen3_5": {"head_dim": 16, "intermediate_size": 64, "rope_parameters": _PARTIAL_ROPE},
     # The shared expert is as wide as the others here, and another width in Qwen3Next.
@@ -60,18 +62,35 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 16, "shared_intermediate_size": 40, "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 2.5,
+}  # fmt: skip
+HYBRIDS["GraniteMoeHybrid"] = _MAMBA2 | {
+    "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 18, "position_embedding_type": "rope",
+    "mamba_proj_bias": True,
+}  # fmt: skip
+#: As Granite 4's small ones: no experts, no positions, one group; steps have bounds.
+HYBRIDS["GraniteMoeHybrid dense"] = _MAMBA2 | {
+    "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_groups": 1, "mamba_conv_bias": False,
+    "time_step_limit": [0.1, 1.2],
+}  # fmt: skip
+
+
 def make_hybrid(stem: str, folder: Path, seed: int = 0, **overrides: Any) -> Any:
     """Save a random model to `folder`, under the names of its state_dict, and return it.
 
     A norm of small values multiplies rounding errors; weights and eps are such that few values are small.
     """
     config = {**_COMMON, **HYBRIDS[stem], **overrides}
-    if stem == "KimiLinear":  # it has other names for these
+    stem = stem.split()[0]
+    if stem == "KimiLinear" or "mamba_n_heads" in config:  # it has other names for these
         config = {name: value for name, value in config.items() if name not in _OF_DELTA_NET}
     model = make_model(stem, seed, **config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight") and ".linear_attn." not in name and stem != "OlmoHybrid":
+            if name.endswith("norm.weight") and ".linear_attn." not in name and stem not in _PLAIN_NORMS:
                 parameter.sub_(1.0)  # they are stored less 1
             elif name.endswith(("q_proj.weight", "k_proj.weight", "o_proj.weight", "out_proj.weight")):
                 parameter.mul_(0.6)

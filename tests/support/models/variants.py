@@ -146,6 +146,21 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
         },
         False,
     ),
+    "GraniteMoe": (
+        {
+            "num_local_experts": 6, "num_experts_per_tok": 2, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
+            "embedding_multiplier": 3.0, "logits_scaling": 2.5, "intermediate_size": 20,
+        },
+        False,
+    ),
+    "GraniteMoeShared": (
+        {
+            "num_local_experts": 6, "num_experts_per_tok": 2, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
+            "embedding_multiplier": 3.0, "logits_scaling": 2.5, "intermediate_size": 20,
+            "shared_intermediate_size": 40, "attention_bias": True,
+        },
+        False,
+    ),
     "Olmo2": ({"attention_bias": False}, False),
     "Olmo3": (
         {

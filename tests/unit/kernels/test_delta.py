@@ -114,32 +114,33 @@ def test_the_rule_is_the_recurrence(rule: str, step: str, keys: str, beta_scale:
     assert torch.equal(got_state.cpu()[others], state[others]), "states of other rows stay"
 
 
-def exact_conv(x, weight, state, rows, fresh):
+def exact_conv(x, weight, state, rows, fresh, bias):
     x, weight, state, out = x.double(), weight.double(), state.double(), []
     width = weight.shape[1]
     for place, start, length in rows:
         past = torch.zeros_like(state[place]) if fresh[start] else state[place]
         seen = torch.cat((past, x[start : start + length].t()), 1)
-        out += [F.silu((seen[:, t : t + width] * weight).sum(1)) for t in range(length)]
+        out += [F.silu((seen[:, t : t + width] * weight).sum(1) + bias.double()) for t in range(length)]
         state[place] = seen[:, -(width - 1) :]
     return torch.stack(out), state
 
 
 @pytest.mark.parametrize("conv", CONVS)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("width", [2, 4])
-def test_the_convolution_goes_on_from_the_inputs_before(conv: str, step: str, width: int) -> None:
+@pytest.mark.parametrize(("width", "biased"), [(2, False), (4, False), (4, True)])
+def test_the_convolution_goes_on_from_the_inputs_before(conv: str, step: str, width: int, biased: bool) -> None:
     device = DEVICE if conv == "kernel" else "cpu"
     spans, rows = spans_of(step, device)
     wide = torch.randn(len(spans.positions_T), 90)
     x, weight, state = wide[:, :70], torch.randn(70, width), torch.randn(PLACES, 70, width - 1)
     fresh = (spans.positions_T == 0).cpu()
-    exact, exact_state = exact_conv(x, weight, state, rows, fresh)
+    bias = torch.randn(70) if biased else torch.zeros(70)
+    exact, exact_state = exact_conv(x, weight, state, rows, fresh, bias)
     for place, start, _ in rows:
         if fresh[start]:
             state[place] = NAN
-    got_wide, got_weight, got_state = on(device, wide, weight, state)
-    got = CONVS[conv](got_wide[:, :70], got_weight, got_state, spans)
+    got_wide, got_weight, got_state, got_bias = on(device, wide, weight, state, bias)
+    got = CONVS[conv](got_wide[:, :70], got_weight, got_state, spans, got_bias if biased else None)
     used = [place for place, *_ in rows]
     assert error(got, exact) < 1e-6 and error(got_state[used], exact_state[used]) < 1e-6
     others = [place for place in range(PLACES) if place not in used]

@@ -416,6 +416,7 @@ _READ_IN_VAIN = {
     *("output_router_logits", "router_aux_loss_coef", "pad_token_id", "_attn_implementation", "num_labels"),
     *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "use_cache", "enable_moe_fp32_combine"),
+    "mamba_chunk_size",
 }
 
 

@@ -19,7 +19,7 @@ from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from tests.support.kernels.grids import nightly
 from tests.support.models.adapted_rows import exact_logits, logits_of
-from tests.support.models.hybrids import make_hybrid
+from tests.support.models.hybrids import HYBRIDS, make_hybrid
 from tests.support.models.paged import PagedRunner, assert_logits_in_chunks_and_steps, check
 from tests.support.models.side_by_side import error
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
@@ -27,7 +27,7 @@ from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["Qwen3_5", "Qwen3Next", "OlmoHybrid", "KimiLinear", *nightly("Qwen3_5Moe")])
+@pytest.fixture(scope="module", params=[*(stem for stem in HYBRIDS if stem != "Qwen3_5Moe"), *nightly("Qwen3_5Moe")])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """The model as it is served, and transformers' own."""
     torch.set_num_threads(1)
@@ -88,17 +88,20 @@ LINEAR = {
     "Qwen3Next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
     "OlmoHybrid": ("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "g_proj", "b_proj", "a_proj"),
     "KimiLinear": ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),
+    "GraniteMoeHybrid dense": ("in_proj", "out_proj", "input_linear", "output_linear"),
 }
 
 
-@pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3Next", "OlmoHybrid", "KimiLinear")])
+@pytest.mark.parametrize(
+    "stem", ["Qwen3_5", *nightly("Qwen3Next", "OlmoHybrid", "KimiLinear", "GraniteMoeHybrid dense")]
+)
 def test_each_row_of_a_batch_equals_the_model_that_peft_merges(stem: str, tmp_path: Path) -> None:
     """Adapters of linear attention, of a part of it, and of all mixers and dense blocks; by both paths."""
     reference = make_hybrid(stem, tmp_path / "base")
     loaded = load_model(ModelSettings(path=str(tmp_path / "base")), CPU)
     slots = AdapterSlots(loaded.spec, 3, 16, torch.float32, CPU)
     exact = [exact_logits(reference)]
-    others = ATTENTION if stem in ("Qwen3Next", "KimiLinear") else ALL
+    others = ATTENTION if stem in ("Qwen3Next", "KimiLinear", "GraniteMoeHybrid dense") else ALL
     for i, targets in enumerate((LINEAR[stem], LINEAR[stem][1:3], (*others, *LINEAR[stem]))):
         folder = make_adapter(reference, tmp_path / str(i), i, targets, r=3 + i)
         slots.write(i + 1, load_peft_folder(folder, loaded.spec, 16, torch.float32))

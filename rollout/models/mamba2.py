@@ -1,0 +1,119 @@
+"""Mamba-2: a mixer whose state decays and takes up each token, and is read by it.
+
+    x --one product--> output gates z | x, B, C | steps dt     x, B, C --short convolution, SiLU
+    S <- exp(dt A) S + B (dt x)        A = -exp(a_log)         dt = softplus(dt + dt_bias), within bounds
+    o  = C S + D x                     o times silu(z) --norm of each group--> output product
+
+It is the rule of `rollout_kernels.delta.rule` without its correction: B are keys, C queries, dt x is what a token adds.
+It is made of torch's operations on every device. Source: arXiv 2405.21060, section 7.
+
+Legend: T tokens, H heads, G groups, K dimensions of a state, V of a head, I tokens of a chunk, C channels of the
+convolution, W its width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from rollout_kernels.delta import short_conv
+from rollout_kernels.delta.rule import decays_between, end_of_chunk, look_up, through_states
+from rollout_kernels.parallel import ONE_RANK, TensorGroup
+
+from rollout.models.cut import CutView
+from rollout.models.delta_net import step_spans
+from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, empty_parameter
+from rollout.models.names import Region, one_name
+from rollout.models.spec import Mamba2Spec
+from rollout.models.state_pool import StatePool
+
+
+class Mamba2(Block):
+    """A state for each head over the state pool. `state_index` counts the layers that have states."""
+
+    def __init__(
+        self,
+        spec: Mamba2Spec,
+        layer: int,
+        state_index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: TensorGroup = ONE_RANK,
+    ) -> None:
+        super().__init__()
+        self.spec, self.layer, self.state_index, self.group = spec, layer, state_index, group
+        channels = sum(spec.mixed_widths)
+        self.in_proj = Linear(spec.inputs, dtype, device)
+        self.conv_weight = empty_parameter(channels, spec.conv, dtype=dtype, device=device)
+        self.conv_bias = empty_parameter(channels, dtype=dtype, device=device) if spec.conv_bias else None
+        # The decay is an exponential of these; 16 bits would cost long contexts their precision.
+        self.a_log, self.dt_bias, self.skip = (
+            empty_parameter(spec.heads, dtype=torch.float32, device=device) for _ in range(3)
+        )
+        self.norm = RMSNorm(spec.width, spec.eps, dtype, device)
+        self.o_proj = Linear(spec.out, dtype, device, group)
+
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
+        """The block's output for the normalised `x_TH`; advances the states of the step's rows."""
+        spec, states, adapters = self.spec, context.kv.states, context.batch.adapters
+        assert isinstance(states, StatePool)
+        inputs_TN = self.in_proj(x_TH)
+        if adapters is not None:
+            adapters.add(self.layer, "in", inputs_TN, x_TH)
+        z_TX, mixed_TC, dt_TH = inputs_TN.split((spec.width, sum(spec.mixed_widths), spec.heads), dim=1)
+        state, spans = states.layers[self.state_index], step_spans(context.batch)
+        assert spans.behind_B is None, "settings that ask for drafts were refused"
+        mixed_TC = short_conv(mixed_TC.contiguous(), self.conv_weight, state.conv_NCW, spans, self.conv_bias)
+        x_TX, keys, queries = mixed_TC.float().split(spec.mixed_widths, dim=1)
+        k_THK, q_THK = (
+            part.unflatten(1, (spec.groups, -1)).repeat_interleave(spec.heads // spec.groups, dim=1)
+            for part in (keys, queries)
+        )
+        v_THV, dt_TH = x_TX.unflatten(1, (spec.heads, -1)), F.softplus(dt_TH.float() + self.dt_bias).clamp(*spec.steps)
+        tokens = q_THK, k_THK, dt_TH[..., None] * v_THV, -self.a_log.exp() * dt_TH
+        out_THV = through_states(tokens, state.recurrent_NHKV, spans, _one_token, _one_chunk)
+        out_TX = (out_THV + self.skip[:, None] * v_THV).flatten(1) * F.silu(z_TX.float())
+        return LastProduct(self.o_proj, self._normed(out_TX).to(x_TH.dtype), adapters, self.layer, "o")
+
+    def _normed(self, out_TX: torch.Tensor) -> torch.Tensor:
+        """The outputs, normalised: each group on its own, and one group over all ranks."""
+        out_TGX = out_TX.unflatten(1, (self.spec.groups, -1))
+        mean_TG1 = out_TGX.square().mean(-1, keepdim=True)
+        if self.spec.all_groups == 1:
+            mean_TG1 = self.group.all_reduce(mean_TG1.flatten(1))[..., None] / self.group.size
+        return (out_TGX * torch.rsqrt(mean_TG1 + self.spec.eps)).flatten(1) * self.norm.weight.float()
+
+    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
+        """None: its products are never coded."""
+        return {}
+
+    def regions(self, prefix: str) -> list[Region]:
+        """Hugging Face tensors under the layer's `prefix`."""
+        spec, names = self.spec, self.spec.names
+        regions = [
+            *self.in_proj.regions(prefix),
+            Region(({f"{prefix}{names.conv}.weight": CutView.of(self.conv_weight.data[:, None], spec.conv_cut)},)),
+            *(
+                one_name(f"{prefix}{name}", tensor, spec.head_cut)
+                for name, tensor in ((names.a_log, self.a_log), (names.dt_bias, self.dt_bias), (names.skip, self.skip))
+            ),
+            one_name(f"{prefix}{names.norm}.weight", self.norm.weight, spec.width_cut),
+            *self.o_proj.regions(prefix),
+        ]
+        if self.conv_bias is not None:
+            regions.append(one_name(f"{prefix}{names.conv}.bias", self.conv_bias, spec.conv_cut))
+        return regions
+
+
+def _one_token(
+    state_BHKV: torch.Tensor, q_BHK: torch.Tensor, k_BHK: torch.Tensor, u_BHV: torch.Tensor, g_BH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state_BHKV = state_BHKV * g_BH.exp()[..., None, None] + k_BHK[..., None] * u_BHV[:, :, None]
+    return look_up(state_BHKV, q_BHK), state_BHKV
+
+
+def _one_chunk(
+    state_HKV: torch.Tensor, q_IHK: torch.Tensor, k_IHK: torch.Tensor, u_IHV: torch.Tensor, g_IH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q_HIK, k_HIK, u_HIV = (x.transpose(0, 1) for x in (q_IHK, k_IHK, u_IHV))
+    d_HI = g_IH.t().cumsum(1)
+    return end_of_chunk(state_HKV, q_HIK, k_HIK, u_HIV, d_HI, decays_between(d_HI))
