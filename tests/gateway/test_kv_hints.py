@@ -42,18 +42,32 @@ def unknown(kind: str = "kv.prefetch") -> dict[str, Any]:
     return {"protocol_version": "0.2", "message_id": "m", "actions": [action]}
 
 
+def holding(direct: RolloutClient) -> int:
+    """The sessions with KV: a turn leaves its KV once the step after its last token is over."""
+
+    def over() -> bool:
+        status = direct.status()
+        return (status["rows"]["running"], status["queue"]["waiting"], status["slots"]["in_flight"]) == (0, 0, 0)
+
+    until(over, "the end of the turn")
+    found: int = direct.status()["sessions"]["holding"]
+    return found
+
+
 def test_leases_and_envelopes_reach_the_worker(worker: WorkerProcess, direct: RolloutClient) -> None:
     """KV under lease without a session counts among the sessions of the worker. It is free when the gateway ends."""
+    none = holding(direct)
     with gateway([worker.endpoint]) as client:
         for path in PATHS:
 
             def kept(path: str = path, **fields: Any) -> int:
-                before = direct.status()["sessions"]["holding"]
+                before = holding(direct)
                 post(client, path, body_of(path, LONG, **fields))
-                return direct.status()["sessions"]["holding"] - before
+                return holding(direct) - before
 
             assert kept() == kept(lease_s=None) == kept(kv_hints=None) == kept(kv_hints=unknown()) == 0
             assert kept(lease_s=3000) == kept(kv_hints=retain()) == 1
+    until(lambda: holding(direct) == none, "the end of the leases")
 
 
 @pytest.mark.parametrize(
@@ -112,28 +126,28 @@ def test_the_last_turn_leaves_no_kv_of_its_session(
     client: httpx.Client, direct: RolloutClient, path: str, streamed: bool
 ) -> None:
     headers = {"X-Session-ID": f"ends at {path} {streamed}"}
-    before = direct.status()["sessions"]["holding"]
+    before = holding(direct)
     post(client, path, body_of(path, LONG), headers=headers)
-    assert direct.status()["sessions"]["holding"] == before + 1
+    assert holding(direct) == before + 1
     body = body_of(path, LONG, end_of_session=True)
     if streamed:
         events(client, path, body, headers=headers)
     else:
         post(client, path, body, headers=headers)
-    until(lambda: direct.status()["sessions"]["holding"] == before, "the end of the session")
+    until(lambda: holding(direct) == before, "the end of the session")
     assert not post(client, "/finish_session", params={"session_id": headers["X-Session-ID"]})["finished"]
 
 
 def test_a_last_request_of_several_completions_ends_the_session_and_a_refused_one_does_not(
     client: httpx.Client, direct: RolloutClient
 ) -> None:
-    headers, before = {"X-Session-ID": "several"}, direct.status()["sessions"]["holding"]
+    headers, before = {"X-Session-ID": "several"}, holding(direct)
     post(client, "/v1/completions", body_of("/v1/completions", LONG), headers=headers)
     body = body_of("/v1/completions", [10**6], end_of_session=True)
     assert refused(client, "/v1/completions", body, headers=headers) == "prompt"
-    assert direct.status()["sessions"]["holding"] == before + 1
+    assert holding(direct) == before + 1
     post(client, "/v1/completions", body_of("/v1/completions", LONG, n=3, end_of_session=True), headers=headers)
-    until(lambda: direct.status()["sessions"]["holding"] == before, "the end of the session")
+    until(lambda: holding(direct) == before, "the end of the session")
 
 
 # --- cached tokens of histories that were edited ---
