@@ -35,10 +35,10 @@ _GRACE_S = 5
 
 def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. Raises ValueError for settings that cannot work."""
-    set_up("info", "text", "gateway")
-    settings = settings.model_copy(update={"max_connections": _most_connections(settings)})
     host = bare(settings.host)
     keys = read_keys(settings.api_key_file, host)
+    set_up("info", "text", "gateway")
+    settings = settings.model_copy(update={"max_connections": _most_connections(settings)})
     listening = _bind(host, settings.port)
     url = f"http://{host_port(host, listening.getsockname()[1])}"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rollout.cli.main import main
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.gateway.http.access import is_loopback, read_keys
 from tests.support.gateway.harness import gateway
@@ -83,11 +84,7 @@ def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, tmp_p
     ("arguments", "named"),
     [(("--host", "0.0.0.0"), "--api-key-file"), (("--prot", "1"), "--port"), (("--logprobs", "all"), "--logprobs")],
 )
-def test_wrong_flags_are_one_line(arguments: tuple[str, ...], named: str) -> None:
-    done = subprocess.run(
-        rollout("gateway", "tcp://127.0.0.1:1", *arguments),
-        env=subprocess_environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1
+def test_wrong_flags_are_one_line(arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", "tcp://127.0.0.1:1", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert named in error and len(error.splitlines()) == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 from rollout.gateway.answers.logprobs import prompt_entries
 from rollout.gateway.http.http_errors import HttpError, bad_request
 from rollout.gateway.prompts.sampling import RequestFields, SamplingBody
@@ -96,6 +98,17 @@ def version_runs(part: Completion, start: int = 0) -> list[dict[str, int]]:
         runs.append({"version": version, "start": start, "end": start + count})
         start += count
     return runs
+
+
+def experts_of(completion: Completion, start: int) -> np.ndarray:
+    """The experts of tokens from position `start` on: [tokens, MoE layers, experts of a token].
+
+    A worker that is asked for all experts returns an entry for each token of prompt and completion but the last. Raises
+    `HttpError` if it sent none.
+    """
+    if completion.routing is None:
+        raise HttpError(500, "the worker sent no experts for this completion; send the request again")
+    return completion.routing[start:]
 
 
 async def prompt_facts(

@@ -19,8 +19,7 @@ from rollout.gateway.http.event_stream import NamedEvents
 from rollout.gateway.http.http_errors import HttpError, Names, bad_request
 from rollout.gateway.http.json_text import json_text
 from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, OPENAI_ACCOUNTING, Int32, Number
-from rollout.gateway.requests.chat_body import ChatBody, ExtraFields
-from rollout.gateway.requests.chat_builder import ChatBuilder, client_names, listed, named
+from rollout.gateway.requests.chat_body import ChatBody, ChatBuilder, ExtraFields, client_names, listed, named
 from rollout.gateway.requests.conversation import Conversation, begin
 from rollout.gateway.requests.http_request import Endpoint, Gateway, HttpRequest
 from trainer_bridge.client.results import Completion, GenerateResult

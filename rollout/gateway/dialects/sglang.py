@@ -6,22 +6,21 @@ whole text up to this event, as in SGLang.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import base64
+import math
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar
 
-import numpy as np
 from pydantic import Field
 
-from rollout.gateway.answers import routed_experts
-from rollout.gateway.answers.answer_facts import REPETITION, end_facts, fault, prompt_ids
+from rollout.gateway.answers.answer_facts import REPETITION, end_facts, experts_of, fault, prompt_ids
 from rollout.gateway.answers.logprobs import finite
 from rollout.gateway.answers.text_pieces import text_pieces, worker_decodes
 from rollout.gateway.answers.views import CompletionViews
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
 from rollout.gateway.orders.worker_orders import PauseMode
-from rollout.gateway.prompts.chosen_tokens import positions_of_sglang, rows_of_sglang
 from rollout.gateway.prompts.kv_hints import ForkField, KvFields
 from rollout.gateway.prompts.sampling import MAX_PROMPT_TOP, MAX_TOKEN_ID, Int32, SamplingBody, TokenId
 from rollout.gateway.requests import admin, process_groups
@@ -29,7 +28,6 @@ from rollout.gateway.requests.call import Call
 from rollout.gateway.requests.http_request import Endpoint, HttpRequest
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
-from trainer_bridge.wire.prompt_tops import PromptTops
 
 _MAX_PROMPTS = 4096
 _STREAM_EVERY = 16  # tokens of an event: each event repeats all earlier text
@@ -179,6 +177,14 @@ class SglangBody(KvFields, ForkField):
             raise bad_request(f"send tokens for each of the {count} prompts, or one list for all", "token_ids_logprob")
         return rows
 
+    def scored(self, prompt: list[int]) -> int:
+        """The number of prompt tokens that are scored. Raises `HttpError`."""
+        start = self.logprob_start_len
+        if start >= len(prompt):
+            message = f"the prompt has {len(prompt)} tokens; name a token from 0 to {len(prompt) - 1}"
+            raise bad_request(message, "logprob_start_len")
+        return len(prompt) - start
+
     def params(self, count: int) -> list[tuple[str, SglangParams]]:
         """The sampling parameters of each prompt, with the beginning of the names of their fields."""
         if isinstance(self.sampling_params, dict):
@@ -221,7 +227,7 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
         if body.return_logprob and each.max_new_tokens != 0:
             fields["logprobs"] = body.top_logprobs_num
         if scored and body.fork is None:
-            fields["prompt_logprobs_last"] = positions_of_sglang(body.logprob_start_len, ids, "logprob_start_len")
+            fields["prompt_logprobs_last"] = body.scored(ids)
         if tokens:
             fields["prompt_logprob_token_ids"] = tokens
         names = each.worker_names(name, within) | {
@@ -321,17 +327,22 @@ class _Answer:
                     [[value, token, None] for token, value in top.items()] for top in form.likeliest(completion)
                 ]
             if result is not None and result.prompt_logprobs is not None:
-                meta["input_token_logprobs"] = self._prompt_logprobs(
-                    prompt_ids(request, result), result.prompt_logprobs
-                )
-                if result.prompt_tops is not None:
-                    meta["input_top_logprobs"] = self._prompt_tops(result.prompt_tops)
+                prompt = prompt_ids(request, result)[self._body.logprob_start_len :]
+                meta["input_token_logprobs"] = self._entries(result.prompt_logprobs.tolist(), prompt)
+                if (tops := result.prompt_tops) is not None:
+                    rows = zip(tops.logprobs.tolist(), tops.ids.tolist(), strict=True)
+                    meta["input_top_logprobs"] = [None if row[1][0] < 0 else self._entries(*row) for row in rows]
                 if result.prompt_chosen_logprobs is not None:
-                    ids = request.fields["prompt_logprob_token_ids"]
-                    meta["input_token_ids_logprobs"] = rows_of_sglang(ids, result.prompt_chosen_logprobs, finite)
+                    meta["input_token_ids_logprobs"] = [
+                        None
+                        if any(map(math.isnan, row))
+                        else self._entries(row, request.fields["prompt_logprob_token_ids"])
+                        for row in result.prompt_chosen_logprobs.tolist()
+                    ]
         if self._body.return_routed_experts:
             start = self._body.routed_experts_start_len
-            meta["routed_experts"] = routed_experts.raw(completion, start)
+            experts = experts_of(completion, start).astype("<i4")
+            meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
         return {"text": text, "output_ids": completion.token_ids.tolist(), "meta_info": meta}
 
     def _prompt_tokens(self, request: TokenRequest, result: GenerateResult | None) -> int | None:
@@ -340,16 +351,9 @@ class _Answer:
             return result.prompt_tokens
         return len(request.prompt) if self._body.fork is None else None
 
-    def _prompt_logprobs(self, prompt: list[int], logprobs: np.ndarray) -> list[list[Any]]:
-        start = self._body.logprob_start_len
-        return [[finite(value), token, None] for value, token in zip(logprobs.tolist(), prompt[start:], strict=True)]
-
-    def _prompt_tops(self, tops: PromptTops) -> list[list[list[Any]] | None]:
-        rows = zip(tops.ids.tolist(), tops.logprobs.tolist(), strict=True)
-        return [
-            None if ids[0] < 0 else [[finite(value), token, None] for token, value in zip(ids, values, strict=True)]
-            for ids, values in rows
-        ]
+    @staticmethod
+    def _entries(logprobs: Iterable[float], tokens: Iterable[int]) -> list[list[Any]]:
+        return [[finite(value), token, None] for value, token in zip(logprobs, tokens, strict=True)]
 
     def _views(self, place: int) -> CompletionViews:
         params = self._params[place]

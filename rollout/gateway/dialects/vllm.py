@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from rollout.config.gateway_settings import ExpertFormat
-from rollout.gateway.answers import routed_experts
 from rollout.gateway.answers.answer_facts import (
     check_fork,
     choice_facts,
+    experts_of,
     prompt_facts,
     prompt_ids,
     usage,
@@ -27,28 +29,61 @@ from rollout.gateway.http.bodies import Body, Query, Truth
 from rollout.gateway.http.http_errors import bad_request
 from rollout.gateway.orders.worker_orders import PauseMode
 from rollout.gateway.prompts.chat_messages import Rendering, render_chat
-from rollout.gateway.prompts.chosen_tokens import ChosenTokens
 from rollout.gateway.prompts.kv_hints import ForkField
-from rollout.gateway.prompts.sampling import MAX_TOKEN_ID, MAX_TOP, RequestFields, SamplingBody, TokenId
+from rollout.gateway.prompts.sampling import (
+    MAX_TOKEN_ID,
+    MAX_TOP,
+    MOST_IDS,
+    RequestFields,
+    SamplingBody,
+    TokenId,
+)
 from rollout.gateway.requests import admin, process_groups
 from rollout.gateway.requests.call import Call, StreamedChunk
 from rollout.gateway.requests.chat_body import Tool
 from rollout.gateway.requests.http_request import Endpoint, HttpRequest
 from rollout.gateway.workers.workers import TokenRequest
 from trainer_bridge.client.media import MediaItem
-from trainer_bridge.client.results import Completion
+from trainer_bridge.client.results import Completion, GenerateResult
 from trainer_bridge.wire.media_hash import PIXEL_TYPES
 
 _PIXELS: dict[str, np.dtype[Any]] = {name: dtype for dtype, name in PIXEL_TYPES.items()}
 #: The experts of a completion, from a position on, in the form of an answer.
 ShowExperts = Callable[[Completion, int], Any]
+
+
+def _npy(completion: Completion, start: int) -> str:
+    """Base64 of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, experts_of(completion, start), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _described(completion: Completion, start: int) -> dict[str, Any]:
+    """Base64 with shape, start and dtype."""
+    kept = np.ascontiguousarray(experts_of(completion, start))
+    return {
+        "data": base64.b64encode(kept.tobytes()).decode(),
+        "shape": list(kept.shape),
+        "start": start,
+        "dtype": str(kept.dtype),
+    }
+
+
+def _nested(completion: Completion, start: int) -> list[Any]:
+    """Nested lists of integers."""
+    found: list[Any] = experts_of(completion, start).tolist()
+    return found
+
+
 _FORMS: dict[ExpertFormat, ShowExperts | None] = {
     "off": None,
-    "npy": routed_experts.npy,
-    "object": routed_experts.described,
+    "npy": _npy,
+    "object": _described,
 }
 
 
+_NO_TOKEN = -1  # fills rows of chosen tokens up
 #: A token that is scored, or -1 for none.
 ChosenId = Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)]
 
@@ -106,6 +141,56 @@ def media_of(items: list[dict[str, Any]]) -> tuple[MediaItem, ...]:
     return tuple(media)
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """The tokens for the last tokens of a prompt: int32 [K] for each of `rows` tokens, or [rows, K]; -1: no token."""
+
+    rows: int
+    ids: np.ndarray
+
+    @classmethod
+    def of_vllm(cls, ids: list[int] | list[list[int]], start: int, prompt_tokens: int, place: str) -> ChosenTokens:
+        """Rows of `prompt_logprob_token_ids`, one for each token after token `start`. Raises `HttpError`."""
+        count, field = prompt_tokens - 1 - start, f"{place}prompt_logprob_token_ids"
+        if count < 1:
+            raise bad_request(
+                f"the prompt has {prompt_tokens} tokens, and none is scored after token {start}; lower it",
+                f"{place}prompt_logprob_start",
+            )
+        rows = [row for row in ids if isinstance(row, list)]
+        if ids and not rows:
+            return cls(count, np.array(ids, np.int32))
+        most = max(map(len, rows), default=0)
+        if len(rows) != count or not most:
+            raise bad_request(
+                f"send a row of tokens for each of the {count} tokens after token {start}, or one list for all", field
+            )
+        if count * most > MOST_IDS:
+            raise bad_request(
+                f"{count} rows of up to {most} tokens are more than {MOST_IDS} tokens; send shorter rows", field
+            )
+        filled = np.full((count, most), _NO_TOKEN, np.int32)
+        for row, given in zip(filled, rows, strict=True):
+            row[: len(given)] = given
+        return cls(count, filled)
+
+    def worker_ids(self, scored: int) -> np.ndarray:
+        """The worker's ids if it scores the last `scored` tokens of the prompt, at least `rows`."""
+        ids = np.where(self.ids == _NO_TOKEN, 0, self.ids)
+        return ids if ids.ndim == 1 else np.pad(ids, ((scored - self.rows, 0), (0, 0)))
+
+    def npy(self, result: GenerateResult) -> str | None:
+        """Base64 of a .npy file, as vLLM answers: float32 [rows, K], -inf for no token. None if it was cut short."""
+        scores = result.prompt_chosen_logprobs
+        assert scores is not None, "they were asked for"
+        scores = np.where(self.ids == _NO_TOKEN, np.float32(-np.inf), scores[-self.rows :])
+        if np.isnan(scores).any():
+            return None
+        file = io.BytesIO()
+        np.save(file, scores.astype(np.float32), allow_pickle=False)
+        return base64.b64encode(file.getvalue()).decode()
+
+
 async def generate(request: HttpRequest[GenerateBody]) -> Any:
     """Complete token ids. The flag `--routed-experts` says whether the answer has experts."""
     return await _generate(request, _FORMS[request.gateway.settings.routed_experts])
@@ -113,7 +198,7 @@ async def generate(request: HttpRequest[GenerateBody]) -> Any:
 
 async def generate_with_experts(request: HttpRequest[GenerateBody]) -> Any:
     """Complete token ids. The answer has the experts of all tokens as nested lists."""
-    return await _generate(request, routed_experts.nested)
+    return await _generate(request, _nested)
 
 
 async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None) -> Any:

@@ -141,36 +141,35 @@ class GroupUpdates:
         manifest = pack(version, [tuple(row) for row in rows], MAX_BUCKET_BYTES).to_wire()
         begin = {"action": "begin", "version": version, "manifest": manifest, "transport": "torch_group", "options": {}}
         replies = await self._replies([begin] * len(endpoints), endpoints)
-        tokens = [None if isinstance(reply, BaseException) else reply["token"] for reply in replies]
-        refusal = next((reply for reply in replies if isinstance(reply, BaseException)), None)
-        if refusal is not None:
-            begun = [(each, token) for each, token in zip(endpoints, tokens, strict=True) if token is not None]
-            await asyncio.gather(
-                *(self._one(endpoint, {"action": "abort", "token": token}) for endpoint, token in begun),
-                return_exceptions=True,  # a worker that is gone drops the update, too
-            )
-            raise refusal
-        await self._ask([{"action": "commit", "token": token, "options": {}} for token in tokens], endpoints)
+        begun = {
+            each: reply["token"]
+            for each, reply in zip(endpoints, replies, strict=True)
+            if not isinstance(reply, RolloutError)
+        }
+        for reply in replies:
+            if isinstance(reply, RolloutError):  # a worker that is gone drops the update, too
+                await self._replies([{"action": "abort", "token": token} for token in begun.values()], [*begun])
+                raise reply
+        await self._ask([{"action": "commit", "token": token, "options": {}} for token in begun.values()], endpoints)
 
     async def _ask(
         self, messages: Sequence[dict[str, Any]], endpoints: Sequence[str] | None = None
     ) -> list[dict[str, Any]]:
         """The replies of all workers, or of some, to a message each. Raises the first error, once all have answered."""
-        replies = await self._replies(messages, self._pool.endpoints if endpoints is None else endpoints)
-        for reply in replies:
-            if isinstance(reply, BaseException):
+        replies = []
+        for reply in await self._replies(messages, self._pool.endpoints if endpoints is None else endpoints):
+            if isinstance(reply, RolloutError):
                 raise reply
-        return [reply for reply in replies if not isinstance(reply, BaseException)]
+            replies.append(reply)
+        return replies
 
     async def _replies(
         self, messages: Sequence[dict[str, Any]], endpoints: Sequence[str]
     ) -> list[dict[str, Any] | RolloutError]:
-        asked = map(self._one, endpoints, messages)
-        replies = await asyncio.gather(*asked, return_exceptions=True)
-        for reply in replies:
-            if isinstance(reply, BaseException) and not isinstance(reply, RolloutError):
-                raise reply
-        return [reply for reply in replies if not isinstance(reply, BaseException) or isinstance(reply, RolloutError)]
+        return await asyncio.gather(*map(self._one, endpoints, messages))
 
-    async def _one(self, endpoint: str, message: dict[str, Any]) -> dict[str, Any]:
-        return (await self._pool.control("weights", endpoint=endpoint, timeout_s=self._update_s, **message))[0]
+    async def _one(self, endpoint: str, message: dict[str, Any]) -> dict[str, Any] | RolloutError:
+        try:
+            return (await self._pool.control("weights", endpoint=endpoint, timeout_s=self._update_s, **message))[0]
+        except RolloutError as error:
+            return error

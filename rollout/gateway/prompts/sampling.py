@@ -15,6 +15,9 @@ from trainer_bridge.client.results import Chunk
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOP = 20  # likeliest tokens at each position
 MAX_PROMPT_TOP = 256  # the same of a prompt
+#: Ids of tokens that a request names at positions of its prompt, in rows of one length: a short body may ask for any
+#: number, and a worker cuts off what sends it twice its default limit of 64 MiB.
+MOST_IDS = 1 << 24
 _LARGEST_VOCABULARY = 1 << 24  # AReaL sends a top_k of 1e8, which means all tokens
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Int32 = Annotated[int, Field(ge=-MAX_TOKEN_ID, le=MAX_TOKEN_ID)]

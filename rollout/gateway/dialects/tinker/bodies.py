@@ -10,8 +10,15 @@ from pydantic import Field
 
 from rollout.gateway.http.bodies import Body
 from rollout.gateway.http.http_errors import bad_request
-from rollout.gateway.prompts.chosen_tokens import MOST_IDS
-from rollout.gateway.prompts.sampling import MAX_PROMPT_TOP, MAX_TOKEN_ID, MAX_TOP, Int32, Number, TokenId
+from rollout.gateway.prompts.sampling import (
+    MAX_PROMPT_TOP,
+    MAX_TOKEN_ID,
+    MAX_TOP,
+    MOST_IDS,
+    Int32,
+    Number,
+    TokenId,
+)
 
 _NONE = -1
 
