@@ -399,13 +399,20 @@ class WeightPublisher(ProcessBound):
 
     def _cut(self, payload: Payload, recipients: Sequence[Recipient]) -> None:
         """Cut an update for the ranks of its workers, if they have told their cuts and keep the same parts."""
-        if not self._sections_go or not payload.may_be_cut:
+        if not self._may_cut(payload, recipients):
             return
         known = [self._sections.get(recipient.endpoint) for recipient in recipients]
         layout = payload.manifest.layout_digest
         plans = [None if each is None or each[0] != layout else each[1] for each in known]
         if plans[0] is not None and all(each is not None and each.digest == plans[0].digest for each in plans):
             payload.use_sections(plans[0])
+            if payload.spread and not payload.lends:
+                payload.use_whole()  # rank 0 would fetch whole tensors for parts of them
+
+    def _may_cut(self, payload: Payload, recipients: Sequence[Recipient]) -> bool:
+        """Whether an update may be sent in sections; trainer ranks that are in a group with workers send whole ones."""
+        in_group = payload.spread and self._choice.tries_group(payload, recipients)
+        return self._sections_go and payload.may_be_cut and not in_group
 
     def _send_and_commit(self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]) -> None:
         try:
@@ -477,7 +484,7 @@ class WeightPublisher(ProcessBound):
             begin["tied"] = payload.tied
         if payload.sections is not None:
             begin["sections"] = payload.sections.digest
-        elif self._sections_go and payload.may_be_cut:
+        elif self._may_cut(payload, recipients):
             begin["sections"] = ""
 
         def note(recipient: Recipient, reply: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@
     LEND, BUCKET               == broadcast ==>             parts cross over GPU memory of one host (`lent_parts.py`)
     PIECE tensor, first, last  == broadcast ==>             -- these elements, from the ranks that own some -->
     WHOLE tensor               == broadcast ==>             -- the whole part, if parts are not runs of elements -->
+    CUT cuts                   == broadcast ==>             the next buckets have the parts of workers' ranks
     JOIN store, places         == broadcast ==>             owners broadcast their parts in a group
                                                             (`nccl/trainer_ranks.py`), in a second thread
                                                             -- success or failure -->
@@ -26,7 +27,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -49,12 +50,13 @@ from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupErr
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.trainer_ranks import take_part
 from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.sections import Sections, cuts_from_wire, cuts_to_wire, plan_sections
 from trainer_bridge.transports.shards import HEADER, LentParts, Shards
 from trainer_bridge.wire.address import LOOPBACK, address_towards
 from trainer_bridge.wire.errors import RolloutError, from_reply
 from trainer_bridge.wire.manifest import Manifest
 
-START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN, LEND, BUCKET = range(9)
+START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN, LEND, BUCKET, CUT = range(10)
 _ENDING = 1  # tag of a rank's report about its part in a group; commands and pieces have tag 0
 _COMMAND_S = 3600.0  # how long a rank waits for rank 0, whose last update may still be in transfer
 _KEY = "rollout-weights"
@@ -86,6 +88,7 @@ class TrainerRanks:
         self._answers: list[tuple[int, torch.Tensor, Callable[[float], None]]] = []  # answers to the last BUCKET
         self._packed: list[str] = []  # ranks' answers to the last BUCKET: a failure, or empty
         self._not_lent = ""  # why ranks did not lend in an earlier update
+        self._plan: Sections | None = None  # the last plan that all ranks know
         self.address = _address()
         cpu = torch.device("cpu")
         self._group = BroadcastGroup(
@@ -138,6 +141,8 @@ class TrainerRanks:
         """Rank 0: have these ranks lend buffers, and map them until `release`; None if one of them cannot."""
         nbytes = buffer_bytes(manifest)
         handles, why_not = {}, ""
+        if self._borrowed is not None:
+            self._borrowed.close()
         try:
             if (memory := self._memory_of(device)) is None:
                 return None
@@ -160,6 +165,13 @@ class TrainerRanks:
             _log.warning("parts of weights come through host memory, many times slower than over GPUs: %s", why_not)
         self._not_lent = why_not
         return None
+
+    def cut(self, sections: Sections | None, whole: Manifest) -> None:
+        """Rank 0: have the other ranks pack the parts of a plan for this update; None: whole tensors again."""
+        order: dict[str, Any] = {"whole": sections is None}
+        if sections is not None and (self._plan is None or self._plan.cuts != sections.cuts):
+            order["cuts"], self._plan = cuts_to_wire(whole, sections.ranks), sections
+        self._tell_map(CUT, order)
 
     def request(self, start: int, end: int, at: int) -> None:
         """Rank 0: have the lenders pack bytes `start` to `end` of the stream, from byte `at` of their buffers on."""
@@ -232,6 +244,8 @@ class TrainerRanks:
                 case [op, start, end, at] if op == BUCKET:
                     if any(shards.mine):
                         self._send(_answer_of(self._buffer.pack, payload, start, end, at))
+                case [op, length, *_] if op == CUT:
+                    self._use(payload, self._read_map(length))
                 case [op, *_] if op == RELEASED:
                     self._buffer.end_loan()
                     payload.release()
@@ -243,6 +257,15 @@ class TrainerRanks:
                     return
                 case _:
                     raise RolloutError("rank 0 closed its publisher", code="closed")
+
+    def _use(self, payload: Payload, order: Mapping[str, Any]) -> None:
+        """Other ranks: pack whole tensors, or the parts of a plan."""
+        payload.use_whole()
+        if "cuts" in order:
+            self._plan = plan_sections(payload.manifest, cuts_from_wire(order["cuts"], payload.manifest))
+        if not order["whole"]:
+            assert self._plan is not None, "rank 0 has sent the cuts"
+            payload.use_sections(self._plan)
 
     def close(self) -> None:
         """Leave the group; rank 0 tells the other ranks first. Belongs to the publisher's thread."""

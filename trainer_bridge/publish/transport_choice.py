@@ -109,6 +109,14 @@ class TransportChoice:
             recipient.why = self._reasons(name, refusals) if self._free(payload) else "it was asked for"
         return options
 
+    def tries_group(self, payload: Payload, recipients: Iterable[Recipient]) -> bool:
+        """Whether one of these workers is in a group with the trainer by the transport that it is offered next."""
+        offered = (
+            [name for name in self.candidates(payload) if name not in self.refusals.get(recipient.endpoint, {})]
+            for recipient in recipients
+        )
+        return any(TRANSPORTS[name].in_group for names in offered for name in names[:1])
+
     def refused(self, payload: Payload, recipients: Iterable[Recipient]) -> list[Recipient]:
         """The recipients that refused only the transport; they are tried again with another one."""
         again = []

@@ -111,30 +111,40 @@ class Payload:
 
     @property
     def may_be_cut(self) -> bool:
-        """Whether it may be sent in sections: it is not kept in another order, and no other rank has parts."""
-        return self.adapter is None and self.delta is None and self.shards is None and self._keep_in is None
+        """Whether it may be sent in sections: it is not kept in another order."""
+        return self.adapter is None and self.delta is None and self._keep_in is None
 
     def use_sections(self, sections: Sections) -> None:
         """Send the parts that a worker's ranks keep, in the place of whole tensors, until `use_whole`."""
         self.update, self.sections = self.manifest, sections
         self._set_manifest(sections.of_version(self.manifest.version))
+        self._tell_ranks()
 
     def use_whole(self) -> None:
         """Send whole tensors again. Call it before anything is sent."""
         if self.update is not None and self.sections is not None:
             self._set_manifest(self.update)
             self.update = self.sections = None
+            self._tell_ranks()
+
+    def _tell_ranks(self) -> None:
+        """Rank 0: have the other ranks pack the same stream."""
+        if self.shards is not None and self.shards.ranks is not None:
+            self.shards.ranks.cut(self.sections, self.update or self.manifest)
+            self._borrow, self._lent = True, None
+
+    @property
+    def lends(self) -> bool:
+        """Rank 0: whether the other ranks' parts come through memory that its GPU reads."""
+        return self._lent_parts() is not None
 
     def _set_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self._starts = [entry.offset for entry in manifest.tensors]
 
-    def _tensor(self, index: int) -> tuple[torch.Tensor, Cut | None]:
-        """The tensor of which number `index` of the manifest is a part, and the cut."""
-        if self.sections is None:
-            return self._tensors[index], None
-        number, cut = self.sections.parts[index]
-        return self._tensors[number], cut
+    def _part(self, index: int) -> tuple[int, Cut | None]:
+        """The number of the tensor of which entry `index` of the manifest is a part, and the cut."""
+        return (index, None) if self.sections is None else self.sections.parts[index]
 
     @property
     def spread(self) -> bool:
@@ -236,8 +246,12 @@ class Payload:
             with self.on_side_stream():
                 for i, entry, lo, hi in self._overlap(start, end):
                     at, itemsize = lo - start, DTYPE_BYTES[entry.dtype]
-                    for rows in self.shards.own_portion(i, *_elements(entry, lo, hi)) if self.shards.mine[i] else ():
-                        source, step = self.shards.own_bytes(i, rows)
+                    number, cut = self._part(i)
+                    if not self.shards.mine[number]:
+                        continue
+                    for portion in self.shards.own_portion(number, *_elements(entry, lo, hi), cut):
+                        rows = portion.rows
+                        source, step = self.shards.own_bytes(number, portion)
                         width = rows.width * itemsize
                         copy_rows(Rows(0, width, width, rows.times), source, step, out[at:])
                         at += width * rows.times
@@ -308,7 +322,13 @@ class Payload:
 
     def _fetch(self, i: int, first: int, last: int, out: torch.Tensor) -> None:
         assert self.shards is not None
-        out.copy_(self.shards.fetch(i, first, last).view(torch.uint8))  # the fetched rows are freed on return
+        number, cut = self._part(i)
+        if cut is None:
+            out.copy_(self.shards.fetch(number, first, last).view(torch.uint8))  # the fetched rows are freed on return
+            return
+        shape = self.shards.shapes[number]
+        whole = self.shards.fetch(number, 0, math.prod(shape)).view(shape)
+        out.copy_(cut.take(whole).reshape(-1)[first:last].view(torch.uint8))
 
     def _write_own(self, i: int, first: int, last: int, out: torch.Tensor) -> None:
         assert self.shards is not None
@@ -321,20 +341,22 @@ class Payload:
     def _read_lent(self, i: int, first: int, last: int, out: torch.Tensor) -> None:
         shards, lent, entry = self.shards, self._lent, self.manifest.tensors[i]
         assert shards is not None and lent is not None
-        portions = shards.portions(i, first, last)
+        number, cut = self._part(i)
+        portions = shards.portions(number, first, last, cut)
         if portions is None:
             self._fetch(i, first, last, out)
             return
         itemsize = DTYPE_BYTES[entry.dtype]
         for rank, portion in portions:
             byte = entry.offset + first * itemsize
-            for rows in portion:
+            for each in portion:
+                rows = each.rows
                 place = Rows((rows.start - first) * itemsize, rows.step * itemsize, rows.width * itemsize, rows.times)
                 nbytes = place.width * place.times
                 if rank == 0:
-                    source, step = shards.own_bytes(i, rows)
+                    source, step = shards.own_bytes(number, each)
                     copy_rows(place, source, step, out)
-                elif place.times == 1:
+                elif place.times == 1 or place.step == place.width:
                     lent.read(rank, byte, out[place.start : place.start + nbytes])
                 else:
                     together = torch.empty(nbytes, dtype=torch.uint8, device=out.device)
@@ -350,8 +372,7 @@ class Payload:
             if self.shards is not None and self.shards.spread(index):
                 out.view(-1).copy_(self.shards.fetch(index, 0, out.numel()))
             else:
-                tensor, cut = self._tensor(index)
-                out.copy_(tensor if cut is None else cut.take(tensor))
+                out.copy_(self._tensors[index])
         if (kept := self.kept) is not None:
             typed_view(kept, entry).copy_(out)
         return out
@@ -395,10 +416,11 @@ class Payload:
         spread: _Write,
     ) -> None:
         first, last = _elements(entry, lo, hi)
-        if self.shards is not None and self.shards.spread(i):
+        number, cut = self._part(i)
+        if self.shards is not None and self.shards.spread(number):
             spread(i, first, last, out)
             return
-        tensor, cut = self._tensor(i)
+        tensor = self._tensors[number]
         if cut is not None and tensor.is_contiguous():
             source, shape = tensor.view(-1).view(torch.uint8), tuple(tensor.shape)
             part = out if out.device == source.device else source.new_empty(hi - lo)  # one copy to the host

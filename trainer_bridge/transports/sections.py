@@ -51,13 +51,14 @@ class Sections:
     """A plan. `manifest` is that of the stream of all sections; its entries have the names of the whole tensors.
 
     `parts` has the tensor of each entry, by its number in the update's manifest, and the cut. `begins` has the place of
-    each rank's section in the stream; `cuts` is the digest of what it was planned from.
+    each rank's section in the stream; `ranks` and `cuts` are what it was planned from, and the digest of that.
     """
 
     cuts: str
     manifest: SectionsManifest
     parts: tuple[tuple[int, Cut | None], ...]
     begins: tuple[int, ...]
+    ranks: tuple[RankCuts, ...]
 
     @cached_property
     def digest(self) -> str:
@@ -102,7 +103,7 @@ def plan_sections(whole: Manifest, ranks: Sequence[RankCuts]) -> Sections:
             parts.append((number, cut))
         at += -(-length // bucket_bytes) * bucket_bytes
     manifest = SectionsManifest(whole.version, tuple(entries), bucket_bytes, tuple(place for _, place in sorted(sent)))
-    return Sections(cuts_digest(whole, ranks), manifest, tuple(parts), tuple(begins))
+    return Sections(cuts_digest(whole, ranks), manifest, tuple(parts), tuple(begins), tuple(ranks))
 
 
 def section_of(whole: Manifest, cuts: RankCuts, begin: int) -> list[tuple[TensorEntry, int, Cut | None]]:

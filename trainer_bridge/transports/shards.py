@@ -14,6 +14,7 @@ There are three ways. `trainer_ranks` carries the messages of the first two:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from trainer_bridge.transports.cut import Cut
+from trainer_bridge.transports.sections import Sections
 from trainer_bridge.transports.tensors import Rows, rows_within
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import Manifest
@@ -61,6 +64,9 @@ class TrainerGroup(Protocol):
 
     def borrow(self, lenders: Sequence[int], manifest: Manifest, device: torch.device) -> LentParts | None:
         """Access to the parts of these ranks from `device`; None if they must come through the host."""
+
+    def cut(self, sections: Sections | None, whole: Manifest) -> None:
+        """Have the ranks pack the parts of a plan in the place of whole tensors; None: whole tensors again."""
 
     def join(self, order: dict[str, Any]) -> None:
         """Make the ranks that have a place in a group join it."""
@@ -171,28 +177,28 @@ class Shards:
         row = first // (math.prod(shape) // len(rows))
         return rows[row : row + times]
 
-    def portions(self, index: int, first: int, last: int) -> list[tuple[int, list[Rows]]] | None:
+    def portions(
+        self, index: int, first: int, last: int, cut: Cut | None = None
+    ) -> list[tuple[int, list[Portion]]] | None:
         """Rank 0: the senders of elements `first` to `last`, and what each sends of them, as `own_portion` has it.
 
         None if a part is a box of another kind.
         """
-        layouts = [(rank, _layout(box, self.shapes[index])) for rank, box in self._owners[index]]
-        portions = [(rank, layout.portion(first, last)) for rank, layout in layouts if layout is not None]
-        return portions if portions and len(portions) == len(layouts) else None
+        shape = self.shapes[index]
+        sent = [(rank, _portion(box, shape, cut, first, last)) for rank, box in self._owners[index]]
+        known = [(rank, portion) for rank, portion in sent if portion is not None]
+        return known if known and len(known) == len(sent) else None
 
-    def own_portion(self, index: int, first: int, last: int) -> list[Rows]:
-        """The part of these elements that this rank has, as rows of elements of the tensor; empty if it has none."""
+    def own_portion(self, index: int, first: int, last: int, cut: Cut | None = None) -> list[Portion]:
+        """What this rank has of elements `first` to `last` of a tensor, or of what a cut keeps of it."""
         box = self.boxes[index]
-        layout = None if box is None else _layout(box, self.shapes[index])
-        return [] if layout is None else layout.portion(first, last)
+        return [] if box is None else _portion(box, self.shapes[index], cut, first, last) or []
 
-    def own_bytes(self, index: int, rows: Rows) -> tuple[torch.Tensor, int]:
-        """The bytes of this rank's part from the beginning of these rows on, and from each row to the next one."""
-        box, local = self.boxes[index], self.locals[index]
-        layout = None if box is None else _layout(box, self.shapes[index])
-        assert layout is not None, "only a part that has a portion"
+    def own_bytes(self, index: int, portion: Portion) -> tuple[torch.Tensor, int]:
+        """The bytes of this rank's part from the beginning of a portion on, and from each of its rows to the next."""
+        local = self.locals[index]
         flat = local.contiguous().view(-1)
-        return flat[layout.place(rows.start) :].view(torch.uint8), layout.width * local.element_size()
+        return flat[portion.place :].view(torch.uint8), portion.step * local.element_size()
 
     def _in_runs(self, index: int) -> bool:
         return bool(self._owners[index]) and all(_is_run(box, self.shapes[index]) for _, box in self._owners[index])
@@ -269,42 +275,84 @@ def _box(tensor: Any) -> Box | None:
     return tuple(starts), tuple(sizes)
 
 
+class Portion(NamedTuple):
+    """Rows of elements of a tensor, or of what a cut keeps of it, and their place in the part of a rank."""
+
+    rows: Rows
+    place: int  # place of the first element
+    step: int  # elements from each row to the next
+
+
 class _Layout(NamedTuple):
-    """A part as columns of some rows of a matrix, in elements. It is a run if the columns are whole rows."""
+    """A box as columns of some rows of a matrix, in elements."""
 
     row: int  # elements of a row of the matrix
-    begin: int  # the first column of the part
-    width: int  # columns of the part
-    top: int  # the first row of the part
-    rows: int  # rows in the part
-
-    def portion(self, first: int, last: int) -> list[Rows]:
-        """The elements of the part from `first` to `last`."""
-        lo, hi = max(first, self.top * self.row), min(last, (self.top + self.rows) * self.row)
-        if self.width == self.row:
-            return [Rows(lo, 0, hi - lo, 1)] if lo < hi else []
-        return list(rows_within(self.row, self.begin, self.begin + self.width, lo, hi))
-
-    def place(self, element: int) -> int:
-        """The place in the part of an element of the tensor."""
-        row, column = divmod(element, self.row)
-        return (row - self.top) * self.width + column - self.begin
+    begin: int  # the first column of the box
+    width: int  # columns of the box
+    top: int  # the first row of the box
+    rows: int  # rows in the box
 
 
-def _layout(box: Box, shape: tuple[int, ...]) -> _Layout | None:
-    """The layout of a box in the tensor as a matrix; None if it is cut in several dimensions after the first."""
-    starts, sizes = box
-    cut = [dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]]
-    if len(cut) > 1:
+def _portion(box: Box, shape: tuple[int, ...], cut: Cut | None, first: int, last: int) -> list[Portion] | None:
+    """What a box has of elements `first` to `last` of what a cut keeps; None if these are no rows."""
+    layouts = _layouts(box, shape, cut)
+    if layouts is None:
         return None
+    portions = []
+    for kept, held in layouts:
+        lo, hi = max(first, kept.top * kept.row), min(last, (kept.top + kept.rows) * kept.row)
+        if kept.width == kept.row and held.width == held.row:
+            rows = [Rows(lo, 0, hi - lo, 1)] if lo < hi else []
+        else:
+            rows = list(rows_within(kept.row, kept.begin, kept.begin + kept.width, lo, hi))
+        for each in rows:
+            row, column = divmod(each.start, kept.row)
+            place = (row - kept.top + held.top) * held.row + column - kept.begin + held.begin
+            portions.append(Portion(each, place, held.row if each.step else 0))
+    return portions
+
+
+@functools.lru_cache(1 << 14)
+def _layouts(box: Box, shape: tuple[int, ...], cut: Cut | None) -> list[tuple[_Layout, _Layout]] | None:
+    """For each range of a cut, its common part with a box: in what the cut keeps, and in the box. None: no rows."""
     if not shape:
-        return _Layout(1, 0, 1, 0, 1)
-    dim = cut[0] if cut else 0
+        return [(_Layout(1, 0, 1, 0, 1),) * 2]
+    starts, sizes = box
+    dim, ranges = (0, ((0, shape[0]),)) if cut is None else (cut.dim, cut.ranges)
+    kept_shape = shape if cut is None else cut.shape(shape)
+    layouts, before = [], 0
+    for begin, end in ranges:
+        lo, hi = max(begin, starts[dim]), min(end, starts[dim] + sizes[dim])
+        if lo < hi and 0 not in sizes:
+            size = (*sizes[:dim], hi - lo, *sizes[dim + 1 :])
+            kept_at = (*starts[:dim], before + lo - begin, *starts[dim + 1 :])
+            held_at = tuple(lo - starts[dim] if each == dim else 0 for each in range(len(shape)))
+            inner = max(_last_cut(size, kept_shape), _last_cut(size, sizes))
+            pair = _layout(kept_at, size, kept_shape, inner), _layout(held_at, size, sizes, inner)
+            if pair[0] is None or pair[1] is None:
+                return None
+            layouts.append((pair[0], pair[1]))
+        before += end - begin
+    return layouts
+
+
+def _last_cut(size: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The last dimension of a tensor that a box of this size cuts; 0 if there is none."""
+    return max((dim for dim in range(len(shape)) if size[dim] != shape[dim]), default=0)
+
+
+def _layout(at: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...], dim: int) -> _Layout | None:
+    """A box in a tensor as a matrix whose rows have dimension `dim` and all later ones.
+
+    None if the box cuts a dimension between the first one and `dim`.
+    """
+    if size[1:dim] != shape[1:dim]:
+        return None
     inner = math.prod(shape[dim + 1 :])
     if not dim:
-        return _Layout(inner, 0, inner, starts[0], sizes[0])
+        return _Layout(inner, 0, inner, at[0], size[0])
     rows = math.prod(shape[1:dim])  # rows of one index in the first dimension
-    return _Layout(shape[dim] * inner, starts[dim] * inner, sizes[dim] * inner, starts[0] * rows, sizes[0] * rows)
+    return _Layout(shape[dim] * inner, at[dim] * inner, size[dim] * inner, at[0] * rows, size[0] * rows)
 
 
 def _is_run(box: Box, shape: tuple[int, ...]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +19,10 @@ from tests.support.bridge.fault_client import FaultServer
 from tests.support.bridge.file_memory import FileMemory
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.lending_trainer import CLOSE_S
+from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.kernels.grids import nightly
 from trainer_bridge.publish.lent_parts import BorrowedParts, LentBuffer, answer, host_number, map_buffers, read_answer
+from trainer_bridge.transports.cut import Cut
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shards import Shards
 from trainer_bridge.transports.tensors import copy_rows
@@ -215,6 +218,14 @@ def part_of(whole: torch.Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]
     return shards
 
 
+def cuts_of(shape: tuple[int, ...]) -> list[Cut | None]:
+    """No cut, and cuts of each dimension: the first entries, some in the middle, and two ranges."""
+    cuts: list[Cut | None] = [None]
+    for dim, size in enumerate(shape):
+        cuts += [Cut(dim, size, ranges) for ranges in (((0, 1),), ((1, size - 1),), ((0, 2), (size - 1, size)))]
+    return cuts
+
+
 BOXES = [
     ((7,), (2,), (3,)),
     ((5, 6), (1, 0), (3, 6)),
@@ -235,20 +246,62 @@ def test_the_portions_of_every_cut_of_a_tensor_are_the_elements_of_the_part(
     whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     shards = part_of(whole, starts, sizes)
     inside = set(shards.locals[0].reshape(-1).tolist())
-    for first, last in itertools.combinations(range(whole.numel() + 1), 2):
-        found = []
-        for rows in shards.own_portion(0, first, last):
-            source, step = shards.own_bytes(0, rows)
-            out = torch.empty(4 * rows.width * rows.times, dtype=torch.uint8)
-            copy_rows(rows._replace(start=0, step=4 * rows.width, width=4 * rows.width), source, step, out)
-            places = [rows.start + row * rows.step + at for row in range(rows.times) for at in range(rows.width)]
-            assert out.view(torch.float32).tolist() == places
-            found += places
-        assert sorted(found) == [element for element in range(first, last) if element in inside]
+    draws = random.Random(0)
+    inner = {dim for dim in range(1, len(shape)) if sizes[dim] != shape[dim]}
+    for cut in cuts_of(shape):
+        if cut is not None and cut.dim and inner - {cut.dim}:
+            continue  # of such parts there are no portions
+        kept = (whole if cut is None else cut.take(whole)).reshape(-1).tolist()
+        spans = list(itertools.combinations(range(len(kept) + 1), 2))
+        for first, last in spans if cut is None else draws.sample(spans, min(len(spans), 100)):
+            found = []
+            for portion in shards.own_portion(0, first, last, cut):
+                rows, (source, step) = portion.rows, shards.own_bytes(0, portion)
+                out = torch.empty(4 * rows.width * rows.times, dtype=torch.uint8)
+                copy_rows(rows._replace(start=0, step=4 * rows.width, width=4 * rows.width), source, step, out)
+                places = [rows.start + row * rows.step + at for row in range(rows.times) for at in range(rows.width)]
+                assert out.view(torch.float32).tolist() == [kept[place] for place in places]
+                found += places
+            assert sorted(found) == [place for place in range(first, last) if kept[place] in inside]
 
 
-def test_a_part_that_is_cut_in_two_dimensions_after_the_first_has_no_portion() -> None:
-    assert part_of(torch.zeros(3, 4, 5), (0, 1, 2), (3, 2, 3)).own_portion(0, 0, 60) == []
+@pytest.mark.parametrize("cut", [None, Cut(2, 5, ((0, 3),)), Cut(2, 5, ((0, 2), (3, 4)))])
+def test_a_part_that_is_cut_in_two_dimensions_after_the_first_has_no_portion(cut: Cut | None) -> None:
+    starts, sizes = ((0, 1, 2), (3, 2, 3)) if cut is None or len(cut.ranges) == 1 else ((0, 1, 0), (3, 2, 5))
+    assert part_of(torch.zeros(3, 4, 5), starts, sizes).own_portion(0, 0, 60, cut) == []
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", *nightly("shm")])
+def test_parts_of_several_ranks_come_in_the_sections_of_several_ranks(
+    faults: FaultServer, tmp_path: Path, transport: str
+) -> None:
+    (tmp_path / "slots").mkdir()
+    peers = [FileMemory(tmp_path / "slots") for _ in range(3)]
+    with GroupWorker(3, shared=tmp_path / "slots", peers=peers) as worker:
+        placements = ["rows", "rows", "mixed", "rows"]
+        seen = train(faults, [worker], tmp_path, ranks=2, placements=placements, candidates=(transport,))
+        assert worker.serve(new_tensors(TinyModel(), 4))
+    for rank in seen:
+        assert rank["versions"] == [1, 2, 3, 4] and rank["errors"] == rank["warnings"] == []
+    assert seen[0]["fetched"] == []
+    requested = [of_version(seen[0]["requested"], version) for version in (1, 2, 3, 4)]
+    assert requested[0] == buckets(SMALL) and sorted(requested[1]) != requested[1]  # the ranks' sections take turns
+    assert requested[1] == requested[2] == requested[3]
+
+
+@pytest.mark.parametrize("fault", ["cannot pack", *nightly("no memory", "no room", "dies")])
+def test_sections_of_several_ranks_that_cannot_be_packed_change_nothing(
+    faults: FaultServer, tmp_path: Path, fault: str
+) -> None:
+    (tmp_path / "slots").mkdir()
+    peers = [FileMemory(tmp_path / "slots") for _ in range(2)]
+    with GroupWorker(2, shared=tmp_path / "slots", peers=peers) as worker:
+        seen = train(faults, [worker], tmp_path, ranks=2, fault=fault)
+        wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
+        version = 1 if fault == "dies" else 3
+        assert worker.receiver.version == version and worker.serve(new_tensors(TinyModel(), version))
+    taken = {"cannot pack": [1, 3], "dies": [1]}.get(fault, [1, 2, 3])
+    assert all(rank["versions"] == taken for rank in seen)
 
 
 class Ranks:
