@@ -30,7 +30,7 @@ from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.families import FAMILIES, MULTIMODAL
 from rollout.models.families.declare import Family
-from rollout.models.fused import experts_alone, obstacle, takes_feed_forward, takes_mixer
+from rollout.models.fused import obstacle, takes_feed_forward, takes_mixer
 from rollout.models.layers import Block
 from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
 from scripts.check.architectures import of_architectures, read_results
@@ -315,7 +315,6 @@ def _marks(architecture: str, family: Family) -> list[str]:
 
 #: Values of all checkpoints of an architecture that are not the defaults of transformers.
 _REAL: dict[str, dict[str, Any]] = {
-    "GraniteForCausalLM": {"residual_multiplier": 0.22},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 }
@@ -332,11 +331,9 @@ def _on_gpu(architecture: str, family: Family) -> str:
     blocks: list[tuple[Block, bool]] = [(layer.mixer, takes_mixer(layer.mixer.spec)) for layer in layers]
     for block in (layer.feed_forward for layer in layers):
         blocks.append((block, takes_feed_forward(block.spec, torch.bfloat16)))
-    fused, alone = obstacle(model) is None, experts_alone(model)
-    if any(block.reads_host and not ((fused or alone) and taken) for block, taken in blocks):
+    fused = obstacle(model) is None
+    if any(block.reads_host and not (fused and taken) for block, taken in blocks):
         return "torch"
-    if alone:
-        return "fused in part"
     if not fused:
         return "torch in graphs"
     return "fused" if all(taken for _, taken in blocks) else "fused in part"

@@ -5,7 +5,7 @@ Legend: T tokens of a step, S selected tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rollout_kernels.moe.formats import Format
@@ -24,7 +24,6 @@ from rollout.models.layers import (
     DenseFeedForward,
     Embedding,
     RMSNorm,
-    RunExperts,
     SparseFeedForward,
     StepContext,
     empty_parameter,
@@ -37,6 +36,13 @@ from rollout.models.spec import DeltaNetSpec, KimiDeltaSpec, LatentSpec, Mamba2S
 from rollout.models.vision import VisionTower
 
 _STATE_BLOCKS = {DeltaNetSpec: DeltaNet, KimiDeltaSpec: KimiDelta, Mamba2Spec: Mamba2}
+
+
+class Norms(NamedTuple):
+    """The norms of a block's input and of its output."""
+
+    before: RMSNorm | None
+    after: RMSNorm | None
 
 
 class DecoderLayer(Block):
@@ -79,21 +85,31 @@ class DecoderLayer(Block):
         else:
             self.feed_forward = DenseFeedForward(layer.feed_forward, index, dtype, device, group, format)
 
+    @property
+    def mixer_norms(self) -> Norms:
+        """The norms of the mixer."""
+        return self._norms(self.mixer_norm, self.mixer_output_norm)
+
+    @property
+    def feed_forward_norms(self) -> Norms:
+        """The norms of the feed-forward block."""
+        return self._norms(self.feed_forward_norm, self.feed_forward_output_norm)
+
+    def _norms(self, norm: RMSNorm, output_norm: RMSNorm | None) -> Norms:
+        return Norms(None, norm) if self.spec.norms == "after" else Norms(norm, output_norm)
+
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The residual stream after this layer."""
-        x_TH = self._add(x_TH, self.mixer, self.mixer_norm, self.mixer_output_norm, context)
-        return self._add(x_TH, self.feed_forward, self.feed_forward_norm, self.feed_forward_output_norm, context)
+        x_TH = self._add(x_TH, self.mixer, self.mixer_norms, context)
+        return self._add(x_TH, self.feed_forward, self.feed_forward_norms, context)
 
-    def _add(
-        self, x_TH: torch.Tensor, block: Block, norm: RMSNorm, output_norm: RMSNorm | None, context: StepContext
-    ) -> torch.Tensor:
+    def _add(self, x_TH: torch.Tensor, block: Block, norms: Norms, context: StepContext) -> torch.Tensor:
         scale = self.spec.residual_scale
-        if self.spec.norms == "after":
-            return x_TH + scale * norm(block(x_TH, context).value())
-        output = block(norm(x_TH), context)
-        if output_norm is not None:
-            return x_TH + scale * output_norm(output.value())
-        return output.add_to(x_TH) if scale == 1.0 else x_TH + scale * output.value()
+        output = block(x_TH if norms.before is None else norms.before(x_TH), context)
+        if norms.after is None and scale == 1.0:
+            return output.add_to(x_TH)
+        y_TH = output.value() if norms.after is None else norms.after(output.value())
+        return x_TH + scale * y_TH
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under `prefix`."""
@@ -153,21 +169,14 @@ class Decoder(Block):
             self.draft = DraftHead(spec.draft, len(spec.attention_layers), spec.vocab, dtype, device, format)
 
     @torch.inference_mode()
-    def forward(
-        self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache, run_experts: RunExperts | None = None
-    ) -> torch.Tensor:
-        """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype.
-
-        `run_experts` runs the sparse blocks if it is given.
-        """
+    def forward(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
+        """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""
         x_TH = self.embedded(token_ids_T)
-        if self.embed_scale != 1.0:
-            x_TH = x_TH * self.embed_scale
         images = batch.images
         if images is not None:
             x_TH = images.replace_in(x_TH)
         cos_sin = tuple(rope(batch.rotary_positions) for rope in self.ropes)
-        context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv, run_experts)
+        context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv)
         taps = batch.taps
         for index, layer in enumerate(self.layers):
             if taps is not None:
@@ -185,13 +194,17 @@ class Decoder(Block):
         return Embedding(self.embed, None if self.spec.shard is None else self.spec.kept_vocab.start, self.group)
 
     def embedded(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding, [T, H]."""
-        return self.embedding.rows(token_ids_T)
+        """Rows of the embedding times its factor, [T, H]."""
+        x_TH = self.embedding.rows(token_ids_T)
+        return x_TH if self.embed_scale == 1.0 else x_TH * self.embed_scale
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Logits of selected hidden states, float32 [S, V]; a shard's logits cover its part of the vocabulary."""
-        logits_SV = float32_product(hidden_SH, self.lm_head)
+        return self.bounded(float32_product(hidden_SH, self.lm_head))
+
+    def bounded(self, logits_SV: torch.Tensor) -> torch.Tensor:
+        """Products of the output layer, changed in place to logits: by their divisor and softcap, if there are any."""
         divisor, softcap = self.spec.logit_divisor, self.spec.logit_softcap
         if divisor != 1.0:
             logits_SV = logits_SV.div_(divisor)

@@ -86,8 +86,8 @@ def check_deterministic(spec: ModelSpec) -> None:
         dense = block if isinstance(block, DenseSpec) else block.shared
         if dense is not None and dense.bias:
             reason = "its feed-forward products have biases"
-        if dense is not None and dense.activation != "silu":
-            reason = "its feed-forward blocks have another activation than SiLU"
+        if dense is not None and dense.activation == "gelu":
+            reason = "its feed-forward blocks have another activation than SiLU or GELU with tanh"
         if isinstance(mixer, LatentSpec):
             reason = "it has latent attention"
             break
@@ -96,8 +96,10 @@ def check_deterministic(spec: ModelSpec) -> None:
                 reason = "its output products have biases"
             if mixer.softcap is not None or mixer.sinks:
                 reason = "its attention has a softcap or sinks"
-            if mixer.qk_norm == "full" or mixer.clip_qkv is not None:
-                reason = "its queries and keys are normalised all heads together, or clipped"
+            if mixer.qk_norm == "full" and mixer.shard is not None:
+                reason = "its queries and keys are normalised all heads together, on several GPUs"
+            if mixer.gate:
+                reason = "its attention has gates in a product of their own"
         for name, product in (("head", head_product(spec)), *layer_products(layer).items()):
             if linear_config(*product, 1, deterministic=True) is None:
                 reason = f"the {product[1]} inputs of its product {name!r} are no multiple of 32"

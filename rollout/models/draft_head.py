@@ -26,9 +26,10 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from rollout_kernels.moe.formats import Format
-from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, gated
 
 from rollout.models.batch import AttentionBatch, KVCache
+from rollout.models.finished_queries import finish_queries
 from rollout.models.latent import LatentAttention
 from rollout.models.layers import (
     Attention,
@@ -162,7 +163,7 @@ class DraftHead(Block):
         run_experts: RunExperts | None,
     ) -> torch.Tensor:
         assert isinstance(self.mixer, Attention), "_kernels_take"
-        spec, cache, norm = self.mixer.spec, kv.layer(self.mixer.kv_index), self._normed
+        cache, norm = kv.layer(self.mixer.kv_index), self._normed
         tables = embedding.weight_VH, self.rope.inv_freq_D, self.rope.sign_D, embedding.first
         embeds_TH, cos_sin = embed_rope(following_T.contiguous(), batch.positions_T.contiguous(), *tables)
         if embedding.first is not None:
@@ -176,31 +177,15 @@ class DraftHead(Block):
             residual_TH = self.fc.product(inputs_TX)
             inputs_TX = norm(residual_TH, None, self.mixer_norm)
         qkv, o = self.mixer.qkv_proj, self.mixer.o_proj
-        gates_TQD = None
-        if spec.query_gate:
-            gates_TQD = inputs_TX.new_empty(len(inputs_TX), spec.heads, spec.head_dim)
-        q_TQD = finish_qkv(
-            F.linear(inputs_TX, qkv.weight)[None],
-            qkv.bias,
-            self.mixer.qk_norm_weight if spec.qk_norm == "head" else None,
-            spec.eps,
-            *cos_sin,
-            batch.kv_slots_T.long(),
-            cache.k_PSGD,
-            cache.v_PSGD,
-            spec.heads,
-            cache.scales_P2GS,
-            inputs_TX.dtype,
-            None,
-            spec.unit_offset,
-            gates_TQD,
+        product_STN = F.linear(inputs_TX, qkv.weight)[None]
+        q_TQD, gate_TK = finish_queries(
+            self.mixer, product_STN, cos_sin, batch.kv_slots_T.long(), cache, inputs_TX.dtype
         )
-        mixed_TK = self.mixer.attend(q_TQD, batch, cache).flatten(1)
-        mixed_TK = gate_output(mixed_TK, None if gates_TQD is None else gates_TQD.flatten(1))
+        mixed_TK = gate_output(self.mixer.attend(q_TQD, batch, cache).flatten(1), gate_TK)
         y_TH = norm(residual_TH, o.product(mixed_TK)[None], self.feed_forward_norm)
         block = self.feed_forward
         if isinstance(block, DenseFeedForward):
-            residual_TH = block.down_proj.add_to(residual_TH, silu_mul(block.gate_up_proj.product(y_TH)))
+            residual_TH = block.down_proj.add_to(residual_TH, gated(block.gate_up_proj.product(y_TH)))
         else:
             assert run_experts is not None
             residual_TH = residual_TH + run_experts(block, y_TH, None)
@@ -272,8 +257,6 @@ class DraftHead(Block):
 def _kernels_take(spec: DraftSpec) -> bool:
     """True if the fused kernels run everything between its products and its experts."""
     mixer, block = spec.mixer, spec.feed_forward
-    if isinstance(mixer, LatentSpec) or mixer.gate or mixer.rope.interleaved:
-        return False
-    if mixer.qk_norm == "full" or mixer.clip_qkv is not None or mixer.growth is not None:
+    if isinstance(mixer, LatentSpec) or mixer.gate or mixer.growth is not None:
         return False
     return isinstance(block, MoESpec) or block.activation == "silu"

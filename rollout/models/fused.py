@@ -6,7 +6,8 @@
 
 Each block of each layer is fused if the kernels take it, and otherwise run by its own generic code. What connects the
 blocks is the same for both: the residual stream, which only the norms read and write, and the output of the last block,
-not yet added to it (`Unsummed`).
+not yet added to it (`Unsummed`). Where a block's output has a norm or a factor, that is a part of the next norm's
+kernel.
 
 Decode and prefill differ in the attention, few and many tokens in the products. Products of few tokens are our own, as
 far as `rollout_kernels.linear.table` goes, and read codes if the weights are codes; where their sum belongs to the
@@ -14,10 +15,10 @@ residual stream they come in parts, float32 where there are several. The other p
 residual stream at once (`ADDED_FROM`); codes are decoded for them first. On Hopper the gated product of many tokens is
 our own again (`GATED`). The residual stream is kept in the model's dtype.
 
-A step with adapters has a small kernel beside each product, and SiLU is then a kernel of its own: the kernel that reads
-a product adds its correction. With many tokens, or before experts, products are corrected in place. Where queries and
-keys are normalised all heads together, or clipped, the operations between the q/k/v product and attention are the
-generic ones.
+A step with adapters has a small kernel beside each product, and the activation is then a kernel of its own: the kernel
+that reads a product adds its correction. With many tokens, before experts, or where queries and keys are normalised all
+heads together, products are corrected in place. Where such heads belong to several ranks, the operations between the
+q/k/v product and attention are the generic ones.
 
 The output and down products of a shard, and its experts, make parts of a sum over the ranks of its tensor group. The
 norm after them adds these up: in its own kernel if there are few tokens, else after an all-reduce. Such products are
@@ -28,28 +29,29 @@ Legend: T tokens, S selected tokens, H hidden, K inputs, N outputs, I intermedia
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from rollout_kernels.linear.coded import CodedMatrix
 from rollout_kernels.linear.products import dense
 from rollout_kernels.linear.table import Config, Kind, last_rows, linear_config
-from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.triton_linear import gated_linear, linear, linear_parts
 from rollout_kernels.lora import Correction
 from rollout_kernels.lora.triton_lora import adds_later, shrink_beside
 from rollout_kernels.moe import gluon_experts
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.moe.triton_padded_groups import PaddedGroups
 from rollout_kernels.moe.triton_router import sum_of_parts
-from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, gated
 from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 
 from rollout.models import deterministic as one_order
 from rollout.models.batch import AttentionBatch, KVCache, WantedTokens
-from rollout.models.decoder import Decoder, DecoderLayer
+from rollout.models.decoder import Decoder, DecoderLayer, Norms
 from rollout.models.delta_net import DeltaNet
 from rollout.models.deterministic import KernelProduct, head_product, kernel_product
+from rollout.models.finished_queries import Queries, finish_queries, takes_corrections
 from rollout.models.fused_experts import PLANS, ExpertPlans, FusedExperts
 from rollout.models.fused_experts import kernels_take as experts_take
 from rollout.models.layers import (
@@ -57,29 +59,22 @@ from rollout.models.layers import (
     Block,
     DenseFeedForward,
     Linear,
+    RMSNorm,
     SparseFeedForward,
     StepContext,
     gate_output,
 )
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.rope import Rope
-from rollout.models.spec import AttentionSpec, DeltaNetSpec, FeedForwardSpec, MixerSpec, MoESpec
+from rollout.models.spec import AttentionSpec, DeltaNetSpec, DenseSpec, FeedForwardSpec, MixerSpec, MoESpec
 
 
 def supports(model: Decoder) -> bool:
     """True if `FusedDecoder` is to run the steps of this model: on a GPU, in 16 bits, with blocks that are fused.
 
-    It adds and normalises in one kernel, so the residual stream has to be a plain one.
-
     The experts of all sparse layers must be fused: the generic ones read on the host.
     """
     return model.embed.is_cuda and obstacle(model) is None
-
-
-def experts_alone(model: Decoder) -> bool:
-    """True if torch runs the steps of this model on a GPU, with its experts by the kernels."""
-    taken = model.spec.moe is not None and takes_feed_forward(model.spec.moe, model.embed.dtype)
-    return taken and obstacle(model) is not None
 
 
 def obstacle(model: Decoder) -> str | None:
@@ -87,8 +82,6 @@ def obstacle(model: Decoder) -> str | None:
     dtype, spec = model.embed.dtype, model.spec
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels are for 16 bits, and the model is in {dtype}"
-    if not spec.plain_stream:
-        return "it has norms after blocks, or factors or bounds of its embedding, residuals or logits"
     if spec.moe is not None:
         return None if takes_feed_forward(spec.moe, dtype) else "its experts have odd widths"
     if any(takes_mixer(layer.mixer) or takes_feed_forward(layer.feed_forward, dtype) for layer in spec.layers):
@@ -97,18 +90,18 @@ def obstacle(model: Decoder) -> str | None:
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention with a rope by halves, plain values and no own gate, or linear."""
+    """True if the kernels run this mixer: attention with values as wide as keys and no factor of them, or linear."""
     if not isinstance(spec, AttentionSpec):
         return isinstance(spec, DeltaNetSpec)
-    return not (spec.gate or spec.rope.interleaved or spec.value_dim or spec.value_scale != 1.0)
+    return not spec.value_dim and spec.value_scale == 1.0
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
-    """True if the kernels run this block: dense with SiLU and without biases, or experts that they take.
+    """True if the kernels run this block: dense with their activations and no biases, or experts that they take.
 
     Dense blocks may be in float32: in Triton's interpreter, on a CPU.
     """
-    return experts_take(spec, dtype) if isinstance(spec, MoESpec) else not spec.bias and spec.activation == "silu"
+    return experts_take(spec, dtype) if isinstance(spec, MoESpec) else not spec.bias and spec.activation != "gelu"
 
 
 #: Numbers of tokens for which the gated product of a dense layer is our own, with SiLU in its registers. Measured on an
@@ -124,18 +117,13 @@ class Unsummed(NamedTuple):
     parts_STN: torch.Tensor
     correction: Correction | None  # the adapters' part, not yet added
     partial: bool = False  # one rank's part of a sum over the ranks; without a correction
+    norm: RMSNorm | None = None  # norm of the result, before it is added to the residual stream
+    scale: float = 1.0  # factor of what is added
 
-
-class Queries(NamedTuple):
-    """Queries of an attention block, and the gates of its output before their sigmoid, if there are any."""
-
-    q_TQD: torch.Tensor
-    gate_TK: torch.Tensor | None
-
-    def select(self, at_S: torch.Tensor) -> Queries:
-        """Queries and gates of some tokens."""
-        gate_TK = self.gate_TK
-        return Queries(self.q_TQD.index_select(0, at_S), None if gate_TK is None else gate_TK.index_select(0, at_S))
+    @property
+    def plain(self) -> bool:
+        """True if the result is added to the residual stream as it is."""
+        return self.norm is None and self.scale == 1.0
 
 
 class FormattedProduct(NamedTuple):
@@ -160,8 +148,6 @@ class FusedDecoder:
     """
 
     def __init__(self, model: Decoder, deterministic: bool = False, plans: ExpertPlans = PLANS) -> None:
-        if not model.spec.plain_stream:
-            raise ValueError(f"the fused kernels do not run the residual stream of {model.spec.architecture}")
         if deterministic:
             one_order.check_deterministic(model.spec)
             if not model.group.one_order:
@@ -192,9 +178,7 @@ class FusedDecoder:
                 self._products[block.gate_up_proj] = _formatted(block.gate_up_proj, "silu", dtype)
                 self._products[block.down_proj] = _formatted(block.down_proj, "parts", dtype)
         dense = [block.spec for block in feed_forwards if isinstance(block, DenseFeedForward)]
-        self._gates = not deterministic and any(
-            gluon_experts.takes_gated(model.embed.device, dtype, spec.hidden, spec.intermediate) for spec in dense
-        )
+        self._gates = not deterministic and any(_gates_many(spec, model.embed.device, dtype) for spec in dense)
         self._kinds = tuple(dict.fromkeys(self._products.values()))
         # Parts of the step that is being launched:
         self._configs: dict[FormattedProduct, Config | None] = {}
@@ -219,7 +203,7 @@ class FusedDecoder:
             residual_TH, added = self._layer(last, residual_TH, added, context, len(before))
         else:
             residual_TH, added = self._last_layer(last, residual_TH, added, context, batch.wanted)
-        x_TH = self._norm(residual_TH, added, model.norm.weight)
+        x_TH = self._norm(residual_TH, added, model.norm)
         if batch.taps is not None and batch.wanted is None:
             batch.taps.take(len(model.layers), residual_TH)
         return x_TH
@@ -230,7 +214,7 @@ class FusedDecoder:
         config = linear_config(*head_product(self._model.spec), len(hidden_SH), self._deterministic)
         if config is None:
             return self._model.compute_logits(hidden_SH)
-        return linear(hidden_SH, self._model.lm_head, config, out_dtype=torch.float32)
+        return self._model.bounded(linear(hidden_SH, self._model.lm_head, config, out_dtype=torch.float32))
 
     def kernel_sizes(self) -> list[int]:
         """Numbers of tokens up to which a step runs by the same products and kernels of experts, ascending.
@@ -258,7 +242,7 @@ class FusedDecoder:
         if positions.dim() == 1 and batch.images is None:
             token = None if model.spec.shard is None else model.spec.kept_vocab.start
             tables = (model.embed, rope.inv_freq_D, rope.sign_D)
-            residual_TH, cos_sin = embed_rope(token_ids_T, positions, *tables, token)
+            residual_TH, cos_sin = embed_rope(token_ids_T, positions, *tables, token, model.embed_scale)
             return residual_TH if token is None else model.group.all_reduce(residual_TH), cos_sin
         residual_TH = model.embedded(token_ids_T)
         return residual_TH if batch.images is None else batch.images.replace_in(residual_TH), rope(positions)
@@ -278,7 +262,7 @@ class FusedDecoder:
         self, layer: DecoderLayer, residual_TH: torch.Tensor, last: Unsummed | None, context: StepContext, index: int
     ) -> tuple[torch.Tensor, Unsummed | None]:
         """One layer. `last`: product of the layer before, not yet added. Returns the residual and its own `last`."""
-        x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
+        x_TH = self._norm(residual_TH, last, layer.mixer_norms.before)
         if context.batch.taps is not None:  # the norm has added what was left
             context.batch.taps.take(index, residual_TH)
         mixed: Unsummed | None
@@ -289,7 +273,7 @@ class FusedDecoder:
             queries = self._queries(layer.mixer, x_TH, context)
             mixed = self._attention(layer, queries, context.batch, context.kv, residual_TH)
         else:
-            mixed = Unsummed(layer.mixer(x_TH, context).value()[None], None)
+            mixed = _unsummed(layer.mixer(x_TH, context).value()[None], layer, layer.mixer_norms)
         return self._feed_forward(layer, residual_TH, mixed, context)
 
     def _last_layer(
@@ -302,7 +286,7 @@ class FusedDecoder:
     ) -> tuple[torch.Tensor, Unsummed | None]:
         """As `_layer`: keys and values of all tokens, and everything else of the wanted ones alone."""
         assert isinstance(layer.mixer, Attention)
-        x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
+        x_TH = self._norm(residual_TH, last, layer.mixer_norms.before)
         if context.batch.taps is not None:
             context.batch.taps.take(len(self._model.layers) - 1, residual_TH)
         queries = self._queries(layer.mixer, x_TH, context).select(wanted.at_S)
@@ -318,36 +302,44 @@ class FusedDecoder:
     ) -> tuple[torch.Tensor, Unsummed | None]:
         """The second half of a layer. Returns the residual with `mixed`, and what is left to add of the layer."""
         feed_forward, fused = layer.feed_forward, layer.feed_forward in self._fused
+        norms = layer.feed_forward_norms
         experts = self._experts if fused and isinstance(feed_forward, SparseFeedForward) else None
         if experts is not None:
             normed_TH = None
             parts = None if mixed is None else mixed.parts_STN
-            if mixed is not None and mixed.partial:
+            if norms.before is None or (mixed is not None and not mixed.plain):
+                normed_TH = self._norm(residual_TH, mixed, norms.before)
+            elif mixed is not None and mixed.partial:
                 if experts.joins_norm(len(residual_TH)):
                     parts = self._all_reduced(mixed.parts_STN, residual_TH.dtype)
                 else:
-                    normed_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight)
+                    normed_TH = self._norm(residual_TH, mixed, norms.before)
             residual_TH, parts = experts.run(layer, residual_TH, parts, context.batch.experts, normed_TH)
-            return residual_TH, Unsummed(parts, None, self._model.spec.shard is not None)
-        x_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight)
+            return residual_TH, _unsummed(parts, layer, norms, self._model.spec.shard is not None)
+        x_TH = self._norm(residual_TH, mixed, norms.before)
         if not fused:
-            return residual_TH, Unsummed(feed_forward(x_TH, context).value()[None], None)
+            return residual_TH, _unsummed(feed_forward(x_TH, context).value()[None], layer, norms)
         assert isinstance(feed_forward, DenseFeedForward)
-        index, adapters = feed_forward.layer, context.batch.adapters
+        adapters = context.batch.adapters
         gated_TI = self._gated(x_TH, feed_forward, adapters)
-        return residual_TH, self._output("down", gated_TI, feed_forward.down_proj, index, adapters, residual_TH)
+        return residual_TH, self._output("down", gated_TI, layer, adapters, residual_TH)
 
-    def _norm(self, residual_TH: torch.Tensor, added: Unsummed | None, weight_H: torch.Tensor) -> torch.Tensor:
-        spec = self._model.spec
+    def _norm(self, residual_TH: torch.Tensor, added: Unsummed | None, norm: RMSNorm | None) -> torch.Tensor:
+        """The norm of the residual stream, or that itself, once what is left is added to it."""
+        spec, weight_H = self._model.spec, None if norm is None else norm.weight
         if added is None:
+            if weight_H is None:
+                return residual_TH
             return add_rms_norm(residual_TH, None, weight_H, spec.eps, None, spec.unit_offset)
-        parts, correction, partial = added
-        if partial:
+        parts = added.parts_STN
+        if added.partial:
             peers = self._model.group.peers_for(len(residual_TH), spec.hidden, residual_TH.dtype)
-            if peers is not None:
+            if peers is not None and added.plain and weight_H is not None:
                 return all_reduce_norm(residual_TH, parts, weight_H, spec.eps, peers, spec.unit_offset)
             parts = self._all_reduced(parts, residual_TH.dtype)
-        return add_rms_norm(residual_TH, parts, weight_H, spec.eps, correction, spec.unit_offset)
+        output_weight_H = None if added.norm is None else added.norm.weight
+        how = (spec.eps, added.correction, spec.unit_offset, output_weight_H, added.scale)
+        return add_rms_norm(residual_TH, parts, weight_H, *how)
 
     def _all_reduced(self, parts_STH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of the parts over all ranks, as one part."""
@@ -378,77 +370,72 @@ class FusedDecoder:
 
     def _output(
         self,
-        name: Product,
+        name: Literal["o", "down"],
         x_TK: torch.Tensor,
-        module: Linear,
-        layer: int,
+        layer: DecoderLayer,
         adapters: StepAdapters | None,
         residual_TH: torch.Tensor,
-        later: bool = True,
     ) -> Unsummed | None:
         """The last product of a block, and its bias. Of many tokens it is added to the residual stream: then None.
 
         Of a shard it is this rank's part of a sum, to which the first rank adds the bias.
         """
+        block: Attention | DeltaNet | DenseFeedForward
+        if name == "o":
+            assert isinstance(layer.mixer, Attention | DeltaNet)
+            block, module, norms = layer.mixer, layer.mixer.o_proj, layer.mixer_norms
+        else:
+            assert isinstance(layer.feed_forward, DenseFeedForward)
+            block, module, norms = layer.feed_forward, layer.feed_forward.down_proj, layer.feed_forward_norms
         cublas = self._configs[self._products[module]] is None
-        if cublas and adapters is None and len(x_TK) >= ADDED_FROM and not module.partial:
+        plain = norms.after is None and layer.spec.residual_scale == 1.0
+        if cublas and plain and adapters is None and len(x_TK) >= ADDED_FROM and not module.partial:
             if module.bias is not None:
                 residual_TH += module.bias
             residual_TH.addmm_(x_TK, dense(module.stored, x_TK.dtype).T)
             return None
-        result = self._product(name, x_TK, module, layer, adapters, later)
+        # Experts take the sum of a mixer's parts: nothing may be added to it later.
+        experts = layer.feed_forward in self._fused and isinstance(layer.feed_forward, SparseFeedForward)
+        later = name == "down" or not experts
+        result = self._product(name, x_TK, module, block.layer, adapters, later)
         if module.bias is not None and (not module.partial or self._model.group.rank == 0):
             result.parts_STN[0] += module.bias
-        return result
+        return result._replace(norm=norms.after, scale=layer.spec.residual_scale)
 
     def _gated(self, x_TH: torch.Tensor, block: DenseFeedForward, adapters: StepAdapters | None) -> torch.Tensor:
         """The gated input of the down product, [T, I]."""
         config, weights = self._configs[self._products[block.gate_up_proj]], block.gate_up_proj.stored
-        if adapters is not None:  # they correct the input of SiLU, so it cannot be a part of the product
+        activation = block.spec.activation
+        assert activation != "gelu", "takes_feed_forward"
+        if adapters is not None:  # they correct the input of the activation, so it cannot be a part of the product
             beside = _adds_later(adapters, block.layer, "gate_up")
             if config is None:
                 gate_up = F.linear(x_TH, dense(weights, x_TH.dtype))
             else:
                 gate_up = linear(x_TH, weights, config, beside=beside)
-            return silu_mul(gate_up, _correct(adapters, block.layer, "gate_up", gate_up, x_TH, beside))
+            correction = _correct(adapters, block.layer, "gate_up", gate_up, x_TH, beside)
+            return gated(gate_up, correction, activation)
         if config is not None:
-            return gate_up_silu(x_TH, weights, config)
+            return gated_linear(x_TH, weights, config, activation)
         weight_2IH = dense(weights, x_TH.dtype)
-        if self._tiles is not None and gluon_experts.takes_gated(
-            x_TH.device, x_TH.dtype, block.spec.hidden, block.spec.intermediate
-        ):
+        if self._tiles is not None and _gates_many(block.spec, x_TH.device, x_TH.dtype):
             return gluon_experts.dense(x_TH, self._tiles, weight_2IH, silu=True, at_once=8)
-        return silu_mul(F.linear(x_TH, weight_2IH))
+        return gated(F.linear(x_TH, weight_2IH), None, activation)
 
     def _queries(self, attention: Attention, x_TH: torch.Tensor, context: StepContext) -> Queries:
         """Queries of the attention block and their gates; writes this layer's keys and values."""
-        spec, batch = attention.spec, context.batch
-        cache, cos_sin = context.kv.layer(attention.kv_index), context.cos_sin[attention.rope]
-        if spec.qk_norm != "full" and spec.clip_qkv is None:
-            gates_TQD = x_TH.new_empty(len(x_TH), spec.heads, spec.head_dim) if spec.query_gate else None
-            later = gates_TQD is None
-            parts, correction, _ = self._product(
-                "qkv", x_TH, attention.qkv_proj, attention.layer, batch.adapters, later
-            )
-            q_TQD = finish_qkv(
-                parts,
-                attention.qkv_proj.bias,
-                attention.qk_norm_weight if spec.qk_norm == "head" else None,
-                spec.eps,
-                *cos_sin,
-                batch.kv_slots_T,
-                cache.k_PSGD,
-                cache.v_PSGD,
-                spec.heads,
-                cache.scales_P2GS,
-                x_TH.dtype,
-                correction,
-                spec.unit_offset,
-                gates_TQD,
-            )
-            gate_TK = None if gates_TQD is None else gates_TQD.flatten(1)
+        batch, cache = context.batch, context.kv.layer(attention.kv_index)
+        cos_sin = context.cos_sin[attention.rope]
+        if attention.spec.qk_norm == "full" and attention.spec.shard is not None:
+            slots_T = batch.kv_slots_T.long()
+            q_TQD, gate_TK = attention.project(x_TH, cos_sin, slots_T, cache, batch.adapters)
         else:
-            q_TQD, gate_TK = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
+            later = takes_corrections(attention.spec)
+            product = self._product("qkv", x_TH, attention.qkv_proj, attention.layer, batch.adapters, later)
+            given = (product.parts_STN, cos_sin, batch.kv_slots_T, cache, x_TH.dtype, product.correction)
+            q_TQD, gate_TK = finish_queries(attention, *given)
+        if attention.gate_proj is not None:
+            gate_TK = attention.gate_proj(x_TH)
         return Queries(attention.grown(q_TQD, batch), gate_TK)
 
     def _attention(
@@ -463,8 +450,7 @@ class FusedDecoder:
         else:
             out_TQD = attention.attend(queries.q_TQD, batch, cache)
         out_TK = gate_output(out_TQD.flatten(1), queries.gate_TK)
-        later = self._adds_to_mixers(layer)
-        return self._output("o", out_TK, attention.o_proj, attention.layer, batch.adapters, residual_TH, later)
+        return self._output("o", out_TK, layer, batch.adapters, residual_TH)
 
     def _linear_attention(
         self,
@@ -484,12 +470,17 @@ class FusedDecoder:
         if adapters is not None:
             adapters.add(mixer.layer, "in", inputs_TN, x_TH)
         gated_TV = mixer.mix(inputs_TN, context, one_by_one=self._deterministic)
-        later = self._adds_to_mixers(layer)
-        return self._output("o", gated_TV, mixer.o_proj, mixer.layer, adapters, residual_TH, later)
+        return self._output("o", gated_TV, layer, adapters, residual_TH)
 
-    def _adds_to_mixers(self, layer: DecoderLayer) -> bool:
-        """Whether something may be added later to the output of a layer's mixer: experts take the sum of its parts."""
-        return not (layer.feed_forward in self._fused and isinstance(layer.feed_forward, SparseFeedForward))
+
+def _unsummed(parts_STN: torch.Tensor, layer: DecoderLayer, norms: Norms, partial: bool = False) -> Unsummed:
+    """The output of a block of this layer, in parts."""
+    return Unsummed(parts_STN, None, partial, norms.after, layer.spec.residual_scale)
+
+
+def _gates_many(spec: DenseSpec, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our own kernel runs the gated product of a dense block in steps of `GATED` tokens."""
+    return spec.activation == "silu" and gluon_experts.takes_gated(device, dtype, spec.hidden, spec.intermediate)
 
 
 #: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.

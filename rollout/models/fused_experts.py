@@ -7,8 +7,6 @@
 
 Shared experts that are stored with the others are some of them here: the last choices of every token.
 
-`FusedDecoder` runs them, and `DecoderWithFusedExperts` where torch runs everything else; there the norm is torch's.
-
 The experts read the router's results before the kernels between the two have ended. So every kernel launched there must
 wait for the one before it. The kernels read the parameters themselves: the next step sees whatever is copied into them.
 
@@ -23,7 +21,7 @@ from typing import cast
 
 import torch
 from rollout_kernels.linear.table import MOST_ROWS, linear_config
-from rollout_kernels.linear.triton_linear import gate_up_silu, linear
+from rollout_kernels.linear.triton_linear import gated_linear, linear
 from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, padded_from, run_experts, table_entry
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import last_pairs
@@ -33,7 +31,7 @@ from rollout_kernels.moe.triton_router import MANY_TOKENS, Record, Routing, moe_
 from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
-from rollout.models.batch import AttentionBatch, ExpertRecord, KVCache
+from rollout.models.batch import ExpertRecord
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.deterministic import shared_products
 from rollout.models.layers import SharedExpert, SparseFeedForward
@@ -238,35 +236,8 @@ class FusedExperts:
         }
         gate_up, down, gate = (configs[f"shared {name}"] for name in ("gate_up", "down", "gate"))
         assert gate_up is not None and down is not None and gate is not None, "check_deterministic"
-        y_TH = linear(gate_up_silu(x_TH, shared.gate_up_proj.stored, gate_up), shared.down_proj.stored, down)
+        y_TH = linear(gated_linear(x_TH, shared.gate_up_proj.stored, gate_up), shared.down_proj.stored, down)
         return y_TH if shared.gate is None else y_TH * torch.sigmoid(linear(x_TH, shared.gate.weight, gate))
-
-
-class DecoderWithFusedExperts:
-    """Steps of a `Decoder` by torch, with its experts by the kernels: for residual streams `FusedDecoder` has not.
-
-    Nothing is read on the host, so that steps can be captured. It shares the parameters of the model.
-    """
-
-    def __init__(self, model: Decoder, plans: ExpertPlans = PLANS) -> None:
-        self._model, self._experts = model, FusedExperts.of_model(model, plans=plans)
-
-    def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
-        """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""
-        self._experts.begin_step(len(token_ids_T))
-        return self._model.forward(token_ids_T, batch, kv, self._experts.output)
-
-    def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
-        """Logits of selected hidden states, float32 [S, V]."""
-        return self._model.compute_logits(hidden_SH)
-
-    def kernel_sizes(self) -> list[int]:
-        """Numbers of tokens up to which a step runs by the same kernels of experts, ascending."""
-        return self._experts.sizes()
-
-    def take_chosen(self) -> list[torch.Tensor]:
-        """Experts of each sparse layer, int32 [T, K], of the step that was just captured; a replay writes them anew."""
-        return self._experts.take_chosen()
 
 
 def _record(block: SparseFeedForward, tokens: int, kept: ExpertRecord | None) -> Record | None:

@@ -1021,13 +1021,6 @@ class ModelSpec:
         return Cut(0, self.vocab, ((self.kept_vocab.start, self.kept_vocab.stop),))
 
     @functools.cached_property
-    def plain_stream(self) -> bool:
-        """True if the residual stream is Llama's: norms before blocks, and no factor or bound anywhere."""
-        plain_layers = all(layer.norms == "before" and layer.residual_scale == 1.0 for layer in self.layers)
-        plain_ends = self.embed_scale == self.logit_divisor == 1.0 and self.logit_softcap is None
-        return plain_layers and plain_ends
-
-    @functools.cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers with KV, ascending."""
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, KVMixerSpec))

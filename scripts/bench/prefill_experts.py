@@ -61,7 +61,7 @@ from rollout_kernels.moe.triton_group_pairs import group_pairs
 from rollout_kernels.moe.triton_grouped_experts import GroupedConfig, combine, grouped_down, grouped_gate_up
 from rollout_kernels.moe.triton_padded_groups import gather_sum, pad_groups, spread_rows
 from rollout_kernels.moe.triton_router import Routing, moe_choose
-from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, silu_mul
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, gated
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
@@ -289,7 +289,7 @@ def bench_dense(quick: bool) -> None:
                 return {"us": us, "tflops": work / us / 1e6, "error": error}
 
             def by_cublas(x=x, w=w, silu=silu):
-                return silu_mul(F.linear(x, w)) if silu else F.linear(x, w)
+                return gated(F.linear(x, w)) if silu else F.linear(x, w)
 
             facts = {"product": name, "tokens": tokens}
             attempt("dense", {"candidate": "cuBLAS", **facts}, lambda run=by_cublas, m=measured: m(run))

@@ -36,6 +36,7 @@ from rollout_kernels.attention.triton_gathered_items import prefill_items
 from rollout_kernels.attention.triton_latent_decode import decode_latents, plan_latent_work
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.common import triton_math
+from rollout_kernels.common.triton_math import Activation
 from rollout_kernels.delta import Spans, triton_conv, triton_rule
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
 from rollout_kernels.linear.coded import CodedMatrix, scales_shape
@@ -75,6 +76,7 @@ class Shape(NamedTuple):
     vocab: int
     experts: int = 0
     top_k: int = 0
+    activation: Activation = "silu"
 
 
 DENSE = Shape(4096, 32, 8, 128, 12288, 151936)  # Qwen3-8B
@@ -87,7 +89,8 @@ OTHERS = {
     "glm-4.5-air": Shape(4096, 96, 8, 128, 1408, 151552, 128, 8),
     "moonlight-16b-a3b": Shape(2048, 16, 16, 192, 1408, 163840, 64, 6),
     "olmo-3-7b": Shape(4096, 32, 32, 128, 11008, 100278),
-    "gemma-3-12b": Shape(3840, 16, 8, 256, 15360, 262208),
+    "gemma-3-12b": Shape(3840, 16, 8, 256, 15360, 262208, activation="gelu_tanh"),
+    "glm-4-9b": Shape(4096, 32, 2, 128, 13696, 151552),
 }
 HALF = Shape(2048, 16, 2, 128, 384, 75968, 128, 8)  # Qwen3-30B-A3B on each of two GPUs
 Case = tuple[str, Callable[[], Any]]
@@ -159,13 +162,14 @@ def products(shape: Shape, rows: int) -> Iterator[Case]:
     for name, outputs, inputs, kind in kinds:
         config = linear_config(outputs, inputs, kind, rows)
         x, w, silu = empty(rows, inputs), empty(outputs, inputs), kind == "silu"
+        act = shape.activation if silu else None
         out = outputs // 2 if silu else outputs
         if config is not None:
             to = floats(config.split, rows, out)
-            yield f"product {name}", lambda a=(x, w, to, out, config, silu): triton_linear.multiply_into(*a)
+            yield f"product {name}", lambda a=(x, w, to, out, config, act): triton_linear.multiply_into(*a)
         to = empty(rows, out) if silu else floats(2, rows, out)
         for block_n in (64, 192):
-            sizes = (block_n, 64, 1 if kind != "parts" else 2, 4, 6, MULTIPROCESSORS, silu)
+            sizes = (block_n, 64, 1 if kind != "parts" else 2, 4, 6, MULTIPROCESSORS, act)
             yield f"product {name}, streamed", lambda a=(x, w, to, out, *sizes): gluon_linear.stream(*a)
         for format in formats.FORMATS:
             config = (
@@ -177,11 +181,11 @@ def products(shape: Shape, rows: int) -> Iterator[Case]:
                 to, codes = floats(config.split, rows, out), coded(outputs, inputs, format, silu)
                 yield (
                     f"product {name}, {format}",
-                    lambda a=(x, codes, to, out, config, silu): triton_linear.multiply_into(*a),
+                    lambda a=(x, codes, to, out, config, act): triton_linear.multiply_into(*a),
                 )
-        if rows <= triton_gemv.MOST_ROWS:
-            by_output = triton_gemv.GemvConfig(at_once=4 if silu else 8)
-            yield f"product {name}, by output", lambda a=(x, w, to, out, by_output, silu): triton_gemv.gemv(*a)
+        by_output = triton_gemv.GemvConfig(at_once=4 if silu else 8)
+        if triton_gemv.takes(x, w, by_output):
+            yield f"product {name}, by output", lambda a=(x, w, to, out, by_output, act): triton_gemv.gemv(*a)
 
 
 def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
@@ -218,7 +222,11 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
             row_ids, slots, empty(shape.vocab, shape.hidden), floats(shape.dim), floats(shape.dim)
         ),
     )
-    yield "norm", lambda: triton_elementwise.add_rms_norm(residual, floats(2, rows, shape.hidden), norm, 1e-6)
+    parts = floats(2, rows, shape.hidden)
+    yield "norm", lambda: triton_elementwise.add_rms_norm(residual, parts, norm, 1e-6)
+    for after in (None, norm):
+        outer = (residual, parts, after, 1e-6, None, True, norm, 0.5)
+        yield "norm of the output", lambda a=outer: triton_elementwise.add_rms_norm(*a)
     for ranks in (2, 8):
         for flagged, form in ((False, "words"), (True, "rows")):
             sizes, dtype = buffer_layout(ranks, rows, shape.hidden // 2, flagged)
@@ -228,7 +236,8 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
             yield f"sum over {ranks} ranks, {form}", lambda a=(residual[None], peers): all_reduce_rows(*a)
     tower = empty(rows, 3, 16, 72)[:, :2].flatten(1, 2), floats(rows, 72), floats(rows, 72)
     yield "turn heads", lambda: triton_turn.turn_heads(*tower)
-    yield "silu", lambda: triton_elementwise.silu_mul(empty(rows, 2 * shape.inner))
+    gate_up = empty(rows, 2 * shape.inner)
+    yield "gated", lambda: triton_elementwise.gated(gate_up, None, shape.activation)
     for coded in (False, True):
         cache = empty(64, PAGE, shape.kv_heads, shape.dim, dtype=torch.uint8 if coded else torch.bfloat16)
         scales = floats(64, 2, shape.kv_heads, PAGE) if coded else None
@@ -242,6 +251,10 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
         gates = empty(rows, shape.heads, shape.dim)
         gated = (floats(1, rows, width + shape.heads * shape.dim), None, heads, 1e-6, cos, cos, *to, None, True, gates)
         yield f"finish q/k/v with gates{name}", lambda a=gated: triton_elementwise.finish_qkv(*a)
+        biased = (parts, empty(width), None, 1e-6, cos, cos, *to, None, False, None)
+        norms = (empty(shape.heads * shape.dim), empty(shape.kv_heads * shape.dim))
+        for what, rest in (("all heads together", (norms, 8.0, False)), ("neighbours turn", (None, None, True))):
+            yield f"finish q/k/v, {what}{name}", lambda a=(*biased, *rest): triton_elementwise.finish_qkv(*a)
         for window in (None, 1024):
             also = f"{name}{', window' if window else ''}"
             yield f"decode attention{also}", lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a)
@@ -345,7 +358,7 @@ def adapters(shape: Shape, rows: int) -> Iterator[Case]:
     config = linear_config(2 * inner, shape.hidden, "silu", rows)
     if config is not None:  # without SiLU, which comes after the corrections
         whole = (empty(rows, shape.hidden), empty(2 * inner, shape.hidden), empty(rows, 2 * inner), 2 * inner)
-        yield "adapters, product gate_up", lambda a=(*whole, config, False, True): triton_linear.multiply_into(*a)
+        yield "adapters, product gate_up", lambda a=(*whole, config, None, True): triton_linear.multiply_into(*a)
 
 
 def added_later(shape: Shape, rows: int, rank: int, name: str, inputs: int, ends: tuple[int, ...]) -> Iterator[Case]:
@@ -363,7 +376,7 @@ def added_later(shape: Shape, rows: int, rank: int, name: str, inputs: int, ends
     if name == "qkv":
         yield label, lambda: triton_elementwise.finish_qkv(parts, None, empty(2, shape.dim), 1e-6, *to)
     elif name == "gate_up":
-        yield label, lambda: triton_elementwise.silu_mul(empty(rows, ends[-1]), correction)
+        yield label, lambda: triton_elementwise.gated(empty(rows, ends[-1]), correction)
     else:
         yield label, lambda: triton_elementwise.add_rms_norm(residual, parts, empty(shape.hidden), 1e-6, correction)
 

@@ -27,7 +27,7 @@ import torch
 from rollout_kernels.linear.coded import CodedMatrix, Weights, scales_shape
 from rollout_kernels.linear.products import product
 from rollout_kernels.linear.table import Config, Kind, linear_config
-from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.triton_linear import gated_linear, linear, linear_parts
 from rollout_kernels.moe.formats import FORMATS, Format, scale_dtype
 
 from scripts.bench.cuda_timing import graph_us, read_bandwidth
@@ -63,7 +63,9 @@ def measure(
     plain = (torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies))
     weights: list[Weights] = [each if format == "plain" else coded(each, kind, format) for each in plain]
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-    run: Callable[..., torch.Tensor] = {"silu": gate_up_silu, "whole": linear, "parts": linear_parts}[kind]
+    ways_to_run: dict[Kind, Callable[..., torch.Tensor]]
+    ways_to_run = {"silu": gated_linear, "whole": linear, "parts": linear_parts}
+    run = ways_to_run[kind]
     exact = _exact(x, weights[0], kind)
     table = linear_config(outputs, inputs, kind, rows, format=format)
     tried = candidates(outputs, inputs, rows, kind, ways)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from rollout_kernels.linear import table as linear_table
 from rollout_kernels.linear.table import Config, Kind, linear_config
-from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.triton_linear import gated_linear, linear, linear_parts
 from triton.runtime.errors import OutOfResources
 
 from rollout.models.batch import AttentionBatch, KVCache
@@ -36,7 +36,7 @@ from scripts.bench.peers.ours_engine import load_random
 
 _PAGE = 16
 _FINALISTS, _TURNS, _REPLAYS = 5, 6, 6
-_RUN: dict[Kind, Callable[..., torch.Tensor]] = {"parts": linear_parts, "whole": linear, "silu": gate_up_silu}
+_RUN: dict[Kind, Callable[..., torch.Tensor]] = {"parts": linear_parts, "whole": linear, "silu": gated_linear}
 
 Product = tuple[int, int, Kind]
 

@@ -22,7 +22,7 @@ pointers to device functions in named tuples that they make themselves. Triton 3
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -30,6 +30,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
+#: Activations of a gate that the kernels have: SiLU, and GELU with tanh in the place of erf.
+Activation = Literal["silu", "gelu_tanh"]
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -137,3 +139,13 @@ def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
         return gate / (1.0 + tl.exp(-alpha * gate)) * up
     else:
         return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    """The `Activation` of float32 gates."""
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    else:
+        # (1 + tanh(u)) / 2 is the sigmoid of 2 u; here u = sqrt(2 / pi) (g + 0.044715 g^3).
+        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))

@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rollout_kernels.common.device import is_hopper
 from rollout_kernels.common.gluon_copy import load_tile, meet
-from rollout_kernels.common.triton_math import follow_options
+from rollout_kernels.common.triton_math import Activation, follow_options
 from rollout_kernels.linear.coded import CodedMatrix, Weights, scale_block, stored
 from rollout_kernels.linear.triton_half_rows import half_rows
 
@@ -68,22 +68,25 @@ def _coded_column(
 
 
 @gluon.jit
-def _ask(w_desc, full, w_smem, place, tile, k, here, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr, SILU: gl.constexpr):
+def _ask(w_desc, full, w_smem, place, tile, k, here, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr, GATED: gl.constexpr):
     """Start the copies of a tile's weights to a stage of the ring; gate and up rows alternate, eight of each."""
     for block in gl.static_range(BLOCKS):
         to = w_smem.index(place * BLOCKS + block)
-        if SILU:
+        if GATED:
             load_tile(w_desc, [(tile * BLOCKS + block) * (BLOCK_N // 16), 0, 0, k], full.index(place), to, here)
         else:
             load_tile(w_desc, [(tile * BLOCKS + block) * BLOCK_N, k], full.index(place), to, here)
 
 
 @gluon.jit
-def _store(out_ptr, acc, block, part, first_row, rows, N, SILU: gl.constexpr):
+def _store(out_ptr, acc, block, part, first_row, rows, N, ACTIVATION: gl.constexpr):
     """Write the sums of a block of weight rows, [BLOCK_N, BLOCK_M]."""
-    if SILU:  # a thread holds the sums of gate row r and of up row r, which is row r + 8 of the tile
+    if ACTIVATION is not None:  # a thread holds the sums of gate row r and of up row r, which is row r + 8 of the tile
         gate, up = acc.reshape([acc.shape[0] // 16, 2, 8, acc.shape[1]]).permute((0, 2, 3, 1)).split()
-        acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape([acc.shape[0] // 2, acc.shape[1]])
+        power = gate
+        if ACTIVATION == "gelu_tanh":  # as `triton_math.activated`: a function of Triton has no place in Gluon
+            power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        acc = (gate / (1.0 + gl.exp(-power)) * up).reshape([acc.shape[0] // 2, acc.shape[1]])
     LAYOUT: gl.constexpr = acc.type.layout
     n = block * acc.shape[0] + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
     m = first_row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
@@ -147,7 +150,7 @@ def _scales(
     k,
     N,
     BLOCK_N: gl.constexpr,
-    SILU: gl.constexpr,
+    GATED: gl.constexpr,
     SCALE_ROWS: gl.constexpr,
     SCALE_COLUMNS: gl.constexpr,
     K: gl.constexpr,
@@ -155,7 +158,7 @@ def _scales(
 ):
     """The scales of a tile's weight rows from column `k`, [BLOCK_N]."""
     r = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-    if SILU:
+    if GATED:
         row = gl.minimum(tile * (BLOCK_N // 2) + r // 16 * 8 + r % 8, N - 1) + r // 8 % 2 * N
     else:
         row = gl.minimum(tile * BLOCK_N + r, N - 1)
@@ -179,7 +182,7 @@ def _coded_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     SPLIT: gl.constexpr,
-    SILU: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     STAGES: gl.constexpr,
     BESIDE: gl.constexpr,
     STAGGER: gl.constexpr,
@@ -190,6 +193,7 @@ def _coded_kernel(
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     first_row = gl.program_id(1) * BLOCK_M
+    GATED: gl.constexpr = ACTIVATION is not None
     STEPS: gl.constexpr = K // (BLOCK_K * SPLIT)
     LOADED: gl.constexpr = BLOCK_N * BLOCK_K + BLOCK_M * BLOCK_K * x_desc.dtype.primitive_bitwidth // 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
@@ -204,7 +208,7 @@ def _coded_kernel(
     for stage in gl.static_range(STAGES - 1):
         tile, k = _coded_column(stage, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
         mbarrier.expect(full.index(stage), LOADED, stage < steps)
-        _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, 1, SILU)
+        _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, 1, GATED)
     gdc_wait()
     if BESIDE:
         gdc_launch_dependents()
@@ -219,7 +223,7 @@ def _coded_kernel(
         for step in range(lap * STEPS, lap * STEPS + STEPS):
             place = step % STAGES
             tile, k = _coded_column(step, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
-            next_scale = _scales(scale_ptr, tile, k, N, BLOCK_N, SILU, SCALE_ROWS, SCALE_COLUMNS, K, MMA)
+            next_scale = _scales(scale_ptr, tile, k, N, BLOCK_N, GATED, SCALE_ROWS, SCALE_COLUMNS, K, MMA)
             mbarrier.wait(full.index(place), step // STAGES & 1)
             total = total + warpgroup_mma_wait(0, deps=(product,)) * scale[:, None]
             # The product of step - 1 has ended in all warps, so refill its stage. It read the registers of `w_tile`
@@ -229,7 +233,7 @@ def _coded_kernel(
             free = ahead % STAGES
             tile, k = _coded_column(ahead, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
             mbarrier.expect(full.index(free), LOADED, ahead < steps)
-            _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, 1, SILU)
+            _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, 1, GATED)
             load_tile(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
             codes = w_smem.index(place).reshape([BLOCK_N, BLOCK_K])
             if HALF:
@@ -243,7 +247,7 @@ def _coded_kernel(
             m = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))
             total = total * gl.load(x_scale_ptr + gl.minimum(m, rows - 1))[None, :]
         item = program + lap * programs
-        _store(out_ptr, total, item // SPLIT, item % SPLIT, first_row, rows, N, SILU)
+        _store(out_ptr, total, item // SPLIT, item % SPLIT, first_row, rows, N, ACTIVATION)
 
 
 @gluon.jit(do_not_specialize=["rows", "items"])
@@ -261,7 +265,7 @@ def _stream_kernel(
     BLOCKS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     SPLIT: gl.constexpr,
-    SILU: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     STAGES: gl.constexpr,
     BESIDE: gl.constexpr,
     STAGGER: gl.constexpr,
@@ -270,6 +274,7 @@ def _stream_kernel(
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     first_row = gl.program_id(1) * BLOCK_M
+    GATED: gl.constexpr = ACTIVATION is not None
     STEPS: gl.constexpr = K // (BLOCK_K * SPLIT)
     LOADED: gl.constexpr = (BLOCKS * BLOCK_N + BLOCK_M) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
@@ -284,7 +289,7 @@ def _stream_kernel(
     for stage in gl.static_range(STAGES - 2):
         tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
         mbarrier.expect(full.index(stage), LOADED, stage < steps)
-        _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, BLOCKS, SILU)
+        _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, BLOCKS, GATED)
     gdc_wait()
     if BESIDE:
         gdc_launch_dependents()
@@ -304,13 +309,13 @@ def _stream_kernel(
             free = ahead % STAGES
             tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
             mbarrier.expect(full.index(free), LOADED, ahead < steps)
-            _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, BLOCKS, SILU)
+            _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, BLOCKS, GATED)
             load_tile(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
             sums = _wait(sums, BLOCKS)
         sums = _wait(sums, 0)
         item = program + lap * programs
         for block in gl.static_range(BLOCKS):
-            _store(out_ptr, sums[block], item % tiles * BLOCKS + block, item // tiles, first_row, rows, N, SILU)
+            _store(out_ptr, sums[block], item % tiles * BLOCKS + block, item // tiles, first_row, rows, N, ACTIVATION)
 
 
 def stages(block_n: int, block_m: int, block_k: int, most: int, w_bytes: int = 2) -> int:
@@ -318,13 +323,13 @@ def stages(block_n: int, block_m: int, block_k: int, most: int, w_bytes: int = 2
     return max(3, min(most, 220_000 // (block_k * (block_n * w_bytes + 2 * block_m))))
 
 
-def takes(x_MK: torch.Tensor, weights: Weights, silu: bool) -> bool:
+def takes(x_MK: torch.Tensor, weights: Weights, gated: bool) -> bool:
     """True if the kernel can run: 16-bit activations on Hopper, in rows that the copy engine can address.
 
     Weights have the dtype of the activations, or are codes with scales of rows or of blocks.
     """
     w_NK = stored(weights)
-    if silu and w_NK.shape[0] % 16:  # gate and up rows are loaded eight at a time
+    if gated and w_NK.shape[0] % 16:  # gate and up rows are loaded eight at a time
         return False
     if not is_hopper(x_MK.device) or (isinstance(weights, CodedMatrix) and weights.format == "mxfp8"):
         return False
@@ -344,7 +349,7 @@ def stream(
     num_warps: int,
     num_stages: int,
     programs: int,
-    silu: bool,
+    activation: Activation | None,
     beside: bool = False,
     stagger: bool = False,
     half: bool = False,
@@ -369,7 +374,7 @@ def stream(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     bits = 8 * w_NK.element_size()
     swizzle = min(128, block_k * w_NK.element_size())  # no wider than a row of the tile
-    if silu:
+    if activation is not None:
         row = w_NK.stride(0)
         shape, strides = [outputs // 8, 2, 8, inputs], [8 * row, outputs * row, row, 1]
         paired = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=4)
@@ -383,7 +388,7 @@ def stream(
         "BLOCK_N": block,
         "BLOCK_K": block_k,
         "SPLIT": split,
-        "SILU": silu,
+        "ACTIVATION": activation,
         "STAGES": stages(block_n, block_m, block_k, num_stages, w_NK.element_size()),
         "BESIDE": beside,
         "STAGGER": stagger,

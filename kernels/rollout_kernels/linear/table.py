@@ -168,7 +168,7 @@ def linear_config(
     Args:
         outputs: rows of the weights; for `silu`, gate rows plus up rows.
         inputs: columns of the weights.
-        kind: `parts` may split K (`linear_parts`); `whole` (`linear`) and `silu` (`gate_up_silu`) may not.
+        kind: `parts` may split K (`linear_parts`); `whole` (`linear`) and `silu` (`gated_linear`) may not.
         rows: tokens of the product.
         deterministic: use the deterministic column.
         format: of the weights. Sums of `fp8_block` depend on the inputs of a tile, too.

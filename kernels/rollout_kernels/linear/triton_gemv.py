@@ -20,7 +20,15 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_coded_tiles import LANE_CODES, add_products, load_scales
-from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow, two_floats
+from rollout_kernels.common.triton_math import (
+    TRITON_DTYPES,
+    Activation,
+    activated,
+    follow,
+    follow_options,
+    narrow,
+    two_floats,
+)
 from rollout_kernels.linear.coded import CodedMatrix, Weights, stored
 
 #: The largest number of tokens.
@@ -32,7 +40,7 @@ _CODES = 512
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """Launch configuration. A program computes `num_warps * neurons` outputs (for `gate_up_silu`, pairs)."""
+    """Launch configuration. A program computes `num_warps * neurons` outputs (for `gated_linear`, pairs)."""
 
     split: int = 1  # parts of K
     neurons: int = 1  # outputs of a warp
@@ -53,7 +61,7 @@ def _gemv_kernel(
     STORED: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
-    SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     NEURONS: tl.constexpr,
@@ -62,7 +70,7 @@ def _gemv_kernel(
 ):
     block = tl.program_id(0) % blocks
     split = tl.program_id(0) // blocks
-    HALVES: tl.constexpr = 2 if SILU else 1
+    HALVES: tl.constexpr = 1 if ACTIVATION is None else 2
     READS: tl.constexpr = HALVES * NEURONS  # weight rows that a warp reads at the same time
     PART: tl.constexpr = STORED // SPLIT
     n = block * (ROWS * NEURONS) + tl.arange(0, ROWS)
@@ -112,11 +120,11 @@ def _gemv_kernel(
             output = n + neuron * ROWS
             if FORMAT == "fp8_row":
                 total *= tl.load(scale_ptr + tl.minimum(output, N - 1))
-            if SILU:
+            if ACTIVATION is not None:
                 up = tl.sum(sums[token * READS + NEURONS + neuron], axis=1)
                 if FORMAT == "fp8_row":
                     up *= tl.load(scale_ptr + tl.minimum(output, N - 1) + N)
-                total = total / (1.0 + tl.exp(-total)) * up
+                total = activated(total, ACTIVATION) * up
             at = (split * TOKENS + token).to(tl.int64) * N + output
             tl.store(out_ptr + at, narrow(total, out_ptr.dtype.element_ty), mask=output < N)
 
@@ -132,7 +140,14 @@ def takes(x_MK: torch.Tensor, weights: Weights, config: GemvConfig) -> bool:
     return rows <= MOST_ROWS and x_MK.dtype in (torch.bfloat16, torch.float16) and aligned and whole
 
 
-def gemv(x_MK: torch.Tensor, weights: Weights, out: torch.Tensor, outputs: int, config: GemvConfig, silu: bool) -> None:
+def gemv(
+    x_MK: torch.Tensor,
+    weights: Weights,
+    out: torch.Tensor,
+    outputs: int,
+    config: GemvConfig,
+    activation: Activation | None,
+) -> None:
     """Write a product to `out`, as `triton_linear.multiply_into` does."""
     assert takes(x_MK, weights, config), f"{config} does not fit {tuple(x_MK.shape)}"
     blocks = triton.cdiv(outputs, config.num_warps * config.neurons)
@@ -152,7 +167,7 @@ def gemv(x_MK: torch.Tensor, weights: Weights, out: torch.Tensor, outputs: int, 
         STORED=x_MK.shape[1] // packed,
         TOKENS=x_MK.shape[0],
         SPLIT=config.split,
-        SILU=silu,
+        ACTIVATION=activation,
         DTYPE=TRITON_DTYPES[x_MK.dtype],
         ROWS=config.num_warps,
         NEURONS=config.neurons,

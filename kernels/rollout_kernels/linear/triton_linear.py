@@ -2,7 +2,7 @@
 
     linear        out = x w^T            bf16 or float32 out, SPLIT = 1
     linear_parts  parts[s] = x_s w_s^T   float32 [SPLIT, M, N], summed by the consumer
-    gate_up_silu  out = silu(x g^T) * (x u^T) for w = [g; u]; half the rows of a tile are gate rows, half up rows
+    gated_linear  out = act(x g^T) * (x u^T) for w = [g; u]; half the rows of a tile are gate rows, half up rows
 
 An item is a tile of BLOCK_N weight rows and one of SPLIT parts of K. A fixed number of programs share the items. A
 program computes its items in one loop, so the loads of an item overlap with the product of the item before, and the
@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_coded_tiles import tile_operand
-from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
+from rollout_kernels.common.triton_math import Activation, activated, dot, follow, follow_options, narrow
 from rollout_kernels.linear import gluon_linear, triton_gemv
 from rollout_kernels.linear.coded import CodedMatrix, Weights, stored
 from rollout_kernels.linear.triton_gemv import GemvConfig
@@ -69,13 +69,13 @@ def _store_tile(
     N,
     BLOCK_M: tl.constexpr,
     OUT: tl.constexpr,
-    SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN_N: tl.constexpr,
 ):
     """Write the finished sums of an item, [BLOCK_N, BLOCK_M]; a tile has OUT outputs."""
-    if SILU:
+    if ACTIVATION is not None:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, OUT, BLOCK_M]), [1, 2, 0]))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        acc = activated(gate, ACTIVATION) * up
     n = tile * OUT + tl.arange(0, OUT)
     here = m[None, :] < rows
     if not EVEN_N:
@@ -94,10 +94,10 @@ def _tile(w_ptr, tile, begin, row, offset, N, K: tl.constexpr, OUT: tl.constexpr
 
 
 @triton.jit
-def _row_of_tile(tile, row, n, N, OUT: tl.constexpr, SILU: tl.constexpr):
+def _row_of_tile(tile, row, n, N, OUT: tl.constexpr, GATED: tl.constexpr):
     """The weight rows of a tile, [BLOCK_N]; rows past the end are the last row."""
     rows = tl.minimum(tile * OUT + row, N - 1)
-    if SILU:
+    if GATED:
         rows += n // OUT * N
     return rows
 
@@ -144,14 +144,15 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
-    SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EVEN_N: tl.constexpr,
     ONE_ITEM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    OUT: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    GATED: tl.constexpr = ACTIVATION is not None
+    OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     STEPS: tl.constexpr = K // (BLOCK_K * SPLIT)
     n = tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -161,7 +162,7 @@ def _linear_kernel(
     # Rows of a tile, relative to its first: OUT rows, or OUT gate rows and their OUT up rows.
     row = n % OUT
     offset = row[:, None].to(tl.int64) * K + k[None, :]
-    if SILU:
+    if GATED:
         offset += (n // OUT).to(tl.int64)[:, None] * N * K
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     follow()
@@ -170,7 +171,7 @@ def _linear_kernel(
         split = program // tiles
         begin = split * STEPS * BLOCK_K
         w = _tile(w_ptr, tile, begin, row, offset, N, K, OUT, EVEN_N)
-        w_rows = _row_of_tile(tile, row, n, N, OUT, SILU)
+        w_rows = _row_of_tile(tile, row, n, N, OUT, GATED)
         for step in tl.range(0, STEPS, num_stages=STAGES):
             w_tile = tl.load(w + step * BLOCK_K, eviction_policy="evict_first")
             x_tile = tl.load(x + begin + step * BLOCK_K, mask=live, other=0.0)
@@ -178,7 +179,7 @@ def _linear_kernel(
             acc = _add(acc, w_tile, x_tile, scale, FORMAT, BLOCK_N, BLOCK_K)
         if FORMAT == "fp8_row":
             acc *= _scales(scale_ptr, w_rows, 0, K, FORMAT, BLOCK_K)[:, None]
-        _store_tile(out_ptr, acc, tile, split, m, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
+        _store_tile(out_ptr, acc, tile, split, m, rows, N, BLOCK_M, OUT, ACTIVATION, EVEN_N)
     else:
         own_items = (items - program + programs - 1) // programs
         for i in tl.range(0, own_items * STEPS, num_stages=STAGES):
@@ -189,13 +190,13 @@ def _linear_kernel(
             w = _tile(w_ptr, tile, begin, row, offset, N, K, OUT, EVEN_N)
             w_tile = tl.load(w, eviction_policy="evict_first")
             x_tile = tl.load(x + begin, mask=live, other=0.0)
-            w_rows = _row_of_tile(tile, row, n, N, OUT, SILU)
+            w_rows = _row_of_tile(tile, row, n, N, OUT, GATED)
             scale = _scales(scale_ptr, w_rows, begin, K, FORMAT, BLOCK_K)
             acc = _add(acc, w_tile, x_tile, scale, FORMAT, BLOCK_N, BLOCK_K)
             if i % STEPS == STEPS - 1:
                 if FORMAT == "fp8_row":
                     acc *= scale[:, None]
-                _store_tile(out_ptr, acc, tile, split, m, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
+                _store_tile(out_ptr, acc, tile, split, m, rows, N, BLOCK_M, OUT, ACTIVATION, EVEN_N)
                 acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
 
 
@@ -203,14 +204,14 @@ def _block_m(rows: int) -> int:
     return min(128, max(16, triton.next_power_of_2(rows)))
 
 
-def _stages(config: LinearConfig, block_m: int, x_bytes: int, w_bytes: int, silu: bool) -> int:
+def _stages(config: LinearConfig, block_m: int, x_bytes: int, w_bytes: int, gated: bool) -> int:
     """The configured number of stages, or fewer if shared memory is too small. Results do not depend on it."""
     tile_bytes = config.block_k * (config.block_n * w_bytes + block_m * x_bytes)
     on_one = min(2, triton.cdiv(config.programs, _MULTIPROCESSORS))
     room = _SHARED_BYTES // on_one
     if w_bytes < x_bytes:
         # The decoded tile takes the place of one stage; gate and up cross from one half of the sums to the other.
-        room += tile_bytes - config.block_n * (config.block_k * x_bytes + (4 * block_m if silu else 0))
+        room += tile_bytes - config.block_n * (config.block_k * x_bytes + (4 * block_m if gated else 0))
     return max(1, min(config.num_stages, room // tile_bytes))
 
 
@@ -220,35 +221,35 @@ def multiply_into(
     out: torch.Tensor,
     outputs: int,
     config: LinearConfig | GemvConfig,
-    silu: bool,
+    activation: Activation | None = None,
     beside: bool = False,
 ) -> None:
     """Launch the kernel that `config` names; the ops below allocate its output.
 
     Args:
         x_MK: float32, bf16 or f16, contiguous in K.
-        weights: contiguous, in the dtype of x, or codes that are `in_step`; with `silu` gate rows, then up rows.
+        weights: contiguous, in the dtype of x, or codes that are `in_step`; with an activation gate rows, then up.
         out: [M, outputs] in any of these dtypes, or float32 [split, M, outputs].
-        outputs: number of outputs; with `silu` half the rows of the weights.
+        outputs: number of outputs; with an activation half the rows of the weights.
         config: launch configuration; the fallback is `triton_linear`'s own kernel where the named one cannot run.
-        silu: write `silu(gate) * up`.
+        activation: write `activation(gate) * up`; None: there are no gates.
         beside: the kernel that is launched next may read x before it waits for this product.
     """
     rows, inputs = x_MK.shape
     if isinstance(config, GemvConfig):
         if triton_gemv.takes(x_MK, weights, config):
-            triton_gemv.gemv(x_MK, weights, out, outputs, config, silu)
+            triton_gemv.gemv(x_MK, weights, out, outputs, config, activation)
             return
         config = LinearConfig(64, 64, config.split, 4, 8, _MULTIPROCESSORS)  # runs for every dtype
     assert inputs % (config.block_k * config.split) == 0, f"K = {inputs} is no multiple of {config}"
     block_m = _block_m(rows)
     if config.streamed:
-        if gluon_linear.takes(x_MK, weights, silu):
+        if gluon_linear.takes(x_MK, weights, activation is not None):
             shape = (config.block_n, config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
-            gluon_linear.stream(x_MK, weights, out, outputs, *shape, silu, beside, config.stagger, config.half)
+            gluon_linear.stream(x_MK, weights, out, outputs, *shape, activation, beside, config.stagger, config.half)
             return
         config = replace(config, block_n=config.block_n & -config.block_n)  # `_linear_kernel` needs a power of two
-    outputs_a_tile = config.block_n // 2 if silu else config.block_n
+    outputs_a_tile = config.block_n if activation is None else config.block_n // 2
     tiles = triton.cdiv(outputs, outputs_a_tile)
     items = tiles * config.split
     w_NK = stored(weights)
@@ -268,10 +269,10 @@ def multiply_into(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SPLIT=config.split,
-        SILU=silu,
+        ACTIVATION=activation,
         EVEN_N=outputs % outputs_a_tile == 0,
         ONE_ITEM=items <= config.programs,
-        STAGES=_stages(config, block_m, x_MK.element_size(), w_NK.element_size(), silu),
+        STAGES=_stages(config, block_m, x_MK.element_size(), w_NK.element_size(), activation is not None),
         num_warps=config.num_warps,
         **follow_options(x_MK.device),
     )
@@ -288,7 +289,7 @@ def linear(
     assert config.split == 1
     outputs = len(stored(weights))
     out_MN = torch.empty(x_MK.shape[0], outputs, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
-    multiply_into(x_MK, weights, out_MN, outputs, config, silu=False, beside=beside)
+    multiply_into(x_MK, weights, out_MN, outputs, config, beside=beside)
     return out_MN
 
 
@@ -298,14 +299,16 @@ def linear_parts(
     """Partial sums of `x @ w.T` over the `config.split` parts of K, float32 [S, M, N]."""
     outputs = len(stored(weights))
     parts_SMN = torch.empty(config.split, x_MK.shape[0], outputs, dtype=torch.float32, device=x_MK.device)
-    multiply_into(x_MK, weights, parts_SMN, outputs, config, silu=False, beside=beside)
+    multiply_into(x_MK, weights, parts_SMN, outputs, config, beside=beside)
     return parts_SMN
 
 
-def gate_up_silu(x_MK: torch.Tensor, weights: Weights, config: LinearConfig | GemvConfig) -> torch.Tensor:
-    """`silu(x @ g.T) * (x @ u.T)`, where `weights` holds all rows of g, then of u. Returns [M, I] in x's dtype."""
+def gated_linear(
+    x_MK: torch.Tensor, weights: Weights, config: LinearConfig | GemvConfig, activation: Activation = "silu"
+) -> torch.Tensor:
+    """`activation(x @ g.T) * (x @ u.T)`, where `weights` holds all rows of g, then of u: [M, I] in x's dtype."""
     assert config.split == 1
     outputs = len(stored(weights)) // 2
     out_MI = torch.empty(x_MK.shape[0], outputs, dtype=x_MK.dtype, device=x_MK.device)
-    multiply_into(x_MK, weights, out_MI, outputs, config, silu=True)
+    multiply_into(x_MK, weights, out_MI, outputs, config, activation)
     return out_MI

@@ -1,9 +1,9 @@
 """The operations between the matrix products of a decode step: one Triton kernel between two products.
 
-    add_rms_norm   residual += sum of partial products; returns the norm of the residual
+    add_rms_norm   residual += [factor *] [norm of] the sum of partial products; returns the norm of the residual
     finish_qkv     sum of partial products [+ bias], q/k norm, rope; writes keys and values [and gates of the queries],
                    returns queries
-    silu_mul       silu(gate) * up
+    gated          activation(gate) * up
     embed_rope     the first layer's input: embeddings of the tokens, cosines and sines of the positions
 
 For caches of e4m3 codes, `finish_qkv` quantises the keys and values that it would have stored.
@@ -28,6 +28,8 @@ from triton.language.extra.cuda import libdevice
 from rollout_kernels.common.triton_fp8 import e4m3_code, head_scale
 from rollout_kernels.common.triton_math import (
     INTERPRETED,
+    Activation,
+    activated,
     follow,
     follow_options,
     let_next_begin,
@@ -45,6 +47,7 @@ _EMBED_BLOCK = 1024
 def _add_rms_norm_kernel(
     parts_ptr,
     residual_ptr,
+    output_weight_ptr,
     weight_ptr,
     out_ptr,
     low_ptr,
@@ -52,9 +55,13 @@ def _add_rms_norm_kernel(
     adapters_ptr,
     rows,
     eps,
+    scale,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    OUTPUT_NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+    NORM: tl.constexpr,
     R: tl.constexpr,
     LOW_PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -64,7 +71,12 @@ def _add_rms_norm_kernel(
     h = tl.arange(0, BLOCK)
     live = h < H
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
-    weight = tl.load(weight_ptr + h, mask=live, other=0.0).to(tl.float32)
+    if NORM:
+        weight = tl.load(weight_ptr + h, mask=live, other=0.0).to(tl.float32)
+    if OUTPUT_NORM:
+        output_weight = tl.load(output_weight_ptr + h, mask=live, other=0.0).to(tl.float32)
+        if UNIT_OFFSET:
+            output_weight += 1.0
     if R > 0:
         adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
         b = b_ptr + ((adapter - 1).to(tl.int64) * H + h[:, None]) * R
@@ -82,57 +94,73 @@ def _add_rms_norm_kernel(
             added += expand_row(
                 first, b, takes, low_ptr + row * R, rows * R, tl.where(adapter > 0, R, 0), R, LOW_PARTS, AT_ONCE
             )
-        # Round as the unfused ops do: first the result of the product, then the residual.
-        stored = narrow(x + narrow(added, dtype).to(tl.float32), dtype)
+        # Round as the unfused ops do: first the result of the product, its norm, its factor, then the residual.
+        added = narrow(added, dtype).to(tl.float32)
+        if OUTPUT_NORM:
+            added = added * (1.0 / tl.sqrt(tl.sum(added * added) / H + eps)) * output_weight
+            added = narrow(added, dtype).to(tl.float32)
+        if SCALED:
+            added = narrow(added * scale, dtype).to(tl.float32)
+        stored = narrow(x + added, dtype)
         tl.store(residual_ptr + row * H + h, stored, mask=live)
         x = stored.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x) / H + eps)
-    if UNIT_OFFSET:
-        normed = x * scale * (weight + 1.0)
-    else:
-        normed = narrow(x * scale, dtype).to(tl.float32) * weight
-    tl.store(out_ptr + row * H + h, narrow(normed, dtype), mask=live)
+    if NORM:
+        unit = 1.0 / tl.sqrt(tl.sum(x * x) / H + eps)
+        if UNIT_OFFSET:
+            normed = x * unit * (weight + 1.0)
+        else:
+            normed = narrow(x * unit, dtype).to(tl.float32) * weight
+        tl.store(out_ptr + row * H + h, narrow(normed, dtype), mask=live)
 
 
 def add_rms_norm(
     residual_MH: torch.Tensor,
     parts_SMH: torch.Tensor | None,
-    weight_H: torch.Tensor,
+    weight_H: torch.Tensor | None,
     eps: float,
     correction: Correction | None = None,
     unit_offset: bool = False,
+    output_weight_H: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Add partial products and their correction to the residual stream, and normalise it.
 
     Args:
         residual_MH: changed in place; contiguous, in the model's dtype.
         parts_SMH: partial sums of a product, contiguous, or None to only normalise.
-        weight_H: weights of the norm.
-        eps: of the norm.
+        weight_H: weights of the norm; None: there is none.
+        eps: of the norms.
         correction: corrections that adapters add to the product, or None.
         unit_offset: the weights are stored less 1.
+        output_weight_H: weights of a norm of the product before it is added; None: there is none.
+        scale: factor of what is added.
 
     Returns:
-        The norm of the new residual, [M, H] in its dtype.
+        The norm of the new residual, [M, H] in its dtype; without a norm the residual itself.
     """
     rows, hidden = residual_MH.shape
-    assert correction is None or parts_SMH is not None
+    assert parts_SMH is not None or (correction is None and output_weight_H is None and scale == 1.0)
     block = triton.next_power_of_2(hidden)
     # At most four values of a part a thread. With more, the compiler serialises the loads of parts to save registers.
     warps = min(block // 128, 16) if correction is None else 4 if hidden <= 1024 else 8 if hidden <= 2048 else 16
     # No more lanes than values. Otherwise two warps own the same value, and one may read what the other has stored.
     warps = max(min(warps, block // 32), 1)
-    out_MH = torch.empty_like(residual_MH)
+    out_MH = residual_MH if weight_H is None else torch.empty_like(residual_MH)
     _add_rms_norm_kernel[(rows,)](
         parts_SMH,
         residual_MH,
+        output_weight_H,
         weight_H,
         out_MH,
         rows=rows,
         eps=eps,
+        scale=scale,
         H=hidden,
         BLOCK=block,
         PARTS=0 if parts_SMH is None else parts_SMH.shape[0],
+        OUTPUT_NORM=output_weight_H is not None,
+        SCALED=scale != 1.0,
+        NORM=weight_H is not None,
         UNIT_OFFSET=unit_offset,
         num_warps=warps,
         **correction_arguments(correction, block),
@@ -141,11 +169,46 @@ def add_rms_norm(
     return out_MH
 
 
+@triton.jit
+def _squares(
+    parts_ptr,
+    bias_ptr,
+    row,
+    rows,
+    blocks,
+    FIRST_HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    ALL: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The sum of squares of HEADS heads of a product, rounded to `dtype`, in `blocks` blocks; of no blocks it is 0."""
+    total = tl.zeros([BLOCK_HEADS, 2 * HALF], tl.float32)
+    d = tl.arange(0, 2 * HALF)[None, :]
+    for block in tl.range(0, blocks):
+        head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        live = (head < HEADS) & (d < D)
+        at = (FIRST_HEAD + head) * D + d
+        x = tl.zeros([BLOCK_HEADS, 2 * HALF], tl.float32)
+        for part in tl.static_range(PARTS):
+            x += tl.load(parts_ptr + (part * rows + row) * (ALL * D) + at, mask=live, other=0.0)
+        if BIAS:
+            x += tl.load(bias_ptr + at, mask=live, other=0.0).to(tl.float32)
+        x = narrow(x, dtype).to(tl.float32)
+        total += x * x
+    return tl.sum(tl.sum(total, 1), 0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _finish_qkv_kernel(
     parts_ptr,
     bias_ptr,
     norm_ptr,
+    k_norm_ptr,
     cos_ptr,
     sin_ptr,
     slots_ptr,
@@ -159,6 +222,7 @@ def _finish_qkv_kernel(
     adapters_ptr,
     rows,
     eps,
+    clip,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -168,7 +232,10 @@ def _finish_qkv_kernel(
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
+    WHOLE_NORM: tl.constexpr,
+    CLIPPED: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     GATED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     FP8: tl.constexpr,
@@ -182,10 +249,13 @@ def _finish_qkv_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     heads: tl.constexpr = Q_HEADS + 2 * KV_HEADS
     live = (d < D // 2) & (head < heads)
-    # Two of the first TURNED dimensions turn together if they are TURNED / 2 apart. `low` and `high` are tiles
-    # of such pairs, and after them of the dimensions that stay.
+    # Two of the first TURNED dimensions turn together if they are TURNED / 2 apart, or neighbours. `low` and `high` are
+    # tiles of such pairs, and after them of the dimensions that stay.
     turns = d < TURNED // 2
-    if TURNED == D:
+    if INTERLEAVED:
+        at_low = tl.where(turns, 2 * d, d + TURNED // 2)
+        at_high = tl.where(turns, 2 * d + 1, d + D // 2)
+    elif TURNED == D:
         at_low = d
         at_high = d + D // 2
     else:
@@ -209,6 +279,16 @@ def _finish_qkv_kernel(
         weight = norm_ptr + tl.where(is_q, 0, D)
         weight_low = tl.load(weight + at_low, mask=live, other=0.0).to(tl.float32)
         weight_high = tl.load(weight + at_high, mask=live, other=0.0).to(tl.float32)
+        if UNIT_OFFSET:
+            weight_low += 1.0
+            weight_high += 1.0
+    is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    if WHOLE_NORM:
+        at_norm = tl.where(is_q, head, head - Q_HEADS) * D
+        weight_low = tl.load(norm_ptr + at_norm + at_low, mask=live & is_q, other=0.0).to(tl.float32)
+        weight_high = tl.load(norm_ptr + at_norm + at_high, mask=live & is_q, other=0.0).to(tl.float32)
+        weight_low += tl.load(k_norm_ptr + at_norm + at_low, mask=live & is_k, other=0.0).to(tl.float32)
+        weight_high += tl.load(k_norm_ptr + at_norm + at_high, mask=live & is_k, other=0.0).to(tl.float32)
         if UNIT_OFFSET:
             weight_low += 1.0
             weight_high += 1.0
@@ -246,6 +326,26 @@ def _finish_qkv_kernel(
     low = narrow(low, dtype).to(tl.float32)
     high = narrow(high, dtype).to(tl.float32)
     x_low, x_high = low, high
+    if WHOLE_NORM:
+        # Each program reads all queries, or all keys, again: they are in the L2 cache.
+        first = tl.program_id(1) * BLOCK_HEADS
+        q_blocks = tl.where(first < Q_HEADS, tl.cdiv(Q_HEADS, BLOCK_HEADS), 0)
+        k_blocks = tl.where(
+            (first + BLOCK_HEADS > Q_HEADS) & (first < Q_HEADS + KV_HEADS), tl.cdiv(KV_HEADS, BLOCK_HEADS), 0
+        )
+        q_sum = _squares(
+            parts_ptr, bias_ptr, row, rows, q_blocks, 0, Q_HEADS, heads, D, BLOCK_HEADS, HALF, PARTS, BIAS, dtype
+        )
+        k_sum = _squares(
+            parts_ptr, bias_ptr, row, rows, k_blocks, Q_HEADS, KV_HEADS, heads, D, BLOCK_HEADS, HALF, PARTS, BIAS, dtype
+        )
+        mean = tl.where(is_q, q_sum / (Q_HEADS * D), k_sum / (KV_HEADS * D))
+        scale = 1.0 / tl.sqrt(mean + eps)
+        x_low = narrow(low * scale * weight_low, dtype).to(tl.float32)
+        x_high = narrow(high * scale * weight_high, dtype).to(tl.float32)
+    if CLIPPED:
+        x_low, x_high = tl.clamp(x_low, -clip, clip), tl.clamp(x_high, -clip, clip)
+        low, high = tl.clamp(low, -clip, clip), tl.clamp(high, -clip, clip)
     if NORM:
         scale = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
         if UNIT_OFFSET:
@@ -256,10 +356,10 @@ def _finish_qkv_kernel(
             x_high = narrow(high * scale, dtype).to(tl.float32) * weight_high
         x_low = narrow(x_low, dtype).to(tl.float32)
         x_high = narrow(x_high, dtype).to(tl.float32)
-    cos = tl.load(cos_ptr + row * TURNED + d, mask=turns, other=1.0)
-    # The sine carries the sign of the rotation: minus in the first half, plus in the second.
-    sin_low = tl.load(sin_ptr + row * TURNED + d, mask=turns, other=0.0)
-    sin_high = tl.load(sin_ptr + row * TURNED + TURNED // 2 + d, mask=turns, other=0.0)
+    cos = tl.load(cos_ptr + row * TURNED + at_low, mask=turns, other=1.0)
+    # The sine carries the sign of the rotation: minus for the first of a pair, plus for the second.
+    sin_low = tl.load(sin_ptr + row * TURNED + at_low, mask=turns, other=0.0)
+    sin_high = tl.load(sin_ptr + row * TURNED + at_high, mask=turns, other=0.0)
     low = narrow(tl.where(is_v, low, x_low * cos + x_high * sin_low), dtype)
     high = narrow(tl.where(is_v, high, x_high * cos + x_low * sin_high), dtype)
     at_q = q_ptr + (row * Q_HEADS + head) * D
@@ -267,7 +367,6 @@ def _finish_qkv_kernel(
     tl.store(at_q + at_high, high, mask=live & is_q)
     token = slot * KV_HEADS
     at_k = k_cache_ptr + (token + head - Q_HEADS) * D
-    is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
     if FP8:
         low = low.to(tl.float32)
         high = high.to(tl.float32)
@@ -302,6 +401,9 @@ def finish_qkv(
     correction: Correction | None = None,
     unit_offset: bool = False,
     gates_MHD: torch.Tensor | None = None,
+    whole_norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    clip: float | None = None,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """Finish the fused q/k/v product of M tokens: sum, bias, norms, rope. Write keys and values, return the queries.
 
@@ -322,6 +424,10 @@ def finish_qkv(
         unit_offset: the weights of the norms are stored less 1.
         gates_MHD: of the queries; each query head is followed by its gate in the product. Contiguous, written in place;
             None if the product has none.
+        whole_norms: weights of a norm of all query heads together, and of all key heads; not with `norm_2D`, gates or a
+            correction.
+        clip: bound of queries, keys and values, after such norms; None: there is none.
+        interleaved: a dimension turns with its neighbour, and not with the one T / 2 further on.
 
     Returns:
         The queries, [M, q_heads, D].
@@ -333,12 +439,15 @@ def finish_qkv(
     )
     assert scales_P2GS is None or scales_P2GS.is_contiguous()
     assert gates_MHD is None or (correction is None and gates_MHD.is_contiguous())
+    assert whole_norms is None or (norm_2D is None and gates_MHD is None and correction is None)
+    q_norm, k_norm = whole_norms or (norm_2D, None)
     half = triton.next_power_of_2(dim // 2)
     q_MHD = torch.empty(rows, q_heads, dim, dtype=dtype or k_cache_PSGD.dtype, device=parts_SMW.device)
     _finish_qkv_kernel[(rows, triton.cdiv(q_heads + 2 * kv_heads, _BLOCK_HEADS))](
         parts_SMW,
         bias_W,
-        norm_2D,
+        q_norm,
+        k_norm,
         cos_M1T,
         sin_M1T,
         slots_M,
@@ -349,6 +458,7 @@ def finish_qkv(
         scales_P2GS,
         rows=rows,
         eps=eps,
+        clip=clip or 0.0,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         D=dim,
@@ -358,7 +468,10 @@ def finish_qkv(
         PARTS=parts,
         BIAS=bias_W is not None,
         NORM=norm_2D is not None,
+        WHOLE_NORM=whole_norms is not None,
+        CLIPPED=clip is not None,
         UNIT_OFFSET=unit_offset,
+        INTERLEAVED=interleaved,
         GATED=int(gates_MHD is not None),
         PAGE_SIZE=k_cache_PSGD.shape[1],
         FP8=scales_P2GS is not None,
@@ -370,7 +483,7 @@ def finish_qkv(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _silu_mul_kernel(
+def _gated_kernel(
     gate_up_ptr,
     out_ptr,
     low_ptr,
@@ -379,6 +492,7 @@ def _silu_mul_kernel(
     rows,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     R: tl.constexpr,
     LOW_PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -401,22 +515,25 @@ def _silu_mul_kernel(
         gate += expand_row(first_gate, b, takes, low, part, ranks, R, LOW_PARTS, AT_ONCE)
         up += expand_row(first_up, b + WIDTH * R, takes, low + R, part, ranks, R, LOW_PARTS, AT_ONCE)
         gate, up = narrow(gate, dtype).to(tl.float32), narrow(up, dtype).to(tl.float32)
-    gate = narrow(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
+    gate = narrow(activated(gate, ACTIVATION), dtype).to(tl.float32)
     tl.store(out_ptr + row * WIDTH + i, narrow(gate * up, dtype), mask=live)
 
 
-def silu_mul(gate_up_M2I: torch.Tensor, correction: Correction | None = None) -> torch.Tensor:
-    """`silu(gate) * up` of the corrected product, where gate comes first; returns [M, I] in the same dtype."""
+def gated(
+    gate_up_M2I: torch.Tensor, correction: Correction | None = None, activation: Activation = "silu"
+) -> torch.Tensor:
+    """`activation(gate) * up` of the corrected product, where gate comes first; returns [M, I] in the same dtype."""
     rows, width = gate_up_M2I.shape
     assert gate_up_M2I.is_contiguous()
     out_MI = torch.empty(rows, width // 2, dtype=gate_up_M2I.dtype, device=gate_up_M2I.device)
     block = 1024 if correction is None else 512
-    _silu_mul_kernel[(rows, triton.cdiv(width // 2, block))](
+    _gated_kernel[(rows, triton.cdiv(width // 2, block))](
         gate_up_M2I,
         out_MI,
         rows=rows,
         WIDTH=width // 2,
         BLOCK=block,
+        ACTIVATION=activation,
         num_warps=4,
         **correction_arguments(correction, 2 * block),
         **follow_options(out_MI.device),
@@ -436,11 +553,13 @@ def _embed_rope_kernel(
     rows,
     first_token,
     tokens,
+    scale,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SHARD: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -471,6 +590,8 @@ def _embed_rope_kernel(
             x = tl.load(embed_ptr + token * H + h, mask=h < width, other=0.0)
         else:
             x = tl.load(embed_ptr + token * H + h, mask=h < H)
+        if SCALED:
+            x = narrow(x.to(tl.float32) * scale, x.dtype)
         tl.store(residual_ptr + b * H + h, x, mask=h < H)
 
 
@@ -481,6 +602,7 @@ def embed_rope(
     inv_freq_D: torch.Tensor,
     sign_D: torch.Tensor,
     first_token: int | None = None,
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """The embeddings of a step's tokens, and the cosines and sines of their positions, in one launch.
 
@@ -492,6 +614,7 @@ def embed_rope(
         sign_D: likewise.
         first_token: of a table with a part of the vocabulary, the token of its first row; the embeddings of others are
             zeros. None: the table has all.
+        scale: factor of the embeddings.
 
     Returns:
         The embeddings [B, H], newly allocated in the dtype of `embed_VH`, and the result of `rope_cos_sin`.
@@ -511,9 +634,11 @@ def embed_rope(
         count,
         first_token or 0,
         len(embed_VH),
+        scale,
         H=hidden,
         D=dim,
         SHARD=first_token is not None,
+        SCALED=scale != 1.0,
         BLOCK=_EMBED_BLOCK,
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=4,

@@ -30,8 +30,7 @@ from rollout.engine.step.sampler import Sampler
 from rollout.engine.upload import Extra, StepInput, UploadStaging, put_decode
 from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.decoder import Decoder
-from rollout.models.fused import FusedDecoder, experts_alone, obstacle, supports
-from rollout.models.fused_experts import DecoderWithFusedExperts
+from rollout.models.fused import FusedDecoder, obstacle, supports
 from rollout.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
@@ -41,19 +40,14 @@ Outputs = Mapping[str, Any]
 _NO_OUTPUTS: Outputs = {}
 
 
-def make_forward(model: LanguageModel, deterministic: bool) -> LanguageModel | FusedDecoder | DecoderWithFusedExperts:
+def make_forward(model: LanguageModel, deterministic: bool) -> LanguageModel | FusedDecoder:
     """The executor of a model's forwards: the fused kernels if they support it, else the model itself."""
     if not isinstance(model, Decoder):
         return model
     if supports(model):
         return FusedDecoder(model, deterministic)
     if model.embed.is_cuda:
-        reason = obstacle(model)
-        if experts_alone(model):
-            name = model.spec.architecture
-            log.warning("%s runs by torch, and only its experts by the fused kernels: %s", name, reason)
-            return DecoderWithFusedExperts(model)
-        log.warning("%s runs by torch and not by the fused kernels: %s", model.spec.architecture, reason)
+        log.warning("%s runs by torch and not by the fused kernels: %s", model.spec.architecture, obstacle(model))
     return model
 
 
@@ -67,7 +61,7 @@ class DeviceStep:
     def __init__(
         self,
         model: LanguageModel,
-        forward: LanguageModel | FusedDecoder | DecoderWithFusedExperts,
+        forward: LanguageModel | FusedDecoder,
         kv: KVCache,
         rows: RowState,
         exact_sums: bool = False,

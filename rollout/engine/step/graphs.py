@@ -37,8 +37,7 @@ from rollout.engine.step.device_step import DeviceStep, Outputs
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import StepInput, Upload, put_behind
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.fused import FusedDecoder, experts_alone, supports, takes_feed_forward, takes_mixer
-from rollout.models.fused_experts import DecoderWithFusedExperts
+from rollout.models.fused import FusedDecoder, supports, takes_feed_forward, takes_mixer
 from rollout.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
@@ -66,11 +65,11 @@ def capturable(model: LanguageModel) -> bool:
         if obstacle:
             log.warning("decode steps are not captured as CUDA graphs: %s", obstacle)
         return not obstacle
-    fused, alone, dtype = supports(model), experts_alone(model), model.embed.dtype
+    fused, dtype = supports(model), model.embed.dtype
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
     mixers = [layer.mixer for layer in layers if not (fused and takes_mixer(layer.mixer.spec))]
     others = [layer.feed_forward for layer in layers]
-    others = [block for block in others if not ((fused or alone) and takes_feed_forward(block.spec, dtype))]
+    others = [block for block in others if not (fused and takes_feed_forward(block.spec, dtype))]
     return not any(block.reads_host for block in (*mixers, *others))
 
 
@@ -258,7 +257,7 @@ class DecodeGraphs:
                 self._compute.record(slot.start)  # recorded again where the device begins: the replay arrives later
                 self.run_whole(step, slot)
             self._steps[id(slot), size, ahead] = graph
-            if isinstance(self._step.forward, FusedDecoder | DecoderWithFusedExperts):
+            if isinstance(self._step.forward, FusedDecoder):
                 # Only the first slot's experts: they keep their memory, which later graphs can't write to.
                 self.experts.setdefault(size, self._step.forward.take_chosen())
 

@@ -9,22 +9,41 @@ import torch
 
 from rollout.engine.device.streams import make_device
 from rollout.engine.step.graphs import graph_sizes
+from rollout.models.fused import FusedDecoder
 from tests.support.engine.cuda_harness import FUSED_SIZES, assert_one_launch_a_step, assert_steady, load_bf16
 from tests.support.engine.harness import Bench
 
 pytestmark = pytest.mark.gpu
 SAMPLED = {"temperature": 1.0, "seed": 11}
+_GEMMA = {
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+}
+#: What is not the default of a family, or of `FUSED_SIZES`.
+FAMILIES = {
+    "qwen3": {},
+    "llama": {},
+    "qwen2": {},
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": _GEMMA,
+    "olmo2": {"num_key_value_heads": 4},
+    "glm4": {"attention_bias": True},
+    "granite": {"attention_multiplier": 0.1, "residual_multiplier": 0.4, "embedding_multiplier": 3.0},
+}
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen2"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request, tmp_path_factory):
     """A bf16 model with sizes that the fused kernels take, and the same weights in transformers."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind = {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen2": Qwen2Config}[request.param]
     torch.manual_seed(3)
-    config = kind(vocab_size=1031, tie_word_embeddings=False, **FUSED_SIZES)
-    hf_model = AutoModelForCausalLM.from_config(config)
+    sizes = FUSED_SIZES | FAMILIES[request.param]
+    plain = {"vocab_size": 1031, "tie_word_embeddings": False, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+    config = AutoConfig.for_model(request.param, **plain, **sizes)
+    hf_model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in hf_model.parameters():
             if parameter.dim() > 1:
@@ -45,25 +64,38 @@ def run(folder, prompt_of, rows: int = 5, **fields) -> Bench:
 
 
 def test_logprobs_are_within_bf16_of_a_float32_reference(checkpoint, prompt_of):
-    """The captured step's error against float32 on the same tokens, beside the generic bf16 path's."""
+    """The captured step's error against float32 on the same tokens, beside that of steps without graphs."""
     folder, reference = checkpoint
     errors = {}
     for graphs in (True, False):
         bench = run(folder, prompt_of, cuda_graph_rows=256 * graphs, kv_pages=512, page_size=16)
-        differences = []
-        for i in range(5):
-            done, prompt = bench.completions[f"r{i}", 0], prompt_of(5 + 13 * i, i)
-            with torch.inference_mode():
-                logits = reference(torch.tensor([prompt + done.token_ids], device="cuda")).logits[
-                    0, len(prompt) - 1 : -1
-                ]
-            ids = torch.tensor(done.token_ids, device="cuda")[:, None]
-            expected = logits.log_softmax(-1).gather(1, ids)[:, 0].cpu()
-            differences.append((torch.tensor(done.logprobs) - expected).abs())
-        errors[graphs] = torch.cat(differences)
+        errors[graphs] = torch.cat([logprob_errors(bench, reference, i, prompt_of(5 + 13 * i, i)) for i in range(5)])
         bench.close()
     assert errors[True].mean() < 1.3 * errors[False].mean() + 1e-4, {k: v.mean() for k, v in errors.items()}
     assert errors[True].mean() < 0.05
+
+
+def test_logprobs_are_as_close_to_float32_as_those_of_the_torch_modules(checkpoint, prompt_of, monkeypatch):
+    """The same prompts, in steps of the kernels and of the modules, each beside float32 on its own tokens."""
+    folder, reference = checkpoint
+    errors = {}
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr("rollout.engine.step.device_step.supports", lambda model: False)
+        bench = run(folder, prompt_of, kv_pages=512, page_size=16)
+        assert isinstance(bench.engine.executor.step.forward, FusedDecoder) == fused
+        errors[fused] = torch.cat([logprob_errors(bench, reference, i, prompt_of(5 + 13 * i, i)) for i in range(5)])
+        bench.close()
+    assert errors[True].mean() < 1.3 * errors[False].mean() + 1e-4, {k: v.mean() for k, v in errors.items()}
+
+
+def logprob_errors(bench: Bench, reference, row: int, prompt: list) -> torch.Tensor:
+    """Distances of a completion's log-probs from those of float32 on its tokens."""
+    done = bench.completions[f"r{row}", 0]
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + done.token_ids], device="cuda")).logits[0, len(prompt) - 1 : -1]
+    ids = torch.tensor(done.token_ids, device="cuda")[:, None]
+    return (torch.tensor(done.logprobs) - logits.log_softmax(-1).gather(1, ids)[:, 0].cpu()).abs()
 
 
 def test_depth_one_and_two_are_equal_bit_for_bit(checkpoint, prompt_of):

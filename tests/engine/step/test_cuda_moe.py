@@ -11,7 +11,6 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.step.graphs import capturable
 from rollout.models import load_model
 from rollout.models.fused import FusedDecoder
-from rollout.models.fused_experts import DecoderWithFusedExperts
 from tests.support.engine.cuda_harness import assert_steady, load_bf16, watch_compilation
 from tests.support.engine.harness import Bench
 from tests.support.engine.updates import Mailbox, Update, beside_a_fresh_engine
@@ -203,11 +202,10 @@ def test_logprobs_are_as_close_to_float32_as_those_of_the_generic_path(checkpoin
     errors = {}
     for fused in (True, False):
         if not fused:
-            for choice in ("supports", "experts_alone"):
-                monkeypatch.setattr(f"rollout.engine.step.device_step.{choice}", lambda model: False)
+            monkeypatch.setattr("rollout.engine.step.device_step.supports", lambda model: False)
         model = load_bf16(folder)
         bench = bench_of(model, max_rows=12, prefill_chunk_tokens=300, cuda_graph_rows=256 * fused)
-        assert isinstance(bench.engine.executor.step.forward, FusedDecoder | DecoderWithFusedExperts) == fused
+        assert isinstance(bench.engine.executor.step.forward, FusedDecoder) == fused
         assert bench.engine.executor.captures == fused and capturable(model)
         for i, (name, ids) in enumerate(prompts.items()):
             bench.submit(name, ids, 60 + 5 * i, sampling={"temperature": 1.0, "seed": i})

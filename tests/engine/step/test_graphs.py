@@ -241,7 +241,7 @@ def model_of(feed_forward, on_gpu, dtype):
     block = SimpleNamespace(spec=feed_forward, reads_host=SparseFeedForward.reads_host and moe is not None)
     layer = SimpleNamespace(mixer=SimpleNamespace(spec=None, reads_host=False), feed_forward=block)
     layers = [SimpleNamespace(mixer=None, feed_forward=feed_forward)]
-    spec = SimpleNamespace(moe=moe, layers=layers, plain_stream=True)
+    spec = SimpleNamespace(moe=moe, layers=layers)
     return OneLayer(SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec, [layer])
 
 

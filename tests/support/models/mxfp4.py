@@ -16,7 +16,7 @@ from tests.support.models.variants import CONFIGS, SIZES
 
 def make_mxfp4(folder: Path, **sizes: Any) -> Any:
     """Save a random checkpoint to `folder`; transformers' model of it, with decoded experts."""
-    reference = make_checkpoint("GptOss", folder, **(SIZES | CONFIGS["GptOss"][0] | sizes))
+    reference = make_checkpoint("GptOss", folder, **(SIZES | CONFIGS["GptOss"] | sizes))
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

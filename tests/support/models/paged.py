@@ -156,7 +156,7 @@ def check(
     with torch.no_grad():
         exact = reference(torch.tensor([PROMPT])).logits[0].float()
     native = isinstance(loaded.model, Decoder)
-    kernels = [FusedDecoder(loaded.model)] if fused and native and loaded.spec.plain_stream else []
+    kernels = [FusedDecoder(loaded.model)] if fused and native else []
     for forward in (loaded.model, *kernels):
         runner = PagedRunner(loaded.model, rows=2, max_tokens=len(PROMPT), forward=forward)
         if adapters is not None:

@@ -16,7 +16,7 @@ from rollout_kernels.moe.triton_warp_experts import WarpConfig
 from rollout.config import ModelSettings
 from rollout.models import Decoder, load_model
 from rollout.models.fused import FusedDecoder
-from rollout.models.fused_experts import PLANS, DecoderWithFusedExperts, ExpertPlans
+from rollout.models.fused_experts import PLANS, ExpertPlans
 from rollout.models.layers import Linear
 from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
 from tests.support.models.families import make_checkpoint
@@ -32,6 +32,19 @@ _EVEN: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
+_AROUND: dict[str, Any] = {
+    **{k: v for k, v in _EVEN.items() if k != "head_dim"},
+    "vocab_size": 71,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+_WINDOWS: dict[str, Any] = {
+    **_AROUND,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 7,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "tie_word_embeddings": True,
+}
 #: Family and sizes: with those of `families` most products are torch's.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", _EVEN),
@@ -44,6 +57,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-odd": ("qwen3_moe", {"attention_bias": False, "num_hidden_layers": 2, "mlp_only_layers": []}),
     "mixtral": ("mixtral", {**_EVEN, "num_hidden_layers": 2}),
     "glm": ("Glm", {**_EVEN, "vocab_size": 71, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    # Norms after blocks, or on both sides; factors and bounds; GELU; norms of all heads together; neighbours that turn.
+    "gemma2": ("Gemma2", {**_WINDOWS, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0}),
+    "gemma3": ("Gemma3", _WINDOWS),
+    "olmo2": ("Olmo2", {**_AROUND, "attention_bias": False}),
+    "glm4": ("Glm4", {**_AROUND, "head_dim": 16, "attention_bias": True}),
+    "granite": (
+        "Granite",
+        {**_AROUND, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "embedding_multiplier": 3.0},
+    ),
     "gpt_oss": (
         "GptOss",
         {
@@ -158,9 +180,8 @@ def side_by_side(
 ) -> Beside:
     """Run all paths with the kernels' choice of experts, which must nearly equal the choice of the others."""
     choices = ExpertChoices()
-    forward = FusedDecoder(model, plans=plans) if model.spec.plain_stream else DecoderWithFusedExperts(model, plans)
     with choices.noted():
-        fused, by_kernels, _ = steps(model, forward, LONG, kv_dtype)
+        fused, by_kernels, _ = steps(model, FusedDecoder(model, plans=plans), LONG, kv_dtype)
     with choices.taken() as regrets, rounded_products():
         generic, by_modules, _ = steps(model, model, LONG, kv_dtype)
     with choices.taken() as exact_regrets:

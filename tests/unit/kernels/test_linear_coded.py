@@ -9,7 +9,7 @@ from rollout_kernels.linear.products import dense
 from rollout_kernels.linear.triton_decode_codes import decode_codes
 from rollout_kernels.linear.triton_gemv import GemvConfig
 from rollout_kernels.linear.triton_half_rows import half_rows
-from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.triton_linear import LinearConfig, gated_linear, linear, linear_parts
 from rollout_kernels.moe.formats import Format, scale_dtype
 from rollout_kernels.moe.quantize import quantize
 
@@ -57,7 +57,7 @@ def test_products_are_those_of_float64(format, config, size):
 def test_gated_products_are_those_of_float64(format, config, rows):
     x, weights, expected = case(rows, (128, 128), 512, format)
     gate, up = expected.chunk(2, dim=1)
-    assert relative(gate_up_silu(x, weights, config), torch.nn.functional.silu(gate) * up) < 5e-3
+    assert relative(gated_linear(x, weights, config), torch.nn.functional.silu(gate) * up) < 5e-3
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -104,7 +104,7 @@ def test_streamed_products_are_those_of_float64(format, shape, stagger, half, ro
     if config.split == 1:
         x, weights, expected = case(rows, (256, 256), 2048, format)
         gate, up = expected.chunk(2, dim=1)
-        assert relative(gate_up_silu(x, weights, config), torch.nn.functional.silu(gate) * up) < 5e-3
+        assert relative(gated_linear(x, weights, config), torch.nn.functional.silu(gate) * up) < 5e-3
 
 
 @pytest.mark.gpu

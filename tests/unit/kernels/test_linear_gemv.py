@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rollout_kernels import gated
 from rollout_kernels.linear.triton_gemv import GemvConfig, takes
-from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.triton_linear import gated_linear, linear, linear_parts
 
 from tests.support.kernels.linear_cases import DEVICE, operands, relative
 
@@ -22,14 +23,14 @@ def test_partial_sums_add_up_to_the_product(rows, outputs, config):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("config", [GemvConfig(1, 1, 2, 4), GemvConfig(1, 2, 1, 2)], ids=str)
-def test_gate_and_up_rows_meet_in_one_program(config, dtype):
+def test_gate_and_up_rows_meet_in_one_program(config, activation, dtype):
     x, w, _ = operands(3, 2 * 21, 512)
     x, w = x.to(dtype), w.to(dtype)
-    gate, up = (x.double() @ w.double().T).chunk(2, dim=1)
-    got = gate_up_silu(x, w, config)
+    got = gated_linear(x, w, config, activation)
     assert got.shape == (3, 21) and got.dtype == dtype
-    assert relative(got, torch.nn.functional.silu(gate) * up) < 5e-3
+    assert relative(got, gated(x.double() @ w.double().T, activation)) < 5e-3
 
 
 def test_a_row_has_the_same_bits_alone_and_with_others():
@@ -71,7 +72,7 @@ def test_products_of_real_shapes(rows, outputs, inputs, split):
     assert relative(linear_parts(x, w, config).double().sum(0), expected) < 1e-6
     gate, up = expected.chunk(2, dim=1)
     if split == 1:
-        assert relative(gate_up_silu(x, w, config), torch.nn.functional.silu(gate) * up) < 5e-3
+        assert relative(gated_linear(x, w, config), torch.nn.functional.silu(gate) * up) < 5e-3
 
 
 @pytest.mark.gpu

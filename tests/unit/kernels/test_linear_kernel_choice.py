@@ -56,7 +56,7 @@ def test_rows_up_to_a_size_take_the_kernel_of_that_size(shape, adapted, determin
         x, whole = (torch.empty(rows, width, dtype=torch.bfloat16, device="meta") for width in (inputs, outputs))
         out = whole if kind != "parts" else torch.empty(config.split, rows, outputs, device="meta")
         launched.clear()
-        triton_linear.multiply_into(x, w, out, outputs // 2 if silu else outputs, config, silu)
+        triton_linear.multiply_into(x, w, out, outputs // 2 if silu else outputs, config, "silu" if silu else None)
         return launched.copy()
 
     sizes = last_rows()

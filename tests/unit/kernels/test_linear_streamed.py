@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rollout_kernels import gated
 from rollout_kernels.linear.table import linear_config
-from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.triton_linear import LinearConfig, gated_linear, linear, linear_parts
 
 from tests.support.kernels.linear_cases import DEVICE, operands, relative
 
-#: block_n, block_k, split, warps, stages, programs; a tile of `gate_up_silu` holds gate and up rows.
+#: block_n, block_k, split, warps, stages, programs; a tile of `gated_linear` holds gate and up rows.
 SHAPES = [
     (64, 64, 1, 4, 6, 132),
     (64, 128, 2, 4, 4, 7),
@@ -38,8 +39,8 @@ def test_streamed_products_are_those_of_float64(rows, outputs, shape, stagger):
     if config.split == 1:
         assert relative(linear(x, w, config), expected) < 5e-3
     if config.split == 1 and outputs % 2 == 0:
-        gate, up = expected.chunk(2, dim=1)
-        assert relative(gate_up_silu(x, w, config), torch.nn.functional.silu(gate) * up) < 5e-3
+        for activation in ("silu", "gelu_tanh"):
+            assert relative(gated_linear(x, w, config, activation), gated(expected, activation)) < 5e-3
 
 
 @pytest.mark.gpu
@@ -65,7 +66,7 @@ def test_models_smaller_than_a_tile(outputs, inputs):
     assert relative(linear_parts(x, w, parts).double().sum(0), expected) < 1e-5
     assert relative(linear(x, w, whole, torch.float32), expected) < 1e-5
     gate, up = expected.chunk(2, dim=1)
-    assert relative(gate_up_silu(x, w, silu), torch.nn.functional.silu(gate) * up) < 5e-3
+    assert relative(gated_linear(x, w, silu), torch.nn.functional.silu(gate) * up) < 5e-3
 
 
 @pytest.mark.gpu
@@ -104,8 +105,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 kernel = gluon_linear._stream_kernel
 layout, paired = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 4))
 for block_m, silu, split, blocks in ((8, True, 1, 1), (32, False, 2, 3)):
-    given = dict(K=2048, BLOCK_M=block_m, BLOCK_N=64, BLOCK_K=64, SPLIT=split, SILU=silu, STAGES=5, num_warps=4)
-    given |= {"BLOCKS": blocks, "BESIDE": False, "STAGGER": silu}
+    given = dict(K=2048, BLOCK_M=block_m, BLOCK_N=64, BLOCK_K=64, SPLIT=split, STAGES=5, num_warps=4)
+    given |= {"BLOCKS": blocks, "BESIDE": False, "STAGGER": silu, "ACTIVATION": "silu" if silu else None}
     signature = dict.fromkeys(given, "constexpr") | dict.fromkeys(("rows", "N", "items", "tiles"), "i32")
     signature |= {"out_ptr": "*bf16", "w_desc": f"tensordesc<bf16[64, 64],{layout!r}>"}
     if silu:

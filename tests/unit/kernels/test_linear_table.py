@@ -7,7 +7,7 @@ import torch
 from rollout_kernels.linear.table import DETERMINISTIC, FAST, linear_config
 from rollout_kernels.linear.triton_gemv import MOST_ROWS as MOST_GEMV_ROWS
 from rollout_kernels.linear.triton_gemv import GemvConfig
-from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.triton_linear import LinearConfig, gated_linear, linear, linear_parts
 
 from tests.support.kernels.linear_cases import operands, relative
 
@@ -103,7 +103,7 @@ def test_the_deterministic_column_never_uses_cublas_for_many_rows():
 def test_every_configuration_of_the_table_gives_the_product(shape):
     """At the ends of all bands, including partial tiles and odd numbers of rows."""
     outputs, inputs, kind = shape
-    run = {"parts": linear_parts, "whole": linear, "silu": gate_up_silu}[kind]
+    run = {"parts": linear_parts, "whole": linear, "silu": gated_linear}[kind]
     bands = {most for column in (FAST, DETERMINISTIC) for most, _ in column.get(shape, ())}
     x_all, w, exact = operands(max(bands), outputs, inputs)
     for rows in sorted({rows for most in bands for rows in (most, most - 1, most // 2 + 1) if rows > 0}):

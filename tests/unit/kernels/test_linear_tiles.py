@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rollout_kernels import gated as activate
 from rollout_kernels.linear.table import linear_config
-from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.triton_linear import LinearConfig, gated_linear, linear, linear_parts
 
 from tests.support.kernels.linear_cases import DEVICE, operands, relative
 from tests.support.kernels.overlap import replay_with_and_without
@@ -46,7 +47,7 @@ def test_more_rows_than_a_tile_holds_are_taken_a_tile_at_a_time():
     parts = linear_parts(x, w, linear_config(128, 256, "parts", 300, deterministic=True))
     assert parts.shape == (2, 300, 128) and relative(parts.double().sum(0), expected) < 1e-6
     assert relative(linear(x, w, linear_config(128, 256, "whole", 300, deterministic=True)), expected) < 5e-3
-    gated = gate_up_silu(x, w, linear_config(128, 256, "silu", 300, deterministic=True))
+    gated = gated_linear(x, w, linear_config(128, 256, "silu", 300, deterministic=True))
     assert relative(gated, torch.nn.functional.silu(gate) * up) < 5e-3
 
 
@@ -56,19 +57,19 @@ def test_many_rows_have_the_bits_of_each_alone(kind, outputs):
     """The deterministic column of the table relies on this."""
     x, w, _ = operands(300, 4096, 4096)
     few, some, many = (linear_config(4096, 4096, kind, rows, deterministic=True) for rows in (1, 100, 300))
-    run = {"parts": linear_parts, "whole": linear, "silu": gate_up_silu}[kind]
+    run = {"parts": linear_parts, "whole": linear, "silu": gated_linear}[kind]
     whole = run(x, w, many).view(-1, 300, outputs)
     assert torch.equal(run(x[:100], w, some).view(-1, 100, outputs), whole[:, :100])
     for row in (0, 127, 128, 299):
         assert torch.equal(run(x[row : row + 1], w, few).view(-1, outputs), whole[:, row])
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("rows", [1, 9])
-def test_gate_and_up_are_taken_from_their_halves(rows):
+def test_gate_and_up_are_taken_from_their_halves(rows, activation):
     x, w, product = operands(rows, 2 * 90, 256)
-    gate, up = product.chunk(2, dim=1)
-    got = gate_up_silu(x, w, LinearConfig(64, 64, 1, 4, 3, 2))
-    assert relative(got, torch.nn.functional.silu(gate) * up) < 5e-3
+    got = gated_linear(x, w, LinearConfig(64, 64, 1, 4, 3, 2), activation)
+    assert relative(got, activate(product, activation)) < 5e-3
 
 
 def test_rows_of_x_may_be_part_of_a_wider_tensor():

@@ -13,7 +13,7 @@ from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank, triton_lora
 from rollout_kernels.lora.triton_lora import adds_later, shrink_beside
 from rollout_kernels.lora.triton_lora import lora_add as by_triton
 from rollout_kernels.norm_rope import triton_elementwise
-from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, silu_mul
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, gated
 
 from tests.support.kernels.grids import nightly
 from tests.support.kernels.overlap import replay_with_and_without
@@ -120,9 +120,9 @@ def test_silu_adds_the_corrections_of_gate_and_up(width, rank):
     x, gate_up = torch.randn(3, 600, device=DEVICE), torch.randn(3, 2 * width, device=DEVICE)
     slots = slots.to(DEVICE)
     gate, up = exact(gate_up, x, buffers, slots).chunk(2, dim=1)
-    got = silu_mul(gate_up, shrink_beside(x, buffers, slots))
+    got = gated(gate_up, shrink_beside(x, buffers, slots))
     assert relative(got, torch.nn.functional.silu(gate) * up) < 1e-6
-    assert torch.equal(got[1], silu_mul(gate_up)[1])
+    assert torch.equal(got[1], gated(gate_up)[1])
 
 
 @pytest.mark.parametrize(("dim", "rank"), [(24, 32), (288, 16), *nightly((16, 16), (24, 16))])
@@ -178,15 +178,15 @@ def feed_forward(start, layers, slots, norm, beside: bool) -> torch.Tensor:
         x = add_rms_norm(residual, parts, norm, 1e-6, correction)
         product = linear(x, gate_up, configs[0], beside=beside)
         if beside:
-            gated = silu_mul(product, shrink_beside(x, gate_up_slots, slots))
+            activated = gated(product, shrink_beside(x, gate_up_slots, slots))
         else:
             by_triton(product, x, gate_up_slots, slots, False)
-            gated = silu_mul(product)
-        parts = linear_parts(gated, down, configs[1], beside)
+            activated = gated(product)
+        parts = linear_parts(activated, down, configs[1], beside)
         if beside:
-            correction = shrink_beside(gated, down_slots, slots)
+            correction = shrink_beside(activated, down_slots, slots)
         else:
-            by_triton(parts[0], gated, down_slots, slots, False)
+            by_triton(parts[0], activated, down_slots, slots, False)
     return add_rms_norm(residual, parts, norm, 1e-6, correction)
 
 

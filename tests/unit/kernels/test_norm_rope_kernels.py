@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_kernels import rms_norm, rope_cos_sin
-from rollout_kernels import silu_mul as silu_mul_twin
+from rollout_kernels import apply_rope, rms_norm, rope_cos_sin
+from rollout_kernels import gated as gated_twin
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.norm_rope import triton_elementwise
-from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, silu_mul
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, gated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,15 +42,41 @@ def test_no_two_warps_of_a_norm_have_the_same_values(monkeypatch):
     assert all(32 * warps <= max(32, block) for block, warps in launches)
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize(("output_norm", "scale"), [(True, 1.0), (False, 0.22), (True, 3.5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_normalised_and_scaled_before_it_is_added(normed, offset, output_norm, scale, dtype):
+    """The residual is rounded once more than it would be in one sum; without a norm the kernel returns it."""
+    residual = torch.randn(3, 96).to(DEVICE, dtype)
+    weight, output_weight = (torch.randn(96).to(DEVICE, dtype) for _ in range(2))
+    parts = torch.randn(2, 3, 96, device=DEVICE) * 5
+
+    def norm(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return x * (x.pow(2).mean(1, keepdim=True) + 1e-6).rsqrt() * (of.double() + offset)
+
+    added = norm(parts.double().sum(0), output_weight) if output_norm else parts.double().sum(0)
+    expected = residual.double() + scale * added
+    how = (1e-6, None, offset, output_weight if output_norm else None, scale)
+    got = add_rms_norm(residual, parts, weight if normed else None, *how)
+    exact = 1e-6 if dtype == torch.float32 else 6e-3
+    assert relative(residual, expected) < exact
+    assert (got is residual) != normed
+    if normed:
+        assert relative(got, norm(residual.double(), weight)) < exact
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("width", [64, 1500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_silu_mul(width, dtype):
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated(width, dtype, activation):
     gate_up = (torch.randn(3, 2 * width) * 4).to(DEVICE, dtype)
-    gate, up = gate_up.double().chunk(2, dim=1)
-    got = silu_mul(gate_up)
+    gate_up[0, 0], gate_up[1, 0] = -100.0, 100.0
+    got = gated(gate_up, activation=activation)
     assert got.dtype == dtype
-    assert relative(got, torch.nn.functional.silu(gate) * up) < (1e-6 if dtype == torch.float32 else 6e-3)
-    assert relative(got, silu_mul_twin(gate_up)) < (1e-6 if dtype == torch.float32 else 2e-3)
+    assert relative(got, gated_twin(gate_up.double(), activation)) < (1e-6 if dtype == torch.float32 else 6e-3)
+    assert relative(got, gated_twin(gate_up, activation)) < (1e-6 if dtype == torch.float32 else 2e-3)
 
 
 def test_a_whole_product_in_the_models_dtype_is_one_part():
@@ -117,3 +143,62 @@ def test_norms_whose_weights_are_stored_less_one(dtype):
     for mine in (got, routed.x_TH):
         torch.testing.assert_close(mine.cpu(), expected, **allowed)
     assert torch.equal(on_device.cpu(), added) and torch.equal(routed.residual_TH.cpu(), added)
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(3, 2), (10, 9), (16, 8)])
+@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_queries_and_keys_are_normalised_all_heads_together_and_clipped(q_heads, kv_heads, clip, offset, bias):
+    """Heads of a program may be queries, keys and values."""
+    rows, dim = 2, 12
+    width = (q_heads + 2 * kv_heads) * dim
+    partial = torch.randn(2, rows, width, device=DEVICE)
+    bias_W = torch.randn(width, device=DEVICE) if bias else None
+    norms = torch.randn(q_heads * dim, device=DEVICE), torch.randn(kv_heads * dim, device=DEVICE)
+    cos, sin = torch.ones(rows, 1, dim, device=DEVICE), torch.zeros(rows, 1, dim, device=DEVICE)
+    caches = [torch.full((4, 4, kv_heads, dim), float("nan"), device=DEVICE) for _ in range(2)]
+    slots = torch.tensor([3, 14], device=DEVICE)
+    how = {"whole_norms": norms, "clip": clip, "unit_offset": offset > 0}
+    got = finish_qkv(partial, bias_W, None, 1e-6, cos, sin, slots, *caches, q_heads, **how)
+    q, k, v = (partial.double().sum(0) + (bias_W.double() if bias else 0)).split(
+        [q_heads * dim, kv_heads * dim, kv_heads * dim], dim=1
+    )
+    q, k = (
+        x * (x.pow(2).mean(1, keepdim=True) + 1e-6).rsqrt() * (weight.double() + offset)
+        for x, weight in zip((q, k), norms, strict=True)
+    )
+    if clip is not None:
+        q, k, v = (x.clamp(-clip, clip) for x in (q, k, v))
+    found = got, *(cache.flatten(0, 1)[slots] for cache in caches)
+    for mine, exact in zip(found, (q, k, v), strict=True):
+        assert relative(mine.flatten(1), exact) < 1e-5
+
+
+@pytest.mark.parametrize(("dim", "turned"), [(16, 16), (24, 12), (16, 4)])
+def test_neighbours_turn_together(dim, turned):
+    rows, q_heads, kv_heads = 3, 4, 2
+    partial = torch.randn(1, rows, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
+    inv_freq = (10_000.0 ** (-torch.arange(turned // 2) / turned)).repeat_interleave(2).to(DEVICE)
+    sign = torch.tensor([-1.0, 1.0], device=DEVICE).repeat(turned // 2)
+    cos, sin = rope_cos_sin(torch.tensor([0, 5, 77], device=DEVICE), inv_freq, sign)
+    caches = [torch.full((4, 4, kv_heads, dim), float("nan"), device=DEVICE) for _ in range(2)]
+    slots = torch.tensor([3, 14, 8], device=DEVICE)
+    got = finish_qkv(partial, None, None, 1e-6, cos, sin, slots, *caches, q_heads, interleaved=True)
+    qk, v = partial[0].view(rows, -1, dim).tensor_split((q_heads + kv_heads,), dim=1)
+    qk = apply_rope(qk.double(), cos, sin, interleaved=True)
+    for mine, exact in zip(
+        (got, *(cache.flatten(0, 1)[slots] for cache in caches)), (qk[:, :q_heads], qk[:, q_heads:], v), strict=True
+    ):
+        assert relative(mine, exact) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_have_a_factor(dtype):
+    table, ids = torch.randn(9, 40).to(DEVICE, dtype), torch.tensor([2, 8, 2], device=DEVICE)
+    zeros = torch.zeros(4, device=DEVICE)
+    positions = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    got, _ = embed_rope(ids, positions, table, zeros, zeros, None, 7.25)
+    assert torch.equal(got, table[ids] * 7.25)
+    part, _ = embed_rope(ids, positions, table[:5].contiguous(), zeros, zeros, 4, 7.25)
+    assert torch.equal(part, torch.stack([0 * got[0], table[4] * 7.25, 0 * got[0]]))

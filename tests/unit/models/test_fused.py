@@ -47,10 +47,12 @@ pytestmark = [
 ]
 
 DENSE = ["qwen3", "qwen3-odd", "llama", "qwen2"]
+AROUND = ["gemma3", "olmo2", "granite", *nightly("gemma2", "glm4")]
+ROUNDED = ["olmo2", "granite", "gemma2", "glm4", "gpt_oss", "qwen3", "mixtral", "qwen3_moe", "shared", "shared-gated"]
 SPARSE = ["qwen3_moe", "qwen3_moe-odd", "mixtral", "olmoe", "gpt_oss", "shared-gated", "shared"]
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, *AROUND])
 def test_a_dense_model_equals_transformers_in_float32(name: str, tmp_path: Path) -> None:
     model, reference = make(name, tmp_path, "float32")
     logits, runner, ids = steps(model, FusedDecoder(model), LONG)
@@ -156,7 +158,14 @@ def test_kv_in_fp8_is_what_the_generic_path_keeps(name: str, dtype: str, tmp_pat
     assert errors([plain])[0] < by_kernels, "it is another, coarser cache"
 
 
-@pytest.mark.parametrize("name", ["olmoe", *nightly("gpt_oss", "qwen3", *SPARSE[:3], "shared", "shared-gated")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "olmoe",
+        "gemma3",
+        *nightly("olmo2", "granite", "gemma2", "glm4", "gpt_oss", "qwen3", *SPARSE[:3], "shared", "shared-gated"),
+    ],
+)
 def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(name: str, tmp_path: Path) -> None:
     """Of a mixture the first step takes the kernels for many tokens, the second those for more than a few."""
     plans, runs = ExpertPlans(coarse, joined_tokens=2), []
@@ -176,12 +185,12 @@ def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(name: str, t
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "generic"),
-    [("llama-odd", {DenseFeedForward}), ("glm", {Attention}), ("qwen3_moe", {SparseFeedForward})],
+    [("llama-odd", {DenseFeedForward}), ("glm", set()), ("qwen3_moe", {SparseFeedForward})],
 )
 def test_a_block_that_the_kernels_do_not_take_runs_by_its_own_code(
     name: str, generic: set[type], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Biases of feed-forward products, an interleaved rope, experts in float32; the other blocks stay fused."""
+    """Biases of feed-forward products, experts in float32; the other blocks stay fused, neighbours turn or not."""
     ran: set[type] = set()
     for block in (Attention, DenseFeedForward, SparseFeedForward):
         monkeypatch.setattr(block, "forward", noting(block.forward, ran, block))
@@ -258,6 +267,8 @@ def test_fused_kernels_run_on_a_gpu_and_take_blocks_without_rare_options(tmp_pat
     for model, taken in ((dense, True), (biased, False)):
         layer = model.spec.layers[0]
         assert takes_mixer(layer.mixer) and takes_feed_forward(layer.feed_forward, torch.float32) == taken
-    assert not takes_mixer(make("glm", tmp_path / "glm", "bfloat16")[0].spec.layers[0].mixer), "neighbours turn"
+    plain = dense.spec.layers[0].mixer
+    for rare in ({"value_dim": 8}, {"value_scale": 0.5}):
+        assert not takes_mixer(dataclasses.replace(plain, **rare))
     assert takes_feed_forward(sparse.spec.layers[0].feed_forward, torch.bfloat16)
     assert not takes_feed_forward(sparse.spec.layers[0].feed_forward, torch.float32), "experts need 16 bits"

@@ -84,7 +84,7 @@ class Case:
         if family in FAMILIES:
             config = EVEN.get(family, {}) | (WIDE[family] if name != family else {})
         else:
-            own = CONFIGS[family][0]
+            own = CONFIGS[family]
             counts = {key: count for key, count in EXPERT_COUNTS.items() if key in own}
             config = SIZES | own | counts
             if name != family:
