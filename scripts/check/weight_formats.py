@@ -49,14 +49,16 @@ def load(folder: Path, dtype: str, format: Format, random: bool, device: torch.d
     return model
 
 
-def decode_into(plain: Decoder, coded: Decoder) -> None:
-    """Give a plain model the weights that the codes of another one stand for."""
+@torch.no_grad()
+def decode_into(plain: Decoder, coded: Decoder) -> Decoder:
+    """Give a plain model the weights that the codes of another one stand for; returns it."""
     views, of_codes = plain.hf_views(), coded.hf_views()
     for region in coded.hf_regions():
         for name in region.alternatives[0]:
             view = of_codes[name]
             if isinstance(view, CodedView):
                 views[name].copy_(view.decoded_values())
+    return plain
 
 
 @torch.inference_mode()
@@ -121,8 +123,7 @@ def measure(
         except ValueError as error:
             print(f"{format}: {error}", flush=True)
             continue
-        model = load(folder, dtype, "plain", random, device)
-        decode_into(model, coded)
+        model = decode_into(load(folder, dtype, "plain", random, device), coded)
         del coded
         figures = compare(model, hidden_states(model, tokens, length), exact, exact_TH, tokens, length)
         yield {"format": "bf16" if format == "plain" else format, "computed_in": dtype, **figures}

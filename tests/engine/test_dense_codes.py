@@ -11,11 +11,11 @@ import torch
 from rollout.config import ModelSettings
 from rollout.models import load_model
 from rollout.models.coded import CodedView
+from scripts.check.weight_formats import decode_into
 from tests.support.engine.adapted import bench_of, make_adapters
 from tests.support.engine.drafting import drafting, fixed_costs
 from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.offloading import counts, offloading, submit_six
-from tests.support.models.coded import decode_into
 
 FORMATS = ["fp8_row", "fp8_block"]
 

@@ -9,11 +9,11 @@ from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.messages.to_service import Done
 from rollout.engine.sizing import weight_bytes
 from rollout.models import load_model
+from scripts.check.weight_formats import decode_into
 from tests.support.engine.harness import Bench
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox
 from tests.support.kernels.grids import checkered
-from tests.support.models.coded import decode_into
 from tests.support.models.families import make_checkpoint
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}

@@ -15,8 +15,8 @@ from rollout.models import Decoder, load_model
 from rollout.models.coded import CodedView
 from rollout.models.fused_experts import ExpertPlans
 from rollout.models.layers import SparseFeedForward
+from scripts.check.weight_formats import decode_into
 from tests.support.kernels.grids import nightly
-from tests.support.models.coded import decode_into
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
 from tests.support.models.side_by_side import MODELS, SEEDS, coarse, errors, save_rounded, side_by_side, tokens
