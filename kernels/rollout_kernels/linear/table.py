@@ -216,15 +216,19 @@ def last_rows() -> list[int]:
 
 
 def _cut(outputs: int, inputs: int, kind: Kind) -> tuple[int, int] | None:
-    """Split of K and inputs of a tile for a shape that is not in the table; None if no tile size divides the inputs."""
-    block_k = next((size for size in (128, 64, 32) if inputs % size == 0), None)
-    if block_k is None:
-        return None
-    tiles, split = -(-outputs // 64), 1
-    if kind == "parts":
+    """Split of K and inputs of a tile for a shape that is not in the table; None if no tile size divides the inputs.
+
+    Tiles are narrower where only so a split of K gives enough programs something to do.
+    """
+    tiles, cuts = -(-outputs // 64), []
+    for block_k in (size for size in (128, 64, 32) if inputs % size == 0):
+        split = 1
         while tiles * split < _PROGRAMS // 2 and split < _MOST_SPLITS and inputs % (block_k * split * 2) == 0:
             split *= 2
-    return split, block_k
+        if kind != "parts" or tiles * split >= _PROGRAMS // 2:
+            return (split if kind == "parts" else 1), block_k
+        cuts.append((split, block_k))
+    return cuts[0] if cuts else None
 
 
 def _other_order(outputs: int, inputs: int, kind: Kind) -> Bands:
