@@ -61,9 +61,10 @@ from rollout.ranks.group_watch import LaneName, LaneProgress
 from rollout.ranks.orders import ring_bytes
 from rollout.ranks.processes import ConnectError, OwnProgress, Ranks
 from rollout.ranks.start_watch import PREPARING
+from rollout.service.capabilities import ServedEngine, WorkerAddress
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
-from rollout.service.server import ServedEngine, ServedText, Server
+from rollout.service.server import ServedText, Server
 from rollout.service.text.codec import load_text_codec
 from rollout.service.text.process import TextProcess
 from rollout.service.vitals import Vitals
@@ -152,7 +153,7 @@ class Worker:
         for name, weights in read_adapters(settings.engine, model, packer).items():
             links.inbox.put(PutAdapter(name, weights))
         self.inspector = Inspector(self.engine)
-        parts = self.engine, links, self.receiver, self.metrics, self.prompts
+        parts = self.engine, links, self.metrics, self.prompts
         self.vitals = Vitals(settings, *parts, restarts or 0, self._rank_status)
         eos = eos_ids(loaded.generation_config.eos_token_ids, text, loaded.spec.vocab)
         self.server = Server(
@@ -171,8 +172,7 @@ class Worker:
                 self.prompts,
                 constraints_for(text, loaded.spec.vocab, settings.service.constants.max_constraint_s, eos),
             ),
-            worker_name=worker_name(),
-            metrics_url=metrics_url(sinks),
+            worker=WorkerAddress(worker_name(), metrics_url(sinks)),
             security=settings.security,
         )
         self._next_report_s = time.perf_counter() + settings.metrics.interval_s

@@ -44,7 +44,7 @@ def hooks_page() -> str:
 
 
 #: The hooks on the device that are called before there is a step.
-_AT_START = ("host_part", "begin_rows", "output_words", "output", "decode_work", "largest", "put_largest")
+_AT_START = ("host_part", "begin_rows", "output_words", "output", "decode_work", "put_largest")
 
 
 def trace_table(name: str) -> str:

@@ -49,6 +49,10 @@ class StagedUpdate(Protocol):
 class Receiver(Protocol):
     """The weight receiver, as the loop sees it. No method waits."""
 
+    @property
+    def alive(self) -> bool:
+        """True while its thread runs."""
+
     def take_ready(self) -> StagedUpdate | AdapterUpdate | None:
         """An update to apply now, or None."""
 
@@ -67,6 +71,8 @@ class Receiver(Protocol):
 
 class NoReceiver:
     """The receiver of a worker that takes no weights."""
+
+    alive = True
 
     def take_ready(self) -> None:
         """No update comes."""

@@ -108,11 +108,12 @@ class Upload:
 class StepInput:
     """An upload on the device: its arrays by name."""
 
-    __slots__ = ("header", "words")
+    __slots__ = ("extras", "header", "words")
 
-    def __init__(self, header: Header, words: torch.Tensor) -> None:
+    def __init__(self, header: Header, words: torch.Tensor, extras: tuple[Extra, ...] = ()) -> None:
         self.header = header
         self.words = words
+        self.extras = extras  # on the host
 
     def receive(self, words: torch.Tensor) -> None:
         """Copy the words of an upload here; on the H2D stream."""

@@ -1,14 +1,18 @@
-"""The capabilities of a worker, which `status.capabilities` lists, and facts about its model."""
+"""What a worker serves: its engine and model as the service reaches them, and its capabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
 
 from rollout.engine.messages.requests import RoutingShape
-from rollout.engine.messages.statuses import SequenceStatus
+from rollout.engine.messages.statuses import EngineStatus, SequenceStatus
+from rollout.engine.messages.to_engine import Command
 from rollout.models.vision_spec import TowerSpec
+from rollout.service.adapter_loading import AdapterFolders
+from rollout.service.outbox import Outbox
 from rollout.service.text.codec import TextCodec
 from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD
 
@@ -53,21 +57,37 @@ class EngineViews(Protocol):
         """The last steps, as fields of a `trace` reply."""
 
 
+@dataclass(frozen=True)
+class ServedEngine:
+    """The engine as the service reaches it. Without `views`, `receiver` or `adapters`, messages about them are refused.
+
+    The engine's loop takes commands from `inbox` and hands events to `outbox.put`. `status` returns the engine's latest
+    snapshot; it is called on the service thread.
+    """
+
+    inbox: SimpleQueue[Command]
+    status: Callable[[], EngineStatus]
+    outbox: Outbox = field(default_factory=Outbox)
+    views: EngineViews | None = None
+    receiver: WeightControl | None = None
+    adapters: AdapterFolders | None = None
+
+
+class WorkerAddress(NamedTuple):
+    """The name of a worker, and where its metrics are."""
+
+    name: str = ""
+    metrics_url: str | None = None
+
+
 def default_capabilities(
-    text: TextCodec | None,
-    receiver: WeightControl | None,
-    views: EngineViews | None = None,
-    grammars: bool = False,
-    routing: bool = False,
-    adapters: bool = False,
-    sleep: bool = False,
-    images: bool = False,
+    engine: ServedEngine, model: ServedModel, text: TextCodec | None, grammars: bool
 ) -> tuple[str, ...]:
     """The ops, and the fields of `generate` that not every worker offers."""
     offered = ["generate", "cancel", "attach", "ack", "report", "status", "ping", "pause", "resume", "shutdown"]
-    if receiver is not None:
+    if engine.receiver is not None:
         offered += ["weights", "min_version"]
-    if views is not None:
+    if engine.views is not None:
         offered += ["trace", "sequences"]
     offered += ["stream", "join_chunks", "continue_from", "priority", "deadline_s", "detached", "constraint.token_ids"]
     offered += ["min_complete", "max_version_span", "max_kv_age", "session", "end_session", "end_of_session", "fork"]
@@ -76,13 +96,13 @@ def default_capabilities(
     offered += ["thinking_token_budget", "repetition_detection"]
     if grammars:
         offered.append("constraint")
-    if routing:
+    if model.routing is not None:
         offered.append("return_routing")
-    if adapters:
+    if engine.adapters is not None:
         offered += ["adapter", "load_adapter", "unload_adapter"]
-    if images:
+    if model.images is not None:
         offered.append("media")
-    if sleep:
+    if model.sleep:
         offered += ["sleep", "wake"]
     if text is not None:
         offered += ["text", "return_text", "stop.strings"]

@@ -16,23 +16,18 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Literal
 
 import zmq
 
 from rollout.config import SecuritySettings, ServiceSettings
-from rollout.engine.messages.statuses import EngineStatus
-from rollout.engine.messages.to_engine import Command
 from rollout.engine.messages.to_service import Done, Failed
 from rollout.metrics.mismatch import MismatchBox
 from rollout.network.access import Access
 from rollout.network.router_socket import open_router, receive_parts
-from rollout.service.adapter_loading import AdapterFolders
-from rollout.service.capabilities import EngineViews, ServedModel, WeightControl, default_capabilities
+from rollout.service.capabilities import ServedEngine, ServedModel, WorkerAddress, default_capabilities
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.controls import Controls, Order
 from rollout.service.delivery.mismatch_reports import Compare, MismatchReports, compare_result
@@ -40,7 +35,6 @@ from rollout.service.delivery.replies import error_reply, ok_reply
 from rollout.service.disconnects import Disconnects
 from rollout.service.generation import Generation
 from rollout.service.leases import client_key
-from rollout.service.outbox import Outbox
 from rollout.service.requests import schema as requests
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints
@@ -58,22 +52,6 @@ logger = logging.getLogger(__name__)
 _MESSAGES_A_ROUND = 64  # then events get their turn
 _BACKLOG_POLL_MS = 5
 _LINGER_S = 2.0
-
-
-@dataclass(frozen=True)
-class ServedEngine:
-    """The engine as the service reaches it. Without `views`, `receiver` or `adapters`, messages about them are refused.
-
-    The engine's loop takes commands from `inbox` and hands events to `outbox.put`. `status` returns the engine's latest
-    snapshot; it is called on the service thread.
-    """
-
-    inbox: SimpleQueue[Command]
-    status: Callable[[], EngineStatus]
-    outbox: Outbox = field(default_factory=Outbox)
-    views: EngineViews | None = None
-    receiver: WeightControl | None = None
-    adapters: AdapterFolders | None = None
 
 
 @dataclass(frozen=True)
@@ -103,8 +81,7 @@ class Server:
         engine: ServedEngine,
         text: ServedText = ServedText(),  # noqa: B008 -- frozen
         *,
-        worker_name: str = "",
-        metrics_url: str | None = None,
+        worker: WorkerAddress = WorkerAddress(),  # noqa: B008 -- frozen
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
         compare: Compare = compare_result,
     ) -> None:
@@ -140,7 +117,7 @@ class Server:
             inbox=engine.inbox,
             status=engine.status,
             connections=self._connections,
-            worker=worker_name,
+            worker=worker.name,
         )
         self._reports = MismatchReports(settings.constants, self.outbox.post, self._reply, compare)
         self._controls = Controls(
@@ -153,26 +130,8 @@ class Server:
             receiver=engine.receiver,
         )
         self._shutdowns = Shutdowns(settings.drain_s, engine.inbox, self._background)
-        self._worker_status = WorkerStatus(
-            engine.status,
-            model,
-            engine.receiver,
-            engine.views,
-            worker=worker_name,
-            metrics_url=metrics_url,
-            capabilities=default_capabilities(
-                text.codec,
-                engine.receiver,
-                engine.views,
-                constraints.grammars,
-                model.routing is not None,
-                engine.adapters is not None,
-                model.sleep,
-                model.images is not None,
-            ),
-            max_queue=settings.max_queue,
-            max_message_bytes=settings.max_message_bytes,
-        )
+        capabilities = default_capabilities(engine, model, text.codec, constraints.grammars)
+        self._worker_status = WorkerStatus(settings, engine, model, worker, capabilities)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)
 

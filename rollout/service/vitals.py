@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from rollout.config import Settings
 from rollout.engine.inspect import Inspector
@@ -26,14 +25,6 @@ log = logging.getLogger(__name__)
 _STATUS_EVERY_S = 0.1
 
 
-class Alive(Protocol):
-    """A part of the worker with a thread of its own."""
-
-    @property
-    def alive(self) -> bool:
-        """True while the thread runs."""
-
-
 class Vitals:
     """The parts of a worker, read for its status.
 
@@ -45,7 +36,6 @@ class Vitals:
         settings: Settings,
         engine: Engine,
         links: EngineLinks,
-        receiver: Alive,
         metrics: MetricsThread,
         prompts: TextProcess | None,
         restarts: int,
@@ -55,7 +45,7 @@ class Vitals:
         self.last_tick_s = time.perf_counter()
         self.status = EngineStatus(state="serving", rows_max=settings.engine.max_rows)
         self._engine, self._inspector, self._links = engine, Inspector(engine), links
-        self._receiver, self._metrics, self._prompts = receiver, metrics, prompts
+        self._metrics, self._prompts = metrics, prompts
         self._stall_s = settings.engine.stalled_s
         self._restarts = restarts
         self._ranks = ranks
@@ -116,7 +106,7 @@ class Vitals:
 
     def problems(self) -> tuple[str, ...]:
         """A sentence for each failed part without which generation continues."""
-        threads = {"the weight receiver": self._receiver.alive, "the metrics thread": self._metrics.alive}
+        threads = {"the weight receiver": self._links.receiver.alive, "the metrics thread": self._metrics.alive}
         ended = tuple(f"{name} has ended" for name, alive in threads.items() if not alive)
         gate = self._links.gate
         stale = (gate.stale,) if gate.failed else ()

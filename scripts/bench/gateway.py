@@ -43,9 +43,9 @@ from rollout.engine.kv.allocator import pages_for
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 from rollout.process.threads import SWITCH_INTERVAL_S
-from rollout.service.capabilities import ServedModel
+from rollout.service.capabilities import ServedEngine, ServedModel
 from rollout.service.outbox import Outbox
-from rollout.service.server import ServedEngine, Server
+from rollout.service.server import Server
 from scripts.bench.bookkeeping import TINY_SHAPE
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
 from scripts.bench.service_load import make_engine, write_text_folder

@@ -47,9 +47,9 @@ from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.threads import SWITCH_INTERVAL_S
-from rollout.service.capabilities import ServedModel
+from rollout.service.capabilities import ServedEngine, ServedModel
 from rollout.service.outbox import Outbox
-from rollout.service.server import ServedEngine, ServedText, Server
+from rollout.service.server import ServedText, Server
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
 from scripts.bench.bookkeeping import TINY_SHAPE

@@ -66,6 +66,8 @@ class SameWeights:
 class Updates:
     """A receiver that offers the update in `ready`, if there is one."""
 
+    alive = True
+
     def __init__(self) -> None:
         self.ready: SameWeights | None = None
 

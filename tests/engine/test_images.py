@@ -15,11 +15,14 @@ from rollout.config import ModelSettings
 from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
+from rollout.engine.features.images.encodings import encodes_of
 from rollout.engine.features.images.feature import ImagesFeature
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.messages.to_service import Done
 from rollout.engine.schedule.step_feature import find_feature
+from rollout.engine.step.rehearsal import ALL_FEATURES
+from rollout.engine.upload import UploadStaging
 from rollout.models import load_model
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder
@@ -420,10 +423,11 @@ def test_the_largest_image_fits_in_the_buffer(models: Any) -> None:
     """The rehearsal of a GPU encodes it."""
     bench = Bench(models["Qwen3-VL"][1], image_tokens=128, image_patches=450)
     encoder = encoder_of(bench)
-    (largest,) = encoder.largest()
-    patches, places = largest.arrays
-    assert len(patches) > 400 and len(places) <= len(encoder.buffer_PW)
-    encoder.prepare(largest)
+    staging = UploadStaging(torch.zeros(1, dtype=torch.int32))
+    encoder.put_largest(staging, 1, np.zeros(1, np.int64), ALL_FEATURES)
+    (encode,) = encodes_of(staging.extras[0])
+    assert len(encode.pixels.patches) > 400 and len(encode.places) <= len(encoder.buffer_PW)
+    encoder.encode([encode])
     bench.close()
 
 

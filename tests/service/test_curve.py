@@ -20,8 +20,8 @@ from rollout.config import SecuritySettings, ServiceSettings, Settings, WeightsS
 from rollout.engine.gate import Gate
 from rollout.engine.messages.statuses import EngineStatus
 from rollout.network.access import Access, ClientKeyList, is_loopback
-from rollout.service.capabilities import ServedModel
-from rollout.service.server import ServedEngine, Server
+from rollout.service.capabilities import ServedEngine, ServedModel
+from rollout.service.server import Server
 from rollout.weights.destination import UpdateMemories
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.receiver import WeightReceiver

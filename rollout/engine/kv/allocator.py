@@ -268,7 +268,7 @@ class PageAllocator:
         kv = seq.kv
         for mirror in self._mirrors:
             host_pages, pages = [host for host, _ in offloaded.restored], [page for _, page in offloaded.restored]
-            mirror.restored(seq, host_pages, pages)
+            mirror.fetched(host_pages, pages)
         if self.prefixes.findable(seq, version):
             for i in range(len(kv.keys)):
                 self.pool.remember(kv.keys[i], kv.pages[i], kv.oldest)

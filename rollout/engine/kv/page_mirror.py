@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from rollout.engine.sequence.sequence import Sequence
-
 
 class PageMirror:
     """Data that is kept for the tokens of each page. A hook that is not overridden does nothing."""
@@ -14,10 +12,7 @@ class PageMirror:
         """Called when the KV of these pages was copied to the host; the pages may be given up next."""
 
     def fetched(self, host_pages: Seq[int], pages: Seq[int]) -> None:
-        """Called when KV was copied from the host to these pages; no step in flight names them."""
-
-    def restored(self, seq: Sequence, host_pages: Seq[int], pages: Seq[int]) -> None:
-        """Called when a sequence continues with KV restored to these pages; its first step is in flight."""
+        """Called when KV was copied from the host to these pages, which only steps launched from now on name."""
 
     def bytes_beside(self, host_page: int) -> bytes:
         """Called before KV is written to disk: return the data of a host page; its length is always the same."""

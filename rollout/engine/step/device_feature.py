@@ -3,10 +3,10 @@
 `DeviceStep` calls these hooks of every feature that its worker has. All work is enqueued on the compute stream, so it
 runs in the order of the calls:
 
-    prepare, begin
+    begin
     decode_fields or prefill_fields                       before the forward
     forward_ends, prefilled, computed                     between forward and draw
-    drawn, step_ends                                      after the draw
+    step_ends                                             after the draw
 
 `decode_fields` and `forward_ends` are captured with decode forwards, and `decode_work` is captured alone. So they may
 read only their arguments, and memory at fixed addresses. After a fault an engine is built anew, but the feature's
@@ -33,7 +33,7 @@ from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.streams import NO_ORDERS, Orders, Streams
-from rollout.engine.upload import Extra, Header, StepInput, UploadStaging
+from rollout.engine.upload import Header, StepInput, UploadStaging
 from rollout.models.batch import AttentionBatch, ExpertRecord, HiddenTaps, KVCache, StepImages
 from rollout.models.language_model import LanguageModel
 from rollout.models.lora_slots import StepAdapters
@@ -133,11 +133,8 @@ class DeviceFeature(Generic[Output]):
     def begin_rows(self, rows: RowState) -> None:
         """Called when an engine has a new row state, before its first step: allocate the feature's row state."""
 
-    def prepare(self, extra: Extra) -> None:
-        """Called before a step, for each extra of its upload that belongs to this feature: take it."""
-
     def begin(self, rows: RowState, step: StepInput) -> None:
-        """Called when a step has set up its rows, before the forward: set up what the feature adds to them."""
+        """Called when a step has set up its rows, before the forward: take its extras, set up what the feature adds."""
 
     def decode_fields(
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: Output
@@ -177,11 +174,10 @@ class DeviceFeature(Generic[Output]):
         Plain decode steps on a GPU are captured whole and do not call it. Rows that need it have a bit of `RowNeeds`.
         """
 
-    def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
-        """Called when the tokens of a step are drawn and its rows are one token further: correct them if need be."""
-
-    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: Output, replays: Replays) -> None:
-        """Called last in every step, when the rows are where the next step finds them: prepare the next step.
+    def step_ends(
+        self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn, output: Output, replays: Replays
+    ) -> None:
+        """Called last in every step, when each row that drew is one token further: correct that, prepare the next step.
 
         `replays` launch what was captured of `decode_work`; empty where decode steps are not captured.
         """
@@ -217,10 +213,6 @@ class DeviceFeature(Generic[Output]):
         """
 
     # --- start --------------------------------------------------------------------------------------------------------
-
-    def largest(self) -> Seq[Extra]:
-        """Called at the start: return the largest extras that a step can have, to learn what memory they take."""
-        return ()
 
     def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """Called for each step that is rehearsed: put the most that a step of `rows` rows with these needs can have.

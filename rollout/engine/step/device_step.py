@@ -27,7 +27,7 @@ from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import BatchFields, DeviceFeature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
-from rollout.engine.upload import Extra, StepInput, UploadStaging, put_decode
+from rollout.engine.upload import StepInput, UploadStaging, put_decode
 from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, obstacle, supports
@@ -93,10 +93,6 @@ class DeviceStep:
         put_decode(staging, rows, [], size)
         if self.shares_pages:
             staging.put("segments", no_segments(size))
-
-    def prepare(self, extra: Extra) -> None:
-        """Hand a feature its extra of the next step."""
-        next(feature for feature in self.features if feature.name == extra.feature).prepare(extra)
 
     def begin(self, step: StepInput) -> None:
         """Set rows up, copy states and pages, put tokens that the host knows where a decode forward reads them."""

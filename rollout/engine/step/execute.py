@@ -95,8 +95,6 @@ class Executor:
 
         self.compute.wait(slot.h2d_done)
         self.compute.record(slot.start)
-        for extra in upload.extras:
-            self.compute.run(functools.partial(self.step.prepare, extra))
         self.compute.run(functools.partial(self.run, step, slot))
         if header.needs & _CONSTRAIN:
             self.compute.record(slot.forward_end)
@@ -155,7 +153,7 @@ class Executor:
             forwarded = self.graphs.forward(step, slot.outputs)
         else:
             self.graphs.run(slot, header.size, "behind" in step)
-            self._drawn(step, slot)
+            self.end_step(step, slot)
             return
         slot.forwarded = forwarded
         if forwarded is None:
@@ -170,20 +168,16 @@ class Executor:
         forwarded, slot.forwarded = slot.forwarded, None
         if forwarded is not None:
             self.step.sample(*forwarded, RowNeeds(header.needs), slot.output, slot.masks)
-            self._drawn(StepInput(header, slot.input), slot)
-
-    def _drawn(self, step: StepInput, slot: Slot) -> None:
-        for feature in self.step.features:
-            feature.drawn(self.step.rows, step, self.step.kv, slot.drawn)
-        if self._compares and step.header.draws:
-            compare_tokens(self.step.group, slot.output[0, : step.header.draws])
-        self.end_step(step, slot)
+            self.end_step(StepInput(header, slot.input), slot)
 
     def end_step(self, step: StepInput, slot: Slot) -> None:
-        """Run the features' work at the end of a step, after its tokens are drawn."""
+        """End a step, after its tokens are drawn."""
+        if self._compares and step.header.draws:
+            compare_tokens(self.step.group, slot.output[0, : step.header.draws])
+        rows, kv = self.step.rows, self.step.kv
         for feature in self.step.features:
             replays = self.graphs.replays.get(feature.name, NO_REPLAYS)
-            feature.step_ends(step, self.step.kv, slot.drawn, slot.outputs[feature.name], replays)
+            feature.step_ends(rows, step, kv, slot.drawn, slot.outputs[feature.name], replays)
 
     # --- between the steps --------------------------------------------------------------------------------------------
 

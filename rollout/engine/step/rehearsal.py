@@ -134,11 +134,7 @@ def steps_to_rehearse(executor: Executor, sizes: StepSizes) -> list[Rehearsed]:
 
 
 def rehearse(executor: Executor, slot: Slot, sizes: StepSizes) -> None:
-    """Run the largest extras of features and the steps of `steps_to_rehearse`, one after the other."""
-    for feature in executor.step.features:
-        for extra in feature.largest():
-            executor.compute.run(functools.partial(feature.prepare, extra))
-            executor.finish()
+    """Run the steps of `steps_to_rehearse`, one after the other."""
     for step in steps_to_rehearse(executor, sizes):
         pack = _pack_prefill if step.prompts else _pack_decode
         _run(executor, slot, pack(executor, slot, step, sizes.context))

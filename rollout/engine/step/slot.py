@@ -111,7 +111,7 @@ class Slot:
 
     def input_for(self, upload: Upload) -> StepInput:
         """The place of an upload on the device."""
-        return StepInput(upload.header, self.input[: len(upload.words)])
+        return StepInput(upload.header, self.input[: len(upload.words)], upload.extras)
 
     def download(self, header: Header) -> None:
         """Copy the outputs of a step to the host; on the D2H stream."""

@@ -6,8 +6,7 @@ A stop string ends the completion here. Tokens that the engine generated after i
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +19,27 @@ from rollout.service.delivery.waiters import Position
 from rollout.service.text.stop_strings import StopMatch, StopText
 
 
+class Marks(NamedTuple):
+    """Positions of a completion's tokens at which versions of weights, of the adapter or of KV change."""
+
+    recomputed: tuple[tuple[int, int], ...] = ()
+    adapter_versions: tuple[tuple[int, int], ...] = ()
+    kv_versions: tuple[tuple[int, int, int], ...] = ()
+
+    def joined(self, delta: Delta) -> Marks:
+        """These, of tokens that another worker drew, and those of a delta, which has all of this worker's."""
+        recomputed, kv_versions = self.recomputed + delta.recomputed, self.kv_versions + delta.kv_versions
+        return Marks(recomputed, _joined(self.adapter_versions, delta.adapter_versions), kv_versions)
+
+
+NO_MARKS = Marks()
+
+
 class CompletionDelivery:
     """Collects the deltas of one completion. `text` is set if text is wanted or there are stop strings.
 
-    With `shown_from`, chunks have text from that character on. `routing` is set if the request wants experts.
+    With `shown_from`, chunks have text from that character on. `routing` is set if the request wants experts. `marks`
+    and `forced` are those of `continue_from`.
     """
 
     def __init__(
@@ -33,9 +49,7 @@ class CompletionDelivery:
         text: StopText | None,
         shown_from: int | None = None,
         routing: RoutingColumn | None = None,
-        recomputed: Iterable[tuple[int, int]] = (),
-        adapter_versions: Iterable[tuple[int, int]] = (),
-        kv_versions: Iterable[tuple[int, int, int]] = (),
+        marks: Marks = NO_MARKS,
         forced: ForcedTokens | None = None,
     ) -> None:
         self.index = index
@@ -46,12 +60,7 @@ class CompletionDelivery:
         self._columns = columns
         self._routing = routing
         self._forced = forced or ForcedTokens()
-        self._old_marks = tuple(recomputed)  # marks of `continue_from`
-        self._recomputed = self._old_marks
-        self._old_adapter_versions = tuple(adapter_versions)  # marks of `continue_from`
-        self._adapter_versions = self._old_adapter_versions
-        self._old_kv_versions = tuple(kv_versions)  # marks of `continue_from`
-        self._kv_versions = self._old_kv_versions
+        self._marks_before = self._marks = marks
         self._text = text
         self._seed = 0
         self._shown = (
@@ -80,9 +89,7 @@ class CompletionDelivery:
         if self.finish is not None:
             return None
         assert delta.offset == self._columns.count, f"a delta at {delta.offset} follows {self._columns.count} tokens"
-        self._seed, self._recomputed = delta.seed, self._old_marks + delta.recomputed
-        self._kv_versions = self._old_kv_versions + delta.kv_versions
-        self._adapter_versions = _joined(self._old_adapter_versions, delta.adapter_versions)
+        self._seed, self._marks = delta.seed, self._marks_before.joined(delta)
         self.prompt_scores |= prompt_scores(delta)
         match = self._text.feed(delta.token_ids.tolist()) if self._text is not None else None
         self._extend(delta, match.tokens - delta.offset if match else len(delta.token_ids))
@@ -138,12 +145,8 @@ class CompletionDelivery:
             self._routing.extend(delta.routing[: len(delta.routing) - (len(delta.token_ids) - keep)])
 
     def _mark_fields(self, start: int) -> dict[str, Any]:
-        kinds: dict[str, Iterable[tuple[int, ...]]] = {
-            "recomputed": self._recomputed,
-            "kv_versions": self._kv_versions,
-            "adapter_versions": self._adapter_versions,
-        }
-        found = {name: marks_between(marks, start, self._columns.count) for name, marks in kinds.items()}
+        kinds = self._marks._asdict().items()
+        found = {name: marks_between(marks, start, self._columns.count) for name, marks in kinds}
         return {name: marks for name, marks in found.items() if marks} | self._forced.fields(start)
 
     def _finish_fields(self) -> dict[str, Any]:

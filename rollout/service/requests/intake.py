@@ -29,7 +29,7 @@ from rollout.engine.messages.requests import (
 )
 from rollout.models.vision_spec import TowerSpec
 from rollout.service.capabilities import ServedModel
-from rollout.service.delivery.completion import CompletionDelivery
+from rollout.service.delivery.completion import NO_MARKS, CompletionDelivery, Marks
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
 from rollout.service.delivery.forced_tokens import ForcedTokens
 from rollout.service.delivery.token_columns import TokenColumns
@@ -192,11 +192,10 @@ class Intake:
         shown_from = None
         if text is not None and message.return_text:
             shown_from = len(text.text) if taken is None else taken
-        recomputed, adapter = (known.recomputed or (), known.adapter_versions or ()) if known else ((), ())
-        kv_versions = (known.kv_versions or ()) if known else ()
+        marks = Marks(*(tuple(getattr(known, name) or ()) for name in Marks._fields)) if known else NO_MARKS
         columns = _prior_columns(known, message.logprobs)
         routing, forced = self._routing_column(message), _forced_tokens(request, known)
-        return CompletionDelivery(index, columns, text, shown_from, routing, recomputed, adapter, kv_versions, forced)
+        return CompletionDelivery(index, columns, text, shown_from, routing, marks, forced)
 
     def _thought_rule(self, message: GenerateMessage) -> ThoughtRule | None:
         """The budget of thoughts, if the request has one."""

@@ -80,10 +80,10 @@ class MarginTaker(DeviceFeature[torch.Tensor]):
     def make(cls, site: Site) -> MarginTaker:
         return cls()
 
-    def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
+    def step_ends(
+        self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor, replays: Replays
+    ) -> None:
         assert (rows.ints[step["rows"][: step.header.rows], LENGTH] > 0).all()
-
-    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor, replays: Replays) -> None:
         self.ended[step.header.draws] += 1
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Margins:

@@ -16,9 +16,9 @@ from rollout.engine.messages.requests import Request, RequestKey
 from rollout.engine.messages.statuses import EngineStatus
 from rollout.engine.messages.to_engine import Submit
 from rollout.engine.messages.to_service import Delta, Finish, RequestDone
-from rollout.service.capabilities import ServedModel
+from rollout.service.capabilities import ServedEngine, ServedModel, WorkerAddress
 from rollout.service.delivery.mismatch_reports import Compare, compare_result
-from rollout.service.server import ServedEngine, ServedText, Server
+from rollout.service.server import ServedText, Server
 from tests.support.patience import PATIENCE_S
 from tests.support.settings import settings_of
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode
@@ -125,7 +125,7 @@ def serving(
         model,
         ServedEngine(inbox, lambda: status[0], receiver=receiver),
         ServedText(text, prompts),
-        worker_name="worker-1",
+        worker=WorkerAddress("worker-1"),
         compare=compare,
     )
     server.start()

@@ -2,9 +2,9 @@
 
     begin        pages and draft rows of a verify step                              `verify`
     forward      a draft model keeps hidden states
-    drawn        drafts are accepted that equal the token of the row before, up    `verify`; states of linear attention
+    step_ends    drafts are accepted that equal the token of the row before, up    `verify`; states of linear attention
                  to the first that does not                                         follow
-    step_ends    the drafter on the device runs                                     `model_drafter`, `ngram_drafter`
+                 the drafter on the device runs                                     `model_drafter`, `ngram_drafter`
 
 Its output for the host is the next drafts of each row that draws: int32 [rows, G].
 """
@@ -166,20 +166,12 @@ class DraftVerifier(DeviceFeature[torch.Tensor]):
         if batch.chunks and batch.taps is not None:
             self.drafter.prefilled(batch, batch.taps)
 
-    def drawn(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
-        """Compare the drafts with the tokens drawn; rows and states go on after the last accepted one."""
-        header = step.header
-        if not header.ahead:
-            return
-        if header.needs & _CONSTRAIN and len(drawn.masks.refused):
-            verify.refuse(self.state, step, drawn.masks.refused)
-        if _after(header) is DraftAfter.DRAFT:
-            drawn.accepted_R.zero_()  # rows without drafts included
-        verify.accept(rows, self.state, step, drawn.output_4R, drawn.accepted_R)
-        kv.states.catch_up(step["verified"], step["rows"], drawn.accepted_R, self._one_by_one)
-
-    def step_ends(self, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor, replays: Replays) -> None:
-        """Run the drafter on the device, if the step says so."""
+    def step_ends(
+        self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor, replays: Replays
+    ) -> None:
+        """Verify the drafts of the step, and run the drafter on the device, if the step says so."""
+        if step.header.ahead:
+            self._verify(rows, step, kv, drawn)
         after = _after(step.header)
         if after is DraftAfter.NOTHING:
             return
@@ -187,6 +179,16 @@ class DraftVerifier(DeviceFeature[torch.Tensor]):
         rows_R = drafter.run(step, drawn.output_4R, drawn.accepted_R, kv, after, replays)
         if rows_R is not None:
             output[: len(rows_R)] = drafter.next_RG.index_select(0, rows_R)
+
+    def _verify(self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn) -> None:
+        """Compare the drafts with the tokens drawn; rows and states go on after the last accepted one."""
+        header = step.header
+        if header.needs & _CONSTRAIN and len(drawn.masks.refused):
+            verify.refuse(self.state, step, drawn.masks.refused)
+        if _after(header) is DraftAfter.DRAFT:
+            drawn.accepted_R.zero_()  # rows without drafts included
+        verify.accept(rows, self.state, step, drawn.output_4R, drawn.accepted_R)
+        kv.states.catch_up(step["verified"], step["rows"], drawn.accepted_R, self._one_by_one)
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
         """See `DeviceFeature`."""

@@ -1,6 +1,6 @@
 """The embedding buffer on the device, and the tower that writes to it.
 
-    prepare           pixels --H2D--> patches --tower--> embeddings --> their places
+    begin             pixels --H2D--> patches --tower--> embeddings --> their places
     prefill_fields    places --> embeddings of the tokens of a prefill
 
 Legend: P places, W numbers of a place: the embeddings of one token, side by side.
@@ -21,9 +21,10 @@ from rollout.engine.features.images.encodings import BLOCK, Encode, Encodings, e
 from rollout.engine.features.images.feature import TOKEN_WORDS, ImagesFeature
 from rollout.engine.messages.prompts import Pixels
 from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import BatchFields, DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import ROPE_DELTA, RowState
-from rollout.engine.upload import Extra, StepInput
+from rollout.engine.upload import StepInput, UploadStaging
 from rollout.models.batch import StepImages
 from rollout.models.decoder import Decoder
 from rollout.models.vision import VisionTower, to_device
@@ -90,11 +91,13 @@ class ImageEncoder(DeviceFeature[None]):
         beginnings = self.spec.family.beginnings
         return ImagesFeature(Encodings(len(self.buffer_PW), self.most_patches, beginnings, counts))
 
-    @torch.inference_mode()
-    def prepare(self, extra: Extra) -> None:
+    def begin(self, rows: RowState, step: StepInput) -> None:
         """Encode the images of a step; returns once the work is enqueued."""
-        self.encode(encodes_of(extra))
+        for extra in step.extras:
+            if extra.feature == self.name:
+                self.encode(encodes_of(extra))
 
+    @torch.inference_mode()
     def encode(self, encodes: Seq[Encode]) -> None:
         """Encode images; returns once the work is enqueued."""
         for batch in [[encode] for encode in encodes] if self._one_by_one else _of_one_dtype(encodes):
@@ -118,13 +121,18 @@ class ImageEncoder(DeviceFeature[None]):
             fields["images"] = StepImages(step["image_at"], self.buffer_PW.index_select(0, step["image_places"]))
         return fields
 
-    def largest(self) -> tuple[Extra]:
+    def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
+        """Put the largest image, of zeros, if the step has everything that a prompt can ask for."""
+        if len(token_ids) and needs & RowNeeds.TOP:
+            staging.extras.append(extra_of([self.largest()]))
+
+    def largest(self) -> Encode:
         """The largest image, of zeros."""
         merge, squares = self.spec.merge, self.most_patches // self.spec.merge**2
         height = math.isqrt(squares)
         grid = (1, height * merge, squares // height * merge)
         patches = np.zeros((grid[1] * grid[2], self.spec.patch_values), np.float32)
-        return (extra_of([Encode(Pixels(b"", grid, patches), np.arange(self.spec.tokens(grid)))]),)
+        return Encode(Pixels(b"", grid, patches), np.arange(self.spec.tokens(grid)))
 
 
 def _of_one_dtype(encodes: Seq[Encode]) -> list[list[Encode]]:

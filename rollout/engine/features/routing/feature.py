@@ -1,8 +1,7 @@
 """Commits the records of steps, and adds experts to what is sent.
 
 Entries of KV that came back from the host go to the pool's pages only when all steps are committed that were launched
-before: one of them may still have to copy from those page numbers. For a sequence's own KV this is the commit of its
-first step.
+before: one of them may still have to copy from those page numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class RoutingFeature(StepFeature):
     def __init__(self, entries: ExpertPages) -> None:
         self.entries = entries
         self._unsent: dict[Sequence, SequenceExperts] = {}  # sequences that report their experts
-        self._restored: dict[Sequence, tuple[list[int], np.ndarray]] = {}  # pages and entries, until a commit
         self._fetched: deque[tuple[int, list[int], np.ndarray]] = deque()  # steps before, pages, entries
         self._launched = self._committed = 0  # steps
 
@@ -38,8 +36,6 @@ class RoutingFeature(StepFeature):
         for span in plan.spans if plan.kind == "prefill" else ():
             for copy in span.prompt.copies:
                 self.entries.copy(*copy)
-            if span.seq in self._restored:
-                self.entries.put(*self._restored.pop(span.seq))
         self.entries.take(output.of(self.name, np.ndarray))
         self._put_fetched()
 
@@ -65,10 +61,6 @@ class RoutingFeature(StepFeature):
         """See `PageMirror`."""
         self.entries.stow(list(pages), list(host_pages))
 
-    def restored(self, seq: Sequence, host_pages: Seq[int], pages: Seq[int]) -> None:
-        """See `PageMirror`."""
-        self._restored[seq] = list(pages), self.entries.stowed(list(host_pages))
-
     def fetched(self, host_pages: Seq[int], pages: Seq[int]) -> None:
         """See `PageMirror`."""
         self._fetched.append((self._launched, list(pages), self.entries.stowed(list(host_pages))))
@@ -89,7 +81,7 @@ class RoutingFeature(StepFeature):
 
     def check(self) -> None:
         """See `StepFeature`."""
-        assert not self._restored and not self._fetched, "experts of restored pages wait for a commit"
+        assert not self._fetched, "experts of restored pages wait for a commit"
         assert not self._unsent, "experts of a sequence that has ended are kept"
 
     def _of(self, seq: Sequence) -> SequenceExperts:
