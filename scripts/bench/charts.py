@@ -74,9 +74,9 @@ def _groups() -> str:
 
 
 def _agents() -> str:
-    found = rows("agents_short_h200")
-    labels = ["here" if row["engine"] == "ours" else "vLLM" for row in found]
-    here = [row["engine"] == "ours" for row in found]
+    found = [*rows("agents_short_h200"), *rows("agents_short_fp8_h200")]
+    labels = [{"ours": "here", "socket": "here, fp8 KV"}.get(row["engine"], "vLLM") for row in found]
+    here = [label != "vLLM" for label in labels]
 
     def panel(title: str, numbers: Sequence[float], floor: Sequence[float | None]) -> Panel:
         pairs = list(zip(numbers, here, strict=True))
