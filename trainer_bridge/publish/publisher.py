@@ -147,7 +147,7 @@ class WeightPublisher(ProcessBound):
         self._kept = self._deltas if self._deltas is not None else KeptUpdate() if keep else None
         #: By endpoint the plan for updates of a layout, and the digest of that.
         self._sections: dict[str, tuple[str, Sections]] = {}
-        self._sections_go = transport != "disk"  # it writes whole tensors, for other readers too
+        self._whole_only: set[str] = set()  # endpoints of workers that take no sections, until they are lost
         self._client = f"publisher-{secrets.token_hex(4)}"
         self._links = {link.endpoint: link for link in self._connect()}
         self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | _Change | None] = queue.SimpleQueue()
@@ -309,6 +309,7 @@ class WeightPublisher(ProcessBound):
             return
         self._links.pop(change.endpoint).close()
         self._sections.pop(change.endpoint, None)
+        self._whole_only.discard(change.endpoint)
         self._choice.remove(change.endpoint)
         if self._kept is not None:
             self._kept.forgive(change.endpoint)
@@ -412,7 +413,7 @@ class WeightPublisher(ProcessBound):
     def _may_cut(self, payload: Payload, recipients: Sequence[Recipient]) -> bool:
         """Whether an update may be sent in sections; trainer ranks that are in a group with workers send whole ones."""
         in_group = payload.spread and self._choice.tries_group(payload, recipients)
-        return self._sections_go and payload.may_be_cut and not in_group
+        return self.transport != "disk" and payload.may_be_cut and not in_group  # files are for other readers, too
 
     def _send_and_commit(self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]) -> None:
         try:
@@ -484,12 +485,15 @@ class WeightPublisher(ProcessBound):
             begin["tied"] = payload.tied
         if payload.sections is not None:
             begin["sections"] = payload.sections.digest
-        elif self._may_cut(payload, recipients):
-            begin["sections"] = ""
+        asks = payload.sections is None and self._may_cut(payload, recipients)
+
+        def message(recipient: Recipient) -> dict[str, Any]:
+            asked = {"sections": ""} if asks and recipient.endpoint not in self._whole_only else {}
+            return {**begin, **asked, "transport": recipient.transport, "options": options[recipient.route]}
 
         def note(recipient: Recipient, reply: dict[str, Any]) -> None:
             _note_grant(recipient, reply)
-            if begin.get("sections") == "" and "cuts" in reply and not recipient.error:
+            if asks and "cuts" in reply and not recipient.error:
                 self._note_cuts(recipient, reply["cuts"], manifest)
 
         left = list(recipients)
@@ -500,7 +504,7 @@ class WeightPublisher(ProcessBound):
             handle.phase = "begin"
             self._ask(
                 [recipient for recipient in left if not recipient.error],
-                lambda recipient: {**begin, "transport": recipient.transport, "options": options[recipient.route]},  # noqa: B023
+                message,
                 "begin",
                 self._begin_s,
                 note=note,
@@ -508,9 +512,10 @@ class WeightPublisher(ProcessBound):
             )
             left = self._choice.refused(payload, left)
         others = [each for each in recipients if each.error is not None and each.error.field == "sections"]
-        if others and "sections" in begin:
-            self._sections_go &= payload.sections is not None  # a worker of another release does not know them
+        if others and (asks or payload.sections is not None):
             for recipient in others:
+                if asks:
+                    self._whole_only.add(recipient.endpoint)  # it is of another release, which does not know them
                 _log.info("%s gets whole tensors: %s", recipient.endpoint, recipient.error)
                 self._sections.pop(recipient.endpoint, None)
                 recipient.error = None
@@ -529,7 +534,8 @@ class WeightPublisher(ProcessBound):
         try:
             ranks = cuts_from_wire(cuts, manifest)
         except ProtocolError as error:
-            recipient.fail(ProtocolError(f"begin: {recipient.endpoint}: {error}"))
+            self._whole_only.add(recipient.endpoint)
+            _log.warning("%s gets whole tensors: %s", recipient.endpoint, error)
             return
         known = next(iter(self._sections.values()), None)
         if known is None or known[1].cuts != cuts_digest(manifest, ranks):
@@ -561,6 +567,8 @@ class WeightPublisher(ProcessBound):
             recipient.weight_socket = link.weight_socket
             if isinstance(answer, RolloutError):
                 recipient.fail(answer)
+                if isinstance(answer, UNANSWERED):
+                    self._whole_only.discard(recipient.endpoint)  # another release may come back
                 continue
             if note is not None:
                 note(recipient, answer)

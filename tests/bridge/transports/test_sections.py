@@ -33,7 +33,7 @@ from trainer_bridge.transports.sections import (
     plan_sections,
     section_of,
 )
-from trainer_bridge.wire.errors import BadRequest, ProtocolError, WeightsRejected
+from trainer_bridge.wire.errors import BadRequest, ConnectionLost, ProtocolError, WeightsRejected
 from trainer_bridge.wire.manifest import pack
 from trainer_bridge.wire.weight_messages import check_fields
 
@@ -313,21 +313,49 @@ def test_workers_with_equal_ranks_share_one_stream(sizes: tuple[int, ...], whole
 
 
 def test_a_worker_of_another_release_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    asked, old = [], [True]
 
     def check(header: Any) -> str:
         asked.append("sections" in header)
-        if "sections" in header:
+        if "sections" in header and old:
             raise BadRequest("begin takes no field 'sections'", field="sections")
         return check_fields(header)
 
+    port = free_port()
     monkeypatch.setattr(update_intake, "check_fields", check)
+    with WeightPublisher(f"tcp://127.0.0.1:{port}", transport="zmq") as publisher:
+        with GroupWorker(2, port=port) as worker:
+            for version in (1, 2):
+                tensors = tensors_of(version)
+                (report,) = publisher.publish(tensors, version).applied(60)
+                assert report.sent_nbytes == report.nbytes and worker.serve(tensors)
+        assert asked.count(True) == 1
+        old.clear()
+        with pytest.raises(ConnectionLost):
+            publisher.publish(tensors, 3).applied(60)
+        with GroupWorker(2, port=port) as worker:  # of this release
+            came_whole = []
+            for version in (4, 5):
+                (report,) = publisher.publish(tensors, version).applied(60)
+                came_whole.append(report.sent_nbytes == report.nbytes)
+            assert came_whole == [True, False] and worker.serve(tensors)
+
+
+def test_a_worker_whose_cuts_cannot_be_read_gets_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have more ranks, or more ranges in a cut, than a publisher plans for."""
+    asked = []
+
+    def too_many(manifest: Any, ranks: Any) -> Any:
+        asked.append(cuts_to_wire(manifest, ranks))
+        return {**asked[-1], "ranks": asked[-1]["ranks"] * 64}
+
+    monkeypatch.setattr(update_intake, "cuts_to_wire", too_many)
     with GroupWorker(2) as worker, WeightPublisher(worker.endpoint, transport="zmq") as publisher:
         for version in (1, 2):
             tensors = tensors_of(version)
             (report,) = publisher.publish(tensors, version).applied(60)
             assert report.sent_nbytes == report.nbytes and worker.serve(tensors)
-    assert asked.count(True) == 1
+    assert len(asked) == 1
 
 
 def test_the_kept_update_comes_in_sections_too() -> None:
