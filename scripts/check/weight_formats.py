@@ -116,7 +116,7 @@ def measure(
     exact = load(folder, "float32", "plain", random, device)
     exact_TH = hidden_states(exact, tokens, length)
     cases: list[tuple[Format, str]] = [("plain", "bfloat16")]
-    cases += [(format, dtype) for format in _FORMATS for dtype in ("float32", "bfloat16")]
+    cases += [(format, dtype) for dtype in ("float32", "bfloat16") for format in _FORMATS]
     for format, dtype in cases:
         try:
             coded = load(folder, "float32", format, random, device)

@@ -51,6 +51,14 @@ def _streamed(split: int, *bands: tuple[int, int, int, int, int], stagger: bool 
     )
 
 
+def _halved(*bands: tuple[int, int, int, int, int, int], stagger: bool = False) -> Bands:
+    """Streamed bands of codes: rows, BLOCK_N, split, warps, stages, programs."""
+    return tuple(
+        (rows, LinearConfig(n, 128, split, warps, stages, programs, True, stagger, True))
+        for rows, n, split, warps, stages, programs in bands
+    )
+
+
 _HEAD: Bands = ((64, LinearConfig(128, 128, 1, 4, 4, _PROGRAMS)),)  # above, cuBLAS is faster
 #: The columns: bands by outputs, inputs and kind.
 FAST: dict[tuple[int, int, Kind], Bands] = {
@@ -113,28 +121,28 @@ FAST: dict[tuple[int, int, Kind], Bands] = {
         *_streamed(2, (MOST_ROWS, 128, 64, 6, 132)),
     ),
 }
-#: `fp8_block` alone, measured up to 32 rows on an H200; above, as in `_other_coded`.
+#: `fp8_block` alone, measured on an H200.
 CODED: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): (
         (1, GemvConfig(1, neurons=2, at_once=4, num_warps=4)),
-        *_streamed(4, (8, 64, 128, 9, 264), (32, 64, 128, 6, 264)),
-        (MOST_ROWS, LinearConfig(128, 128, 1, 8, 4, _PROGRAMS)),
+        *_halved((8, 128, 8, 4, 3, 396), (16, 64, 4, 4, 5, 396), (32, 64, 4, 4, 3, 528)),
+        *_halved((64, 128, 4, 4, 3, 264), (MOST_ROWS, 128, 2, 8, 4, 132)),
     ),
     (4096, 4096, "parts"): (
         (1, GemvConfig(1, neurons=2, at_once=4, num_warps=4)),
-        (32, LinearConfig(64, 128, 2, 4, 6, _PROGRAMS)),
-        (MOST_ROWS, LinearConfig(128, 128, 2, 8, 4, _PROGRAMS)),
+        *_halved((8, 128, 8, 4, 5, 264), (16, 64, 8, 4, 4, 528), (32, 64, 4, 4, 6, 264)),
+        *_halved((64, 64, 4, 4, 4, 264), (MOST_ROWS, 64, 2, 4, 5, 132)),
     ),
     (24576, 4096, "silu"): (
         (1, GemvConfig(1, neurons=1, at_once=4, num_warps=4)),
-        *_streamed(1, (8, 64, 128, 9, 264), (32, 64, 128, 6, 264), stagger=True),
-        (MOST_ROWS, LinearConfig(128, 128, 1, 8, 4, _PROGRAMS)),
+        *_halved((8, 64, 1, 4, 7, 396), (16, 64, 1, 4, 5, 396), (32, 128, 1, 4, 4, 264), stagger=True),
+        *_halved((64, 128, 1, 4, 3, 264), (MOST_ROWS, 64, 1, 4, 5, 132), stagger=True),
     ),
     (4096, 12288, "parts"): (
         (1, GemvConfig(3, neurons=2, at_once=4, num_warps=4)),
-        (32, LinearConfig(128, 128, 4, 8, 6, _PROGRAMS)),
-        (MOST_ROWS, LinearConfig(128, 128, 2, 8, 4, _PROGRAMS)),
+        *_halved((8, 64, 8, 4, 5, 528), (16, 64, 6, 4, 5, 396), (32, 64, 4, 4, 6, 264)),
+        *_halved((64, 128, 8, 4, 3, 264), (MOST_ROWS, 128, 4, 8, 4, 132)),
     ),
 }
 DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
