@@ -203,6 +203,7 @@ class Sleeper:
 def _emptied(roster: Roster) -> bool:
     """True once no page is in use or copied. Until then, pages of offloaded sequences alone are sent to the host."""
     allocator = roster.allocator
+    allocator.end_sharing()  # a turn or a fetch may have ended meanwhile, and left its KV to a session or a snapshot
     allocator.offload_books.send_unshared()
     return allocator.pool.used == 0 and not allocator.tier.copies_out
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout.engine.messages.to_service import Done
 from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.harness import prompt_of as any_prompt
 from tests.support.engine.offloading import PAGE
+from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.streams import InlineDevice, LateDevice, random_delays
 from tests.support.engine.updated import Load, Updated
 from tests.support.engine.updates import Mailbox
@@ -47,11 +49,11 @@ def played(bench: Bench, **fields) -> Agents:
     return agents
 
 
-def hosting(model, device=None, receiver=None, states: int = 100, **engine) -> Bench:
+def hosting(model, device=None, receiver=None, states: int = 100, make=Bench, **engine) -> Bench:
     """An engine with host memory for so many states, and as much for KV."""
     host_gib = 2 * states * model.spec.state_bytes(torch.float32) / 2**30
     fields = {"kv_pages": SMALL, "host_kv_gib": host_gib, "page_size": PAGE, "max_rows": 8, "state_snapshots": 8}
-    bench = Bench(model, device, receiver, **{**fields, **engine})
+    bench = make(model, device, receiver, **{**fields, **engine})
     costs = bench.engine.roster.allocator.tier.costs
     costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
     return bench
@@ -217,6 +219,20 @@ def test_a_conversation_goes_on_from_its_state_on_the_host(model, session):
     assert talk.reused == (58 if session else 49)
     assert talk.said == other.said
     bench.close(), roomy.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_does_not_wait_for_what_a_fetch_brings_meanwhile(model, level):
+    """The state that it brings is a cached snapshot with a half-full page, which nobody else would give up."""
+    bench = hosting(model, receiver=Mailbox(), make=Sleeping)
+    talk = Conversation(bench, "talk", prompt_of, session=False)
+    talk.say(50)
+    crowd_out(bench)
+    talk.submit(7)
+    while not bench.engine.roster.allocator.tier.fetches.busy:
+        bench.engine.tick()
+    assert isinstance(bench.sleep(level), Done) and isinstance(bench.wake(), Done)
+    bench.close(check=False)
 
 
 @pytest.mark.parametrize("direction", ["out", "back"])
