@@ -178,7 +178,8 @@ def check_one(versions: Versions, seed: int, folder: Path, **engine: Any) -> Non
     state_gib = model.spec.state_bytes(torch.float32) / 2**30 or 0.0001
     first = Kept({name: kept_values(view).clone() for name, view in model.hf_views().items()})
     host_gib = rng.choice([0.0, 4.0, 24.0]) * state_gib
-    if host_gib and not model.spec.state_bytes(torch.float32):
+    cache = rng.random() < 0.8
+    if host_gib and cache:
         engine |= {"disk_kv_gib": 4 * host_gib, "disk_kv_folder": str(folder)}
     bench = Sleeping(
         model,
@@ -193,7 +194,7 @@ def check_one(versions: Versions, seed: int, folder: Path, **engine: Any) -> Non
         state_snapshots=rng.choice([0, 1, 4, 30]),
         prefill_chunk_tokens=rng.choice([16, 23, 200]),
         pipeline_depth=rng.choice([1, 2]),
-        prefix_cache=rng.random() < 0.8,
+        prefix_cache=cache,
         **engine,
     )
     asked = requests_of(rng, model.spec.vocab)

@@ -25,8 +25,8 @@ class Cycle:
 
     free = foreseen = None
 
-    def __init__(self, lists: list[list[int]], stop: int | None = None, vocab: int = VOCAB) -> None:
-        self.lists, self.stop, self.vocab = lists, stop, vocab
+    def __init__(self, lists: list[list[int]], stop: int | None = None, vocab: int = VOCAB, at: int = 0) -> None:
+        self.lists, self.stop, self.vocab, self.first = lists, stop, vocab, at
 
     def start(self) -> CyclePlace:
         return CyclePlace(self)
@@ -34,7 +34,7 @@ class Cycle:
 
 class CyclePlace(Matcher):
     def __init__(self, cycle: Cycle) -> None:
-        self.cycle, self.at = cycle, 0
+        self.cycle, self.at = cycle, cycle.first
 
     def allowed(self) -> list[int]:
         lists, stop = self.cycle.lists, self.cycle.stop
