@@ -5,17 +5,57 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.cli.inputs import Inputs
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.cli.worker_connection import add_worker, connect, where
 from trainer_bridge.wire.finish_reasons import COMPLETE
 from trainer_bridge.wire.sampling_rules import RULES
 
+
+class Inputs:
+    """Reads the values of a command's flags. Only one of them may be `-`, which is stdin."""
+
+    def __init__(self) -> None:
+        self._stdin_flag: str | None = None
+
+    def text(self, flag: str, value: str) -> str:
+        """The value itself, or the text of stdin."""
+        return self._stdin(flag) if value == "-" else value
+
+    def file(self, flag: str, value: str, advice: str = "") -> str:
+        """The text of the file with this name, or of stdin. `advice` ends the error about a file."""
+        if value == "-":
+            return self._stdin(flag)
+        try:
+            return Path(value).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise UsageError(f"cannot read {flag} {value}: {reason}{advice}") from error
+
+    def json(self, flag: str, value: str, example: str) -> Any:
+        """The JSON value of a text that begins with a brace or a bracket, of stdin, or of a file.
+
+        Raises `UsageError`, which shows the `example`.
+        """
+        is_text = value.lstrip()[:1] in ("{", "[")
+        source = value if is_text else self.file(flag, value, f"; give a file, or JSON such as '{example}'")
+        try:
+            return json.loads(source)
+        except ValueError as error:
+            place = "" if is_text else f" {value}"
+            raise UsageError(f"{flag}{place} is not JSON: {error}; write it as in '{example}'") from error
+
+    def _stdin(self, flag: str) -> str:
+        if self._stdin_flag is not None:
+            raise UsageError(f"{self._stdin_flag} and {flag} cannot both read stdin: give one of them a file or a text")
+        self._stdin_flag = flag
+        return sys.stdin.read()
+
+
 if TYPE_CHECKING:
-    from rollout.cli.token_lines import TokenLines
     from trainer_bridge.client.blocking import RolloutClient, Stream
     from trainer_bridge.client.results import Chunk, Completion, GenerateResult
     from trainer_bridge.wire.errors import RolloutError
@@ -144,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
     from trainer_bridge.wire.errors import RolloutError
 
     prompt, fields = _request(args)
-    shown = _Shown(args.json, fields.get("n", 1), not args.stream, _token_lines(args))
+    shown = _Shown(args.json, fields.get("n", 1), not args.stream, None if args.logprobs is None else TokenLines())
     every = _PROGRESS_EVERY if shown.whole and args.logprobs is None else shown.stream_every
     # A session belongs to a client, so both have the same name in each call of this command.
     client_name = None if args.session is None else f"rollout-generate/{args.session}"[:128]
@@ -230,12 +270,6 @@ class _Shown:
                 print("".join(self._kept[index]))
         elif not self._as_json and not self._several and self.lines is None:
             print()
-
-
-def _token_lines(args: argparse.Namespace) -> TokenLines | None:
-    from rollout.cli.token_lines import TokenLines
-
-    return None if args.logprobs is None else TokenLines()
 
 
 def _request(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -383,3 +417,65 @@ def _note(completion: Completion) -> None:
     reason = completion.finish_reason if completion.error is None else f"{completion.finish_reason}: {completion.error}"
     ending = f"{len(completion)} tokens, {reason}, weights version {versions}"
     print(f"[completion {completion.index}: {ending}]", file=sys.stderr)
+
+
+_TEXT_WIDTH = 14
+
+
+class TokenLines:
+    """A line for each token of a completion: position, log-prob, id, text, and the likeliest tokens at its position.
+
+              0   -0.693     13  ' 1'    ' 1' -0.691, ' 2' -0.704
+
+    The text of a token is what its chunk added to the text of the completion: nothing while a character is not whole,
+    or while the worker keeps back what may become a stop string. The likeliest tokens come as ids; their texts are
+    those of the model's tokenizer.json, if this machine has it.
+    """
+
+    def __init__(self) -> None:
+        self._text_of: Callable[[int], str] | None = None
+
+    def find_texts(self, model: str) -> None:
+        """Look for the tokenizer of a model, a folder or a hub id, on this machine. Nothing is downloaded."""
+        self._text_of = _texts_of(model)
+
+    def of(self, chunk: Chunk) -> Iterator[str]:
+        """A line for each token of a chunk. The last line has the text of the whole chunk."""
+        part = chunk.part
+        last = len(part) - 1
+        if last < 0 and part.text:  # text that was kept back and is no stop string
+            yield f"{'':>25}  {part.text!r}"
+        for row, (token, logprob) in enumerate(zip(part.token_ids.tolist(), part.logprobs.tolist(), strict=True)):
+            text = "" if part.text is None else repr(part.text if row == last else "")
+            line = f"{chunk.offset + row:>7} {logprob:>9.3f} {token:>7}  {text:<{_TEXT_WIDTH}}"
+            yield f"{line}  {self._likeliest(chunk, row)}".rstrip()
+
+    def _likeliest(self, chunk: Chunk, row: int) -> str:
+        ids, logprobs = chunk.part.top_ids, chunk.part.top_logprobs
+        if ids is None or logprobs is None:
+            return ""
+        pairs = zip(ids[row].tolist(), logprobs[row].tolist(), strict=True)
+        return ", ".join(f"{self._name(token)} {logprob:.3f}" for token, logprob in pairs)
+
+    def _name(self, token: int) -> str:
+        return str(token) if self._text_of is None else repr(self._text_of(token))
+
+
+def _texts_of(model: str) -> Callable[[int], str] | None:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:  # clients are installed without them
+        return None
+    file = Path(model).expanduser() / "tokenizer.json"
+    if not file.is_file():
+        try:
+            cached = try_to_load_from_cache(model, file.name)
+        except HFValidationError:  # a folder on the worker's machine
+            return None
+        if not isinstance(cached, str):
+            return None
+        file = Path(cached)
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda token: tokenizer.decode([token], skip_special_tokens=False)

@@ -3,18 +3,24 @@
     pause, resume, sleep, ...   Command with a token  ==> inbox ==> loop ==> Done or Failed with it --> reply
     load_adapter                folder --AdapterLoads--> PutAdapter with a token, as above
     weights                     header --> receiver --> any thread --post--> reply
+    shutdown, now               Shutdown("now") ==> engine, and all drains end with it
+    shutdown, drain             after the prompts in preparation: Shutdown("drain") ==> engine;  after `drain_s`:
+                                Shutdown("now")
 
-Each order gets one reply. The number of orders without a reply is bounded.
+Each order gets one reply. The number of orders without a reply is bounded. Prompts in preparation and rows have
+`drain_s` together, since a supervisor kills the worker later.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
-from rollout.engine.messages.to_engine import Command, DropAdapter, Pause, PutAdapter, Resume, Sleep, WakeUp
+from rollout.engine.messages.to_engine import Command, DropAdapter, Pause, PutAdapter, Resume, Shutdown, Sleep, WakeUp
 from rollout.engine.messages.to_service import Done, Failed
 from rollout.models.lora_slots import AdapterWeights
 from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
@@ -22,6 +28,8 @@ from rollout.service.capabilities import WeightControl
 from rollout.service.connections import ReplyAddress
 from rollout.service.delivery.replies import ok_reply
 from rollout.service.requests import schema as requests
+from rollout.service.requests.background_work import BackgroundWork
+from rollout.service.requests.intake import PreparedPrompt
 from trainer_bridge.wire.codec import PROTOCOL_VERSION
 from trainer_bridge.wire.errors import BadRequest, Overloaded, RolloutError
 
@@ -163,3 +171,47 @@ class Controls:
 
 def _too_many() -> RolloutError:
     return Overloaded("too many control messages wait for an answer; come back later")
+
+
+class Shutdowns:
+    """Has the engine end. Everything here runs on the service thread."""
+
+    def __init__(
+        self, drain_s: float, inbox: SimpleQueue[Command], background: BackgroundWork[PreparedPrompt | None]
+    ) -> None:
+        self._drain_s = drain_s
+        self._inbox = inbox
+        self._background = background
+        self._places = count()
+        self._drains: dict[int, tuple[float, int | None]] = {}  # (time limit, token not yet sent to the loop)
+
+    def begin(self, mode: Literal["drain", "now"], token: int | None) -> None:
+        """Have the engine end. A drain begins after the requests in tokenization, since these were accepted."""
+        if mode == "drain":
+            place = next(self._places)
+            self._drains[place] = (time.monotonic() + self._drain_s, token)
+            self._background.after_all(lambda: self._begin_drain(place))
+        else:
+            self._inbox.put(Shutdown("now", token))
+            self._end_drains(by_s=math.inf)
+
+    def tick(self) -> None:
+        """End the drains that have lasted too long."""
+        self._end_drains(by_s=time.monotonic())
+
+    def wait_s(self) -> float | None:
+        """Seconds until `tick` has something to do, None if nothing is due by time."""
+        limits_s = [limit_s for limit_s, _ in self._drains.values()]
+        return max(0.0, min(limits_s) - time.monotonic()) if limits_s else None
+
+    def _begin_drain(self, place: int) -> None:
+        if place in self._drains:
+            limit_s, token = self._drains[place]
+            self._inbox.put(Shutdown("drain", token))
+            self._drains[place] = (limit_s, None)
+
+    def _end_drains(self, by_s: float) -> None:
+        for place, (limit_s, token) in list(self._drains.items()):
+            if by_s >= limit_s:
+                del self._drains[place]
+                self._inbox.put(Shutdown("now", token))

@@ -29,7 +29,7 @@ from rollout.network.access import Access
 from rollout.network.router_socket import open_router, receive_parts
 from rollout.service.capabilities import ServedEngine, ServedModel, WorkerAddress, default_capabilities
 from rollout.service.connections import Connections, ReplyAddress
-from rollout.service.controls import Controls, Order
+from rollout.service.controls import Controls, Order, Shutdowns
 from rollout.service.delivery.mismatch_reports import Compare, MismatchReports, compare_result
 from rollout.service.delivery.replies import error_reply, ok_reply
 from rollout.service.disconnects import Disconnects
@@ -41,7 +41,6 @@ from rollout.service.requests.constraint import Constraints
 from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.preparation import Preparation
 from rollout.service.requests.request_media import MediaStore
-from rollout.service.shutdowns import Shutdowns
 from rollout.service.status import WorkerStatus
 from rollout.service.text.codec import PromptEncoder, PromptSource, TextCodec
 from trainer_bridge.wire.codec import WireError, WireLimits, decode, encode, header_id, split_envelope

@@ -52,8 +52,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
-from rollout.engine.features.drafts.suffix_index import Match
+from rollout.engine.features.drafts.suffix_drafter import Match, SuffixDrafter
 from scripts.bench.output import print_table, write_results
 from trainer_bridge.client.journal import Journal
 from trainer_bridge.wire.errors import JournalFailed

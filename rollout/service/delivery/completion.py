@@ -12,9 +12,8 @@ import numpy as np
 
 from rollout.engine.messages.to_service import Delta, Finish
 from rollout.service.delivery.expert_records import RoutingColumn
-from rollout.service.delivery.forced_tokens import ForcedTokens
 from rollout.service.delivery.replies import prompt_scores
-from rollout.service.delivery.token_columns import TokenColumns, marks_between, runs_between
+from rollout.service.delivery.token_columns import ForcedTokens, TokenColumns, marks_between, runs_between
 from rollout.service.delivery.waiters import Position
 from rollout.service.text.stop_strings import StopMatch, StopText
 

@@ -1,4 +1,4 @@
-"""The `constraint` of a `generate` message, and the constraint for the engine."""
+"""The `constraint` and `thinking` of a `generate` message, and the constraint for the engine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rollout.constraints import regex_check
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, allow_list, available
 from rollout.constraints.matcher import Constraint
 from rollout.constraints.spec import ConstraintSpec
+from rollout.constraints.thoughts import ThoughtRule
 from rollout.extras import install
 from rollout.service.requests.fields import TokenIds, token_id_array
 from rollout.service.text.codec import TextCodec
@@ -150,3 +151,32 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
     if len(text) > MAX_CHARS:
         raise BadRequest(f"the schema has more than {MAX_CHARS} characters; shorten it", field="constraint.json_schema")
     return text
+
+
+class ThinkingFields(BaseModel):
+    """The fields of `thinking`, each a text or a tuple of token ids."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+
+    start: Annotated[Any, BeforeValidator(marker_value)]
+    end: Annotated[Any, BeforeValidator(marker_value)]
+
+    def rule(self, budget: int, text: TextCodec | None) -> ThoughtRule:
+        """The rule for the engine; `text`: the model's tokenizer. Raises `RolloutError`."""
+        start, end = self._ids("start", text), self._ids("end", text)
+        if start == end:
+            raise BadRequest(
+                "'thinking.end' has the same tokens as 'thinking.start'; send the tokens that end a thought",
+                field="thinking.end",
+            )
+        return ThoughtRule(budget, start, end)
+
+    def _ids(self, name: str, text: TextCodec | None) -> tuple[int, ...]:
+        mark, field = getattr(self, name), f"thinking.{name}"
+        if isinstance(mark, str):
+            if text is None:
+                raise BadRequest("this model has no tokenizer; send token ids", field=field)
+            mark = tuple(text.encode_rendered(mark).tolist())
+            if not mark:
+                raise BadRequest("the tokenizer makes no tokens of this text; send token ids", field=field)
+        return mark

@@ -31,8 +31,7 @@ from rollout.models.vision_spec import TowerSpec
 from rollout.service.capabilities import ServedModel
 from rollout.service.delivery.completion import NO_MARKS, CompletionDelivery, Marks
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
-from rollout.service.delivery.forced_tokens import ForcedTokens
-from rollout.service.delivery.token_columns import TokenColumns
+from rollout.service.delivery.token_columns import ForcedTokens, TokenColumns
 from rollout.service.requests.constraint import ConstraintFields, Constraints
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.request_media import MediaLimits, check_media, check_pieces, check_placeholders

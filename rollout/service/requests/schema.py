@@ -18,7 +18,7 @@ from rollout.engine.messages.requests import (
     VERSION_END,
     RepetitionRule,
 )
-from rollout.service.requests.constraint import ConstraintFields
+from rollout.service.requests.constraint import ConstraintFields, ThinkingFields
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.fields import (
     INT32_MAX,
@@ -34,7 +34,6 @@ from rollout.service.requests.fields import (
     token_id_rows,
 )
 from rollout.service.requests.request_media import MediaFields
-from rollout.service.requests.thinking import ThinkingFields
 from trainer_bridge.wire.codec import MAX_ID_CHARS, PROTOCOL_VERSION
 from trainer_bridge.wire.errors import BadMessage, BadRequest, RolloutError
 from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD

@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
-from rollout.engine.features.drafts.suffix_index import CANDIDATES, LEAST, MOST, SuffixIndex
+from rollout.engine.features.drafts.suffix_drafter import CANDIDATES, LEAST, MOST, SuffixDrafter, SuffixIndex
 
 
 class Searched:
