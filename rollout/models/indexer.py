@@ -4,7 +4,8 @@
     score of a token of the context = sum over heads of  weight(token) relu(query . key)
     the `top_k` tokens with the largest scores take part in latent attention; up to so many, all take part
 
-The choice is exact: it scores the whole context. Layers without an indexer use the choice of the last one before them.
+The choice is exact: it scores the whole context. The chosen tokens are read where they lie, as pages of one token.
+Layers without an indexer use the choice of the last one before them.
 The work is bounded by host integers alone, so steps can be captured.
 
 Source: DeepSeek-V3.2 (arXiv 2512.02556, section 2.1). Legend: T tokens, H heads of the indexer, D their dimension, C
@@ -13,29 +14,35 @@ positions of a context, K chosen tokens, Q query heads, L what the cache keeps o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from rollout_kernels import apply_rope
-from rollout_kernels.attention.latent import write_latent
+from rollout_kernels.attention.index_scores import index_scores
+from rollout_kernels.attention.latent import (
+    ABSORBED_AT_ONCE,
+    latent_decode_attention,
+    plan_latent_decode,
+    write_latent,
+)
 
 from rollout.models.batch import AttentionBatch
 from rollout.models.layers import Block, Linear, empty_parameter
 from rollout.models.names import Region, one_name
 from rollout.models.spec import IndexerSpec
 
-#: Scores, or latents of chosen tokens, that are in memory at once, bytes; those of one token at least.
+#: Scores, or on a CPU latents of chosen tokens, that are in memory at once, bytes; those of one token at least.
 _AT_ONCE_BYTES = 256 << 20
 
 
 class Choice(NamedTuple):
     """The tokens that each token of a step attends to."""
 
-    slots_TK: torch.Tensor  # int64: their places in the cache, as in `AttentionBatch.kv_slots_T`
-    live_TK: torch.Tensor  # false where a context has fewer tokens
+    slots_TK: torch.Tensor  # int32: their places in the cache, as in `AttentionBatch.kv_slots_T`
+    counts_T: torch.Tensor  # int32: how many they are, the first ones
 
 
 class IndexQueries(NamedTuple):
@@ -76,25 +83,18 @@ class Indexer(Block):
         """The tokens that a step's tokens attend to; None if these are all tokens before them."""
         if batch.max_context <= self.spec.top_k:
             return None
-        page_size = keys_PS1D.shape[1]
-        columns = -(-batch.max_context // page_size)
-        table_BP, positions_C = (
-            batch.page_table_BP[:, :columns].long(),
-            torch.arange(columns * page_size, device=keys_PS1D.device),
-        )
-        slots, live = [], []
-        for tokens, row, count in _spans(batch, self.spec.heads * columns * page_size):
-            pages_P = table_BP[row, : -(-count // page_size)]
-            keys_XCD = keys_PS1D[pages_P].flatten(-4, -2)
-            seen_C = positions_C[: keys_XCD.shape[-2]]
-            scores_TC = _scores(queries, tokens, keys_XCD)
-            scores_TC = scores_TC.masked_fill(seen_C > batch.positions_T[tokens][:, None], -math.inf)
-            best = scores_TC.topk(min(self.spec.top_k, len(seen_C)), dim=1)
-            pages_TK = pages_P.expand(len(scores_TC), -1).gather(1, best.indices // page_size)
-            missing = (0, self.spec.top_k - best.indices.shape[1])
-            slots.append(F.pad(pages_TK * page_size + best.indices % page_size, missing))
-            live.append(F.pad(best.values > -math.inf, missing))
-        return Choice(torch.cat(slots), torch.cat(live))
+        page_size, top_k = keys_PS1D.shape[1], self.spec.top_k
+        heads = 1 if keys_PS1D.is_cuda else self.spec.heads  # the kernel keeps no products by head
+        slots = []
+        for tokens, row, count in _spans(batch, heads * -(-batch.max_context // page_size) * page_size):
+            positions_T, pages_XP = batch.positions_T[tokens], batch.page_table_BP[row, : -(-count // page_size)]
+            table_TP = pages_XP.expand(len(positions_T), -1)
+            given = (queries.q_THD[tokens], queries.weights_TH[tokens], keys_PS1D, table_TP, positions_T)
+            scores_TC = index_scores(*given)
+            best_TK = scores_TC.topk(min(top_k, scores_TC.shape[1]), dim=1).indices  # what is not seen comes last
+            slots_TK = table_TP.gather(1, best_TK // page_size) * page_size + best_TK % page_size
+            slots.append(F.pad(slots_TK.int(), (0, top_k - best_TK.shape[1])))
+        return Choice(torch.cat(slots), (batch.positions_T + 1).clamp(max=top_k).int())
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
@@ -135,25 +135,18 @@ def _spans(batch: AttentionBatch, values: int) -> Iterator[tuple[slice, slice | 
             yield slice(begin, min(begin + most, start + length)), row, context
 
 
-def _scores(queries: IndexQueries, tokens: slice, keys_XCD: torch.Tensor) -> torch.Tensor:
-    """The scores of a context, [T, C]; keys are [C, D] of one row, or [T, C, D]."""
-    q_THD, weights_TH = queries.q_THD[tokens], queries.weights_TH[tokens]
-    products_THC = torch.matmul(q_THD.float(), keys_XCD.float().transpose(-1, -2))
-    return torch.matmul(weights_TH[:, None], products_THC.relu_())[:, 0]
-
-
 def chosen_attention(
-    q_TQL: torch.Tensor, cache_PS1L: torch.Tensor, choice: Choice, *, rank: int, scale: float
+    q_TQL: torch.Tensor, cache_PS1L: torch.Tensor, choice: Choice, batch: AttentionBatch, *, rank: int, scale: float
 ) -> torch.Tensor:
-    """Attention of absorbed queries over chosen tokens: sums of latents, [T, Q, R]."""
-    latents_NL, count = cache_PS1L.flatten(0, 2), choice.slots_TK.shape[1]
-    bytes_of_one = count * (latents_NL.shape[1] * latents_NL.element_size() + q_TQL.shape[1] * 4)
-    most = max(1, _AT_ONCE_BYTES // bytes_of_one)
-    out = []
-    for q_tQL, slots_tK, live_tK in zip(q_TQL.split(most), *(part.split(most) for part in choice), strict=True):
-        latents_tKL = latents_NL[slots_tK]
-        scores_tQK = torch.matmul(q_tQL, latents_tKL.transpose(1, 2)).float() * scale
-        # Finite, so that a padding row, which has no context, has finite results.
-        scores_tQK = scores_tQK.masked_fill(~live_tK[:, None], torch.finfo(torch.float32).min)
-        out.append(torch.matmul(scores_tQK.softmax(-1).to(q_TQL.dtype), latents_tKL[..., :rank]))
+    """Attention of a step's absorbed queries over chosen tokens: sums of latents, [T, Q, R]."""
+    tokens_N11L, count = cache_PS1L.flatten(0, 1)[:, None], choice.slots_TK.shape[1]
+    bytes_of_one = count * (cache_PS1L.shape[3] * cache_PS1L.element_size() + q_TQL.shape[1] * 4)
+    most = ABSORBED_AT_ONCE if q_TQL.is_cuda else max(1, _AT_ONCE_BYTES // bytes_of_one)
+    out: list[torch.Tensor] = []
+    for q_tQL, slots_tK, counts_t in zip(q_TQL.split(most), *(part.split(most) for part in choice), strict=True):
+        where = (slots_tK, counts_t)
+        make = partial(plan_latent_decode, slots_tK, counts_t, tokens_N11L, heads=q_TQL.shape[1], max_context=count)
+        # On a GPU it follows from the counts, which all layers share; on a CPU it has the chosen tokens.
+        plan = batch.shared(("plan of chosen tokens", len(out), q_TQL.shape[1]), make) if q_TQL.is_cuda else make()
+        out.append(latent_decode_attention(q_tQL, tokens_N11L, *where, rank=rank, scale=scale, plan=plan))
     return torch.cat(out)

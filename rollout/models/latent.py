@@ -81,7 +81,7 @@ class LatentAttention(Block):
         write_latent(latent_TL, cache_PS1L, context.slots_T)
         choice = self._choose(x_TH, latent_q_TK, context)
         if choice is not None:
-            out_TQV = self._attend_to(choice, q_TQX, cache_PS1L)
+            out_TQV = self._attend_to(choice, q_TQX, cache_PS1L, batch)
         elif batch.chunks is None:
             rows = AbsorbedRows(0, batch.page_table_BP, batch.context_lens_B, batch.max_context)
             out_TQV = self._absorb(q_TQX, rows, cache_PS1L, batch)
@@ -120,11 +120,13 @@ class LatentAttention(Block):
         batch.keep(Choice, choice)
         return choice
 
-    def _attend_to(self, choice: Choice, q_TQX: torch.Tensor, cache_PS1L: torch.Tensor) -> torch.Tensor:
+    def _attend_to(
+        self, choice: Choice, q_TQX: torch.Tensor, cache_PS1L: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
         """Attention over chosen tokens, [T, Q, V]."""
         spec = self.spec
         q_TQL = self._absorbed(q_TQX)
-        return self._values(chosen_attention(q_TQL, cache_PS1L, choice, rank=spec.kv_rank, scale=spec.scale))
+        return self._values(chosen_attention(q_TQL, cache_PS1L, choice, batch, rank=spec.kv_rank, scale=spec.scale))
 
     def _project(self, x_TH: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [T, Q, X], what is kept of the tokens, [T, L], both turned; and the latents of queries, if any."""

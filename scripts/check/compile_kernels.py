@@ -33,6 +33,7 @@ from rollout_kernels.attention.segments import SEGMENT_WORDS
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 from rollout_kernels.attention.triton_gather_kv import gather_kv
 from rollout_kernels.attention.triton_gathered_items import prefill_items
+from rollout_kernels.attention.triton_index_scores import index_scores
 from rollout_kernels.attention.triton_latent_decode import decode_latents, plan_latent_work
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.common import triton_math
@@ -404,15 +405,21 @@ def linear_attention(rows: int) -> Iterator[Case]:
 
 
 def latent_attention(rows: int) -> Iterator[Case]:
-    """Decode attention in the sizes of Moonlight (and, for each block of heads, DeepSeek-V3) and of GLM-4.7-Flash."""
-    cache, table, lens = empty(64, PAGE, 1, 576), ints(rows, 1024), ints(rows, dtype=torch.int64)
-    for heads in (16, 20):
+    """Decode attention in the sizes of Moonlight (and, for each block of heads, DeepSeek-V3) and of GLM-4.7-Flash.
 
-        def run(heads: int = heads) -> None:
+    And the indexer of DeepSeek-V3.2, with attention over chosen tokens.
+    """
+    table, lens = ints(rows, 1024), ints(rows, dtype=torch.int64)
+    for heads, page_size in ((16, PAGE), (20, PAGE), (128, 1)):
+
+        def run(heads: int = heads, page_size: int = page_size) -> None:
             work = plan_latent_work(lens, heads, torch.bfloat16, multiprocessors=MULTIPROCESSORS)
+            cache = empty(64, page_size, 1, 576)
             decode_latents(empty(rows, heads, 576), cache, table, lens, rank=512, scale=0.1, work=work)
 
         yield f"latent attention, {heads} heads", run
+    indexed = (empty(rows, 65, 128)[:, :64], floats(rows, 64), empty(64, PAGE, 1, 128), table, lens)
+    yield "latent attention, scores of an indexer", lambda: index_scores(*indexed)
 
 
 def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:

@@ -7,6 +7,7 @@ segments               what rows of a decode step share, found from how many pos
 triton_decode_combine  what a program does with its results, and how the results of one row are combined
 triton_prefill         prefill on a GPU: chunks of prompts
 latent                 the ops of multi-head latent attention; `triton_latent_decode` is decode on a GPU
+index_scores           which positions matter to a token, for sparse attention; `triton_index_scores` on a GPU
 gathered               prefill on Hopper where blocks of queries see many keys: `triton_gather_kv` copies contexts from
                        pages, `triton_gathered_items` lists blocks, `gluon_prefill` attends
 """

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rollout_kernels.attention import triton_index_scores
 from rollout_kernels.attention.triton_latent_decode import plan_latent_work
 
 from rollout.config import ModelSettings
@@ -72,7 +73,7 @@ def test_a_trainers_parameters_have_the_names_of_the_checkpoint(made: Any, name:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-@pytest.mark.parametrize("name", ["DeepseekV2", *nightly("DeepseekV3", "Glm4MoeLite")])
+@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV32", *nightly("DeepseekV3", "Glm4MoeLite", "GlmMoeDsa")])
 def test_the_kernels_run_latent_attention_and_what_is_between(
     made: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +82,9 @@ def test_the_kernels_run_latent_attention_and_what_is_between(
     def plan(page_table: torch.Tensor, lens: torch.Tensor, cache: torch.Tensor, *, heads: int, max_context: int) -> Any:
         return plan_latent_work(lens, heads, cache.dtype, multiprocessors=2)
 
-    monkeypatch.setattr("rollout.models.latent.plan_latent_decode", plan)
+    for module in ("latent", "indexer"):
+        monkeypatch.setattr(f"rollout.models.{module}.plan_latent_decode", plan)
+    monkeypatch.setattr("rollout.models.indexer.index_scores", triton_index_scores.index_scores)
     assert not FusedDecoder(loaded.model).takes_wanted
     check(loaded, reference)
 
