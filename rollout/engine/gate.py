@@ -65,7 +65,7 @@ def _nobody() -> None:
 
 @dataclass(frozen=True, slots=True)
 class SleepState:
-    """The depth of the sleep: awake, or a sleep that has been ordered (falling) or has been reached (asleep)."""
+    """The state of the sleep: awake, falling (ordered) or asleep (reached)."""
 
     level: int = 0  # 0: awake; 1: weights are kept in host memory; 2: they are dropped
     requests: Literal["wait", "refuse"] = "wait"  # policy for requests that arrive during the sleep
@@ -160,7 +160,7 @@ class Gate:
 
     @property
     def asleep(self) -> bool:
-        """True while the device's memory is given back."""
+        """True while the device's memory is released."""
         return self.sleep.reached
 
     @property
@@ -224,16 +224,16 @@ class Gate:
             self.sleep = replace(self.sleep, level=max(self.sleep.level, level), requests=requests)
 
     def slept(self, freed_bytes: int) -> None:
-        """Note that the memory is given back."""
+        """Note that the memory is released."""
         assert self.sleep.ordered and not (self.swapping or self.update_inside)
         self.sleep = replace(self.sleep, reached=True, freed_bytes=freed_bytes, since_s=time.perf_counter())
 
     def wake_up(self) -> None:
-        """Note that the memory is back, or that a sleep was refused."""
+        """Note that the memory is allocated again, or that a sleep was refused."""
         self.sleep = _AWAKE
 
     def grant_hold(self) -> None:
-        """No step is in flight: grant the hold if one is wanted. The receiver may write from now on."""
+        """Grant the hold if one is wanted, as no step is in flight. The receiver may write from now on."""
         if self.hold != "wanted" or self.swapping:
             return
         with self._lock:
@@ -244,7 +244,7 @@ class Gate:
         on_grant()
 
     def lose_weights(self, why: str) -> None:
-        """No step is in flight, and the parameters hold no version: hold until a whole update has arrived."""
+        """Hold until a whole update has arrived: no step is in flight, and the parameters have no version."""
         with self._lock:
             self.hold, self.held_since_s, self._on_grant = "granted", None, _nobody
             self.stale, self.dropped, self.failed = why, True, False
@@ -259,7 +259,7 @@ class Gate:
         self.swapping = False
 
     def note_recomputing(self, recomputing: bool) -> None:
-        """Say whether the KV that the last update dropped delays the next update."""
+        """Set whether the KV that the last update dropped delays the next update."""
         self.recomputing = recomputing
 
     # --- the weight receiver; any thread ------------------------------------------------------------------------------

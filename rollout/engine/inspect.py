@@ -39,7 +39,7 @@ class Inspector:
     # --- the loop's thread --------------------------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
-        """A snapshot of now."""
+        """The present status."""
         engine, roster, gate, meter = self._engine, self._engine.roster, self._engine.gate, self._engine.meter
         pool, adapters, now = roster.allocator.pool, find_feature(roster.features, AdaptersFeature), time.perf_counter()
         active_pct, tokens_per_s = meter.rates(now)
@@ -76,7 +76,7 @@ class Inspector:
         )
 
     def set_gauges(self) -> None:
-        """Give the meter the values of metrics that the engine keeps, before a report."""
+        """Set the gauges of the meter before a report."""
         roster, offload = self._engine.roster, self._offload()
         pool, counters, prefixes = roster.allocator.pool, roster.counters, roster.allocator.prefixes
         kept = roster.allocator.tier.status()
@@ -113,7 +113,7 @@ class Inspector:
     def _room(self) -> int | None:
         """The number of further sessions that fit in unused pages, pages of the host included.
 
-        Each takes what idle sessions and rows have on average; a page that several share counts once.
+        A session takes as much as idle sessions and rows have on average; a shared page counts once.
         """
         roster, pool = self._engine.roster, self._engine.roster.allocator.pool
         present = roster.allocator.sessions.holding + roster.running

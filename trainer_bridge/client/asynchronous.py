@@ -211,7 +211,7 @@ class AsyncRolloutClient(ClientFace):
         return await self._run(calls.control, op, endpoint, timeout_s, **fields)
 
     def is_connected(self, endpoint: str) -> bool:
-        """Whether a worker is connected. A hung worker still counts for three heartbeats."""
+        """True if a worker is connected. A hung worker counts as connected for three heartbeats."""
         self._bind()
         self._core.check_known(endpoint)
         self._core.read_replies(endpoint)

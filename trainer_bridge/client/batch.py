@@ -1,6 +1,7 @@
 """Many requests through one client: a window of them in flight, the next one sent when one is done.
 
-A worker whose queue is full is asked again after the time that it names; every other error is that request's outcome.
+If a worker's queue is full, the request is sent again after the time that the worker names. Any other error is the
+request's outcome.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[Reque
 def settle_all(
     core: ClientCore, wake: Callable[[], object], plans: list[RequestPlan], max_in_flight: int
 ) -> Generator[Settled | float | None, None, None]:
-    """Send all requests; yield each outcome as it comes, and between outcomes the most seconds to wait.
+    """Send all requests. Yields each outcome as it comes, and in between how many seconds to wait at most.
 
     `wake` is called when something has come. Closing the generator abandons what is in flight.
     """

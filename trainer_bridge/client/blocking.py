@@ -179,8 +179,8 @@ class RolloutClient(ClientFace):
     ) -> int:
         """Bring KV of these tokens, or of a session's last turn, from host memory to the device.
 
-        A hint to the worker that has the KV, to this client's knowledge. Returns the tokens whose KV is on the device
-        or on the way; it may be evicted again. Raises `NotFound` for an unknown session.
+        A hint to the worker that has the KV, as far as this client knows. Returns the number of tokens whose KV is on
+        the device or on its way; it may be evicted again. Raises `NotFound` for an unknown session.
         """
         fields = {"session": session, "adapter": adapter, "cache_salt": cache_salt}
         return self._run(calls.prefetch, prompt, endpoint, timeout_s, fields)
@@ -278,7 +278,7 @@ class RolloutClient(ClientFace):
             del self._watched[socket]
 
     def _wait_once(self, wait_s: float | None) -> None:
-        """Wait until something has come, and take it in."""
+        """Wait for messages, and read them."""
         ready = self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000))
         for endpoint in sorted({self._watched[socket] for socket, _ in ready}):
             self._core.read_replies(endpoint)
@@ -303,7 +303,7 @@ class RolloutClient(ClientFace):
 
 
 def _nothing() -> None:
-    """A blocking client looks after every poll, so nothing has to wake it."""
+    """No-op: a blocking client checks its calls after every poll."""
 
 
 class Stream(StreamView, Generic[_Item]):

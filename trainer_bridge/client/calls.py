@@ -42,7 +42,7 @@ def finish(core: ClientCore, wake: WakeCall, call: ClientCall) -> Waits[Generate
 
 
 def next_chunk(core: ClientCore, wake: WakeCall, call: ClientCall, keep: bool = False) -> Waits[Chunk | None]:
-    """The next chunk of a stream, or None at its end. With `keep` the stream goes on if this call is given up."""
+    """The next chunk of a stream, or None at its end. With `keep` the stream survives if this call is abandoned."""
     with _watched(core, wake, [call], keep):
         while not call.chunks:
             if call.done:
@@ -80,7 +80,7 @@ def report(
     endpoint: str | None,
     timeout_s: float | None,
 ) -> Waits[Mismatch]:
-    """Send the trainer's log-probs in messages that workers take, and add up what they answer."""
+    """Send the trainer's log-probs in messages of a size that workers accept, and add up the answers."""
     found = Mismatch()
     for place, fields in report_messages(core, target, logprobs, endpoint):
         (reply,) = yield from control(core, wake, "report", place, timeout_s, **fields)
@@ -89,7 +89,7 @@ def report(
 
 
 def cancel(core: ClientCore, wake: WakeCall, target: str, endpoint: str | None) -> Waits[None]:
-    """End a request. It is enough that one of several endpoints knows it."""
+    """End a request. Succeeds if one of the endpoints knows it."""
     calls = core.cancel(target, endpoint)
     missing: list[NotFound] = []
     with _watched(core, wake, calls):
@@ -110,7 +110,7 @@ def prefetch(
     timeout_s: float | None,
     fields: Mapping[str, Any],
 ) -> Waits[int]:
-    """Have KV brought to the device; the most tokens that a worker has there, or on the way."""
+    """Prefetch KV to the device. Returns the largest number of tokens that a worker has there or on the way."""
     sent = {name: value for name, value in fields.items() if value is not None}
     if prompt is not None:
         sent["prompt"] = token_array(prompt, "prompt")
@@ -165,7 +165,7 @@ def _until_done(core: ClientCore, call: ClientCall) -> Waits[None]:
 
 @contextmanager
 def _watched(core: ClientCore, wake: WakeCall, calls: list[ClientCall], keep: bool = False) -> Iterator[None]:
-    """Call `wake` for what comes. Abandon the requests if the block fails or is left early, unless `keep`."""
+    """Call `wake` when something comes. If the block fails or ends early, abandon the requests, unless `keep`."""
     for call in calls:
         call.on_update = wake
     try:

@@ -67,7 +67,7 @@ class KnownMedia:
         self._hashes: dict[str, None] = {}  # oldest first
 
     def to_send(self, media: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The items of a request, with pixels where the worker has not been sent them."""
+        """The images of a request; those that the worker has not got yet have their pixels."""
         items = []
         for item in media:
             known = item["hash"] in self._hashes
@@ -78,7 +78,7 @@ class KnownMedia:
         return items
 
     def forget(self, hashes: Iterable[str]) -> None:
-        """The worker does not have these."""
+        """Note that the worker does not have these images."""
         for each in hashes:
             self._hashes.pop(each, None)
 
@@ -117,7 +117,7 @@ class ClientCall:
         return self.result is not None or self.reply is not None or self.error is not None
 
     def keep(self, chunk: Chunk) -> None:
-        """Keep a chunk of a stream until it is taken. If its reader is late, chunks are joined to longer ones."""
+        """Keep a chunk of a stream until it is taken. If the reader is late, chunks are joined."""
         assert self.assembler is not None, "not a stream"
         self.chunks.append(chunk)
         if len(self.chunks) > _MOST_UNREAD + 2 * self.assembler.n:
@@ -238,7 +238,7 @@ class ClientCore(ProcessBound):
         weight: int = 0,
         request_id: str | None = None,
     ) -> ClientCall:
-        """Send one request to one endpoint, whose connection was looked at just now.
+        """Send one request to one endpoint, whose connection was just checked.
 
         The call has failed already if the worker would cut the connection, because the message is too large.
         """
@@ -260,7 +260,7 @@ class ClientCore(ProcessBound):
         return call
 
     def deadline(self, timeout_s: float | None) -> float:
-        """The time-out of a call that starts now, on the monotonic clock; `timeout_s` None: after the client's time."""
+        """The monotonic time at which a call that starts now times out. `timeout_s` None: the client's default."""
         seconds = self.timeout_s if timeout_s is None else timeout_s
         return math.inf if seconds is None else time.monotonic() + seconds
 
@@ -273,7 +273,7 @@ class ClientCore(ProcessBound):
             self.drop_request(call.endpoint, call.id)
 
     def acknowledge(self, call: ClientCall) -> None:
-        """Acknowledge the result of a call after the messages at hand are taken in."""
+        """Acknowledge the result of a call once all messages that have arrived are read."""
         self._to_acknowledge.setdefault(call.endpoint, []).append(call.target or call.id)
 
     def drop_request(self, endpoint: str, request_id: str) -> None:
@@ -300,7 +300,7 @@ class ClientCore(ProcessBound):
         return self.control("cancel", endpoint, target=target)
 
     def attach(self, target: str, stream: Literal[False] | StreamKind, given: AttachFields) -> ClientCall:
-        """Come back for a request that was sent before, on this connection or an earlier one of the same `client`."""
+        """Attach to an earlier request, of this connection or of another one of the same `client`."""
         fields, partials = attach_fields(target, stream, given)
         (call,) = self.control("attach", self.only_endpoint(given.get("endpoint")), given.get("timeout_s"), **fields)
         call.target = target
@@ -312,7 +312,7 @@ class ClientCore(ProcessBound):
     def end_session(self, session: str) -> None:
         """End a session at its worker, or at all workers if its worker is unknown.
 
-        Endpoints that are gone hold nothing. The answers are not waited for.
+        Lost endpoints are skipped. The call does not wait for answers.
         """
         home = self.fleet.session_home(session)
         self.fleet.end_session(session)
@@ -382,7 +382,7 @@ class ClientCore(ProcessBound):
     # --- endpoints ----------------------------------------------------------------------------------------------------
 
     def only_endpoint(self, endpoint: str | None) -> str:
-        """The given endpoint, or the one that there is."""
+        """The given endpoint, or the only one."""
         if endpoint is None and len(self.endpoints) > 1:
             raise ValueError("this client has several endpoints; say which one with endpoint=")
         return self.endpoints[0] if endpoint is None else endpoint
@@ -398,13 +398,13 @@ class ClientCore(ProcessBound):
             raise ValueError(f"{endpoint!r} is not an endpoint of this client; it has {', '.join(self.endpoints)}")
 
     def serves(self, endpoint: str) -> bool:
-        """True if an endpoint can be reached and has not been lost since it was used, nor is being removed."""
+        """True if an endpoint can be reached, was not lost since its last use, and is not being removed."""
         if endpoint not in self.endpoints or self.connections[endpoint].gone:
             return False
         return not self.fleet[endpoint].newcomer
 
     def reachable(self, plan: RequestPlan) -> bool:
-        """True if an endpoint that a request may go to is not known to be gone."""
+        """False if all endpoints that a request may go to are known to be lost."""
         if plan.endpoint is not None:
             return plan.endpoint in self.connections and not self.connections[plan.endpoint].gone
         return any(not self.connections[endpoint].gone for endpoint in self.endpoints)
@@ -476,7 +476,7 @@ class ClientCore(ProcessBound):
     # --- replies ------------------------------------------------------------------------------------------------------
 
     def read_replies(self, endpoint: str, most: int = _MESSAGES_A_LOOK) -> None:
-        """Take in at most `most` messages of one connection, so that others get their turn.
+        """Read at most `most` messages of one connection, so that other connections get their turn.
 
         If the connection was lost, its calls fail and another one is opened, over which unsent messages go.
         """
@@ -600,7 +600,7 @@ class ClientCore(ProcessBound):
             raise ProtocolError(f"the worker answered {call.op} with {op!r:.40}")
 
     def _send_again(self, call: ClientCall, need: list[str]) -> bool:
-        """Send a request with the pixels that its worker does not have (any more); False if that did not help."""
+        """Send a request again, with the pixels that its worker lacks. False if there were too many attempts."""
         if call.fields is None or call.sent_again == _MOST_SENT_AGAIN:
             return False
         call.sent_again += 1
@@ -626,7 +626,7 @@ class ClientCore(ProcessBound):
         self._send(call.endpoint, call.id, self._header(call.op, call.id) | fields)
 
     def _blame(self, endpoint: str, request_id: str | None, message: str) -> None:
-        """Fail the call of a broken reply; if its id is unknown, all calls at that endpoint."""
+        """Fail the call that a broken reply belongs to; if the id cannot be read, all calls at that endpoint."""
         call = self._calls.get(request_id) if request_id is not None else None
         if call is None:
             self._fail_all(endpoint, ProtocolError, message)
@@ -635,7 +635,7 @@ class ClientCore(ProcessBound):
             call.fail(ProtocolError(message))
 
     def _fail_all(self, endpoint: str, kind: type[RolloutError], message: str, unsent: bool = False) -> None:
-        """Fail the calls that were sent to one endpoint; with `unsent` those, too, that wait for the connection."""
+        """Fail the calls that were sent to one endpoint; with `unsent` also calls that wait for the connection."""
         connection = self.connections[endpoint]
         for call in self._calls_at(endpoint):
             if connection.waits(call.id) and not (unsent and connection.withdraw(call.id)):
@@ -652,7 +652,7 @@ class ClientCore(ProcessBound):
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def remaining_wait_s(self, call: ClientCall) -> float | None:
-        """Seconds that a call may go on waiting, None for ever. If its time is up, it ends with an error."""
+        """Seconds that a call may still wait; None: without limit. A call whose time is up ends with an error."""
         if call.done:
             return 0.0
         now, limit = time.monotonic(), call.deadline

@@ -16,7 +16,7 @@ from trainer_bridge.wire.keys import ClientCurve
 
 
 class ClientFace(ProcessBound):
-    """A client without the calls that wait. `RolloutClient` describes the arguments."""
+    """The methods of a client that do not wait. `RolloutClient` describes the arguments."""
 
     _instead = MAKE_CLIENTS
     _readable_after_fork = frozenset({"endpoints", "_core"})
@@ -82,7 +82,7 @@ class ClientFace(ProcessBound):
 
 
 class StreamView(ProcessBound):
-    """One streamed request, apart from waiting: its id, its endpoint, its chunks."""
+    """The parts of a stream that do not wait: its id, its endpoint, its chunks."""
 
     _instead = "read it in its process, and pass its chunks or its result"
     _readable_after_fork = frozenset({"id", "endpoint", "result", "partials", "_call"})
@@ -122,7 +122,7 @@ class StreamView(ProcessBound):
 
 
 class SessionView(ProcessBound):
-    """A session apart from its turns."""
+    """The parts of a session that do not wait."""
 
     _instead = MAKE_CLIENTS
     _readable_after_fork = frozenset({"id", "lease_s"})

@@ -110,7 +110,7 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """One request, ready to be sent: the header without `v`, `op`, `id` and `client`, and how to send it."""
+    """A request that can be sent: its header without `v`, `op`, `id` and `client`, and how to send it."""
 
     fields: dict[str, Any]
     n: int
@@ -125,7 +125,7 @@ class RequestPlan:
 def plan_request(
     prompt: Prompt | None, fields: Mapping[str, Any], stream: StreamKind | Literal[False] = False
 ) -> RequestPlan:
-    """Build a request. Raises TypeError for an unknown field and ValueError for one that makes no sense."""
+    """Build a request. Raises TypeError for an unknown field, ValueError for a wrong value."""
     unknown = sorted(fields.keys() - _FIELDS)
     if "input_ids" in unknown:
         raise TypeError(f"the output of a tokenizer is not a request; {_TOKENIZED}")
@@ -268,7 +268,7 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
-    """An earlier partial completion; values that a map lacks become NaN, and version -1."""
+    """An earlier partial completion. Missing log-probs of a map become NaN, missing versions -1."""
     if isinstance(partial, Completion):
         text = partial.text and partial.text.rstrip(_HALF)
         return replace(partial, finish_reason=None, stop=None, error=None, text=text)

@@ -83,7 +83,7 @@ class _Index:
 
 
 def fingerprint(fields: Mapping[str, Any]) -> str:
-    """A name for the content of a request, independent of the order of its keys."""
+    """A digest of a request's content, independent of the order of its keys."""
     digest = blake2b(digest_size=16)
     for frame in wire.encode(_sorted({name: value for name, value in fields.items() if name not in _NOT_MARKED})):
         digest.update(len(frame).to_bytes(8, "little") + frame)
@@ -136,7 +136,7 @@ class Journal(ProcessBound):
         self.close()  # releases the lock of a client that is dropped without `close`
 
     def _leave_after_fork(self) -> None:
-        """Without this the lock would last as long as the forked process."""
+        """Close the inherited file, whose lock the forked process would keep otherwise."""
         self.close()
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class Journal(ProcessBound):
         self._end += size
 
     def _cut(self, size: int, record: bytes | None) -> None:
-        """Cut the tail off if it is what a killed process or machine leaves: a record that reaches the end; zeros."""
+        """Cut off the tail that a killed process or machine leaves: an incomplete record, or zeros."""
         if record is not None and self._end + len(record) < size:
             rest = os.pread(self._fd, size - self._end, self._end)
             if any(rest):
@@ -383,7 +383,7 @@ def _tops_fields(scored: Chunk | GenerateResult) -> dict[str, Any]:
 
 
 def _parse(record: bytes) -> list[Any] | None:
-    """[kind, id, frames...] of a record; None if it is torn or damaged."""
+    """The parts [kind, id, frames...] of a record; None if it is torn or damaged."""
     size, checksum = _HEAD.unpack_from(record)
     payload = record[_HEAD_BYTES:]
     if len(payload) != size or zlib.crc32(payload) != checksum:

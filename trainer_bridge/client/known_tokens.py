@@ -103,7 +103,7 @@ class KnownTokens:
         self._turns.pop(session, None)
 
     def _turn(self, session: Any) -> str | None:
-        """The id of a session's last turn. If several are in flight it is the first: a worker refuses the others."""
+        """The id of a session's last turn. If several are in flight: the first, as a worker refuses the others."""
         running = (name for name, call in self._running.items() if call.plan.session == session)
         return next(running, self._turns.get(session)) if isinstance(session, str) else None
 

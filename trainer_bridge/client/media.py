@@ -184,7 +184,7 @@ class _Pieces:
 
 
 def _run(places: np.ndarray, length: int) -> bool:
-    """Whether the first `length` places are neighbours."""
+    """True if the first `length` places are consecutive."""
     return len(places) >= length > 0 and int(places[length - 1]) - int(places[0]) == length - 1
 
 
@@ -197,7 +197,7 @@ def _rows(values: Any) -> np.ndarray:
 
 
 def as_pixels(values: Any) -> np.ndarray:
-    """Pixel values of torch or numpy as numpy has them: bfloat16 as uint16 with its bits."""
+    """Pixel values of torch or numpy as a numpy array; bfloat16 becomes uint16 with the same bits."""
     if hasattr(values, "detach"):
         values = values.detach().cpu().contiguous()
         if str(values.dtype) == "torch.bfloat16":

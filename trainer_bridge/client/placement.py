@@ -69,7 +69,7 @@ class CompletionAddress:
 
 @dataclass(slots=True, eq=False)
 class SentRequest:
-    """The place of a request, and of completions that are at another place."""
+    """The place of a request, and the places of completions that are elsewhere."""
 
     endpoint: str
     moved: dict[int, CompletionAddress] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Fleet:
 
     @property
     def newcomers(self) -> list[str]:
-        """The endpoints whose weights have to be looked at before they are used; none while there is no choice."""
+        """The endpoints whose weights must be checked before use; empty if there is only one endpoint."""
         staying = [member for member in self if not member.draining]
         return [member.endpoint for member in staying if member.newcomer] if len(staying) > 1 else []
 
@@ -194,7 +194,7 @@ class Fleet:
     def choose(
         self, plan: RequestPlan, gone: Collection[str], avoid: Collection[str] = (), home: str | None = None
     ) -> str:
-        """The endpoint for a request; none that is `gone`, nor one to `avoid`, where there are others.
+        """The endpoint for a request: none that is `gone` or to `avoid`, unless there is no other.
 
         `home` has the tokens that it continues.
         """
@@ -251,7 +251,7 @@ def _holders(members: list[FleetMember], blocks: list[bytes]) -> list[FleetMembe
 
 
 def prompt_blocks(fields: Mapping[str, Any]) -> list[bytes]:
-    """A key for each whole block of a request's prompt; it depends on the adapter and on all blocks before.
+    """A key for each full block of a request's prompt. It depends on the adapter and on all earlier blocks.
 
     `fields` are those of a `generate` message. Prompts that begin with the same n blocks have the same first n keys.
     """

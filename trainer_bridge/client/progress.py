@@ -12,7 +12,7 @@ Progress = bool | Callable[[int, int, int], object]
 
 @contextmanager
 def show_progress(progress: Progress, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the number of tokens of each request that is done."""
+    """Yields a function; call it with the number of tokens of each finished request."""
     if callable(progress):
         yield _counting(progress, total)
     elif not progress:

@@ -136,7 +136,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GenerateResult:
-    """The answer to one `generate`: its `n` completions by index, and the fields of the protocol's `result`.
+    """The answer to one `generate`: `n` completions by index, and the fields of the protocol's `result`.
 
     Scores of the prompt have a row for each of its tokens, or for the last `prompt_logprobs_last` ones:
     `prompt_logprobs` is float32 [scored tokens]; `prompt_tops` has `ranks` [scored tokens], `ids` and `logprobs`

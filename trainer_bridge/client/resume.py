@@ -80,7 +80,7 @@ class Leg(Assembler):
     """The chunks of one leg."""
 
     def missing(self, result: GenerateResult) -> list[Chunk]:
-        """Nothing: the resumed call takes the rest from the result itself."""
+        """No-op: the resumed call reads the rest from the result."""
         return []
 
 
@@ -92,14 +92,14 @@ class ResumingCore(ClientCore):
         super().__init__(*given)
 
     def generate(self, plan: RequestPlan) -> ClientCall:
-        """Begin a request, or continue one of the journal."""
+        """Begin a request, or continue one from the journal."""
         self._check_open()
         if plan.endpoint is not None:
             self.check_known(plan.endpoint)
         return self.resumer.start(plan)
 
     def abandon(self, call: ClientCall) -> None:
-        """End a call whose caller gave it up."""
+        """End a call that its caller abandoned."""
         if isinstance(call, ResumedCall):
             self.resumer.abandon(call)
         else:
@@ -114,7 +114,7 @@ class ResumingCore(ClientCore):
         return []
 
     def remaining_wait_s(self, call: ClientCall) -> float | None:
-        """Seconds that a call may go on waiting, None for ever. Sends what is due."""
+        """Seconds that a call may still wait; None: without limit. Sends what is due."""
         return self.resumer.remaining_wait_s(call) if isinstance(call, ResumedCall) else super().remaining_wait_s(call)
 
     def end_session(self, session: str) -> None:
@@ -154,7 +154,7 @@ class Resumer:
     # --- for the core -------------------------------------------------------------------------------------------------
 
     def start(self, plan: RequestPlan) -> ResumedCall:
-        """Begin a request, or go on with one that the journal knows. Raises ValueError and `RolloutError`."""
+        """Begin a request, or continue one from the journal. Raises ValueError and `RolloutError`."""
         if self.journal is not None and plan.request_id is None:
             raise ValueError("with a journal every request needs a request_id, so that a restart finds it")
         request_id = self._core.next_id() if plan.request_id is None else plan.request_id
@@ -189,7 +189,7 @@ class Resumer:
         return call
 
     def remaining_wait_s(self, call: ResumedCall) -> float | None:
-        """Seconds that a call may still wait; None: for ever. Sends what is due; ends the call if its time is up."""
+        """Seconds that a call may still wait; None: without limit. Sends what is due; ends a call whose time is up."""
         if call.done:
             return 0.0
         if time.monotonic() >= call.deadline:
@@ -219,7 +219,7 @@ class Resumer:
         self._end_waiting(call, "cancelled")
 
     def abandon(self, call: ResumedCall) -> None:
-        """End a call whose caller gave it up. The journal keeps its tokens."""
+        """End a call that its caller abandoned. The journal keeps its tokens."""
         if self.calls.pop(call.id, None) is None:
             return
         self._drop_legs(call)
@@ -251,7 +251,7 @@ class Resumer:
             self.journal.close()
 
     def _saved(self, request_id: str) -> JournaledRequest | None:
-        """The journal's records of a request that does not run."""
+        """The journal's records of a request that is not running."""
         return None if self.journal is None or request_id in self.calls else self.journal.read(request_id)
 
     # --- sending ------------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class Resumer:
                 self._send(call, [part], self._with_source(call, plan, [part]))
 
     def _with_source(self, call: ResumedCall, plan: RequestPlan, parts: list[ResumedCompletion]) -> RequestPlan:
-        """The plan of a fork: it names its source if a worker has its tokens, and otherwise brings them."""
+        """The plan of a fork: it names its source if a worker has the tokens; otherwise it contains them."""
         source = call.source
         if source is None:
             return plan
@@ -336,7 +336,7 @@ class Resumer:
             self._core.drop_request(endpoint, leg_id)
 
     def _due(self, call: ResumedCall, part: ResumedCompletion, now: float) -> float:
-        """The time of the next look at a waiting completion; `endpoint_came` reports an endpoint that is back."""
+        """When to check a waiting completion again. `endpoint_came` reports an endpoint that is back earlier."""
         limit = min(call.ends_at, now + self._time_left(part, now))
         return min(limit, part.due) if self._core.reachable(call.plan) else limit
 
@@ -431,7 +431,7 @@ class Resumer:
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def _end_full(self, call: ResumedCall) -> None:
-        """End the completions whose last token has arrived without its finish reason."""
+        """End the completions whose last token has arrived, but not their finish reason."""
         limit = call.plan.fields.get("max_tokens", math.inf)
         full = [part for part in call.waiting if call.new_tokens(part) and call.assembler.length(part.index) >= limit]
         if full:
@@ -487,7 +487,7 @@ class Resumer:
 
 
 def _handed_back(part: Completion) -> RolloutError | None:
-    """The reason for a completion that a worker returned unfinished: it failed, or it ends. None if it is over."""
+    """The reason why a worker returned a completion unfinished: a failure, or its end. None for a finished one."""
     if part.finish_reason == "error":
         return InternalError(part.error or "the worker failed")
     if part.finish_reason == "cancelled" and part.error is not None:

@@ -73,7 +73,7 @@ class Source:
 
 
 class ResumedCall(ClientCall):
-    """A request that outlives its workers. `started_unix_s` is when it was first asked for, of `time.time`."""
+    """A request that outlives its workers. `started_unix_s` is the Unix time at which it was first sent."""
 
     def __init__(
         self, request_id: str, plan: RequestPlan, seed: int, deadline: float, started_unix_s: float | None = None

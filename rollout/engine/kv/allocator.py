@@ -55,12 +55,12 @@ class PageAllocator:
 
     @property
     def available(self) -> int:
-        """The most pages that can be allocated: pages that are not used, of idle sessions and of cached snapshots."""
+        """The most pages that can be allocated: unused pages, and pages of idle sessions and cached snapshots."""
         return self.pool.available + self.prefixes.evictable
 
     @property
     def admissible(self) -> int:
-        """Pages that a sequence without a row can get now; it waits for pages that are being copied to the host."""
+        """Pages that a sequence without a row can get now. Pages that are being copied to the host do not count."""
         return self.available - self.tier.writing
 
     @property
@@ -79,7 +79,7 @@ class PageAllocator:
         return self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - len(reusable.shared)
 
     def fetch_for(self, seq: Sequence, reusable: Reusable, version: int, spare: int) -> Fetch | Reusable:
-        """The fetch that a sequence has to wait for, if pages that were just found for it are on the host.
+        """The fetch that a sequence must wait for, if pages that were just found for it are on the host.
 
         Otherwise what it can use without one: if there are no such pages, if the sequence would not fit with `spare`
         pages left, or if it has already had `_MOST_FETCHES` fetches: its pages are evicted before it gets a row, so it
@@ -109,7 +109,7 @@ class PageAllocator:
         begins: bool = True,
         end: PrefixEnd = NO_POINT,
     ) -> Fetch | None:
-        """Have pages of a prefix copied from the host, if `spare` pages stay available after that.
+        """Start to copy pages of a prefix from the host, if `spare` pages stay available.
 
         `keys` are the keys of the pages after `first`; KV of a version before `oldest` is not used. With
         `end` the state after the prefix is copied, too, and the page in which it ends if that is half full. Returns the
@@ -183,7 +183,7 @@ class PageAllocator:
         return True
 
     def _try_restore(self, seq: Sequence, offloaded: OffloadedKV, version: int, spare: int) -> bool:
-        """Give a preempted sequence pages for its KV; what has left the pool is copied back."""
+        """Give a preempted sequence pages for its KV; KV that has left the pool is copied back."""
         if self.admissible <= spare and not self.offload_books.send_unshared():
             return False
         found = self.offload_books.pool_pages(offloaded, version)
@@ -207,12 +207,12 @@ class PageAllocator:
         return True
 
     def _pages_wanted(self, seq: Sequence, tokens: int) -> int:
-        """Pages for a sequence that has `tokens` tokens: one more than they fill, within what it can ever need."""
+        """Number of pages for a sequence of `tokens` tokens: one more than they fill, at most what it can ever need."""
         most = pages_for(max(tokens, seq.prompt_len + seq.max_tokens - 1), self.page_size)
         return min(pages_for(tokens, self.page_size) + 1, most)
 
     def _retain_and_allocate(self, retained: list[int], count: int, spare: int) -> list[int] | None:
-        """Retain pages and allocate `count` new ones; None and no change if `spare` more would not be left."""
+        """Retain pages and allocate `count` new ones. None, without a change, if fewer than `spare` would be left."""
         for page in retained:
             self.pool.retain(page)
         if not self._make_room(count + spare, retained):
@@ -224,7 +224,7 @@ class PageAllocator:
         return new
 
     def _make_room(self, pages: int, retained: list[int]) -> bool:
-        """Make `pages` pages available, at the cost of idle sessions if need be; False if that is not enough.
+        """Make `pages` pages available, if necessary from idle sessions. False if there are too few.
 
         Pages of sessions that are `retained` for the new sequence would not become available.
         """
@@ -242,7 +242,7 @@ class PageAllocator:
     # --- while the sequence runs -------------------------------------------------------------------------------------
 
     def try_grow(self, seq: Sequence) -> bool:
-        """One page more for `seq`; False if no page is free and no session has one."""
+        """Allocate one more page for `seq`. False if no page is free and no session has one."""
         while not (page := self.pool.allocate()):
             if not self.prefixes.evict_one():
                 return False
@@ -278,9 +278,9 @@ class PageAllocator:
     # --- when the sequence leaves its row ----------------------------------------------------------------------------
 
     def keep_turn(self, seq: Sequence, version: int, now_s: float) -> None:
-        """Settle a finalized turn: others find its full pages, and its session gets the KV, if `version` can use it.
+        """Settle a finalized turn: its full pages can be found, and its session gets the KV, if `version` can use it.
 
-        A request outside of sessions with a lease keeps its KV in the same way, if others can find it.
+        A request with a lease but without a session keeps its KV in the same way, if it can be found.
         """
         kv, session = seq.kv, seq.group.session
         assert seq.finish is not None
@@ -316,7 +316,7 @@ class PageAllocator:
         seq.kv.give_up_pages()
 
     def cancel_restores(self, seq: Sequence) -> bool:
-        """Copy no more KV back for a sequence that leaves its row; True while copies under way write to its pages."""
+        """Stop copying KV back for a sequence that leaves its row. True while running copies write to its pages."""
         return seq.kv.is_offloaded and self.offload_books.cancel_restores(seq)
 
     def copies_state(self, seq: Sequence) -> bool:
@@ -367,13 +367,13 @@ class PageAllocator:
     # --- all sequences -----------------------------------------------------------------------------------------------
 
     def end_sharing(self) -> None:
-        """Close all shares and empty all sessions: only rows and offloaded sequences use pages after that."""
+        """Close all shares and empty all sessions. After that only rows and offloaded sequences use pages."""
         for group in list(self.sharing):
             self.close_share(group)
         self._empty_older(VERSION_END)
 
     def forget_older(self, oldest: int) -> None:
-        """Drop KV of weights before the version `oldest`; such pages of the pool are only not found any more."""
+        """Drop KV of weights before the version `oldest`. Such pages stay in the pool, but are no longer found."""
         self._empty_older(oldest)
         self.tier.forget_older(oldest)
 

@@ -1,4 +1,4 @@
-"""Whether KV is copied or computed: the times of both, as they were measured."""
+"""Decides whether KV is copied or computed, by the measured times of both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WORTH = 8
 
 
 class CopyCosts:
-    """Whether it is better to copy a page than to compute it; True until both are measured."""
+    """Says whether copying a page is faster than computing it; True until both are measured."""
 
     def __init__(self, page_size: int) -> None:
         self.pays = True
@@ -36,11 +36,11 @@ class CopyCosts:
 
     @property
     def disk_pays(self) -> bool:
-        """Whether it is better to read a page from disk than to compute it."""
+        """True if reading a page from disk is faster than computing it."""
         return self._worth(self._reads, self._page_size)
 
     def state_pays(self, tokens: int, on_disk: bool) -> bool:
-        """Whether it is better to copy a state than to compute that many tokens; `on_disk`: to read it before."""
+        """True if copying a state is faster than computing these tokens; `on_disk`: it must be read first."""
         slowest = self._worth(self._state_reads, tokens) if on_disk else True
         return slowest and self.pays and self._worth(self._state_copies, tokens)
 

@@ -1,4 +1,4 @@
-"""The order in which KV gives way: the least recently used first, what has a lease after the others.
+"""The order in which KV is evicted: the least recently used first, entries with a lease last.
 
 A lease is a hint of the client: the KV is needed within that time (`lease_s`). It is no claim: when room is short and
 nothing else gives way, leased KV does, too. What has lost its lease gives way next. Sessions have an order on the
@@ -19,7 +19,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class EndTimes(Generic[K]):
-    """The time at which something of a key ends, seconds; at most one for each key."""
+    """An end time in seconds for each key."""
 
     def __init__(self) -> None:
         self._at: dict[K, float] = {}
@@ -40,7 +40,7 @@ class EndTimes(Generic[K]):
         self._at.pop(key, None)
 
     def take_over(self, now_s: float) -> list[K]:
-        """Keys whose time is over, the earliest first; they are dropped."""
+        """Drop and return the keys whose time is over, the earliest first."""
         over: list[K] = []
         while self._heap and self._heap[0][0] <= now_s:
             entry = heapq.heappop(self._heap)
@@ -54,7 +54,7 @@ class EndTimes(Generic[K]):
 
 
 class EvictionOrder(Generic[K]):
-    """Keys of what can give way. Times are seconds of the scheduler's clock."""
+    """The keys of entries that can be evicted. Times are seconds of the scheduler's clock."""
 
     def __init__(self) -> None:
         self._others: OrderedDict[K, None] = OrderedDict()  # least recently used first, as the next
@@ -66,11 +66,11 @@ class EvictionOrder(Generic[K]):
 
     @property
     def first(self) -> K:
-        """What gives way next; there has to be something."""
+        """The next entry to evict. There must be one."""
         return next(iter(self._others or self._leased))
 
     def add(self, key: K, until_s: float, now_s: float) -> None:
-        """Add what is used now; it has a lease until `until_s`, if that is not over."""
+        """Add an entry that was used just now, with a lease until `until_s`, unless that is over."""
         if until_s <= now_s:
             self._others[key] = None
         else:
@@ -78,29 +78,29 @@ class EvictionOrder(Generic[K]):
             self._ends.set(key, until_s)
 
     def use(self, key: K) -> None:
-        """Note that this is used now."""
+        """Note that an entry was used just now."""
         self._of(key).move_to_end(key)
 
     def drop(self, key: K) -> None:
-        """Remove what has given way."""
+        """Remove an evicted entry."""
         del self._of(key)[key]
         self._ends.drop(key)
 
     def clear(self) -> None:
-        """Remove all."""
+        """Remove all entries."""
         self._others.clear()
         self._leased.clear()
         self._ends = EndTimes()
 
     def expire(self, now_s: float, needed: Callable[[K], bool] = lambda key: False) -> None:
-        """End the leases whose time is over; what is not `needed` gives way next."""
+        """End the leases whose time is over. Entries that are not `needed` are evicted next."""
         for key in reversed(self._ends.take_over(now_s)):
             del self._leased[key]
             self._others[key] = None
             self._others.move_to_end(key, last=needed(key))
 
     def check(self, keys: Set[K]) -> None:
-        """Assert that these are all that can give way."""
+        """Assert that exactly these entries can be evicted."""
         assert self._others.keys() | self._leased.keys() == keys, "what gives way is not there"
         assert len(self._others) + len(self._leased) == len(keys), "it gives way twice"
 

@@ -65,7 +65,7 @@ class Fetch:
 
 
 class _Queued:
-    """Moves of pages, or of states, that have not begun. Fetches take turns; reads from disk do not."""
+    """Queued moves of pages, or of states. Fetches take turns; reads from disk do not."""
 
     def __init__(self, host: HostPageBooks) -> None:
         self.host = host
@@ -109,7 +109,7 @@ class _Queued:
 
 
 class Fetches:
-    """What is being fetched. `mirrors` go along with KV."""
+    """The running fetches. `mirrors` accompany KV."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Fetches:
         return bool(self._of or self._ended)
 
     def of(self, key: bytes) -> Fetch | None:
-        """The fetch under way that brings what has this key."""
+        """The running fetch that brings the page or state with this key."""
         return self._of.get(key)
 
     def begin(
@@ -171,7 +171,7 @@ class Fetches:
     # --- from disk to the host ----------------------------------------------------------------------------------------
 
     def begin_reads(self, host: HostPageBooks) -> None:
-        """Have pages or states read to `host` that are on disk only."""
+        """Read pages or states that are only on disk to `host`."""
         queued, disk = self._pages if host is self._pages.host else self._states, host.disk
         while queued.to_read:
             move = queued.to_read[0]
@@ -203,7 +203,7 @@ class Fetches:
         move.queued.add(move)
 
     def _leave_out(self, move: FetchedMove) -> None:
-        """Cut a fetch at what is missing: its sequences compute from there."""
+        """End a fetch before a missing page: its sequences compute from there."""
         self._forget(move)
         self._end(move, failed=bool(move.end.key))
 
@@ -214,7 +214,7 @@ class Fetches:
         return self._pages.next(most)
 
     def pages_ended(self, moves: list[FetchedMove], failed: bool) -> list[Sequence]:
-        """End copies of pages of one fetch; no sequence has these pages."""
+        """End copies of pages of one fetch. No sequence has these pages yet."""
         good = () if failed or moves[0].fetch.over else moves
         for mirror in self._mirrors if good else ():
             mirror.fetched([move.host_place for move in good], [move.place for move in good])
@@ -228,7 +228,7 @@ class Fetches:
         return self._states.next(most)
 
     def states_ended(self, moves: list[FetchedMove], failed: bool) -> list[Sequence]:
-        """End copies of states; no sequence has them."""
+        """End copies of states. No sequence has them yet."""
         return self._end_reads(self._states.host, moves, failed)
 
     def _end_reads(self, host: HostPageBooks, moves: list[FetchedMove], failed: bool) -> list[Sequence]:
@@ -268,7 +268,7 @@ class Fetches:
             del self._of[move.key]
 
     def give_up_all(self) -> None:
-        """Discard the results of the fetches under way; nothing more is copied for them."""
+        """Cancel the running fetches: nothing more is copied, and copies under way have no effect."""
         for fetch in self._of.values():
             fetch.over = True
         self._of.clear()

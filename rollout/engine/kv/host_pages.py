@@ -47,7 +47,7 @@ class HostEntryCounts:
 
 
 class HostPageBooks:
-    """`total` pages of host memory, and the `disk` that their content goes on to."""
+    """The `total` pages of host memory, whose content may move on to `disk`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class HostPageBooks:
         return len(self._free) + len(self._kept)
 
     def take(self) -> int:
-        """A page for a preempted sequence; there has to be room."""
+        """A page for a preempted sequence. One must be free."""
         self.taken += 1
         return self.begin_write()
 
@@ -98,7 +98,7 @@ class HostPageBooks:
         return len(self._kept) + len(self._read)
 
     def use(self, key: bytes, oldest: int = 0) -> bool:
-        """Whether the page with this key is kept, with KV of no version before `oldest`; it counts as used now."""
+        """True if the page with this key is kept, and no KV is older than `oldest`. Marks the page as used just now."""
         if key in self._kept:
             self._order.use(key)
             if key in self._unseen:
@@ -106,16 +106,16 @@ class HostPageBooks:
         return self.has(key, oldest)
 
     def has(self, key: bytes, oldest: int = 0) -> bool:
-        """Whether the page with this key is kept, with KV of no version before `oldest`."""
+        """True if the page with this key is kept, and no KV is older than `oldest`."""
         kept = self._kept.get(key) or self._read.get(key)
         return kept is not None and kept.oldest >= oldest
 
     def note_evicted(self, key: bytes) -> None:
-        """Note that the pool gives up the page with this key."""
+        """Note that the pool evicts the page with this key."""
         self.counts.lost += not self.has(key)
 
     def begin_write(self) -> int:
-        """A page for a copy to the host; there has to be room."""
+        """A page for a copy to the host. One must be free."""
         return self._free.pop() if self._free else self._give_up(self._order.first)
 
     def end_write(self, page: int, key: bytes, oldest: int = 0) -> None:
@@ -145,7 +145,7 @@ class HostPageBooks:
         return kept
 
     def end_read(self, key: bytes, page: int) -> None:
-        """End the copy, or cancel it. The page becomes free if it was forgotten, or if newer KV came."""
+        """End or cancel the copy. The page becomes free if it was forgotten or replaced by newer KV."""
         if key in self._read and self._read[key].page == page:
             self._keep(key, self._read.pop(key))
         else:
@@ -154,7 +154,7 @@ class HostPageBooks:
     # --- leases -------------------------------------------------------------------------------------------------------
 
     def lease(self, keys: Seq[bytes], until_s: float) -> None:
-        """Have pages with these keys, in their order in a prefix, give way after others until this time."""
+        """Give a lease until this time to the pages with these keys, in the order of their prefix."""
         for key in reversed(keys):  # the end of a prefix gives way before its beginning
             self._leases[key] = until_s
             self._leases.move_to_end(key)
@@ -173,11 +173,11 @@ class HostPageBooks:
 
     @property
     def short(self) -> bool:
-        """Whether fewer than half of the pages can be given up without loss, and `look` has some to return."""
+        """True if fewer than half of the pages can be evicted without loss, and `look` has more to return."""
         return 0 < len(self._unseen) and 2 * (len(self._free) + self.kept - len(self._unseen)) < self.total
 
     def look(self) -> tuple[bytes, HostEntry]:
-        """Key and page of the least recently used that `look` has not returned; there has to be one."""
+        """Key and page of the least recently used page that `look` has not returned. There must be one."""
         key, _ = self._unseen.popitem(last=False)
         return key, self._kept.get(key) or self._read[key]
 

@@ -1,4 +1,4 @@
-"""What the books of KV say about copies: which move next, which are still valid when they end. No tensor is touched.
+"""The bookkeeping of copies of KV: which begin next, and which are still valid when they end. Touches no tensor.
 
 A page of KV is on the device, on the host or on disk, or in several of these places. `tier` says what moves from the
 device to the host and on to disk, `fetches` what comes back; `offload` does both for preempted sequences. `page_mover`
@@ -65,7 +65,7 @@ class Copies:
         return True
 
     def give_up(self, source: int) -> None:
-        """Note that the page or place gets another content: its copy is void."""
+        """Note that the content of the page or place changes, which makes its copy void."""
         self._of.pop(source, None)
 
     def give_up_all(self) -> None:

@@ -139,7 +139,7 @@ class OffloadBooks:
     # --- sequences ---------------------------------------------------------------------------------------------------
 
     def take(self, seq: Sequence) -> bool:
-        """A sequence gives up its pages. True: they are offloaded pages now. False: the caller has to release them.
+        """Take the pages of a sequence. True: they are offloaded pages now. False: the caller must release them.
 
         A sequence that was being restored has its offloaded pages already; one that has ended needs none.
         """
@@ -206,7 +206,7 @@ class OffloadBooks:
         kv.restored = [(page.host_page, own) for page, own in pages if page.restore or page.also_on_host]
 
     def cancel_restores(self, seq: Sequence) -> bool:
-        """Copy nothing more for this sequence alone; True while copies under way write to pages that only it has."""
+        """Stop copying for this sequence alone. True while running copies write to pages that only it has."""
         kv = seq.kv.offloaded
         if kv.restores_state == "queued":
             self._states_in = deque(move for move in self._states_in if move.seq is not seq)
@@ -241,7 +241,7 @@ class OffloadBooks:
     # --- pages -------------------------------------------------------------------------------------------------------
 
     def send_unshared(self) -> bool:
-        """Pages are short: send the shared pages that no other sequence uses any more. True if there are any."""
+        """Pages are short: offload the shared pages that no other sequence uses any more. True if there are any."""
         found = [page for number, page in self._shared.items() if self._pool.refs[number] == 1]
         for page in found:
             self._send_or_share(page)
@@ -260,7 +260,7 @@ class OffloadBooks:
         self._to_copy_out.append(page)
 
     def _leave_pool(self, page: OffloadedPage) -> None:
-        """Give the pool page back: the host has its content."""
+        """Release the pool page, because the host has its content."""
         del self._in_pool[page.pool_page]
         self._pool.release(page.pool_page)
         page.pool_page, page.also_on_host = 0, False
@@ -412,7 +412,7 @@ class OffloadBooks:
     # --- views -------------------------------------------------------------------------------------------------------
 
     def status(self) -> OffloadStatus:
-        """A snapshot of now."""
+        """The present status."""
         counts = self.counts
         return OffloadStatus(
             sequences=self._sequences,
@@ -445,7 +445,7 @@ class OffloadWaiters(Protocol):
         """Discard offloaded KV: its sequences are computed again."""
 
     def fetches_ended(self, fetches: list[Fetch]) -> None:
-        """End the wait of sequences: their KV is in the pool, or will not come."""
+        """Wake sequences whose KV is in the pool, or will not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,7 +503,7 @@ class Offload:
             self._roster.fetches_ended(ended)
 
     def wait(self, most_s: float) -> None:
-        """Block until a copy is complete, for `most_s` seconds at most: no step can be launched before."""
+        """Block until a copy is complete, at most `most_s` seconds. No step can be launched before."""
         moving = [mover for mover in reversed(self._movers) if mover.moving]
         if moving:
             moving[0].wait(most_s)

@@ -136,7 +136,7 @@ class CopyQueue:
         self.under_way.append(piece)
 
     def has_ended(self, piece: CopyPiece) -> bool:
-        """Whether nothing reads or writes the pages of a piece any more, on any rank."""
+        """True if no rank reads or writes the pages of a piece any more."""
         return piece.end.query() and self.orders.done(self.name, piece.order)
 
     def finished(self) -> list[CopyPiece]:
@@ -155,7 +155,7 @@ class CopyQueue:
 
     @property
     def copying(self) -> bool:
-        """Whether this device is copying a piece. Any thread may ask."""
+        """True while this device copies a piece. Any thread may call it."""
         return any(piece.start.query() and not piece.end.query() for piece in tuple(self.under_way))
 
 
@@ -201,7 +201,7 @@ class PageMover:
         return bool(self.out.under_way or self.back.under_way)
 
     def wait(self, most_s: float = math.inf) -> None:
-        """Block until the oldest piece of a direction has ended, for `most_s` seconds at most."""
+        """Block until the oldest piece of a direction has ended, at most `most_s` seconds."""
         queue = self.out if self.out.under_way else self.back
         if not queue.under_way:
             return
