@@ -100,7 +100,11 @@ def test_a_session_goes_on_with_its_kv(client: httpx.Client) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages.0.content.0.type"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.function"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        *(
+            ({"chat_template_kwargs": {name: []}}, f"chat_template_kwargs.{name}")
+            for name in ("tokenize", "messages", "conversation", "self")
+        ),
+        ({"response_format": {"type": "json_object"}}, "response_format"),  # the model has no letters
         ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools.0"),
         ({"tools": [{}]}, "tools.0"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0"),

@@ -301,7 +301,8 @@ class OpenAiBody(SamplingBody, RequestFields):
         """See `SamplingBody`."""
         names = super().worker_names(prompt, place)
         if self.response_format is not None:
-            names |= {"constraint": "response_format", "constraint.json_schema": "response_format.json_schema.schema"}
+            names |= dict.fromkeys(("constraint", "constraint.grammar"), "response_format")
+            names["constraint.json_schema"] = "response_format.json_schema.schema"
         return names
 
     def response_constraint(self, place: str) -> dict[str, Any] | None:

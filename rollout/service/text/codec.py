@@ -52,7 +52,9 @@ class TextCodec:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
         named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
-        self._reserved = named - _TEMPLATE_OPTIONS
+        self._reserved = (
+            named | {"self", "messages"}
+        ) - _TEMPLATE_OPTIONS  # transformers gives a template the messages
         self._special = _special_tokens(tokenizer)
 
     @property
