@@ -136,13 +136,13 @@ class WeightPublisher(ProcessBound):
             raise ValueError(f"deltas must be 'host', 'device' or None, not {deltas!r}")
         self.transport = transport
         self._curve = curve
-        self._choice = TransportChoice(transport, folder, curve, self.endpoints)
-        if bucket_bytes is None and not self._choice.for_gpus:
+        self.choice = TransportChoice(transport, folder, curve, self.endpoints)
+        if bucket_bytes is None and not self.choice.for_gpus:
             bucket_bytes = usual_bucket_bytes(0, gpus=False)
         self._bucket_bytes, self._begin_s, self._apply_s = bucket_bytes, begin_s, apply_s
-        self._closing = threading.Event()
-        self._rules = TransferRules(stall_s, self._closing)
-        self._ranks = TrainerRanks(begin_s) if collective else None
+        self.closing = threading.Event()
+        self._rules = TransferRules(stall_s, self.closing)
+        self.ranks = TrainerRanks(begin_s) if collective else None
         self._deltas = None if deltas is None else KeptDeltas(deltas)
         self._kept = self._deltas if self._deltas is not None else KeptUpdate() if keep else None
         #: By endpoint the plan for updates of a layout, and the digest of that.
@@ -179,7 +179,7 @@ class WeightPublisher(ProcessBound):
             raise ValueError("adapter and adapter_config go together: pass both, or none")
         once = self._once and adapter is None
         payload = self.payload_type(
-            named_tensors, version, self._bucket_bytes, spread=self._ranks is not None, once=once
+            named_tensors, version, self._bucket_bytes, spread=self.ranks is not None, once=once
         )
         if adapter is not None:
             payload.adapter = {"name": adapter, "config": _config_map(adapter_config)}
@@ -217,7 +217,7 @@ class WeightPublisher(ProcessBound):
         """Each worker's reply to the protocol's `weights` action `status`. Raises the first worker's error."""
         links = self._connect()
         try:
-            answers = ask_all([(link, {"action": "status"}) for link in links], "status", timeout_s, self._closing)
+            answers = ask_all([(link, {"action": "status"}) for link in links], "status", timeout_s, self.closing)
         finally:
             for link in links:
                 link.close()
@@ -229,11 +229,11 @@ class WeightPublisher(ProcessBound):
     def close(self) -> None:
         """End the thread and the connections; unfinished handles fail. Idempotent."""
         with self._jobs_lock:
-            self._closing.set()
+            self.closing.set()
             self._jobs.put(None)
-        if self._ranks is not None:
-            self._thread.join(self._ranks.timeout_s)  # the update in progress ends when rank 0 finishes it or closes
-            self._ranks.stop()
+        if self.ranks is not None:
+            self._thread.join(self.ranks.timeout_s)  # the update in progress ends when rank 0 finishes it or closes
+            self.ranks.stop()
         self._thread.join()
         atexit.unregister(self.close)
 
@@ -249,7 +249,7 @@ class WeightPublisher(ProcessBound):
             self.close()
 
     def _check_not_closed(self) -> None:
-        if self._closing.is_set():
+        if self.closing.is_set():
             raise ValueError("this publisher is closed; make a new one")
 
     def _connect(self) -> list[ControlLink]:
@@ -273,8 +273,8 @@ class WeightPublisher(ProcessBound):
             payload, handle = job
             error: RolloutError | None = None
             try:
-                if self._ranks is not None and self._ranks.rank > 0:
-                    self._ranks.serve(payload, handle, handle.version)
+                if self.ranks is not None and self.ranks.rank > 0:
+                    self.ranks.serve(payload, handle, handle.version)
                     continue
                 kept = self._kept if payload.adapter is None else None
                 if kept is not None:
@@ -286,7 +286,7 @@ class WeightPublisher(ProcessBound):
                         payload = handle.use_every_name(None if kept is None else kept.every_name(payload.tied))
                         self._publish(payload, handle, list(self._links))
                 if kept is not None:
-                    kept.keep_finished(payload, handle, self._closing)
+                    kept.keep_finished(payload, handle, self.closing)
             except RolloutError as caught:
                 error = caught
             except Exception as caught:  # the handle reports every error
@@ -295,22 +295,22 @@ class WeightPublisher(ProcessBound):
                 error.__cause__ = caught
             handle.end(error)
             self._tell_ranks(handle)
-        self._choice.close()
+        self.choice.close()
         for link in self._links.values():
             link.close()
-        if self._ranks is not None:
-            self._ranks.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def _apply(self, change: _Change) -> None:
         """Have a worker join or leave, between two updates."""
         if change.joins is not None:
             self._links[change.endpoint] = change.joins
-            self._choice.add(change.endpoint)
+            self.choice.add(change.endpoint)
             return
         self._links.pop(change.endpoint).close()
         self._sections.pop(change.endpoint, None)
         self._whole_only.discard(change.endpoint)
-        self._choice.remove(change.endpoint)
+        self.choice.remove(change.endpoint)
         if self._kept is not None:
             self._kept.forgive(change.endpoint)
 
@@ -330,7 +330,7 @@ class WeightPublisher(ProcessBound):
     def _bring_up_to_date(self, version: int) -> None:
         assert self._kept is not None
         links = list(self._links.values())
-        answers = ask_all([(link, {"action": "status"}) for link in links], "status", self.abort_s / 4, self._closing)
+        answers = ask_all([(link, {"action": "status"}) for link in links], "status", self.abort_s / 4, self.closing)
         outdated = []
         for link, answer in zip(links, answers, strict=True):
             if type(answer) is dict and self._kept.wanted_by(link.endpoint, answer):
@@ -359,15 +359,15 @@ class WeightPublisher(ProcessBound):
 
     def _gather(self, payload: Payload, handle: PublishHandle) -> None:
         """Collect the tables of the other ranks' parts."""
-        if self._ranks is None or payload.shards is None:
+        if self.ranks is None or payload.shards is None:
             return
-        self._ranks.exchange(payload.shards, handle.version, payload.device)
-        payload.on_release = self._ranks.release
+        self.ranks.exchange(payload.shards, handle.version, payload.device)
+        payload.on_release = self.ranks.release
 
     def _tell_ranks(self, handle: PublishHandle) -> None:
-        if self._ranks is not None and self._ranks.rank == 0:
+        if self.ranks is not None and self.ranks.rank == 0:
             with contextlib.suppress(RolloutError):  # the ranks and their group are gone
-                self._ranks.finish(handle)
+                self.ranks.finish(handle)
 
     def _publish(self, payload: Payload, handle: PublishHandle, endpoints: Sequence[str]) -> None:
         recipients = [Recipient(endpoint) for endpoint in endpoints]
@@ -379,7 +379,7 @@ class WeightPublisher(ProcessBound):
             self._cut(payload, recipients)
             self._send_and_commit(payload, handle, recipients)
             return
-        deltas.take(payload, self._closing)
+        deltas.take(payload, self.closing)
         changes = deltas.changes()
         having = [] if changes is None else [each for each in recipients if deltas.has_base(each.endpoint)]
         lacking = [recipient for recipient in recipients if recipient not in having]
@@ -412,14 +412,14 @@ class WeightPublisher(ProcessBound):
 
     def _may_cut(self, payload: Payload, recipients: Sequence[Recipient]) -> bool:
         """Whether an update may be sent in sections; trainer ranks that are in a group with workers send whole ones."""
-        in_group = payload.spread and self._choice.tries_group(payload, recipients)
+        in_group = payload.spread and self.choice.tries_group(payload, recipients)
         return self.transport != "disk" and payload.may_be_cut and not in_group  # files are for other readers, too
 
     def _send_and_commit(self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]) -> None:
         try:
             self._deliver(payload, handle, recipients)
             again = [recipient for recipient in recipients if isinstance(recipient.error, GroupBroken)]
-            another_way = self._choice.avoid(again)
+            another_way = self.choice.avoid(again)
             kept = any(isinstance(recipient.error, GroupBroken) and recipient.error.kept for recipient in again)
             again = self._still_there(again) if another_way or kept or len(again) > 1 else []
             if again:
@@ -445,14 +445,14 @@ class WeightPublisher(ProcessBound):
         finally:
             self._abort(recipients, handle)
             handle.errors |= {recipient.endpoint: recipient.error for recipient in recipients if recipient.error}
-            self._choice.release(payload, applied=bool(handle.reports))
+            self.choice.release(payload, applied=bool(handle.reports))
 
     def _deliver(self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]) -> None:
         """Begin the update and transfer it to all recipients that accept it; note their options of `commit`."""
         self._begin(payload, handle, recipients)
         handle.phase = "transfer"
         self._check_open(handle)
-        senders = self._choice.by_transport(recipient for recipient in recipients if not recipient.error)
+        senders = self.choice.by_transport(recipient for recipient in recipients if not recipient.error)
         finished = transfer_all(payload, senders, self._rules)
         for recipient in recipients:
             recipient.options, recipient.sent_bytes = finished.get(recipient.route, {}), payload.manifest.tensor_bytes
@@ -463,7 +463,7 @@ class WeightPublisher(ProcessBound):
             (self._links[recipient.endpoint], {"action": "abort", "token": recipient.token.hex()})
             for recipient in recipients
         ]
-        answers = ask_all(messages, "abort", _STILL_THERE_S, self._closing)
+        answers = ask_all(messages, "abort", _STILL_THERE_S, self.closing)
         alive = []
         for recipient, answer in zip(recipients, answers, strict=True):
             if not isinstance(answer, UNANSWERED):
@@ -500,7 +500,7 @@ class WeightPublisher(ProcessBound):
         while left:
             handle.phase = "prepare"
             self._check_open(handle)
-            options = self._choice.next_options(payload, left)
+            options = self.choice.next_options(payload, left)
             handle.phase = "begin"
             self._ask(
                 [recipient for recipient in left if not recipient.error],
@@ -510,7 +510,7 @@ class WeightPublisher(ProcessBound):
                 note=note,
                 grace_s=_GRACE_S,
             )
-            left = self._choice.refused(payload, left)
+            left = self.choice.refused(payload, left)
         others = [each for each in recipients if each.error is not None and each.error.field == "sections"]
         if others and (asks or payload.sections is not None):
             for recipient in others:
@@ -558,7 +558,7 @@ class WeightPublisher(ProcessBound):
             [(link, message(recipient)) for recipient, link in asked],
             phase,
             timeout_s,
-            self._closing,
+            self.closing,
             grace_s,
             meanwhile,
         )
@@ -606,7 +606,7 @@ class WeightPublisher(ProcessBound):
             ask_all(left, "abort", self.abort_s, threading.Event())
 
     def _check_open(self, handle: PublishHandle) -> None:
-        if self._closing.is_set():
+        if self.closing.is_set():
             raise RolloutError(
                 f"{handle.phase}: the publisher was closed; the workers keep their weights", code="closed"
             )

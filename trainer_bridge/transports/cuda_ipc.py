@@ -393,7 +393,7 @@ class CudaIpcSender(TransportSender):
         left = self._used = True
         try:
             slots = len(self._slots)
-            pack = functools.partial(self._pack, payload)
+            pack = functools.partial(self.pack, payload)
             options, left = send_buckets(payload, recipients, rules, self._curve, pack, slots, together=slots)
         finally:
             if left:
@@ -412,7 +412,8 @@ class CudaIpcSender(TransportSender):
         self._free(self._left + self._slots)
         self._left, self._slots = [], []
 
-    def _pack(self, payload: Payload, indices: range, slots: int) -> list[tuple[int, memoryview | None]]:
+    def pack(self, payload: Payload, indices: range, slots: int) -> list[tuple[int, memoryview | None]]:
+        """Put buckets into their slots; returns a check of each, and None: their content is in the slots."""
         buckets = []
         for index in indices:
             slot = self._slots[index % slots]

@@ -117,7 +117,7 @@ class ReleasableMemory:
         self._device = device
         self._host = device if isinstance(device, CpuDevice) else CpuDevice()
         self._block_bytes, self._piece_bytes = block_bytes, piece_bytes
-        self._backing = backing
+        self.backing = backing
         self._blocks: list[_Block] = []
         self._saved = self._was_saved = False  # `_was_saved`: its value before the last wake
         self._headroom = 0  # memory that the allocator kept for steps, bytes
@@ -138,7 +138,7 @@ class ReleasableMemory:
     @property
     def _needed(self) -> int:
         """Free memory that a wake needs, bytes."""
-        return self.kept_bytes if self._backing.lazy else self.nbytes + self._headroom
+        return self.kept_bytes if self.backing.lazy else self.nbytes + self._headroom
 
     # --- while it is built -------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class ReleasableMemory:
         nbytes = prod(shape) * dtype.itemsize
         block = self._add(nbytes, kept=False)
         self._clear(block)
-        return self._backing.tensor(block.addresses, 0, nbytes).view(dtype).view(shape)
+        return self.backing.tensor(block.addresses, 0, nbytes).view(dtype).view(shape)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], zeroed; its content is not kept."""
@@ -164,22 +164,20 @@ class ReleasableMemory:
                 end += -(-tensor.nbytes // _ALIGN) * _ALIGN
             block = self._add(end, kept)
             for tensor, start in zip(group, starts, strict=True):
-                there = (
-                    self._backing.tensor(block.addresses, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-                )
+                there = self.backing.tensor(block.addresses, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
                 there.copy_(tensor)
                 tensor.data = there
-            self._backing.trim()  # frees the old copy, so that only one group at a time takes memory twice
+            self.backing.trim()  # frees the old copy, so that only one group at a time takes memory twice
 
     def _add(self, nbytes: int, kept: bool) -> _Block:
         assert not self.released
-        addresses = self._backing.reserve(max(nbytes, 1))
+        addresses = self.backing.reserve(max(nbytes, 1))
         try:
-            self._backing.back(addresses)
+            self.backing.back(addresses)
         except MemoryShortError:
-            if not self._backing.trim():
+            if not self.backing.trim():
                 raise
-            self._backing.back(addresses)
+            self.backing.back(addresses)
         block = _Block(addresses, nbytes, kept)
         self._blocks.append(block)
         return block
@@ -221,14 +219,14 @@ class ReleasableMemory:
         """Give all memory back; returns the freed bytes as the driver or the system reports them."""
         assert not self.released
         self._device.synchronize()
-        before = self._backing.free_bytes()
+        before = self.backing.free_bytes()
         self.released = True  # set first: if the release fails half-way, the memory is not valid
         with self._work():
             for block in self._blocks:
-                self._backing.give_back(block.addresses)
+                self.backing.give_back(block.addresses)
                 self.parts += 1
-            self._headroom = self._backing.trim()
-        return max(self._backing.free_bytes() - before, 0)
+            self._headroom = self.backing.trim()
+        return max(self.backing.free_bytes() - before, 0)
 
     def forget(self) -> None:
         """Drop the saved content."""
@@ -249,8 +247,8 @@ class ReleasableMemory:
     def restore(self) -> None:
         """Take all memory again: saved content, zeros elsewhere. After MemoryShortError no block has memory."""
         assert self.released
-        self._backing.trim()
-        if self._backing.free_bytes() < self._needed:
+        self.backing.trim()
+        if self.backing.free_bytes() < self._needed:
             raise self._too_little()
         with self._work():
             try:
@@ -270,8 +268,8 @@ class ReleasableMemory:
     def _back_all(self) -> None:
         with contextlib.ExitStack() as undo:
             for block in self._blocks:
-                self._backing.back(block.addresses)
-                undo.callback(self._backing.give_back, block.addresses)
+                self.backing.back(block.addresses)
+                undo.callback(self.backing.give_back, block.addresses)
                 self.parts += 1
             undo.pop_all()
 
@@ -290,7 +288,7 @@ class ReleasableMemory:
             self.working = False
 
     def _too_little(self) -> MemoryShortError:
-        needed, free = self._needed, self._backing.free_bytes()
+        needed, free = self._needed, self.backing.free_bytes()
         return MemoryShortError(
             f"waking takes {needed / _GIB:.2f} GiB and {free / _GIB:.2f} GiB are free: "
             f"{max(needed - free, 0) / _GIB:.2f} GiB are missing; free them, then wake the worker again"
@@ -298,7 +296,7 @@ class ReleasableMemory:
 
     def _clear(self, block: _Block) -> None:
         """Zero a block that has just got its memory: a KV page may contain NaN, and masks do not hide NaN."""
-        if not self._backing.lazy:
+        if not self.backing.lazy:
             self._whole(block).zero_()
 
     def _parts(self, block: _Block) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -306,7 +304,7 @@ class ReleasableMemory:
         return zip(block.host, self._whole(block).split([len(piece) for piece in block.host]), strict=True)
 
     def _whole(self, block: _Block) -> torch.Tensor:
-        return self._backing.tensor(block.addresses, 0, block.nbytes)
+        return self.backing.tensor(block.addresses, 0, block.nbytes)
 
 
 class PermanentMemory(ReleasableMemory):

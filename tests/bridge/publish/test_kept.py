@@ -84,7 +84,7 @@ def test_an_update_whose_worker_was_lost_in_the_middle_is_brought_to_it(transpor
         port, endpoint, model = first.port, first.endpoint, first.model
 
         def start_bucket(self: Payload, index: int, out: torch.Tensor) -> int:
-            if self.manifest.version == 2 and index == 5 and not first._closing.is_set():
+            if self.manifest.version == 2 and index == 5 and not first.closing.is_set():
                 first.close()
             return Payload.start_bucket(self, index, out)
 
@@ -183,7 +183,7 @@ def test_a_publisher_that_is_closed_keeps_nothing_more() -> None:
 
     def fill(self: Payload, index: int, out: torch.Tensor) -> tuple[int, int]:
         kept.append(index)
-        publisher._closing.set()
+        publisher.closing.set()
         return Payload._fill(self, index, out)
 
     with Worker() as worker:

@@ -82,7 +82,7 @@ def test_a_group_that_is_kept_serves_the_update_inside_and_is_let_go_of_behind_i
     enter_nccl(monkeypatch, sender_type=Sender)
     how = {} if when == "begun" else {"start_bucket": before(shut, Payload.start_bucket)}
     with Worker() as worker, packing(**how)(worker.endpoint, transport="nccl", bucket_bytes=64) as publisher:
-        gate, kept = worker.engine_gate, worker.receiver.receivers["nccl"]._kept
+        gate, kept = worker.engine_gate, worker.receiver.receivers["nccl"].kept
         publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
         assert kept.name
         second.set()

@@ -74,7 +74,7 @@ def shared(
     memory = memory or HostMemory()
     receivers = worker.receiver.receivers
     receivers["cuda_ipc"] = receiver_type(receivers["zmq"], memory)
-    publisher._choice.senders["cuda_ipc"] = sender_type(None, memory)
+    publisher.choice.senders["cuda_ipc"] = sender_type(None, memory)
     return memory
 
 
@@ -155,7 +155,7 @@ def test_slots_of_a_worker_that_was_given_up_are_freed_once_it_was_told() -> Non
             with pytest.raises(RolloutError, match="no acknowledgement"):
                 publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
             assert memory.opened == 0 and memory.allocated == {} and freed_open == [0] * 16
-            publisher._rules = TransferRules(20.0, publisher._closing)
+            publisher._rules = TransferRules(20.0, publisher.closing)
             publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
             assert serves(worker.model, tensors)
 
@@ -193,7 +193,7 @@ class ByHand:
         self.link.connect(self.socket.endpoint)
 
     def pack(self, indices: range) -> list[int]:
-        return [check for check, _ in self.sender._pack(self.payload, indices, 16)]
+        return [check for check, _ in self.sender.pack(self.payload, indices, 16)]
 
     def announce(self, index: int, check: int) -> None:
         """Tell the worker, and have it take the message."""
@@ -459,7 +459,7 @@ def test_fingerprints_are_taken_and_waited_for_behind_the_packing(monkeypatch: p
     payload, sender = Payload(new_tensors(TinyModel(), 1), 1, SMALL), CudaIpcSender(None, HostMemory())
     sender.prepare(payload)
     payload.on_side_stream = on_side_stream  # type: ignore[method-assign]
-    sender._pack(payload, range(2), 16)
+    sender.pack(payload, range(2), 16)
     assert seen == [("fingerprint", 1), ("fingerprint", 1), ("_low_words", 1)]
     sender.close()
 

@@ -282,7 +282,7 @@ def test_a_kept_group_that_broke_while_nobody_used_it_is_made_anew_for_the_same_
             (report,) = publisher.publish(tensors, version).applied(20)
             assert report.transport == "nccl" and serves(worker.model, tensors)
             if version == 1:
-                worker.receiver.receivers["nccl"]._kept._kept[1].broadcast = lost
+                worker.receiver.receivers["nccl"].kept._kept[1].broadcast = lost
         assert len(joined) == 4 and len(set(joined)) == 2
 
 

@@ -207,7 +207,7 @@ def test_an_update_that_was_dropped_takes_no_group_from_the_next(
         return json.loads(data)
 
     monkeypatch.setattr(group_member, "json", SimpleNamespace(loads=loads))
-    receiver._kept.keep(GroupSeat("kept", 1, 2, 0), SimpleNamespace(close=lambda broken: left.append(broken)))
+    receiver.kept.keep(GroupSeat("kept", 1, 2, 0), SimpleNamespace(close=lambda broken: left.append(broken)))
     with member._lock:  # its place comes at the same time as the end of its update
         sender._server.store.set(f"member/{token}", '["another", 1, 2, 0]')
         assert placed.wait(20)
@@ -305,7 +305,7 @@ def test_workers_that_come_to_a_group_in_turn_meet_in_one(monkeypatch: pytest.Mo
     with Worker() as first, Worker() as second:
         del second.receiver.receivers["shm"]  # it refuses that, and comes to the group a round later
         with WeightPublisher([first.endpoint, second.endpoint], bucket_bytes=SMALL) as publisher:
-            publisher._choice.refusals[first.endpoint] = {"shm": "for the test"}
+            publisher.choice.refusals[first.endpoint] = {"shm": "for the test"}
             for version in (1, 2):
                 tensors = new_tensors(first.model, version)
                 reports = publisher.publish(tensors, version).applied(20)
@@ -324,7 +324,7 @@ def test_who_got_the_bytes_keeps_them_when_another_fails_the_same_way_in_a_secon
     with Worker() as near, Worker() as broken:
         broken.receiver.receivers["shm"].take = refuse
         with WeightPublisher([near.endpoint, broken.endpoint], bucket_bytes=SMALL) as publisher:
-            publisher._choice.refusals[near.endpoint] = {"nccl": "for the test"}
+            publisher.choice.refusals[near.endpoint] = {"nccl": "for the test"}
             handle = publisher.publish(tensors := new_tensors(near.model, 1), 1)
             with pytest.raises(RolloutError, match="damaged"):
                 handle.applied(20)
@@ -419,7 +419,7 @@ def test_a_group_is_left_where_python_starts_no_thread_any_more(monkeypatch: pyt
     """As in an exit handler of Python 3.12.0."""
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl") as publisher:
         publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
-        kept = publisher._choice._sender("nccl")._kept
+        kept = publisher.choice.senders["nccl"].kept
         name = kept.name
 
         def refuse(self: threading.Thread) -> None:

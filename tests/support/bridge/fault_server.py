@@ -153,7 +153,7 @@ def train(order: dict[str, Any]) -> None:
     rank, folder = order["rank"], Path(order["folder"])
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     publisher = WeightPublisher(order["endpoint"], transport="zmq", collective=True, begin_s=20)
-    ranks = publisher._ranks
+    ranks = publisher.ranks
     assert ranks is not None
     ranks.timeout_s = ranks._timeout_s = order["timeout_s"]  # they have met: from here on it is waited for
     seen = {"error": ""}

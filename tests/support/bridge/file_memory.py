@@ -71,11 +71,11 @@ def share_with(worker: Worker, folder: Path) -> None:
 
 def share_from(publisher: WeightPublisher, folder: Path) -> None:
     """Let a publisher send tensors on the CPU by `cuda_ipc`."""
-    publisher._choice.senders["cuda_ipc"] = CudaIpcSender(None, FileMemory(folder))
+    publisher.choice.senders["cuda_ipc"] = CudaIpcSender(None, FileMemory(folder))
 
 
 def lend_from(publisher: WeightPublisher, memory: FileMemory) -> None:
     """Let a trainer's rank lend, or read, memory of files though its tensors are on the CPU."""
-    ranks = publisher._ranks
+    ranks = publisher.ranks
     assert ranks is not None
     ranks._memory_of = lambda device: memory

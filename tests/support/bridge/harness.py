@@ -135,7 +135,7 @@ class Worker:
         wait_for(lambda: self._bound(f"tcp://{host_port(host, port or free_port())}"), "a free port")
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         self.port = int(self.endpoint.rpartition(":")[2])
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._serve, self._loop)]
         for thread in self._threads:
             thread.start()
@@ -164,7 +164,7 @@ class Worker:
 
     def close(self) -> None:
         self.receiver.close()
-        self._closing.set()
+        self.closing.set()
         for thread in self._threads:
             thread.join()
         self._socket.close(0)
@@ -184,7 +184,7 @@ class Worker:
         return True
 
     def _serve(self) -> None:
-        while not self._closing.is_set():
+        while not self.closing.is_set():
             if self._socket.poll(2):
                 sender, *frames = self._socket.recv_multipart()
                 delimiter, frames = split_envelope(frames)
@@ -194,7 +194,7 @@ class Worker:
                 self._socket.send_multipart([sender, *join_envelope(delimiter, encode(reply))])
 
     def _loop(self) -> None:
-        while not self._closing.is_set():
+        while not self.closing.is_set():
             gate = self.engine_gate
             if self.gate.is_set():
                 gate.grant_hold()
@@ -217,7 +217,7 @@ class SlowToAnswer:
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
-        self.kept, self.let_go, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self.kept, self.let_go, self.closing = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -225,14 +225,14 @@ class SlowToAnswer:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._closing.set()
+        self.closing.set()
         self._thread.join()
         self._socket.close(0)
 
     def _serve(self) -> None:
         answers: queue.SimpleQueue = queue.SimpleQueue()
         kept: list[Callable[[], None]] = []
-        while not self._closing.is_set():
+        while not self.closing.is_set():
             if self._socket.poll(2):
                 sender, *frames = self._socket.recv_multipart()
                 delimiter, frames = split_envelope(frames)

@@ -138,14 +138,14 @@ def arm(fault: str, rank: int, last: int, memory: FileMemory, at: list[int], fol
 
         BorrowedParts.read = read_some  # type: ignore[method-assign]
     if fault in ("gives up", "stands still") and rank == 0:
-        pack, calls = CudaIpcSender._pack, []
+        pack, calls = CudaIpcSender.pack, []
         act = fails(RolloutError("it gives up")) if fault == "gives up" else functools.partial(stop, folder)
 
         def give_up(self: CudaIpcSender, *given: Any) -> Any:
             calls.append(at[0])
             return act() if calls[-1] == 2 and calls.count(2) == 2 else pack(self, *given)
 
-        CudaIpcSender._pack = give_up  # type: ignore[method-assign]
+        CudaIpcSender.pack = give_up  # type: ignore[method-assign]
 
 
 def watch(seen: dict[str, Any], at: list[int]) -> None:

@@ -46,7 +46,7 @@ class Sleeping(Bench):
 
     @property
     def pages(self) -> StrictPages:
-        return self.sleeper.memory._backing
+        return self.sleeper.memory.backing
 
     def order(self, order: type[Sleep] | type[WakeUp], *fields, **more) -> int:
         """Put an order into the inbox; its token."""

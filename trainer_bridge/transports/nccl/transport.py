@@ -90,7 +90,7 @@ class NcclReceiver(TransportReceiver):
         self._device, self._timeout_s, self._wake = device, timeout_s, wake
         self._member: NcclMember | None = None
         self._members: list[NcclMember] = []  # members with a running thread
-        self._kept = KeptGroup(group_type)
+        self.kept = KeptGroup(group_type)
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Check that the publisher's store can be reached and start to join. Raises `BadRequest`."""
@@ -107,8 +107,8 @@ class NcclReceiver(TransportReceiver):
             host = reach(hosts, port, REACH_S)
         except GroupError as error:
             raise BadRequest(f"this worker does not reach the publisher: {error}", field="options.hosts") from error
-        grant = {"kept": self._kept.name, "columns": True}
-        self._member = NcclMember(incoming, (host, port), self._kept, self._device, self._timeout_s, self._wake)
+        grant = {"kept": self.kept.name, "columns": True}
+        self._member = NcclMember(incoming, (host, port), self.kept, self._device, self._timeout_s, self._wake)
         self._member.start()
         self._members = [*(member for member in self._members if member.alive), self._member]
         return grant
@@ -137,7 +137,7 @@ class NcclReceiver(TransportReceiver):
 
     def rest(self) -> None:
         """Leave the kept group, which takes memory of the device."""
-        self._kept.leave()
+        self.kept.leave()
 
     def close(self) -> None:
         """End the threads and wait at most 2 s for them."""
@@ -147,7 +147,7 @@ class NcclReceiver(TransportReceiver):
         for member in self._members:
             member.join(max(0.0, until_s - time.monotonic()))
         self._member, self._members = None, []
-        self._kept.close()
+        self.kept.close()
 
 
 def _read_options(options: Mapping[str, Any]) -> tuple[list[str], int]:
@@ -173,7 +173,7 @@ class NcclSender(TransportSender):
     def __init__(self, endpoints: Sequence[str], group_type: type[BroadcastGroup] = BroadcastGroup) -> None:
         self._endpoints = endpoints
         self._server: StoreServer | None = None
-        self._kept = KeptGroup(group_type)
+        self.kept = KeptGroup(group_type)
         self._kept_with: Members = ()
         self._others: OtherRanks | None = None
 
@@ -199,7 +199,7 @@ class NcclSender(TransportSender):
         places = others.places(len(recipients))
         runs = others.runs(payload, places, all(recipient.grant.get("columns") is True for recipient in recipients))
         size = 1 + len(recipients) + len(places)
-        before = self._kept.name
+        before = self.kept.name
         name = self._group_of(payload, recipients, places)
         place = GroupSeat(name, 0, size, len(runs) if places else 0, runs.column_count)
         for rank, recipient in enumerate(recipients, 1):
@@ -208,7 +208,7 @@ class NcclSender(TransportSender):
         # A second client: one that waits for members blocks every other call on it.
         watch = connect(server.local_host, server.port, rules.stall_s)
         others.join(server.hosts, server.port, place, places, rules.stall_s)
-        job = Broadcasts(payload, server.store, place, server.hosts[0], rules, self._kept, runs)
+        job = Broadcasts(payload, server.store, place, server.hosts[0], rules, self.kept, runs)
         job.run(watch)
         if job.error is not None:
             give_up(watch, job.error)  # all members end at once
@@ -217,14 +217,14 @@ class NcclSender(TransportSender):
             parts = {0: job.fingerprints, **others.endings(places, payload.manifest.bucket_count, rules.stall_s)}
         except RolloutError as error:
             self._server = None
-            self._kept.leave()
+            self.kept.leave()
             raise ConnectionLost(f"{error}; {job.error or 'all buckets were sent'}") from error
         missing = [f"rank {rank} of the trainer did not finish" for rank, at in places.items() if at not in parts]
         if job.error is None and not missing:
             payload.read()
             return {"fingerprints": fingerprints_digest([parts[root][index] for index, root in job.order])}
         self._server = None  # a retry uses a new store; `server` keeps this one alive until the return
-        self._kept.leave()
+        self.kept.leave()
         why = job.error or missing[0]
         _fail(recipients, places, watch, why, job.sent, payload.manifest.bucket_count, kept=place.name == before)
         return {}
@@ -236,12 +236,12 @@ class NcclSender(TransportSender):
     def close(self) -> None:
         """Close the store, and leave the group."""
         self._server = None
-        self._kept.close()
+        self.kept.close()
 
     def _group_of(self, payload: Payload, recipients: Sequence[Recipient], places: Mapping[int, int]) -> str:
         """The name of the kept group if all members still have it, in the same places; otherwise a new name."""
         members: Members = (payload.device, *(recipient.endpoint for recipient in recipients), *places.items())
-        name, before, self._kept_with = self._kept.name, self._kept_with, members
+        name, before, self._kept_with = self.kept.name, self._kept_with, members
         same = name and members == before and all(recipient.grant.get("kept") == name for recipient in recipients)
         return name if same else secrets.token_hex(8)
 
