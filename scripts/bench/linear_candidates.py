@@ -145,26 +145,19 @@ def _gemv(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
 
 
 def _coded(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
-    """Tiles of codes: streamed, and some by Triton's own pipeline. One tile has columns of one scale."""
+    """Tiles of codes by Triton's own pipeline, with columns of one scale."""
     found = []
-    for (block_n, warps), split, (programs, ring, streamed) in itertools.product(
-        ((64, 4), (128, 8)),
-        (1, 2, 4),
-        ((264, 100_000, True), (132, 200_000, True), (132, 200_000, False)),
-    ):
-        items, block_k = -(-outputs // block_n) * split, 128
-        tile_bytes = block_k * (block_n + 2 * max(8, rows))
-        if inputs % (block_k * split) or (kind != "parts" and split > 1) or not 64 <= items <= 8 * programs:
+    for (block_n, warps), split in itertools.product(((64, 4), (128, 8)), (1, 2, 4)):
+        items, tile_bytes = -(-outputs // block_n) * split, 128 * (block_n + 2 * max(8, rows))
+        if inputs % (128 * split) or (kind != "parts" and split > 1) or not 64 <= items <= 8 * 132:
             continue
-        if block_n * rows > 2048 * warps or ring < 3 * tile_bytes or (programs > 132 and items < programs):
-            continue
-        stages = min(16 if streamed else 6, ring // tile_bytes)
-        found.append(LinearConfig(block_n, block_k, split, warps, stages, programs, streamed, kind == "silu"))
+        if block_n * rows <= 2048 * warps and 200_000 >= 3 * tile_bytes:
+            found.append(LinearConfig(block_n, 128, split, warps, min(6, 200_000 // tile_bytes), 132))
     return found
 
 
-def _half(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
-    """Streamed tiles of codes for activations in f16, by one to four programs on a multiprocessor."""
+def _coded_streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
+    """Streamed tiles of codes, by one to four programs on a multiprocessor."""
     found = []
     for (block_n, warps), split, on_one in itertools.product(
         ((64, 4), (128, 4), (128, 8), (256, 8)), (1, 2, 3, 4, 6, 8), (1, 2, 3, 4)
@@ -178,7 +171,7 @@ def _half(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
         if sums > 64 or 220_000 // on_one < 3 * tile_bytes or items < least * programs * -(-items // programs):
             continue
         stages = min(16, 220_000 // on_one // tile_bytes)
-        found.append(LinearConfig(block_n, 128, split, warps, stages, programs, True, kind == "silu", True))
+        found.append(LinearConfig(block_n, 128, split, warps, stages, programs, True, kind == "silu"))
     return found
 
 
@@ -201,6 +194,6 @@ WAYS: dict[str, Callable[[int, int, int, Kind], Sequence[Config]]] = {
 #: The same for weights as codes.
 CODED_WAYS: dict[str, Callable[[int, int, int, Kind], Sequence[Config]]] = {
     "coded": _coded,
-    "half": _half,
+    "coded_streamed": _coded_streamed,
     "coded_gemv": _coded_gemv,
 }

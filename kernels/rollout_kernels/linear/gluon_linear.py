@@ -11,8 +11,8 @@ this kernel, so it may start only when x is complete.
 
 Weights may be e4m3 codes with scales of rows or of blocks. A tile of codes goes to registers. It is decoded there
 without loss, and the tensor cores read it from there. Their sums of a tile are multiplied by the scales and added in
-float32. Several programs of a multiprocessor take turns: one decodes while another multiplies. With HALF, activations
-are f16 in the places of `half_rows`: a thread then loads 16 codes at once, and decodes two with one instruction.
+float32. Several programs of a multiprocessor take turns: one decodes while another multiplies. Activations are f16 in
+the places of `half_rows`, so that a thread loads 16 codes at once, and decodes two with one instruction.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -36,7 +36,7 @@ from rollout_kernels.common.device import is_hopper
 from rollout_kernels.common.gluon_copy import load_tile, meet
 from rollout_kernels.common.triton_math import Activation, follow_options
 from rollout_kernels.linear.coded import CodedMatrix, Weights, scale_block, stored
-from rollout_kernels.linear.triton_half_rows import half_rows
+from rollout_kernels.linear.triton_half_rows import BLOCK, half_rows
 
 
 @gluon.jit
@@ -114,14 +114,6 @@ def _wait(sums, pending: gl.constexpr):
     return sums
 
 
-@gluon.jit
-def _decoded(w_tile, MMA: gl.constexpr, dtype: gl.constexpr):
-    """A tile of codes as an operand of the tensor cores, in registers."""
-    codes = w_tile.load(gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2))
-    half = codes.to(gl.float8e4nv, bitcast=True).to(gl.float16)
-    return half if dtype == gl.float16 else half.to(gl.float32).to(dtype)
-
-
 @gluon.constexpr_function
 def _code_layout(block_n, num_warps):
     """Codes [block_n, 128] in threads: each has 32 columns of the rows that the tensor cores take from it."""
@@ -133,8 +125,8 @@ def _code_layout(block_n, num_warps):
 
 
 @gluon.jit
-def _decoded_half(w_tile, MMA: gl.constexpr, num_warps: gl.constexpr):
-    """As `_decoded`, for activations whose columns have the places of `half_rows`."""
+def _decoded(w_tile, MMA: gl.constexpr, num_warps: gl.constexpr):
+    """A tile of codes as an operand of the tensor cores, in registers; columns have the places of `half_rows`."""
     ROWS: gl.constexpr = w_tile.shape[0]
     CODES: gl.constexpr = _code_layout(ROWS, num_warps)
     half = w_tile.load(CODES).to(gl.float8e4nv, bitcast=True).to(gl.float16)
@@ -186,7 +178,6 @@ def _coded_kernel(
     STAGES: gl.constexpr,
     BESIDE: gl.constexpr,
     STAGGER: gl.constexpr,
-    HALF: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """As `_stream_kernel`, for codes."""
@@ -235,17 +226,12 @@ def _coded_kernel(
             mbarrier.expect(full.index(free), LOADED, ahead < steps)
             _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, 1, GATED)
             load_tile(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
-            codes = w_smem.index(place).reshape([BLOCK_N, BLOCK_K])
-            if HALF:
-                w_tile = _decoded_half(codes, MMA, num_warps)
-            else:
-                w_tile = _decoded(codes, MMA, x_desc.dtype)
+            w_tile = _decoded(w_smem.index(place).reshape([BLOCK_N, BLOCK_K]), MMA, num_warps)
             product = warpgroup_mma(w_tile, x_smem.index(place).permute((1, 0)), zero, use_acc=False, is_async=True)
             scale = next_scale
         total = total + warpgroup_mma_wait(0, deps=(product,)) * scale[:, None]
-        if HALF:
-            m = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))
-            total = total * gl.load(x_scale_ptr + gl.minimum(m, rows - 1))[None, :]
+        m = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))
+        total = total * gl.load(x_scale_ptr + gl.minimum(m, rows - 1))[None, :]
         item = program + lap * programs
         _store(out_ptr, total, item // SPLIT, item % SPLIT, first_row, rows, N, ACTIVATION)
 
@@ -326,12 +312,14 @@ def stages(block_n: int, block_m: int, block_k: int, most: int, w_bytes: int = 2
 def takes(x_MK: torch.Tensor, weights: Weights, gated: bool) -> bool:
     """True if the kernel can run: 16-bit activations on Hopper, in rows that the copy engine can address.
 
-    Weights have the dtype of the activations, or are codes with scales of rows or of blocks.
+    Weights have the dtype of the activations, or are codes in rows of whole blocks, with scales of rows or of blocks.
     """
     w_NK = stored(weights)
     if gated and w_NK.shape[0] % 16:  # gate and up rows are loaded eight at a time
         return False
-    if not is_hopper(x_MK.device) or (isinstance(weights, CodedMatrix) and weights.format == "mxfp8"):
+    if isinstance(weights, CodedMatrix) and (weights.format == "mxfp8" or weights.inputs % BLOCK):
+        return False
+    if not is_hopper(x_MK.device):
         return False
     return x_MK.dtype in (torch.bfloat16, torch.float16) and all(
         t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(1) == 1 for t in (x_MK, w_NK)
@@ -352,18 +340,18 @@ def stream(
     activation: Activation | None,
     beside: bool = False,
     stagger: bool = False,
-    half: bool = False,
 ) -> None:
     """Write a product to `out`, as `triton_linear.multiply_into` does, in tiles of `block_n` weight rows.
 
     `block_n` is a power of two or three times one; three blocks then share a tile of x, each with its own sums. So 128
     programs of 192 rows cover 24,576 outputs, where tiles of 256 would leave a quarter of 132 programs idle. Tiles of
     codes are powers of two. With `stagger`, programs are at different columns at any time, so they do not all read the
-    same part of x at once. `half` is for codes in tiles of 128 inputs.
+    same part of x at once. A tile of codes has 128 inputs.
     """
     coded = weights if isinstance(weights, CodedMatrix) else None
     w_NK = stored(weights)
     if coded is not None:
+        assert block_k == BLOCK, f"a tile of codes has {BLOCK} inputs, not {block_k}"
         block_n &= -block_n
     rows, inputs = x_MK.shape
     block_m = min(128, max(8, triton.next_power_of_2(rows)))
@@ -400,7 +388,7 @@ def stream(
         x_desc = TensorDescriptor.from_tensor(x_MK, [block_m, block_k], layout)
         _stream_kernel[grid](tensor, x_desc, out, rows, outputs, items, tiles, BLOCKS=blocks, **options)
         return
-    x, x_scales = half_rows(x_MK) if half else (x_MK, coded.scales)
+    x, x_scales = half_rows(x_MK)
     x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k], layout)
     scale_rows, scale_columns = scale_block(coded.format, inputs)
     _coded_kernel[grid](
@@ -414,6 +402,5 @@ def stream(
         items,
         SCALE_ROWS=scale_rows,
         SCALE_COLUMNS=scale_columns,
-        HALF=half,
         **options,
     )

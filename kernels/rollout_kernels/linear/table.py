@@ -51,10 +51,10 @@ def _streamed(split: int, *bands: tuple[int, int, int, int, int], stagger: bool 
     )
 
 
-def _halved(*bands: tuple[int, int, int, int, int, int], stagger: bool = False) -> Bands:
+def _streamed_codes(*bands: tuple[int, int, int, int, int, int], stagger: bool = False) -> Bands:
     """Streamed bands of codes: rows, BLOCK_N, split, warps, stages, programs."""
     return tuple(
-        (rows, LinearConfig(n, 128, split, warps, stages, programs, True, stagger, True))
+        (rows, LinearConfig(n, 128, split, warps, stages, programs, True, stagger))
         for rows, n, split, warps, stages, programs in bands
     )
 
@@ -126,23 +126,23 @@ CODED: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): (
         (1, GemvConfig(1, neurons=2, at_once=4, num_warps=4)),
-        *_halved((8, 128, 8, 4, 3, 396), (16, 64, 4, 4, 5, 396), (32, 64, 4, 4, 3, 528)),
-        *_halved((64, 128, 4, 4, 3, 264), (MOST_ROWS, 128, 2, 8, 4, 132)),
+        *_streamed_codes((8, 128, 8, 4, 3, 396), (16, 64, 4, 4, 5, 396), (32, 64, 4, 4, 3, 528)),
+        *_streamed_codes((64, 128, 4, 4, 3, 264), (MOST_ROWS, 128, 2, 8, 4, 132)),
     ),
     (4096, 4096, "parts"): (
         (1, GemvConfig(1, neurons=2, at_once=4, num_warps=4)),
-        *_halved((8, 128, 8, 4, 5, 264), (16, 64, 8, 4, 4, 528), (32, 64, 4, 4, 6, 264)),
-        *_halved((64, 64, 4, 4, 4, 264), (MOST_ROWS, 64, 2, 4, 5, 132)),
+        *_streamed_codes((8, 128, 8, 4, 5, 264), (16, 64, 8, 4, 4, 528), (32, 64, 4, 4, 6, 264)),
+        *_streamed_codes((64, 64, 4, 4, 4, 264), (MOST_ROWS, 64, 2, 4, 5, 132)),
     ),
     (24576, 4096, "silu"): (
         (1, GemvConfig(1, neurons=1, at_once=4, num_warps=4)),
-        *_halved((8, 64, 1, 4, 7, 396), (16, 64, 1, 4, 5, 396), (32, 128, 1, 4, 4, 264), stagger=True),
-        *_halved((64, 128, 1, 4, 3, 264), (MOST_ROWS, 64, 1, 4, 5, 132), stagger=True),
+        *_streamed_codes((8, 64, 1, 4, 7, 396), (16, 64, 1, 4, 5, 396), (32, 128, 1, 4, 4, 264), stagger=True),
+        *_streamed_codes((64, 128, 1, 4, 3, 264), (MOST_ROWS, 64, 1, 4, 5, 132), stagger=True),
     ),
     (4096, 12288, "parts"): (
         (1, GemvConfig(3, neurons=2, at_once=4, num_warps=4)),
-        *_halved((8, 64, 8, 4, 5, 528), (16, 64, 6, 4, 5, 396), (32, 64, 4, 4, 6, 264)),
-        *_halved((64, 128, 8, 4, 3, 264), (MOST_ROWS, 128, 4, 8, 4, 132)),
+        *_streamed_codes((8, 64, 8, 4, 5, 528), (16, 64, 6, 4, 5, 396), (32, 64, 4, 4, 6, 264)),
+        *_streamed_codes((64, 128, 8, 4, 3, 264), (MOST_ROWS, 128, 4, 8, 4, 132)),
     ),
 }
 DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
@@ -184,7 +184,7 @@ def linear_config(
     shape = (outputs, inputs, kind)
     if format != "plain" and not deterministic:
         measured = CODED.get(shape) if format == "fp8_block" else None
-        bands = measured or _other_coded(*shape)
+        bands = measured or _other_coded(*shape, streamed=format != "mxfp8")
         return next((config for most, config in bands if rows <= most), None)
     column, unmeasured = (DETERMINISTIC, _other_order) if deterministic else (FAST, _other)
     bands = column.get(shape) or unmeasured(*shape)
@@ -195,15 +195,32 @@ def linear_config(
     return replace(found, block_k=narrowest) if isinstance(found, LinearConfig) else found
 
 
-def _other_coded(outputs: int, inputs: int, kind: Kind) -> Bands:
+def _other_coded(outputs: int, inputs: int, kind: Kind, streamed: bool) -> Bands:
     """The bands of codes for a shape that is not in the table. A tile has columns of one scale."""
     cut = _cut(outputs, inputs, kind)
     if cut is None:
         return ()
     split, block_k = cut
+    if streamed and block_k == 128:
+        full = _fullest_split(outputs, inputs, kind)
+        sizes = (16, 64, full, 4, 5, 396), (32, 64, full, 4, 4, 396), (64, 64, full, 4, 4, 264)
+        bands = _streamed_codes(*sizes, (MOST_ROWS, 64, split, 4, 5, _PROGRAMS), stagger=kind == "silu")
+        return *_alone_coded(inputs, kind), *bands
     few = ((32, LinearConfig(64, block_k, split, 4, 6, _PROGRAMS)),)
     many = ((MOST_ROWS, LinearConfig(128, block_k, split, 8, 4, _PROGRAMS)),)
     return *_alone_coded(inputs, kind), *few, *many
+
+
+def _fullest_split(outputs: int, inputs: int, kind: Kind) -> int:
+    """The least split of K that leaves the fewest of three places on a multiprocessor without an item."""
+    tiles, programs = -(-outputs // 64), 3 * _PROGRAMS
+
+    def filled(split: int) -> float:
+        items = tiles * split
+        return items / (-(-items // programs) * programs)
+
+    splits = range(1, _MOST_SPLITS + 1) if kind == "parts" else (1,)
+    return max((split for split in splits if inputs % (128 * split) == 0), key=filled)
 
 
 def _alone_coded(inputs: int, kind: Kind) -> Bands:

@@ -55,7 +55,6 @@ class LinearConfig:
     programs: int
     streamed: bool = False  # use `gluon_linear` where it can run
     stagger: bool = False  # streamed: every item starts at another column of K
-    half: bool = False  # streamed codes, tiles of 128 inputs: activations become f16 first (`triton_half_rows`)
 
 
 @triton.jit
@@ -246,7 +245,7 @@ def multiply_into(
     if config.streamed:
         if gluon_linear.takes(x_MK, weights, activation is not None):
             shape = (config.block_n, config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
-            gluon_linear.stream(x_MK, weights, out, outputs, *shape, activation, beside, config.stagger, config.half)
+            gluon_linear.stream(x_MK, weights, out, outputs, *shape, activation, beside, config.stagger)
             return
         config = replace(config, block_n=config.block_n & -config.block_n)  # `_linear_kernel` needs a power of two
     outputs_a_tile = config.block_n if activation is None else config.block_n // 2
