@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,11 +36,11 @@ class PinnedMemory:
         # Not at the end of the process, whose CUDA may be gone by then.
         weakref.finalize(self, _unpin, self._pinned, cudart, forget_error).atexit = False
 
-    def add(self, memory: torch.Tensor) -> None:
-        """Pin memory, if it is not yet. If CUDA refuses, it stays pageable, from which copies are slower."""
+    def add(self, memory: torch.Tensor) -> bool:
+        """Pin memory, if it is not yet. If CUDA refuses, it stays pageable, from which copies are slower: False."""
         address = memory.data_ptr()
         if memory in self:
-            return
+            return address in self._pinned
         status = int(self._cudart().cudaHostRegister(address, memory.numel(), 0))
         if not status:
             self._pinned[address] = memory
@@ -47,6 +48,7 @@ class PinnedMemory:
             self._refused.add(address)
             self._forget_error()
             _log.warning("%d bytes of host memory cannot be pinned: CUDA error %d", memory.numel(), status)
+        return not status
 
     def __contains__(self, memory: torch.Tensor) -> bool:
         return memory.data_ptr() in self._pinned or memory.data_ptr() in self._refused
@@ -65,6 +67,27 @@ def touch(memory: torch.Tensor, advance: Callable[[], object], part_bytes: int =
     for part in memory.split(part_bytes):
         part[::_PAGE_BYTES].add_(0)
         advance()
+
+
+class PagesBeside:
+    """Host memory, uint8 [nbytes], that takes its pages in a thread, beside other work. Raises OSError without memory.
+
+    The thread calls nothing of CUDA: it must not disturb a graph that is captured meanwhile.
+    """
+
+    def __init__(self, nbytes: int, pins: PinnedMemory | None = None) -> None:
+        self._pins = PinnedMemory() if pins is None else pins
+        self._memory, self._lock = _pages(nbytes), threading.Lock()
+        self._thread = threading.Thread(target=touch, args=(self._memory, lambda: None), name="pages", daemon=True)
+        self._thread.start()
+
+    def pinned(self) -> torch.Tensor:
+        """The memory, once it has its pages and is pinned. Raises OSError if CUDA refuses to pin it."""
+        self._thread.join()
+        with self._lock:
+            if not self._pins.add(self._memory):
+                raise OSError(0, "CUDA does not pin it")
+        return self._memory
 
 
 def _unpin(pinned: dict[int, torch.Tensor], cudart: Callable[[], Any], forget_error: Callable[[], object]) -> None:

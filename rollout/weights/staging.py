@@ -13,10 +13,10 @@ In a group of several ranks, a rank keeps what its shard needs, cut from pieces 
     staging memory             |== a ==|= b =|= c == c =|                            in the order of the parameters
                                '--- one copy of a swap ----'                         where these lie side by side, too
 
-Staging memory is on the device, allocated once, or on the host. Host memory of one rank is pinned at the start. That of
-several ranks is in blocks, which are pinned one by one when their first bytes come: nothing is pinned before the first
-update. In place there is no staging memory, except for tensors that can only be copied as a whole, such as quantised
-ones.
+Staging memory is on the device, allocated once, or on the host. Host memory of one rank takes its pages beside the rest
+of the start, and is pinned at its end. That of several ranks is in blocks, which are pinned one by one when their first
+bytes come: nothing is pinned before the first update. In place there is no staging memory, except for tensors that can
+only be copied as a whole, such as quantised ones.
 
 Invariants:
 
@@ -44,7 +44,7 @@ from rollout.models.cut import Cut, CutView, whole_shape
 from rollout.process.host_memory import available_bytes
 from rollout.process.progress import stage
 from rollout.weights.parameter_map import ManifestFit
-from rollout.weights.pinned_memory import BLOCK_BYTES, HostBlocks
+from rollout.weights.pinned_memory import BLOCK_BYTES, HostBlocks, PagesBeside
 from rollout.weights.staged_weights import Copy, StagedWeights, SwapCopies
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.sections import RankCuts
@@ -204,6 +204,7 @@ class WeightStaging:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._host = HostBlocks(self._stream is not None, advance)  # host memory of a shard
         self._buffer = torch.empty(0, dtype=torch.uint8)  # host memory where bytes arrive, with one rank
+        self._pages: PagesBeside | None = None  # the memory of that, from the start on
         self._blocks: Sequence[torch.Tensor] = []
         self._layout, self._arriving = _Layout(), _Arriving()
         self._kept: dict[str, _Kept] = {}
@@ -239,9 +240,25 @@ class WeightStaging:
         assert not self.busy, "the staging memory holds another update"
         self._lent = update
 
+    def begin_pinning(self, nbytes: int, pages: Callable[[int], PagesBeside] = PagesBeside) -> None:
+        """Begin to take host memory of one rank: for 61 GB this takes half a minute. Raises ValueError without it."""
+        with _pinned_or_told(nbytes):
+            if nbytes > (free := available_bytes()):
+                raise OSError(0, f"{free / (1 << 30):.1f} GiB are free")
+            self._pages = pages(nbytes)
+
+    def end_pinning(self) -> None:
+        """Have that memory pinned, before anything decodes. Raises ValueError if it is not given."""
+        if self._pages is not None and self._buffer.numel() == 0:
+            with stage("pinning host memory for updates of the weights"), _pinned_or_told(parameter_bytes(self.views)):
+                self._buffer = self._pages.pinned()
+
     def reserve(self, nbytes: int) -> torch.Tensor:
         """Host memory of one rank, uint8, which grows when it is too small."""
         if self._buffer.numel() < nbytes:
+            self.end_pinning()
+        if self._buffer.numel() < nbytes:
+            self._pages = None
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None)
         return self._buffer[:nbytes]
@@ -695,8 +712,8 @@ def make_staging(
 ) -> WeightStaging:
     """How this rank applies updates, decided once: staged if memory allows, otherwise in place.
 
-    Several ranks stage their shards unless `weights.apply` is in_place: they must all do the same. Raises ValueError if
-    there is no memory for what the settings ask for.
+    Host memory of one rank is ready after `end_pinning`. Several ranks stage their shards unless `weights.apply` is
+    in_place: they must all do the same. Raises ValueError if there is no memory for what the settings ask for.
     """
     asked, cuda = settings.apply, any(view.is_cuda for view in views.values())
     staging: WeightStaging
@@ -709,7 +726,7 @@ def make_staging(
             if asked == "auto" and nbytes > host_share * available_bytes():
                 staging = InPlace(views)
             elif cuda:
-                pin_at_start(staging, nbytes)
+                staging.begin_pinning(nbytes)
     # It costs generation time, or memory that KV could have.
     level = logging.INFO if (staging.in_place and asked == "auto") or staging.device_bytes else logging.DEBUG
     where = f", in {staging.device_bytes / 2**30:.2f} GiB of the device's memory" if staging.device_bytes else ""
@@ -717,15 +734,14 @@ def make_staging(
     return staging
 
 
-def pin_at_start(staging: WeightStaging, nbytes: int) -> None:
-    """Allocate the host memory before anything decodes: for 61 GB this takes half a minute. Raises ValueError."""
+@contextlib.contextmanager
+def _pinned_or_told(nbytes: int) -> Iterator[None]:
     try:
-        with stage("pinning host memory for updates of the weights"):
-            staging.reserve(nbytes)
-    except RuntimeError as error:  # an error of the allocator
+        yield
+    except OSError as error:
         raise ValueError(
             f"the host does not give {nbytes / (1 << 30):.1f} GiB of pinned memory for updates of the weights: set "
-            f"weights.staging to device, or weights.apply to in_place ({error!s:.200})"
+            f"weights.staging to device, or weights.apply to in_place ({error.strerror or error!s:.200})"
         ) from error
 
 

@@ -10,7 +10,7 @@ import torch
 from rollout.config import WeightsSettings
 from rollout.engine.gate import Gate
 from rollout.weights.destination import UpdateMemories
-from rollout.weights.staging import WeightStaging, make_staging, pin_at_start
+from rollout.weights.staging import WeightStaging, make_staging
 from tests.support.bridge.harness import SlowToAnswer, TinyModel, Worker, new_tensors, serves, wait_for
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
@@ -132,12 +132,7 @@ def test_where_a_staged_update_waits_is_refused_where_there_is_no_such_place() -
         assert worker.receiver.summary()["staging"] == "host"
 
 
-def test_host_memory_that_cannot_be_pinned_is_told_with_what_to_change() -> None:
-    class Full(WeightStaging):
-        def reserve(self, nbytes: int) -> torch.Tensor:
-            raise RuntimeError("CUDA error: out of memory")
-
-    with pytest.raises(
-        ValueError, match=r"does not give 3\.0 GiB of pinned memory.*weights\.apply to in_place .*out of"
-    ):
-        pin_at_start(Full(TinyModel().views), 3 << 30)
+def test_host_memory_that_is_not_there_is_told_with_what_to_change() -> None:
+    """Before a page is taken: a system that is short of memory ends processes."""
+    with pytest.raises(ValueError, match=r"does not give 1048576\.0 GiB of pinned memory.*to in_place .*GiB are free"):
+        WeightStaging(TinyModel().views).begin_pinning(1 << 50)

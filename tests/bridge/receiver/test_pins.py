@@ -8,7 +8,9 @@ import logging
 import pytest
 import torch
 
-from rollout.weights.pinned_memory import PinnedMemory
+from rollout.weights.pinned_memory import PagesBeside, PinnedMemory
+from rollout.weights.staging import WeightStaging
+from tests.support.bridge.harness import TinyModel
 from trainer_bridge.transports import cuda_ipc
 
 
@@ -40,6 +42,33 @@ class Runtime:
 @pytest.fixture
 def runtime() -> Runtime:
     return Runtime()
+
+
+def test_host_memory_for_updates_is_pinned_at_the_end_of_a_start(runtime: Runtime) -> None:
+    staging = WeightStaging(TinyModel().views, "host")
+    staging.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
+    assert not runtime.pinned
+    staging.end_pinning()
+    assert runtime.pinned == {staging.reserve(1 << 20).data_ptr()}
+    staging.end_pinning()
+    assert runtime.asked == 1
+    assert staging.reserve(2 << 20).numel() == 2 << 20  # an update that is larger than the parameters
+    gc.collect()
+    assert not runtime.pinned
+
+
+def test_an_update_that_comes_before_the_end_of_a_start_waits_for_the_memory(runtime: Runtime) -> None:
+    staging = WeightStaging(TinyModel().views, "host")
+    staging.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
+    assert runtime.pinned == {staging.reserve(1 << 10).data_ptr()}
+
+
+def test_memory_that_cuda_does_not_pin_ends_a_start(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *memory: 2)
+    staging = WeightStaging(TinyModel().views, "host")
+    staging.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
+    with pytest.raises(ValueError, match="pinned memory.*CUDA does not pin it"):
+        staging.end_pinning()
 
 
 def test_memory_is_pinned_once_and_unpinned_when_its_owner_is_gone(runtime: Runtime) -> None:
