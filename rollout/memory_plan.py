@@ -261,8 +261,8 @@ def _values_written(layer: LayerSpec, hidden: int) -> int:
     values = sum(product.outputs for product in corrected_products(layer).values())
     block = layer.feed_forward
     if isinstance(block, MoESpec):
-        values += block.router.top_k * (3 * block.intermediate + hidden)
-        block = block.shared or block
+        values += block.router.top_k * (3 * block.intermediate + block.width)
+        block = block.shared
     return values + (block.intermediate if isinstance(block, DenseSpec) else 0)
 
 

@@ -30,8 +30,7 @@ from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.families import FAMILIES, MULTIMODAL
 from rollout.models.families.declare import Family
-from rollout.models.fused import obstacle, takes_feed_forward, takes_mixer
-from rollout.models.layers import Block
+from rollout.models.fused import obstacle, takes
 from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
 from scripts.check.architectures import of_architectures, read_results
 from scripts.gateway_reference import endpoints_page
@@ -315,6 +314,7 @@ def _marks(architecture: str, family: Family) -> list[str]:
 
 #: Values of all checkpoints of an architecture that are not the defaults of transformers.
 _REAL: dict[str, dict[str, Any]] = {
+    "NemotronHForCausalLM": {"layer_types": ["linear_attention", "moe", "full_attention", "moe"]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
 }
@@ -327,10 +327,8 @@ def _on_gpu(architecture: str, family: Family) -> str:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     spec = spec_from_config(config, architecture)
     model = Decoder(spec, torch.bfloat16, torch.device("meta"))
-    layers = [cast(DecoderLayer, layer) for layer in model.layers]
-    blocks: list[tuple[Block, bool]] = [(layer.mixer, takes_mixer(layer.mixer.spec)) for layer in layers]
-    for block in (layer.feed_forward for layer in layers):
-        blocks.append((block, takes_feed_forward(block.spec, torch.bfloat16)))
+    every = [block for layer in model.layers for block in cast(DecoderLayer, layer).blocks]
+    blocks = [(block, takes(block.spec, torch.bfloat16)) for block in every]
     fused = obstacle(model) is None
     if any(block.reads_host and not (fused and taken) for block, taken in blocks):
         return "torch"

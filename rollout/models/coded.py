@@ -23,7 +23,7 @@ from rollout_kernels.moe.formats import GROUP, SCALE_BLOCKS, ExpertWeights, Form
 from rollout_kernels.moe.quantize import quantize_to
 
 from rollout.models.cut import Cut
-from rollout.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec, MoESpec
+from rollout.models.spec import AttentionSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec, MoESpec
 
 
 class CodedView(torch.Tensor):
@@ -94,7 +94,7 @@ def coded_products(layer: LayerSpec) -> Iterator[LinearSpec]:
         yield from (mixer.qkv, mixer.o)
     elif isinstance(mixer, LatentSpec):
         yield from (product for product in (mixer.inputs, mixer.q_b, mixer.o) if product is not None)
-    dense = block if isinstance(block, DenseSpec) else block.shared
+    dense = block.shared if isinstance(block, MoESpec) else block
     if dense is not None:
         yield from (dense.gate_up, dense.down)
 
@@ -111,7 +111,7 @@ def check_format(spec: ModelSpec, format: Format) -> None:
     products = list(dict.fromkeys(product for layer in spec.layers for product in coded_products(layer)))
     widths = [product.inputs for product in products] if format == "mxfp8" else []
     if spec.moe is not None:
-        widths += [spec.hidden, spec.moe.intermediate]
+        widths += [spec.moe.width, spec.moe.intermediate]
     if not products and spec.moe is None:
         raise ValueError(f"weight_dtype = {format} applies to no weights of {spec.architecture}: {other}")
     odd = [width for width in widths if width % GROUP]

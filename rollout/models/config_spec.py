@@ -59,6 +59,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
 
 
@@ -93,7 +94,7 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
         architecture=architecture,
         hidden=config.hidden_size,
         vocab=config.vocab_size,
-        eps=config.rms_norm_eps,
+        eps=_value(config, family.eps),
         max_positions=_max_positions(config),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         layers=layers,
@@ -154,11 +155,11 @@ def _mtp(config: Any, family: Family, layers: tuple[LayerSpec, ...]) -> DraftSpe
         return None
     if isinstance(mixers[-1], LatentSpec) and (mixers[-1].indexer or mixers[-1].shares_choice):
         return None  # such a layer would need an indexer of its own
-    assert last.norms == "before", "as all of them"
+    assert last.norms == "before" and last.feed_forward is not None, "as all of them"
     return DraftSpec(
         hidden=config.hidden_size,
         vocab=config.vocab_size,
-        eps=config.rms_norm_eps,
+        eps=_value(config, family.eps),
         taps=(len(layers),),
         mixer=mixers[-1],
         feed_forward=last.feed_forward,
@@ -200,13 +201,14 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     linear: tuple[bool, ...] = (False,) * count
     states: StateMixerSpec | None = None
     if family.linear is not None and any(linear := family.linear.linear(config)):
-        if _activation(config, family) != "silu":
-            raise ValueError(f"{family.activation.name} of a model with linear attention must be silu")
+        key = family.linear_activation or family.activation
+        if _activation(config, key) != "silu":
+            raise ValueError(f"{key.name} of a model with linear attention must be silu")
         match family.linear:
             case KimiDeltaFamily() as declared:
                 states = _kimi_delta(config, declared)
             case Mamba2Family() as declared:
-                states = _mamba2(config, declared)
+                states = _mamba2(config, declared, _value(config, family.eps))
             case DeltaNetFamily() as declared:
                 states = _delta_net(config, declared)
     if all(linear):
@@ -215,9 +217,10 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     if not all(sparse):
         feed_forward[False] = _dense(config, family)
     if family.moe is not None and any(sparse):
-        if _activation(config, family) != "silu":
-            raise ValueError(f"{family.activation.name} of experts must be silu")
-        feed_forward[True] = experts = _moe(config, family.moe)
+        activation = _activation(config, family.activation)
+        if activation not in ("silu", "relu2"):
+            raise ValueError(f"{family.activation.name} of experts must be silu or relu2")
+        feed_forward[True] = experts = _moe(config, family.moe, activation)
         if experts.shared is not None and _value(config, family.mlp_bias):
             raise ValueError("biases of feed-forward blocks are not supported in a model with a shared expert")
     scale = _number(config, family.residual_scale)
@@ -228,7 +231,13 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
         if is_linear and family.linear is not None and states is not None:
             block, names, norms = states, family.linear.layer_names, family.linear.norms
         layers.append(LayerSpec(block, feed_forward[is_sparse], names, norms, scale))
-    return tuple(layers)
+    if family.mixers is None:
+        return tuple(layers)
+    has_mixer = family.mixers(config)
+    return tuple(
+        replace(layer, feed_forward=None) if mixes else replace(layer, mixer=None)
+        for layer, mixes in zip(layers, has_mixer, strict=True)
+    )
 
 
 def _kimi_delta(config: Any, family: KimiDeltaFamily) -> KimiDeltaSpec:
@@ -237,7 +246,7 @@ def _kimi_delta(config: Any, family: KimiDeltaFamily) -> KimiDeltaSpec:
     return KimiDeltaSpec(config.hidden_size, heads, dim, dim, dim, conv, config.rms_norm_eps)
 
 
-def _mamba2(config: Any, family: Mamba2Family) -> Mamba2Spec:
+def _mamba2(config: Any, family: Mamba2Family, eps: float) -> Mamba2Spec:
     steps = (_value(config, family.least_step), math.inf) if family.steps is None else _value(config, family.steps)
     spec = Mamba2Spec(
         hidden=config.hidden_size,
@@ -249,7 +258,7 @@ def _mamba2(config: Any, family: Mamba2Family) -> Mamba2Spec:
         conv_bias=_value(config, family.conv_bias),
         bias=_value(config, family.bias),
         steps=(0.0, math.inf) if steps is None else (float(steps[0]), float(steps[1])),
-        eps=_value(config, family.eps),
+        eps=eps,
         names=family.names,
     )
     if spec.heads % spec.groups:
@@ -293,7 +302,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         o_bias=_value(config, family.o_bias),
         qk_norm=_value(config, family.qk_norm),
         clip_qkv=_value(config, family.clip_qkv),
-        eps=config.rms_norm_eps,
+        eps=_value(config, family.eps),
         names=family.attention_names,
         scale=_value(config, family.attention_scale),
         softcap=_value(config, family.attention_softcap),
@@ -365,20 +374,20 @@ def _indexer(config: Any, family: IndexerFamily, latent: LatentSpec) -> IndexerS
 
 def _dense(config: Any, family: Family) -> DenseSpec:
     bias = _value(config, family.mlp_bias)
-    activation = _activation(config, family)
+    activation = _activation(config, family.activation)
     width = _value(config, family.intermediate)
     return DenseSpec(config.hidden_size, width, bias, family.dense_names, activation)
 
 
-def _activation(config: Any, family: Family) -> Activation:
-    name = getattr(config, family.activation.name, "silu")
+def _activation(config: Any, key: Key) -> Activation:
+    name = getattr(config, key.name, "silu")
     if name not in _ACTIVATIONS:
         supported = ", ".join(_ACTIVATIONS)
-        raise ValueError(f"{family.activation.name} {name!r:.80} is not supported; supported: {supported}")
+        raise ValueError(f"{key.name} {name!r:.80} is not supported; supported: {supported}")
     return _ACTIVATIONS[name]
 
 
-def _moe(config: Any, family: MoEFamily) -> MoESpec:
+def _moe(config: Any, family: MoEFamily, activation: Activation) -> MoESpec:
     grouped = _is_grouped(config, family)
     spec = MoESpec(
         hidden=config.hidden_size,
@@ -398,9 +407,11 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
             least_sum=_number(config, family.least_sum),
         ),
         names=family.names,
-        shared=_shared(config, family),
+        shared=_shared(config, family, activation),
         shared_gate=family.shared_gate,
         clamped=_clamped(config, family),
+        activation=activation,
+        inner=_value(config, family.inner),
     )
     layers = config.num_hidden_layers
     if layers * spec.experts > _MAX_EXPERTS:
@@ -447,11 +458,11 @@ def _check_groups(spec: MoESpec) -> None:
         )
 
 
-def _shared(config: Any, family: MoEFamily) -> DenseSpec | None:
+def _shared(config: Any, family: MoEFamily, activation: Activation) -> DenseSpec | None:
     width = _value(config, family.shared_intermediate)
     if family.shared_experts is not None:
         width = (_value(config, family.shared_experts) or 0) * _value(config, family.intermediate)
-    return DenseSpec(config.hidden_size, width, False, family.names.shared) if width else None
+    return DenseSpec(config.hidden_size, width, False, family.names.shared, activation) if width else None
 
 
 def _value(config: Any, declared: Any) -> Any:

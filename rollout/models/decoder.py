@@ -5,7 +5,7 @@ Legend: T tokens of a step, S selected tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from rollout_kernels.moe.formats import Format
@@ -32,9 +32,21 @@ from rollout.models.layers import (
 from rollout.models.mamba2 import Mamba2
 from rollout.models.names import Region, all_views, one_name, with_spellings
 from rollout.models.rope import Rope
-from rollout.models.spec import DeltaNetSpec, KimiDeltaSpec, LatentSpec, Mamba2Spec, ModelSpec, MoESpec, StateMixer
+from rollout.models.spec import (
+    DeltaNetSpec,
+    FeedForwardSpec,
+    KimiDeltaSpec,
+    LatentSpec,
+    Mamba2Spec,
+    MixerSpec,
+    ModelSpec,
+    MoESpec,
+    StateMixer,
+)
 from rollout.models.vision import VisionTower
 
+MixerBlock = Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2
+FeedForwardBlock = DenseFeedForward | SparseFeedForward
 _STATE_BLOCKS = {DeltaNetSpec: DeltaNet, KimiDeltaSpec: KimiDelta, Mamba2Spec: Mamba2}
 
 
@@ -58,8 +70,8 @@ class DecoderLayer(Block):
         group: TensorGroup = ONE_RANK,
     ) -> None:
         super().__init__()
-        layer, mixer = spec.layers[index], spec.layers[index].mixer
-        self.spec = layer
+        self.spec = layer = spec.layers[index]
+        assert layer.mixer is not None and layer.feed_forward is not None, "else it is a `SingleBlockLayer`"
 
         def norm() -> RMSNorm:
             return RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
@@ -68,22 +80,13 @@ class DecoderLayer(Block):
         around = layer.norms == "around"
         self.mixer_output_norm = norm() if around else None
         self.feed_forward_output_norm = norm() if around else None
-        self.mixer: Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2
-        if isinstance(mixer, StateMixer):
-            block: Any = _STATE_BLOCKS[type(mixer)]
-            self.mixer = block(mixer, index, spec.state_layers.index(index), dtype, device, group)
-        else:
-            kv_index, rope = spec.attention_layers.index(index), spec.ropes.index(mixer.turned)
-            if isinstance(mixer, LatentSpec):
-                self.mixer = LatentAttention(mixer, index, kv_index, rope, dtype, device, group, format)
-            else:
-                self.mixer = Attention(mixer, index, kv_index, rope, dtype, device, group, format)
-        self.feed_forward: DenseFeedForward | SparseFeedForward
-        if isinstance(layer.feed_forward, MoESpec):
-            sparse_index = spec.sparse_layers.index(index)
-            self.feed_forward = SparseFeedForward(layer.feed_forward, sparse_index, dtype, device, format, group)
-        else:
-            self.feed_forward = DenseFeedForward(layer.feed_forward, index, dtype, device, group, format)
+        self.mixer = _mixer(spec, index, layer.mixer, dtype, device, format, group)
+        self.feed_forward = _feed_forward(spec, index, layer.feed_forward, dtype, device, format, group)
+
+    @property
+    def blocks(self) -> tuple[MixerBlock | FeedForwardBlock, ...]:
+        """Its blocks, in their order."""
+        return self.mixer, self.feed_forward
 
     @property
     def mixer_norms(self) -> Norms:
@@ -127,6 +130,81 @@ class DecoderLayer(Block):
         return regions + [one_name(f"{prefix}{name}.weight", norm.weight) for name, norm in outputs if norm is not None]
 
 
+class SingleBlockLayer(Block):
+    """A layer that has a mixer or a feed-forward block alone, with a norm before it."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: Format = "plain",
+        group: TensorGroup = ONE_RANK,
+    ) -> None:
+        super().__init__()
+        self.spec = layer = spec.layers[index]
+        assert layer.norms == "before", "a layer of one block has no other norm"
+        self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
+        self.block: MixerBlock | FeedForwardBlock
+        if layer.mixer is not None:
+            self.block = _mixer(spec, index, layer.mixer, dtype, device, format, group)
+        else:
+            assert layer.feed_forward is not None
+            self.block = _feed_forward(spec, index, layer.feed_forward, dtype, device, format, group)
+
+    @property
+    def blocks(self) -> tuple[MixerBlock | FeedForwardBlock, ...]:
+        """Its block."""
+        return (self.block,)
+
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """The residual stream after this layer."""
+        return x_TH + self.spec.residual_scale * self.block(self.norm(x_TH), context).value()
+
+    def regions(self, prefix: str) -> list[Region]:
+        """Hugging Face tensors under `prefix`."""
+        return [one_name(f"{prefix}{self.spec.names.mixer_norm}.weight", self.norm.weight), *self.block.regions(prefix)]
+
+
+def _mixer(
+    spec: ModelSpec,
+    index: int,
+    mixer: MixerSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    format: Format,
+    group: TensorGroup,
+) -> MixerBlock:
+    if isinstance(mixer, StateMixer):
+        block: Any = _STATE_BLOCKS[type(mixer)]
+        return block(mixer, index, spec.state_layers.index(index), dtype, device, group)
+    kv_index, rope = spec.attention_layers.index(index), spec.ropes.index(mixer.turned)
+    if isinstance(mixer, LatentSpec):
+        return LatentAttention(mixer, index, kv_index, rope, dtype, device, group, format)
+    return Attention(mixer, index, kv_index, rope, dtype, device, group, format)
+
+
+def _feed_forward(
+    spec: ModelSpec,
+    index: int,
+    block: FeedForwardSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    format: Format,
+    group: TensorGroup,
+) -> FeedForwardBlock:
+    if isinstance(block, MoESpec):
+        return SparseFeedForward(block, spec.sparse_layers.index(index), dtype, device, format, group)
+    return DenseFeedForward(block, index, dtype, device, group, format)
+
+
+def _layer(spec: ModelSpec, index: int, *how: Any) -> DecoderLayer | SingleBlockLayer:
+    layer = spec.layers[index]
+    both = layer.mixer is not None and layer.feed_forward is not None
+    return DecoderLayer(spec, index, *how) if both else SingleBlockLayer(spec, index, *how)
+
+
 def _norm_region(prefix: str, names: tuple[str, str | None], norm: RMSNorm) -> Region:
     return Region(tuple({f"{prefix}{name}.weight": norm.weight.detach()} for name in names if name is not None))
 
@@ -155,7 +233,7 @@ class Decoder(Block):
         kept = len(spec.kept_vocab)
         self.embed = empty_parameter(kept, spec.hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, index, dtype, device, format, group) for index in range(len(spec.layers))
+            _layer(spec, index, dtype, device, format, group) for index in range(len(spec.layers))
         )
         self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
         # A tied output layer is the embedding itself: one parameter, one name.
@@ -246,8 +324,8 @@ class Decoder(Block):
         views: dict[str, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             prefix = self.spec.names.layer.format(index)
-            views |= layer.mixer.scale_views(prefix)  # type: ignore[operator,union-attr]
-            views |= layer.feed_forward.scale_views(prefix)  # type: ignore[operator,union-attr]
+            for block in cast(DecoderLayer | SingleBlockLayer, layer).blocks:
+                views |= block.scale_views(prefix)
         views = {name: view for stem, view in views.items() for name in self.spec.names.spellings(stem)}
         return views if self.draft is None else views | self.draft.scale_views()
 

@@ -28,7 +28,17 @@ from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWor
 from rollout_kernels.linear.table import Kind, linear_config
 
 from rollout.models.batch import AttentionBatch, LayerKV
-from rollout.models.spec import AttentionSpec, DeltaNetSpec, DenseSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec
+from rollout.models.spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseSpec,
+    LatentSpec,
+    LayerSpec,
+    LinearSpec,
+    Mamba2Spec,
+    ModelSpec,
+    MoESpec,
+)
 
 #: Positions of a context whose values are summed first, before the sums are added.
 CHUNK = 1024
@@ -57,6 +67,8 @@ def layer_products(layer: LayerSpec) -> dict[str, KernelProduct]:
         found["down"] = kernel_product(layer.feed_forward.down, "parts")
         return found
     block = layer.feed_forward
+    if block is None:
+        return found
     stacked_gate = block.shared_gate and block.shared_like_others > 0
     found["router"] = (block.experts + stacked_gate, block.hidden, "parts")
     if block.shared is not None:
@@ -83,7 +95,10 @@ def check_deterministic(spec: ModelSpec) -> None:
     reason = None
     for layer in dict.fromkeys(spec.layers):
         mixer, block = layer.mixer, layer.feed_forward
-        dense = block if isinstance(block, DenseSpec) else block.shared
+        dense = block.shared if isinstance(block, MoESpec) else block
+        if mixer is None or block is None or isinstance(mixer, Mamba2Spec):
+            reason = "it has Mamba-2, or layers of one block"
+            break
         if dense is not None and dense.bias:
             reason = "its feed-forward products have biases"
         if dense is not None and dense.activation == "gelu":

@@ -82,11 +82,20 @@ def obstacle(model: Decoder) -> str | None:
     dtype, spec = model.embed.dtype, model.spec
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels are for 16 bits, and the model is in {dtype}"
+    if not all(layer.mixer and layer.feed_forward for layer in spec.layers):
+        return "it has layers of one block"
     if spec.moe is not None:
-        return None if takes_feed_forward(spec.moe, dtype) else "its experts have odd widths"
-    if any(takes_mixer(layer.mixer) or takes_feed_forward(layer.feed_forward, dtype) for layer in spec.layers):
+        return None if takes_feed_forward(spec.moe, dtype) else "its experts have odd widths, or are not gated by SiLU"
+    if any(takes(block, dtype) for layer in spec.layers for block in (layer.mixer, layer.feed_forward)):
         return None
     return "its attention and its feed-forward blocks are variants that no kernel has"
+
+
+def takes(spec: MixerSpec | FeedForwardSpec | None, dtype: torch.dtype) -> bool:
+    """True if the kernels run this block of a layer."""
+    if isinstance(spec, DenseSpec | MoESpec):
+        return takes_feed_forward(spec, dtype)
+    return spec is not None and takes_mixer(spec)
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
@@ -101,7 +110,9 @@ def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
 
     Dense blocks may be in float32: in Triton's interpreter, on a CPU.
     """
-    return experts_take(spec, dtype) if isinstance(spec, MoESpec) else not spec.bias and spec.activation != "gelu"
+    if isinstance(spec, MoESpec):
+        return experts_take(spec, dtype)
+    return not spec.bias and spec.activation in ("silu", "gelu_tanh")
 
 
 #: Numbers of tokens for which the gated product of a dense layer is our own, with SiLU in its registers. Measured on an
@@ -148,6 +159,8 @@ class FusedDecoder:
     """
 
     def __init__(self, model: Decoder, deterministic: bool = False, plans: ExpertPlans = PLANS) -> None:
+        if not all(layer.mixer and layer.feed_forward for layer in model.spec.layers):
+            raise ValueError(f"the fused kernels do not run the layers of one block of {model.spec.architecture}")
         if deterministic:
             one_order.check_deterministic(model.spec)
             if not model.group.one_order:
@@ -406,7 +419,7 @@ class FusedDecoder:
         """The gated input of the down product, [T, I]."""
         config, weights = self._configs[self._products[block.gate_up_proj]], block.gate_up_proj.stored
         activation = block.spec.activation
-        assert activation != "gelu", "takes_feed_forward"
+        assert activation in ("silu", "gelu_tanh"), "takes_feed_forward"
         if adapters is not None:  # they correct the input of the activation, so it cannot be a part of the product
             beside = _adds_later(adapters, block.layer, "gate_up")
             if config is None:

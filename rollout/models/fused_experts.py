@@ -68,8 +68,9 @@ PLANS = ExpertPlans()
 
 
 def kernels_take(spec: MoESpec, dtype: torch.dtype) -> bool:
-    """True if the kernels can run these experts: 16 bits, and even widths."""
-    return dtype in (torch.bfloat16, torch.float16) and spec.hidden % 2 == 0 and spec.intermediate % 2 == 0
+    """True if the kernels can run these experts: 16 bits, even widths, and gated by SiLU."""
+    plain = spec.activation == "silu" and spec.inner is None
+    return dtype in (torch.bfloat16, torch.float16) and plain and not (spec.hidden % 2 or spec.intermediate % 2)
 
 
 class FusedExperts:
@@ -113,7 +114,7 @@ class FusedExperts:
     @classmethod
     def of_model(cls, model: Decoder, deterministic: bool = False, plans: ExpertPlans = PLANS) -> FusedExperts:
         """The experts of all sparse layers of a model."""
-        blocks = [cast(DecoderLayer, layer).feed_forward for layer in model.layers]
+        blocks = [block for layer in model.layers for block in cast(DecoderLayer, layer).blocks]
         sparse = [block for block in blocks if isinstance(block, SparseFeedForward)]
         return cls(sparse, model.spec.eps, model.spec.unit_offset, deterministic, plans)
 

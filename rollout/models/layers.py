@@ -26,7 +26,6 @@ from rollout_kernels import (
     paged_prefill_attention,
     rms_norm,
     route,
-    silu_mul,
     write_kv,
 )
 from rollout_kernels.linear.coded import CodedMatrix, Weights, scales_shape
@@ -600,10 +599,16 @@ class SparseFeedForward(Block):
         if spec.shared is not None and not self.stacked_shared:
             gate = spec.names.shared_gate if spec.shared_gate else None
             self.shared = SharedExpert(spec.shared, gate, dtype, device, format)
-        self.gate_up, self.gate_up_scales = self._empty(2 * spec.intermediate, spec.hidden, 2, dtype, device)
-        self.down, self.down_scales = self._empty(spec.hidden, spec.intermediate, 1, dtype, device)
+        wide, halves = spec.halves * spec.intermediate, spec.halves
+        self.gate_up, self.gate_up_scales = self._empty(wide, spec.width, halves, dtype, device)
+        self.down, self.down_scales = self._empty(spec.width, spec.intermediate, 1, dtype, device)
+        self.narrow_proj = self.widen_proj = None
+        if spec.inner is not None:
+            narrow = LinearSpec(spec.hidden, (spec.names.narrow,), (spec.inner,), False)
+            widen = LinearSpec(spec.inner, (spec.names.widen,), (spec.hidden,), False)
+            self.narrow_proj, self.widen_proj = Linear(narrow, dtype, device), Linear(widen, dtype, device)
         self.biases: tuple[nn.Parameter, nn.Parameter] | None = None
-        self.activation: Callable[[torch.Tensor], torch.Tensor] = silu_mul
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = functools.partial(gated, activation=spec.activation)
         if spec.clamped is not None:
             assert format == "plain", "check_format refuses codes of these experts"
             kept = len(spec.kept_experts)
@@ -630,7 +635,8 @@ class SparseFeedForward(Block):
         """One projection of all experts in the kernels' layout, without a copy; plain weights must have 16 bits."""
         wide = projection == "gate_up"
         values, scales = (self.gate_up, self.gate_up_scales) if wide else (self.down, self.down_scales)
-        return ExpertWeights(values.data, None if scales is None else scales.data, self.format, 2 if wide else 1)
+        halves = self.spec.halves if wide else 1
+        return ExpertWeights(values.data, None if scales is None else scales.data, self.format, halves)
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """The router's logits, [T, E], in float32 if its spec says so. A row of the shared expert's gate comes last."""
@@ -675,8 +681,9 @@ class SparseFeedForward(Block):
         if self.format != "plain":  # decodes all experts in each step: for comparison on a CPU
             both = (self.weights("gate_up"), self.weights("down"))
             gate_up, down = (weights.dequantized(torch.float32).to(x_TH.dtype) for weights in both)
-        kept_TK = self._kept(experts_TK)
-        y_TH = moe_experts(x_TH, weights_TK, kept_TK, gate_up, down, self.activation, self.biases, self.adds_bias)
+        kept_TK, inner_TH = self._kept(experts_TK), x_TH if self.narrow_proj is None else self.narrow_proj(x_TH)
+        y_TH = moe_experts(inner_TH, weights_TK, kept_TK, gate_up, down, self.activation, self.biases, self.adds_bias)
+        y_TH = y_TH if self.widen_proj is None else self.widen_proj(y_TH)
         return Computed(self.group.all_reduce(y_TH if self.shared is None else y_TH + self.shared(x_TH)))
 
     @property
@@ -692,12 +699,14 @@ class SparseFeedForward(Block):
             return [*self._router_regions(prefix), *self._transposed_regions(prefix)]
         gate_up, down, count = {}, {}, self.spec.experts
         for expert in range(count):
-            gate_up[f"{prefix}{names.gate.format(expert)}.weight"] = self._view("gate_up", expert, 0)
-            gate_up[f"{prefix}{names.up.format(expert)}.weight"] = self._view("gate_up", expert, 1)
+            for half, name in enumerate((names.gate, names.up)[-self.spec.halves :]):
+                gate_up[f"{prefix}{name.format(expert)}.weight"] = self._view("gate_up", expert, half)
             down[f"{prefix}{names.down.format(expert)}.weight"] = self._view("down", expert)
+        around = [proj for proj in (self.narrow_proj, self.widen_proj) if proj is not None]
         return [
             *self._router_regions(prefix),
             *self._shared_regions(prefix),
+            *(region for proj in around for region in proj.regions(prefix)),
             Region((gate_up, {f"{prefix}{names.stacked_gate_up}": self._view("gate_up")})),
             Region((down, {f"{prefix}{names.stacked_down}": self._view("down")})),
         ]
@@ -784,10 +793,10 @@ class SparseFeedForward(Block):
             expert -= spec.kept_experts.start
             view = view[expert]
         else:
-            outputs = view.shape[1] if half is None else view.shape[1] // 2
+            outputs = view.shape[1] if half is None else view.shape[1] // spec.halves
             return CutView.of(view.new_empty(0, view.shape[2]), Cut(0, outputs, ((0, 0),)))
         if half is not None:
-            view = view.unflatten(0, (2, -1))[half]
+            view = view.unflatten(0, (spec.halves, -1))[half]
         if self.format != "plain":
             weights = self.weights(projection)
             view = CodedView.of(weights if expert is None else weights.part(expert, half), tuple(view.shape))

@@ -27,14 +27,14 @@ LayerProduct = tuple[int, Product]
 
 def corrected_products(layer: LayerSpec) -> dict[Product, LinearSpec]:
     """The products of a layer that adapters may correct: in its mixer and in dense feed-forward blocks."""
-    products: dict[Product, LinearSpec]
+    products: dict[Product, LinearSpec] = {}
     if isinstance(layer.mixer, AttentionSpec):
         products = {"qkv": layer.mixer.qkv, "o": layer.mixer.o}
     elif isinstance(layer.mixer, LatentSpec):  # its `kv_b` is absorbed by queries and outputs
         products = {"qkv": layer.mixer.inputs, "o": layer.mixer.o}
         if (q_b := layer.mixer.q_b) is not None:
             products["q_b"] = q_b
-    else:
+    elif layer.mixer is not None:
         products = {"in": layer.mixer.inputs, "o": layer.mixer.out}
     if isinstance(layer.feed_forward, DenseSpec):
         products |= {"gate_up": layer.feed_forward.gate_up, "down": layer.feed_forward.down}

@@ -55,6 +55,7 @@ _MADE_INTO_OTHERS = frozenset(
 #: Keys of which they make this one.
 _MADE_INTO: dict[str, frozenset[str]] = {
     "mlp_layer_types": frozenset({"first_k_dense_replace"}),
+    "layer_types": frozenset({"hybrid_override_pattern", "layers_block_type"}),
     "linear_head_dim": frozenset({"linear_attn_config"}),
     "indexer_types": frozenset({"index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"}),
 }
@@ -179,7 +180,7 @@ def known_keys(family: Family) -> frozenset[str]:
     # Families that read another key for their activation do not read this one. Quantization is read for all.
     others = {"hidden_act", "quantization_config"}
     others |= {name for key in own & _MADE_INTO.keys() for name in _MADE_INTO[key]}
-    return frozenset(own | common | windows | others | _MADE_INTO_OTHERS | WITHOUT_EFFECT)
+    return frozenset(own | common | windows | others | _MADE_INTO_OTHERS | WITHOUT_EFFECT | {*family.without_effect})
 
 
 def size_rules() -> dict[str, Rule]:

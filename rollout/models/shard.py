@@ -69,10 +69,12 @@ def _layer_of_rank(layer: LayerSpec, shard: Shard) -> LayerSpec:
     if isinstance(mixer, AttentionSpec):
         assert mixer.shard is not None
         mixer = replace(mixer, shard=mixer.shard._replace(shard=shard))
-    else:
+    elif mixer is not None:
         mixer = replace(mixer, shard=shard)
     if isinstance(block, DenseSpec):
-        return replace(layer, mixer=mixer, feed_forward=replace(block, shard=shard))
+        block = replace(block, shard=shard)
+    if not isinstance(block, MoESpec):
+        return replace(layer, mixer=mixer, feed_forward=block)
     assert block.shard is not None
     shared = None if block.shared is None else replace(block.shared, shard=shard)
     block = replace(block, shared=shared, shard=block.shard._replace(shard=shard))
@@ -84,7 +86,9 @@ class _CannotCutError(Exception):
 
 
 def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
-    return replace(layer, mixer=_mixer(layer.mixer, shard), feed_forward=_feed_forward(layer.feed_forward, shard))
+    mixer = None if layer.mixer is None else _mixer(layer.mixer, shard)
+    block = None if layer.feed_forward is None else _feed_forward(layer.feed_forward, shard)
+    return replace(layer, mixer=mixer, feed_forward=block)
 
 
 def _mixer(mixer: MixerSpec, shard: Shard) -> MixerSpec:

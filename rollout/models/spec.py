@@ -31,8 +31,9 @@ from rollout.models.vision_spec import TowerSpec
 RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope"]
 #: none; each head alone, with one weight for all heads; all heads together.
 QKNorm = Literal["none", "head", "full"]
-#: The activation of a gated feed-forward block: SiLU, GELU, or GELU with tanh in the place of erf.
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+#: The activation of a gated feed-forward block: SiLU, GELU, or GELU with tanh in the place of erf. A block with the
+#: squared ReLU has no gate.
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 #: How a router turns logits into the weights of experts.
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -696,7 +697,7 @@ class DenseNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A gated feed-forward block."""
+    """A gated feed-forward block, or one without a gate; then `gate_up` has the values alone."""
 
     hidden: int
     intermediate: int
@@ -708,11 +709,12 @@ class DenseSpec:
     @property
     def gate_up(self) -> LinearSpec:
         """The product that makes gate and values."""
-        widths = _widths(self.names.gate_up, (self.intermediate, self.intermediate))
+        parts = 1 if self.activation == "relu2" else 2
+        widths = _widths(self.names.gate_up, (self.intermediate,) * parts)
         cuts: tuple[Cut, ...] = ()
         if self.shard is not None:
-            one = self.shard.cut(self.intermediate)
-            cuts = (one, one) if len(self.names.gate_up) > 1 else (_joined((one, one)),)
+            each = (self.shard.cut(self.intermediate),) * parts
+            cuts = each if len(self.names.gate_up) > 1 else (_joined(each),)
         return LinearSpec(self.hidden, self.names.gate_up, widths, self.bias, cuts)
 
     @property
@@ -760,6 +762,8 @@ class MoENames(NamedTuple):
         ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
     )
     shared_gate: str = "mlp.shared_expert_gate"
+    narrow: str = ""  # the products around experts that work on a narrower state
+    widen: str = ""
 
 
 class ClampedGLUSpec(NamedTuple):
@@ -778,9 +782,9 @@ class ExpertShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """A mixture of gated feed-forward experts with SiLU, or with biases and a clamped GLU.
+    """A mixture of gated feed-forward experts with SiLU, without a gate, or with biases and a clamped GLU.
 
-    With the latter gates and values alternate, and checkpoints have only the tensors of all experts, transposed.
+    With the last gates and values alternate, and checkpoints have only the tensors of all experts, transposed.
     """
 
     hidden: int
@@ -791,7 +795,19 @@ class MoESpec:
     shared: DenseSpec | None = None  # the experts that every token takes, added to the others, as one expert
     shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
     clamped: ClampedGLUSpec | None = None
+    activation: Activation = "silu"
+    inner: int | None = None  # width that experts work on, if a product makes it of the token; None: the token itself
     shard: ExpertShard | None = None
+
+    @property
+    def width(self) -> int:
+        """Width of an expert's input and output."""
+        return self.inner or self.hidden
+
+    @property
+    def halves(self) -> int:
+        """Parts of an expert's first projection: gate and values, or these alone."""
+        return 1 if self.activation == "relu2" else 2
 
     @property
     def kept_experts(self) -> range:
@@ -821,7 +837,7 @@ class MoESpec:
             return None
         if self.clamped is not None:
             return self.shard.shard.cut(2 * self.intermediate)
-        return self.shard.shard.cut(self.intermediate, self.intermediate)
+        return self.shard.shard.cut(*(self.intermediate,) * self.halves)
 
     @property
     def shared_like_others(self) -> int:
@@ -829,7 +845,7 @@ class MoESpec:
         shared = self.shared
         if shared is None or self.clamped is not None or shared.intermediate % self.intermediate:
             return 0
-        if len(shared.names.gate_up) == 1:  # a tensor that holds gate and values is kept as it is
+        if len(shared.names.gate_up) == 1 or self.inner is not None:  # such tensors are kept as they are
             return 0
         return shared.intermediate // self.intermediate
 
@@ -857,10 +873,13 @@ class LayerNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A mixer and a feed-forward block, each with norms; the layer adds their outputs to the residual stream."""
+    """A mixer and a feed-forward block, each with norms; the layer adds their outputs to the residual stream.
 
-    mixer: MixerSpec
-    feed_forward: FeedForwardSpec
+    A layer may have one of the two alone, then with a norm before it.
+    """
+
+    mixer: MixerSpec | None
+    feed_forward: FeedForwardSpec | None
     names: LayerNames = LayerNames()
     norms: NormPlace = "before"
     residual_scale: float = 1.0  # factor of the outputs that are added

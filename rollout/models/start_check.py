@@ -190,12 +190,13 @@ def _facts(layer: nn.Module) -> tuple[Any, ...]:
 
 def _with_layers(cls: Any, whole: Any, outline: Any, chosen: Sequence[int]) -> Any:
     """A module on the CPU with these layers of the outline; it changes their config, which is `whole`."""
-    text = whole.get_text_config()
+    text, layers = whole.get_text_config(), _layers(outline)
     for name, value in vars(text).copy().items():
-        if name.endswith(("layer_types", "indexer_types")) and isinstance(value, list):
+        by_layer = name.endswith(("layer_types", "layers_block_type", "indexer_types")) and isinstance(value, list)
+        if by_layer and len(value) == len(layers):
             setattr(text, name, [value[index] for index in chosen])
     text.num_hidden_layers = len(chosen)
-    module, layers = _module(cls, whole, _CPU), _layers(outline)
+    module = _module(cls, whole, _CPU)
     module.get_decoder().layers = nn.ModuleList(layers[index] for index in chosen)
     return module
 

@@ -109,8 +109,13 @@ def turn_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tens
     heads_TAD.copy_(apply_rope(heads_TAD, cos_TD[:, None], torch.cat((-first, second), dim=-1)[:, None]))
 
 
-def gated(gate_up: torch.Tensor, activation: Literal["silu", "gelu", "gelu_tanh"] = "silu") -> torch.Tensor:
-    """`activation(gate) * up` for `gate_up` [..., 2 I], where gate comes first; returns [..., I] in the same dtype."""
+def gated(gate_up: torch.Tensor, activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu") -> torch.Tensor:
+    """`activation(gate) * up` for `gate_up` [..., 2 I], where gate comes first; returns [..., I] in the same dtype.
+
+    `relu2` has no gate: it is the square of relu of [..., I].
+    """
+    if activation == "relu2":
+        return F.relu(gate_up).square()
     if activation == "silu":
         return silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -37,7 +37,7 @@ from rollout.engine.step.device_step import DeviceStep, Outputs
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import StepInput, Upload, put_behind
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.fused import FusedDecoder, supports, takes_feed_forward, takes_mixer
+from rollout.models.fused import FusedDecoder, supports, takes
 from rollout.models.language_model import LanguageModel
 
 log = logging.getLogger(__name__)
@@ -67,10 +67,9 @@ def capturable(model: LanguageModel) -> bool:
         return not obstacle
     fused, dtype = supports(model), model.embed.dtype
     layers = [cast(DecoderLayer, layer) for layer in model.layers]
-    mixers = [layer.mixer for layer in layers if not (fused and takes_mixer(layer.mixer.spec))]
-    others = [layer.feed_forward for layer in layers]
-    others = [block for block in others if not (fused and takes_feed_forward(block.spec, dtype))]
-    return not any(block.reads_host for block in (*mixers, *others))
+    return not any(
+        block.reads_host and not (fused and takes(block.spec, dtype)) for layer in layers for block in layer.blocks
+    )
 
 
 def graph_sizes(most: int) -> list[int]:

@@ -262,6 +262,7 @@ class MoEFamily:
     logit_bias: bool = False
     clamp_alpha: Key | None = declared(NUMBER, None)  # given with the limit: experts have biases and a clamped GLU
     clamp_limit: Key | None = declared(NUMBER, None)
+    inner: Key | None = declared(WIDTH, None)  # width that experts work on, where it is not the residual stream's
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
 
@@ -308,7 +309,6 @@ class Mamba2Family:
     conv: Key = declared(integer(2, 64), Key("mamba_d_conv"))
     conv_bias: Key = declared(FLAG, Key("mamba_conv_bias"))
     bias: Key = declared(FLAG, Key("mamba_proj_bias"))
-    eps: Key = declared(NUMBER, Key("rms_norm_eps"))  # epsilon of the norm of the outputs
     steps: Key | None = declared(STEPS, None)  # the least and the largest one
     least_step: float | Key = declared(NUMBER, 0.0)  # where a config has the least one alone
     linear: ByLayer[bool] = linear_by_type
@@ -391,7 +391,13 @@ class Family:
     read_as: str | None = None  # the model type that transformers reads config.json as; None: its own
     #: Other names that `model_type` may have, of models with the same architecture; read as the first one.
     other_types: tuple[str, ...] = ()
+    eps: Key = declared(NUMBER, Key("rms_norm_eps"))  # epsilon of norms
     activation: Key = declared(TEXT, Key("hidden_act"))
+    linear_activation: Key | None = declared(
+        TEXT, None
+    )  # activation of linear attention, where it has a key of its own
+    #: Where layers have one block alone: whether it is the mixer.
+    mixers: ByLayer[bool] | None = None
     qkv_bias: bool | Key = declared(FLAG, False)
     o_bias: bool | Key = declared(FLAG, False)
     mlp_bias: bool | Key = declared(FLAG, False)
@@ -435,6 +441,7 @@ class Family:
     bidirectional: Key | None = declared(FLAG, None)  # true: tokens see those after them, which is refused
     #: Flags that must be false or absent, because neither transformers nor this code does what they ask for.
     unsupported: tuple[str, ...] = ()
+    without_effect: tuple[str, ...] = ()  # keys of its configs on which no forward depends
     moe: MoEFamily | None = None
     turned_experts: bool = False  # files have tensors of all experts with inputs before outputs; updates have not
     mxfp4: bool = False  # checkpoints may have experts in this format; they are decoded when they are loaded

@@ -34,7 +34,7 @@ _EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 22,
 }
 #: Their norms are not stored less 1.
-_PLAIN_NORMS = {"OlmoHybrid", "GraniteMoeHybrid"}
+_PLAIN_NORMS = {"OlmoHybrid", "GraniteMoeHybrid", "NemotronH"}
 #: By the stem of transformers' classes, and a word where one has two configs.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "Qwen3_5": {"head_dim": 16, "intermediate_size": 64, "rope_parameters": _PARTIAL_ROPE},
@@ -76,6 +76,15 @@ HYBRIDS["GraniteMoeHybrid dense"] = _MAMBA2 | {
     "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_groups": 1, "mamba_conv_bias": False,
     "time_step_limit": [0.1, 1.2],
 }  # fmt: skip
+HYBRIDS["NemotronH"] = {
+    "layer_types": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 10, "intermediate_size": 56,
+    "time_step_min": 0.1, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 36, "head_dim": 12,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+    "layer_norm_epsilon": 1e-2,
+}  # fmt: skip
+HYBRIDS["NemotronH latent"] = HYBRIDS["NemotronH"] | {"moe_latent_size": 30, "use_bias": True, "use_conv_bias": False}
+_OF_LLAMA = {"num_hidden_layers", "rms_norm_eps"}
 
 
 def make_hybrid(stem: str, folder: Path, seed: int = 0, **overrides: Any) -> Any:
@@ -85,8 +94,10 @@ def make_hybrid(stem: str, folder: Path, seed: int = 0, **overrides: Any) -> Any
     """
     config = {**_COMMON, **HYBRIDS[stem], **overrides}
     stem = stem.split()[0]
-    if stem == "KimiLinear" or "mamba_n_heads" in config:  # it has other names for these
+    if stem in ("KimiLinear", "GraniteMoeHybrid", "NemotronH"):  # they have other names for these
         config = {name: value for name, value in config.items() if name not in _OF_DELTA_NET}
+    if stem == "NemotronH":
+        config = {name: value for name, value in config.items() if name not in _OF_LLAMA}
     model = make_model(stem, seed, **config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -47,6 +47,7 @@ EVEN: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 4, "linear_num_value_heads": 12, "num_experts": 8,
         "shared_expert_intermediate_size": 20,
     },
+    "NemotronH": {"n_groups": 4}, "NemotronH latent": {"n_groups": 4},
     "GraniteMoeHybrid": {"num_local_experts": 8, "mamba_n_groups": 4},
     "DeepseekV3 moonlight": {"num_attention_heads": 8, "num_key_value_heads": 8},
     "DeepseekV3": {"moe_intermediate_size": 20},
