@@ -68,7 +68,7 @@ _MOVED = {
     "keys": "wire.keys",
     "launch": "client.launch",
     "manifest": "wire.manifest",
-    "progress": "client.progress",
+    "progress": "client.batch",
     "publish_handle": "publish.handle",
     "publisher": "publish.publisher",
     "report": "client.mismatch",

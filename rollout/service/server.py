@@ -28,11 +28,10 @@ from rollout.metrics.mismatch import MismatchBox
 from rollout.network.access import Access
 from rollout.network.router_socket import open_router, receive_parts
 from rollout.service.capabilities import ServedEngine, ServedModel, WorkerAddress, default_capabilities
-from rollout.service.connections import Connections, ReplyAddress
+from rollout.service.connections import Connections, Disconnects, ReplyAddress
 from rollout.service.controls import Controls, Order, Shutdowns
 from rollout.service.delivery.mismatch_reports import Compare, MismatchReports, compare_result
 from rollout.service.delivery.replies import error_reply, ok_reply
-from rollout.service.disconnects import Disconnects
 from rollout.service.generation import Generation
 from rollout.service.leases import client_key
 from rollout.service.requests import schema as requests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 
 from rollout.engine.messages.to_engine import Cancel
-from rollout.service.disconnects import Disconnects
+from rollout.service.connections import Disconnects
 from tests.support.patience import PATIENCE_S
 from tests.support.service.harness import Client, delta, serving
 

@@ -19,13 +19,12 @@ import zmq
 
 from trainer_bridge.client import calls
 from trainer_bridge.client.assembly import join_chunks
-from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all
+from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Progress, Settled, plan_batch, settle_all
 from trainer_bridge.client.calls import Call
 from trainer_bridge.client.core import MAKE_CLIENTS
 from trainer_bridge.client.face import ClientFace, SessionView, StreamView
 from trainer_bridge.client.generate_request import AttachFields, GenerateFields, Prompt, given, plan_request
 from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs
-from trainer_bridge.client.progress import Progress
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Status
 from trainer_bridge.process_bound import ProcessBound
 

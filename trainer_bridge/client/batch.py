@@ -7,9 +7,11 @@ request's outcome.
 from __future__ import annotations
 
 import heapq
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,3 +126,51 @@ def _shortest_wait_s(core: ClientCore, flying: dict[int, ClientCall], later: lis
 def tokens_of(settled: Settled) -> int:
     """Tokens of an outcome."""
     return 0 if settled.result is None else int(np.sum([len(item) for item in settled.result.completions]))
+
+
+#: False, True, or a function of (finished requests, all requests, received tokens).
+Progress = bool | Callable[[int, int, int], object]
+
+
+@contextmanager
+def show_progress(progress: Progress, total: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function; call it with the number of tokens of each finished request."""
+    if callable(progress):
+        yield _counting(progress, total)
+    elif not progress:
+        yield lambda tokens: None
+    else:
+        with _bar(total) as show:
+            yield _counting(show, total)
+
+
+def _counting(show: Callable[[int, int, int], object], total: int) -> Callable[[int], None]:
+    done = tokens_so_far = 0
+
+    def advance(tokens: int) -> None:
+        nonlocal done, tokens_so_far
+        done += 1
+        tokens_so_far += tokens
+        show(done, total, tokens_so_far)
+
+    return advance
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int, int, int], object]]:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+    except ImportError:
+        yield _print_line
+        print(file=sys.stderr)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with RichProgress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("0 tokens", total=total)
+        yield lambda done, total, tokens: bar.update(task, completed=done, description=f"{tokens:,} tokens")
+
+
+def _print_line(done: int, total: int, tokens: int) -> None:
+    print(f"\r{done}/{total} requests, {tokens:,} tokens", end="", file=sys.stderr, flush=True)

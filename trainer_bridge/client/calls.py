@@ -17,11 +17,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from trainer_bridge.client.batch import Settled, settle_all, tokens_of
+from trainer_bridge.client.batch import Progress, Settled, settle_all, show_progress, tokens_of
 from trainer_bridge.client.core import ClientCall, ClientCore
 from trainer_bridge.client.generate_request import RequestPlan, token_array
 from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
-from trainer_bridge.client.progress import Progress, show_progress
 from trainer_bridge.client.results import Chunk, GenerateResult, Status
 from trainer_bridge.wire.errors import NotFound
 
