@@ -222,7 +222,10 @@ def _groups() -> list[Table]:
 
 def _agents() -> list[Table]:
     data, load = summary("agents_short_h200"), LOADS["short"]
-    on_cpu = "agents_cpu_alone", "agents_cpu_little_host", "agents_cpu_disk", "agents_cpu", "agents_two_cpu"
+    on_cpu = (
+        *("agents_cpu_alone", "agents_cpu_little_host", "agents_cpu_disk", "agents_cpu", "agents_two_cpu"),
+        *("agents_updates_cpu", "agents_updates_keep_cpu"),
+    )
     sizes: list[list[Cell]] = [
         ["agents x turns", f"{data['agents']} x {load.turns.most:.0f}, the whole history in each turn"],
         ["system prompt of all, tokens", load.system],
@@ -261,6 +264,7 @@ def _agents() -> list[Table]:
                 "route",
                 "host memory, GiB",
                 "disk, GiB",
+                "updates; max_kv_age",
                 "distinct prompt tokens",
                 "computed",
                 "computed over distinct",
@@ -272,6 +276,7 @@ def _agents() -> list[Table]:
                     found["route"],
                     summary(name)["settings"]["host_kv_gib"],
                     summary(name)["settings"].get("disk_kv_gib", "0"),
+                    f"{found.get('updates', 0)}; {summary(name)['settings'].get('max_kv_age', '0')}",
                     found["distinct_prompt_tokens"],
                     found["computed_prompt_tokens"],
                     found["computed_over_distinct"],
@@ -281,7 +286,8 @@ def _agents() -> list[Table]:
             ],
             on_cpu,
             "A toy model. 0.002 GiB hold a part of the KV. Without room for it, which turns find their KV depends on "
-            "what else the machine does: runs differ by a fifth.",
+            "what else the machine does: runs differ by a fifth. Updates come every 2 s; without `max_kv_age` each "
+            "drops all KV.",
         ),
         Table(
             "The format of a trace",
