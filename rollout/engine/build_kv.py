@@ -48,6 +48,7 @@ class Totals:
     sessions: SessionCounts = field(default_factory=SessionCounts)
     offload: OffloadCounts = field(default_factory=OffloadCounts)
     kept: HostEntryCounts = field(default_factory=HostEntryCounts)
+    kept_states: HostEntryCounts = field(default_factory=HostEntryCounts)
     features: Seq[StepFeature] = ()  # the features that have totals
 
     @classmethod
@@ -59,6 +60,7 @@ class Totals:
             sessions=allocator.sessions.counts,
             offload=allocator.offload_books.counts,
             kept=allocator.tier.host.counts,
+            kept_states=allocator.tier.states.counts,
             features=roster.features,
         )
 
@@ -138,7 +140,9 @@ def build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], to
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
-    states_on_host = HostPageBooks(host_states.pages, host_states.page_bytes, None, executor.movers.state_disk)
+    states_on_host = HostPageBooks(
+        host_states.pages, host_states.page_bytes, totals.kept_states, executor.movers.state_disk
+    )
     tier = HostTier(sessions, host, states_on_host, not keeps, mirrors)
     size, known_after, max_age = engine.page_size, engine.prefix_cache, engine.max_kv_age
     if states:

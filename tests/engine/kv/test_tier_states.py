@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout.engine.build import rebuild_engine
 from rollout.engine.messages.to_service import Done
 from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
@@ -155,7 +156,11 @@ def test_a_conversation_goes_on_from_its_state_on_disk_or_is_computed(model, tmp
     for some in (talk, other):
         some.say(7)
     assert talk.reused == (58 if how == "whole" else 0) and talk.said == other.said
-    assert (books.counts.disk_failed > 0) == (how != "whole")
+    failed = books.counts.disk_failed
+    assert (failed > 0) == (how != "whole")
+    bench.engine.fail("a fault")
+    rebuild_engine(bench.engine, bench.settings)
+    assert bench.status().kept.disk_failed == failed, "totals go on"
     bench.close(), roomy.close()
 
 
