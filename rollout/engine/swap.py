@@ -115,20 +115,19 @@ class Swapper:
         self._meter = meter
         self._recompute = recompute
         self._recomputation = recomputation
-        self._swap: _Swap | None = None
+        self._under_way: tuple[_Swap, ...] = ()  # at most one
 
     @property
     def copying(self) -> bool:
         """Whether the device copies an update. Any thread may ask."""
-        swap = self._swap
-        return swap is not None and swap.start.query() and not swap.end.query()
+        return any(swap.start.query() and not swap.end.query() for swap in self._under_way)
 
     def advance(self, parts: EngineParts) -> None:
         """Finish the swap under way if its copy is done; apply an update if one is ready."""
         if self._gate.asleep:
             return
-        if self._swap is not None:
-            self._finish(self._swap, parts)
+        for swap in self._under_way:
+            self._finish(swap, parts)
         self._gate.note_recomputing(self._recomputation.delays(parts.roster))
         if self._gate.may_apply and (update := self._receiver.take_ready()) is not None:
             if isinstance(update, AdapterUpdate):
@@ -138,15 +137,16 @@ class Swapper:
 
     def fail(self, message: str) -> None:
         """After a fault: the weights are lost if a swap was under way. The gate stays in `swapping`."""
-        if self._swap is not None:
-            self._receiver.failed(self._swap.update, message)
+        for swap in self._under_way:
+            self._receiver.failed(swap.update, message)
 
     def _begin(self, update: StagedUpdate, parts: EngineParts) -> None:
         held_since_s = self._gate.held_since_s if self._gate.hold == "granted" else None
         device = parts.executor.device
-        self._swap = _Swap(update, device.event(), device.event(), held_since_s)
+        swap = _Swap(update, device.event(), device.event(), held_since_s)
+        self._under_way = (swap,)
         self._gate.swap_begins()
-        parts.executor.swap(update.version, update.copy_into, self._swap.start, self._swap.end)
+        parts.executor.swap(update.version, update.copy_into, swap.start, swap.end)
         self._recomputation.begin(change_weights(parts.roster, update.version, self._recompute, update.names))
         self._gate.clear_hold()
 
@@ -156,7 +156,7 @@ class Swapper:
         if not swap.end.query():
             return
         parts.executor.check()  # called first: if this raises, the weights are lost and the gate stays in `swapping`
-        self._swap = None
+        self._under_way = ()
         self._gate.swap_ends()
         start_s, end_s = swap.held_since_s or swap.start.time_s, swap.end.time_s
         self._meter.swap(start_s, end_s, swap.update.version, swap.update.nbytes)
