@@ -26,6 +26,7 @@ from tests.support.parallel.shared_peers import share_buffers
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 CPU = torch.device("cpu")
+MORE = [("Qwen3_5", True), ("Gemma3", True), ("Granite", False)]
 EXPERTS: dict[str, Any] = {
     "vocab_size": 89, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2,
@@ -59,7 +60,7 @@ def _by_kernels(group: TensorGroup, folder: Path, shared: Path | None, dtype: st
 
 @pytest.mark.parametrize(
     ("name", "over_memory"),
-    [("Qwen3", True), *nightly(("Qwen3", False), ("Phi3", True), ("SmolLM3", False), ("Qwen3_5", True))],
+    [("Qwen3", True), ("Olmo2", True), *nightly(("Qwen3", False), ("Phi3", True), ("SmolLM3", False), *MORE)],
 )
 def test_shards_by_the_kernels_give_the_logits_of_one_rank(
     name: str, over_memory: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
@@ -67,7 +68,7 @@ def test_shards_by_the_kernels_give_the_logits_of_one_rank(
     if name in HYBRIDS:
         make_hybrid(name, tmp_path / "model")
     else:
-        make_checkpoint(name, tmp_path / "model", **SIZES, **CONFIGS.get(name, ({},))[0])
+        make_checkpoint(name, tmp_path / "model", **(SIZES | CONFIGS.get(name, {})))
     model = _load(tmp_path / "model", "float32")
     exact = _steps(model, model)
     shared = tmp_path / "shared" if over_memory else None

@@ -58,7 +58,7 @@ def test_an_adapter_of_all_modules_is_what_peft_merges(
     elif name in LATENT:
         reference = make_latent(name, tmp_path)
     else:
-        reference = make_checkpoint(name, tmp_path, **SIZES, **CONFIGS.get(name, ({},))[0])
+        reference = make_checkpoint(name, tmp_path, **(SIZES | CONFIGS.get(name, {})))
     adapter = make_adapter(reference, tmp_path / "adapter", 0, TARGETS.get(name, ALL))
     with torch.no_grad():
         exact = merged(reference, adapter)(torch.tensor([PROMPT])).logits[0]
