@@ -96,7 +96,7 @@ class Machine(NamedTuple):
                 f"the GPU {name!r} is unknown: write its memory in GiB, or one of {', '.join(GPUS)}"
             ) from None
         if not 0 < known.gib < 10_000:
-            raise ValueError(f"a GPU has more than 0 and less than 10000 GiB, not {name}")
+            raise ValueError(f"a GPU must have more than 0 and less than 10000 GiB, not {name}")
         return cls(name.lower(), int(known.gib * GIB), DeviceTarget("cuda", known.capability))
 
     @classmethod

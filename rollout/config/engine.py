@@ -182,7 +182,7 @@ class AdapterSettings(SettingsSection):
                 "adapters and adapter_root need adapter_slots: set it to the number of adapters in use at once"
             )
         if len(dict(given)) < len(given):
-            raise ValueError("adapters has a name twice: choose different names")
+            raise ValueError("adapters has the same name twice: choose different names")
         if len(given) > self.max_adapters:
             raise ValueError(f"adapters lists {len(given)}: raise max_adapters (now {self.max_adapters})")
         return self
@@ -341,13 +341,13 @@ class EngineSettings(
     @model_validator(mode="after")
     def _deterministic_without_adapters(self) -> EngineSettings:
         if self.adapter_slots and self.deterministic:
-            raise ValueError("deterministic excludes adapters: set adapter_slots = 0")
+            raise ValueError("deterministic does not work with adapters: set adapter_slots = 0")
         return self
 
     @model_validator(mode="after")
     def _disk_of_one_rank(self) -> EngineSettings:
         if self.disk_kv_gib and self.tensor_parallel > 1:
-            raise ValueError(f"disk_kv_gib excludes tensor_parallel = {self.tensor_parallel}: set disk_kv_gib = 0")
+            raise ValueError(f"disk_kv_gib needs tensor_parallel = 1, not {self.tensor_parallel}: set disk_kv_gib = 0")
         if self.disk_kv_gib and not self.prefix_cache:
             raise ValueError("disk_kv_gib keeps KV of the prefix cache: set prefix_cache = true, or disk_kv_gib = 0")
         return self
@@ -355,5 +355,5 @@ class EngineSettings(
     @model_validator(mode="after")
     def _deterministic_with_new_kv(self) -> EngineSettings:
         if self.max_kv_age and self.deterministic:
-            raise ValueError("deterministic excludes KV of older weights: set max_kv_age = 0")
+            raise ValueError("deterministic does not work with KV of older weights: set max_kv_age = 0")
         return self

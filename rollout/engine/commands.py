@@ -153,7 +153,7 @@ class Commands:
         try:
             change()
         except AdapterError as error:
-            log.warning("an adapter was not changed", extra={"reason": str(error)})
+            log.warning("an adapter could not be loaded or changed", extra={"reason": str(error)})
             message, field = str(error), error.field
             events += _answers(token, lambda token: Failed(token, message, field))
         else:

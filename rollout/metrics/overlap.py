@@ -140,7 +140,7 @@ def write_overlap(
         OSError: the file cannot be written.
     """
     if not all(device or host for device, host in lanes.values()):  # one side may be empty
-        raise ValueError("no steps to draw: each lane needs at least one step")
+        raise ValueError("nothing to draw: each lane needs at least one step")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

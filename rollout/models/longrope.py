@@ -36,7 +36,7 @@ def choose_factors(config: Any, which: LongRope) -> None:
             log.info("sequences end at %d tokens: longer ones need longrope = long", border)
         return
     if not maps:
-        raise ValueError("longrope = long is for models with LongRoPE, and this one has none: use longrope = short")
+        raise ValueError("longrope = long needs a model with LongRoPE: use longrope = short")
     for parameters in maps:
         if not parameters.get("long_factor"):
             raise ValueError("config.json: rope scaling 'longrope' needs 'long_factor'")

@@ -106,7 +106,7 @@ class Watchdog:
                 self._watching = False
                 self._on_stall(silent_s)
             if self._deadline is not None and now_s >= self._deadline[0]:
-                log.critical("this process did not end in time; it is ended now", extra={"status": self._deadline[1]})
+                log.critical("this process did not end in time and is killed now", extra={"status": self._deadline[1]})
                 os._exit(self._deadline[1])
 
     def _is_hung(self, silent_s: float, now_s: float) -> bool:

@@ -118,7 +118,7 @@ class RankAdapters(AdapterPacker):
             if not self.free_places:
                 if time.monotonic() - since_s < _PLACE_S:
                     return None
-                raise Overloaded("the memory of adapters is in use; load it again in a moment", retry_after_s=1.0)
+                raise Overloaded("the memory for adapters is in use; try again in a moment", retry_after_s=1.0)
             self._number += 1
             number, place = self._number, self.free_places.pop()
         begin = place * self.place_bytes

@@ -55,7 +55,7 @@ class DeviceBacking:
             self._tensor = self._memory.allocate(nbytes)
             handle = self._memory.handle(self._tensor)
         except OSError as error:
-            log.warning("pieces of updates go through the host: the GPU shares no memory (%s)", error)
+            log.warning("pieces of updates go through the host: the GPU cannot share memory (%s)", error)
             self._failed = True
             self.unmap()
             return torch.empty(nbytes, dtype=torch.uint8)

@@ -74,7 +74,7 @@ class AdapterLoads:
         """Read a folder, then call `then` or `refuse`. Raises `RolloutError` for a wrong path."""
         folder = self._folders.resolve(path)
         if len(self._waiting) >= _MAX_WAITING:
-            raise Overloaded("too many adapters wait to be loaded; try again later", retry_after_s=1.0)
+            raise Overloaded("too many adapters are waiting to load; try again later", retry_after_s=1.0)
         self._serial += 1
         self._waiting[self._serial] = peer
         finish = partial(self._finish, self._serial, then, refuse)

@@ -122,7 +122,7 @@ class Controls:
     def weights(self, peer: ReplyAddress, header: dict[str, Any]) -> None:
         """Hand a `weights` message to the receiver. Raises `RolloutError`."""
         if self._receiver is None:
-            raise BadRequest("this worker takes no weights; start it with a weight receiver", field="op")
+            raise BadRequest("this worker accepts no weights; start it with a weight receiver", field="op")
         if self._weights_waiting >= _MAX_WEIGHTS_WAITING:
             raise _too_many()
         self._weights_waiting += 1

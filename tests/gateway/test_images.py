@@ -289,8 +289,8 @@ def test_many_small_pictures_in_one_prompt(served: Any) -> None:
 
 
 BAD_URLS = {
-    "http": ("http://127.0.0.1:1/x.png", "fetches nothing"),
-    "another scheme": ("gopher://x", "fetches nothing"),
+    "http": ("http://127.0.0.1:1/x.png", "does not fetch"),
+    "another scheme": ("gopher://x", "does not fetch"),
     "no base64": ("data:image/png,xyz", "base64"),
     "no ASCII": ("data:image/png;base64,AAA\u03c9", "base64"),
     "no URL": ("file://[", "cannot be read"),

@@ -90,13 +90,12 @@ class WeightPublisher(ProcessBound):
         stall_s: Seconds without progress after which a transfer fails.
         apply_s: Seconds from commit until a worker uses the weights, with the longest delay by `recompute_fraction`.
         curve: Keys for workers that use CURVE.
-        keep: Keep the last update in host memory for workers that restart or are stale, also if it failed as
-            workers were lost; its version cannot be used again.
-        deltas: `host` or `device`: keep the last update as `keep` does, in that memory, and send workers that have it
-            what has changed; all others get it whole. `held` then returns before anything is sent. `device` is the
-            tensors' own and takes as much of it as the update. For bfloat16 over a link slower than the memory.
-        collective: Every rank of torch.distributed's default group makes a publisher, and calls `publish` with its part
-            (DTensors, as in FSDP2's `state_dict`) and `close`, which waits up to `begin_s` for the other ranks.
+        keep: Keep the last update in host memory, also a failed one, for workers that restart or are stale. Its version
+            cannot be used again.
+        deltas: `host` or `device`: keep the last update in that memory, and send workers that have it only the changes.
+            `held` then returns before anything is sent. `device` takes as much memory as the update.
+        collective: Every rank of torch.distributed's default group makes a publisher, calls `publish` with its part
+            (DTensors, as in FSDP2's `state_dict`), and calls `close`.
     """
 
     #: The layout and packing of updates.
@@ -169,8 +168,8 @@ class WeightPublisher(ProcessBound):
         `WeightsRejected` for a version or names that no worker can accept.
 
         Tied embeddings may have both names. Correction biases of routers may be left out. Tensors that text does not
-        need (`mtp.*`, `visual.*`) are dropped. An update may have all, some or none of a draft model's tensors:
-        `draft.NAME`, without `d2t` and `t2d`; a layer for multi-token prediction has its own names.
+        need (`mtp.*`, `visual.*`) are dropped. Tensors of a draft model (`draft.NAME`, without `d2t` and `t2d`; of a
+        layer for multi-token prediction: its own names) may be left out.
 
         With `adapter` the tensors are a LoRA adapter's, from PEFT's `get_peft_model_state_dict`, with PEFT's
         `LoraConfig` or a map of its fields; the version is the adapter's own. `keep` does not keep adapters.

@@ -43,7 +43,7 @@ def prompt_ids(request: TokenRequest, result: GenerateResult) -> list[int]:
 def check_fork(body: RequestFields) -> None:
     """Refuse what a stream would need of continued tokens before they are known, at its end. Raises `HttpError`."""
     if body.stream and body.return_token_ids:
-        raise bad_request("a stream has no ids of tokens that are continued; remove 'stream'", "return_token_ids")
+        raise bad_request("a stream cannot return ids of tokens that it continues; remove 'stream'", "return_token_ids")
     if body.stream and body.stream_options.continuous_usage_stats:
         message = "the number of continued tokens is known at the end only; use 'include_usage' alone"
         raise bad_request(message, "stream_options.continuous_usage_stats")

@@ -96,7 +96,7 @@ class CountBody(ExtraFields):
         one = choice.get("disable_parallel_tool_use", False)
         if not isinstance(one, bool):
             raise bad_request(
-                f"'{field}.disable_parallel_tool_use' is true or false", f"{field}.disable_parallel_tool_use"
+                f"'{field}.disable_parallel_tool_use' must be true or false", f"{field}.disable_parallel_tool_use"
             )
         found: dict[str, Any] = {"parallel_tool_calls": not one}
         match choice.get("type"):
@@ -135,7 +135,7 @@ class CountBody(ExtraFields):
         effort = (self.output_config or {}).get("effort")
         if effort is not None:
             if not isinstance(effort, str):
-                raise bad_request("'output_config.effort' is a text", "output_config.effort")
+                raise bad_request("'output_config.effort' must be a string", "output_config.effort")
             options.setdefault("reasoning_effort", effort)
         if self.thinking is not None:
             kind = self.thinking.get("type")
@@ -143,13 +143,13 @@ class CountBody(ExtraFields):
                 raise bad_request("use enabled, adaptive or disabled", "thinking.type")
             if kind == "enabled" and formats.reasoning is None:
                 raise bad_request(
-                    "this gateway knows no format of reasoning for this model: start it with --reasoning-parser, or "
+                    "this gateway does not know this model's format of reasoning: start it with --reasoning-parser, or "
                     "send no 'thinking'",
                     "thinking",
                 )
             budget = self.thinking.get("budget_tokens", 1)
             if type(budget) is not int or not 1 <= budget <= MAX_TOKEN_ID:
-                raise bad_request("'thinking.budget_tokens' is an integer of at least 1", "thinking.budget_tokens")
+                raise bad_request("'thinking.budget_tokens' must be an integer of at least 1", "thinking.budget_tokens")
             if kind == "enabled" and "budget_tokens" in self.thinking and formats.thoughts is not None:
                 budgeted["thinking_token_budget"] = budget
             if self.thinking.get("display") not in (None, "summarized", "omitted"):
@@ -269,7 +269,7 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
         )
     schema = named(tool, field, "name").get("input_schema")
     if not isinstance(schema, dict):
-        raise bad_request(f"'{field}.input_schema' is a JSON schema, an object", f"{field}.input_schema")
+        raise bad_request(f"'{field}.input_schema' must be a JSON schema (an object)", f"{field}.input_schema")
     for name in tool.keys() - _TOOL_FIELDS:
         if tool[name]:
             raise bad_request(f"this gateway does not offer {name!r:.80}; remove it", f"{field}.{name:.80}")

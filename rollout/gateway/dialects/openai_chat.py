@@ -36,7 +36,7 @@ async def complete_chat(request: HttpRequest[ChatBody]) -> Any:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("'top_logprobs' needs 'logprobs': true", "top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
-        raise bad_request("a stream has no log-probs of the prompt; remove 'stream'", "stream")
+        raise bad_request("a stream cannot return log-probs of the prompt; remove 'stream'", "stream")
     answer = _Answer(await begin(request, body, request.id("chatcmpl-", body.request_id)))
     return answer.events() if body.stream else await answer.whole()
 

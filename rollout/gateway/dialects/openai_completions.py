@@ -60,7 +60,7 @@ async def complete(request: HttpRequest[CompletionBody]) -> Any:
     fields = await gateway.openai_fields(body) | place
     scored = body.echo and body.logprobs is not None
     if body.stream and (scored or body.prompt_logprobs is not None):
-        raise bad_request("a stream has no log-probs of the prompt; remove 'stream'", "stream")
+        raise bad_request("a stream cannot return log-probs of the prompt; remove 'stream'", "stream")
     if body.fork is not None:
         if body.echo:
             raise bad_request(

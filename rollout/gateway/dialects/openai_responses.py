@@ -196,7 +196,7 @@ class ResponsesBody(ExtraFields):
                 return {"response_format": {"type": kind}}
             case "json_schema":
                 if not isinstance(form.get("schema"), dict):
-                    raise bad_request("'text.format.schema' is a JSON schema, an object", "text.format.schema")
+                    raise bad_request("'text.format.schema' must be a JSON schema (an object)", "text.format.schema")
                 return {"response_format": {"type": "json_schema", "json_schema": {"schema": form["schema"]}}}
         raise bad_request("use text, json_object or json_schema", "text.format.type")
 
@@ -211,7 +211,7 @@ class ResponsesBody(ExtraFields):
             if value is not None:
                 raise bad_request(f"this gateway does not offer {name!r:.80}; remove it", f"reasoning.{name:.80}")
         if not isinstance(effort, str | None):
-            raise bad_request("'reasoning.effort' is a text", "reasoning.effort")
+            raise bad_request("'reasoning.effort' must be a string", "reasoning.effort")
         return {"reasoning_effort": effort, "verbosity": (self.text or {}).get("verbosity")}
 
 
@@ -295,7 +295,7 @@ def _function(tool: dict[str, Any], declared: DeclaredTool, field: str) -> dict[
     else:
         parameters = tool.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, dict):
-            raise bad_request(f"'{field}.parameters' is a JSON schema, an object", f"{field}.parameters")
+            raise bad_request(f"'{field}.parameters' must be a JSON schema (an object)", f"{field}.parameters")
     function = {"name": declared.function, "parameters": parameters}
     return {"type": "function", "function": function | ({"description": "\n\n".join(texts)} if texts else {})}
 

@@ -211,7 +211,7 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
     if scored and body.top_logprobs_num:
         common["prompt_top_logprobs"] = body.top_logprobs_num
     if body.stream and (scored or body.return_routed_experts):
-        raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
+        raise bad_request("a stream can return neither experts nor log-probs of the prompt; remove 'stream'", "stream")
     if body.fork is not None:
         if body.logprob_start_len > 0 and scored:
             raise bad_request(

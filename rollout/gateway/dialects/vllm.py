@@ -215,7 +215,7 @@ async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None
         )
     chosen = _chosen(params, len(body.token_ids))
     if body.stream and (params.prompt_logprobs is not None or chosen is not None or show is not None):
-        raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
+        raise bad_request("a stream can return neither experts nor log-probs of the prompt; remove 'stream'", "stream")
     fields = params.worker_fields("sampling_params.") | gateway.thinking_fields(params, "sampling_params.") | place
     if body.fork is not None:
         check_fork(body)

@@ -169,7 +169,7 @@ class CatchUp:
         late.due_s = self._loop.time() + pause_s
         self._watch.outlook[endpoint] = f"version {update.version} did not reach it, and is sent again: {error}"
         if late.tries == 1:
-            log.warning("cannot update a worker with older weights: %s", error, extra={"endpoint": endpoint})
+            log.warning("cannot update a worker that has older weights: %s", error, extra={"endpoint": endpoint})
 
     def _give_up(self, endpoints: Sequence[str], what: str) -> None:
         """Say what an operator can do."""

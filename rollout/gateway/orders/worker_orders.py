@@ -213,5 +213,5 @@ def _version(given: Any) -> int:
     if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) < 19:
         given = int(given)
     if type(given) is not int or not 0 <= given < _VERSION_END:
-        raise bad_request("a weights version is an integer that grows with each update", "weight_version")
+        raise bad_request("a weights version must be an integer that grows with each update", "weight_version")
     return given

@@ -71,7 +71,7 @@ async def render_chat(
         )
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise bad_request("each message is an object with a 'role', a string", f"messages.{place}.role")
+            raise bad_request("each message must be an object with a 'role' (a string)", f"messages.{place}.role")
     urls = image_urls(messages)
     if urls and model.images is None:
         raise bad_request("this gateway has no image processor for its model; send text alone", urls[0][1])
@@ -202,7 +202,7 @@ def _content(content: Any, field: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad_request("content is a string, or a list of parts", field)
+        raise bad_request("'content' must be a string or a list of parts", field)
     parts: list[dict[str, Any]] = []
     for place, part in enumerate(content):
         kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, dict) else None
@@ -230,7 +230,7 @@ def _call(call: Any, field: str, as_text: bool) -> dict[str, Any]:
     """A tool call whose arguments are a map, or the text of one."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_request("a tool call has a 'function' with a 'name'", f"{field}.function")
+        raise bad_request("a tool call needs a 'function' with a 'name'", f"{field}.function")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:

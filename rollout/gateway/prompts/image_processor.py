@@ -136,16 +136,16 @@ class ImageProcessor:
         try:
             with Pillow.open(io.BytesIO(data), formats=_FORMATS) as picture:
                 if math.prod(picture.size) > _MOST_PIXELS:
-                    raise bad_request(f"the picture has more than {_MOST_PIXELS >> 20} megapixels", field)
+                    raise bad_request(f"the image has more than {_MOST_PIXELS >> 20} megapixels", field)
                 pixels = _as_shown(picture)
         except UnidentifiedImageError:
-            raise bad_request(f"the format of the picture is not one of {', '.join(_FORMATS)}", field) from None
+            raise bad_request(f"the format of the image is not one of {', '.join(_FORMATS)}", field) from None
         except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
-            raise bad_request(f"the picture cannot be decoded: {error!s:.200}", field) from None
+            raise bad_request(f"the image cannot be decoded: {error!s:.200}", field) from None
         try:
             found = self._processor(images=[pixels], return_tensors="np")
         except ValueError as error:  # such as a side that is 200 times the other one
-            raise bad_request(f"the model's processor refuses the picture: {error!s:.200}", field) from None
+            raise bad_request(f"the model's processor refuses the image: {error!s:.200}", field) from None
         frames, height, width = (int(size) for size in found["image_grid_thw"][0])
         values, grid = np.ascontiguousarray(found["pixel_values"], dtype=np.float32), (frames, height, width)
         return Image(grid, values, media_hash(values, grid))
@@ -162,7 +162,7 @@ class ImageProcessor:
                 raise bad_request(f"the data URL is not base64: {error}", field) from None
         if scheme == "file":
             return self._read_file(url, field)
-        raise bad_request("this gateway fetches nothing: send a data URL, or a file URL below --images-root", field)
+        raise bad_request("this gateway does not fetch URLs: send a data URL, or a file URL below --images-root", field)
 
     def _read_file(self, url: str, field: str) -> bytes:
         if self._root is None:
@@ -172,7 +172,7 @@ class ImageProcessor:
             path = Path(unquote(parts.path)).resolve()
             inside = parts.netloc in ("", "localhost") and path.is_relative_to(self._root) and path.is_file()
             if not inside or path.stat().st_size > _MOST_FILE_BYTES:
-                raise bad_request("there is no such file below --images-root, or it is too large", field)
+                raise bad_request("no such file below --images-root, or the file is too large", field)
             return path.read_bytes()
         except (OSError, ValueError, RuntimeError):  # no URL, links in a circle, a name with a null
             raise bad_request("the file cannot be read", field) from None

@@ -62,7 +62,7 @@ class Action(Body):
             return 0.0
         if self.action_version.partition(".")[0] != "1":
             raise bad_request(
-                "this gateway knows only version 1 of kv.retain; send that version", f"{place}action_version"
+                "this gateway supports only version 1 of kv.retain; send that version", f"{place}action_version"
             )
         return Retain.take(self.payload, f"{place}payload.").lease_s(f"{place}payload.")
 

@@ -26,9 +26,9 @@ def _tool(value: dict[str, Any]) -> dict[str, Any]:
     if value.get("type", "function") != "function" or not isinstance(function, dict):
         raise ValueError('a tool is {"type": "function", "function": {"name": ..., "parameters": ...}}')
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise ValueError("the function of a tool has a 'name', a text")
+        raise ValueError("the function of a tool needs a 'name' (a string)")
     if not isinstance(function.get("parameters"), dict | None):
-        raise ValueError("the 'parameters' of a function are a JSON schema, an object")
+        raise ValueError("the 'parameters' of a function must be a JSON schema (an object)")
     return value
 
 
@@ -66,7 +66,7 @@ def call_constraint(choice: ToolChoice, tools: Sequence[dict[str, Any]], several
     if choice != "required":
         name = named_tool(choice)
         if name not in functions:
-            raise bad_request("'tool_choice' names a function of 'tools'", "tool_choice")
+            raise bad_request("'tool_choice' must name a function of 'tools'", "tool_choice")
         return {"json_schema": json.dumps(functions[name])}
     # A reference in a function's schema starts at the root of that schema.
     schemas = {

@@ -134,7 +134,7 @@ async def begin(
     demanded = call_constraint(body.tool_choice, body.tools or (), body.parallel_tool_calls)
     if body.calls_wanted and demanded is None and model.formats.tools is None:
         raise bad_request(
-            "this gateway knows no format of tool calls for this model: start it with --tool-parser, or set "
+            "this gateway does not know this model's format of tool calls: start it with --tool-parser, or set "
             "'tool_choice' to 'none' or 'required'",
             "tools",
         )

@@ -30,8 +30,8 @@ def module_class(config: Any, architecture: str) -> Any:
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     cls = next((c for c in (found if isinstance(found, tuple) else (found,)) if c is not None), None)
     if cls is None or cls.__name__ != architecture:
-        known = "none" if cls is None else cls.__name__
-        raise refusal(f"transformers' causal LM for model_type {config.model_type!r:.80} is {known}")
+        known = "no causal LM" if cls is None else f"another causal LM, {cls.__name__},"
+        raise refusal(f"transformers has {known} for model_type {config.model_type!r:.80}")
     if getattr(config, "is_encoder_decoder", False):
         raise refusal("it has an encoder")
     if getattr(config, "quantization_config", None) is not None:

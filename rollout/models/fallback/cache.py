@@ -111,7 +111,7 @@ def cache_argument(module: Any) -> str:
     known = inspect.signature(base_of(module).forward).parameters
     found = next((name for name in _ARGUMENTS if name in known), None)
     if found is None:
-        raise ValueError("its code takes no cache of transformers")
+        raise ValueError("its code does not use a cache of transformers")
     return found
 
 

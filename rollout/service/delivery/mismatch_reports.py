@@ -65,7 +65,7 @@ class MismatchReports:
         waiting_bytes = sum(waiting for _, waiting in self._waiting.values())
         too_large = self._waiting and waiting_bytes + size > self._limits.max_report_bytes
         if too_large or len(self._waiting) >= self._limits.max_reports:
-            raise Overloaded("too many reports wait to be compared; try again later", retry_after_s=1.0)
+            raise Overloaded("too many reports are waiting; try again later", retry_after_s=1.0)
         number = next(self._serial)
         self._waiting[number] = peer, size
         then = partial(self._finish, number, refuse)
@@ -126,8 +126,8 @@ def _check(completions: dict[str, Any], index: str, values: np.ndarray) -> None:
         )
     if np.isinf(values).any() or (values > HIGHEST_LOGPROB).any():
         raise BadRequest(
-            "log-probs are finite and at most 0, NaN where not known: send log-softmax of logits / temperature at the "
-            "sampled tokens",
+            "log-probs must be finite and at most 0, or NaN where unknown: send log-softmax of logits / temperature at "
+            "the sampled tokens",
             field=where,
         )
 

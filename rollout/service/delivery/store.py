@@ -175,4 +175,4 @@ class ResultStore(Store[Stored]):
         stored = Stored(frames, content, self._clock(), start)
         if not self.keep(name, stored):
             facts = request_fields(*name) | {"bytes": stored.size, "max_results_bytes": self._max_bytes}
-            logger.warning("a result is too large to be kept", extra=facts)
+            logger.warning("a result is too large to keep", extra=facts)
