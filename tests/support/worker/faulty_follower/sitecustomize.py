@@ -28,6 +28,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ _SLOW_S = float(os.environ.get("SLOW_S", "0.15"))
 def _install(folder: Path) -> None:
     from rollout.engine.device import releasable
     from rollout.engine.kv.page_mover import PageMover
-    from rollout.engine.step.execute import Executor
+    from rollout.engine.step import execute
     from rollout.models.lora_slots import AdapterSlots
     from rollout.ranks import follower
     from rollout.ranks.adapters import AdapterCopies
@@ -87,23 +88,23 @@ def _install(folder: Path) -> None:
         if start.stage == LOADING and 2 * done >= total:
             stand_at("tensor")
 
-    def drift(executor: Any, header: Any, slot: Any) -> None:
+    def drift(group: Any, tokens_S: Any) -> None:
         if (folder / "drift").exists():
-            slot.output[0] += 1
+            tokens_S += 1
 
-    before(Executor, "_compare", drift)
+    before(execute, "compare_tokens", drift)
     before(follower, "connect", lambda *args, **kwargs: stand_at("import"))
     before(StartProgress, "advance", part)
     before(follower, "build_follower", lambda *args, **kwargs: stand_at("steps"))
     before(follower, "collect_and_freeze", lambda *args, **kwargs: stand_at("served"))
     before(follower, "load_model", lambda *args, **kwargs: stand_at("load"))
-    before(Executor, "run", step)
+    before(execute.Executor, "run", step)
     before(follower.Follower, "_carry_out", lambda *args, **kwargs: stand_at("order"))
     before(follower.Follower, "_begin_swap", lambda *args, **kwargs: stand_at("swap"))
     before(staged_weights.SwapCopies, "enqueue", lambda *args, **kwargs: stand_at("copy"))
     before(FollowerUpdates, "_begin", lambda *args, **kwargs: stand_at("open"))
     before(FollowerUpdates, "_prepare", lambda *args, **kwargs: stand_at("prepare"))
-    before(FollowerUpdates, "_keep", lambda *args, **kwargs: stand_at("piece"))
+    before(FollowerUpdates, "_unless_refused", lambda *args, **kwargs: stand_at("piece"))
     before(AdapterCopies, "_prepare", lambda *args, **kwargs: stand_at("adapter"))
     before(AdapterCopies, "_forget", lambda *args, **kwargs: stand_at("forget"))
     before(AdapterSlots, "write", lambda *args, **kwargs: stand_at("write"))
@@ -112,11 +113,15 @@ def _install(folder: Path) -> None:
     before(FollowerCopies, "_change_memory", lambda *args, **kwargs: stand_at("memory"))
     staged_weights.SwapCopies.__init__.__defaults__ = (1,)
     releasable.ReleasableMemory.__init__.__defaults__ = (1 << 14, 1 << 14)  # bytes of a block, and of a piece
-    before(FollowerUpdates, "_keep", be_slow)
+    before(FollowerUpdates, "_unless_refused", be_slow)
     before(staged_weights.SwapCopies, "_mark", be_slow)
     before(releasable.ReleasableMemory, "_copy", be_slow)
     before(releasable.HostPages, "give_back", be_slow)
 
 
 if "rollout.ranks.entry" in sys.orig_argv:
-    _install(Path(os.environ["FAULTY_FOLLOWER"]))
+    try:
+        _install(Path(os.environ["FAULTY_FOLLOWER"]))
+    except Exception:  # Python would go on without the faults, which the tests would wait for
+        traceback.print_exc()
+        os._exit(1)
