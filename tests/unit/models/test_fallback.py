@@ -117,7 +117,7 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     ("architecture", "values", "why"),
     [
         ("RwkvForCausalLM", {"attention_hidden_size": 32}, "not use a cache of transformers"),
-        ("OpenAIGPTLMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "no cache of transformers"),
+        ("OpenAIGPTLMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "not use a cache of transformers"),
         ("BartForCausalLM", {"d_model": 32, "is_encoder_decoder": True}, "encoder"),
         ("ElectraForCausalLM", {"embedding_size": 32, "max_position_embeddings": 64}, "tokens attend to later ones"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "tokens attend to later ones"),
