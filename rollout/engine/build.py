@@ -37,11 +37,13 @@ from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.shared_pages import make_shared_pages
 from rollout.engine.step.slot import Slot
 from rollout.metrics.meter import Meter
+from rollout.models.batch import check_chunk
 from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
 from rollout.models.language_model import LanguageModel
 from rollout.models.layers import Linear
+from rollout.models.spec import AttentionSpec
 
 
 def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -> int:
@@ -186,6 +188,9 @@ def _host_features(executor: Executor, version: int, before: Seq[StepFeature]) -
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:
     """Raise ValueError if the settings ask for something that this model does not have."""
     if isinstance(model, Decoder):
+        for mixer in (layer.mixer for layer in model.spec.layers):
+            if isinstance(mixer, AttentionSpec) and mixer.chunk is not None:
+                check_chunk(mixer.chunk, engine.page_size)
         if engine.speculation != "off" and not model.spec.follows_drafts:
             raise ValueError(
                 f"{model.spec.architecture} has layers whose states cannot follow drafts: set speculation = off"

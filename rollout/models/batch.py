@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -117,6 +117,48 @@ class AttentionBatch:
             self._shared[key] = make()
         return self._shared[key]
 
+    def in_chunks(self, size: int, page_size: int) -> AttentionBatch:
+        """The step as layers take it whose tokens see those of their own chunk of `size` positions: whole pages."""
+        return self.shared(("chunks of positions", size), lambda: self._in_chunks(size, page_size))
+
+    def _in_chunks(self, size: int, page_size: int) -> AttentionBatch:
+        check_chunk(size, page_size)
+        device, most = self.page_table_BP.device, min(self.max_context, size)
+        if self.chunks is None:
+            number_B = (self.context_lens_B - 1).clamp_min(0) // size
+            table_BP = self._pages_from(None, number_B * (size // page_size), size // page_size)
+            lens_B = self.context_lens_B - number_B * size
+            return replace(self, page_table_BP=table_BP, context_lens_B=lens_B, max_context=most, segments_SW=None)
+        rows, pages, spans = list[int](), list[int](), list[PromptChunk]()
+        for row, (start, length, context) in enumerate(self.chunks):
+            at = context - length
+            while at < context:
+                begin = at // size * size
+                end = min(begin + size, context)
+                rows.append(row)
+                pages.append(begin // page_size)
+                spans.append(PromptChunk(start, end - at, end - begin))
+                start, at = start + end - at, end
+        starts = [*(span.query_start for span in spans), sum(span.query_len for span in spans)]
+        return replace(
+            self,
+            page_table_BP=self._pages_from(
+                torch.tensor(rows, device=device), torch.tensor(pages, device=device), size // page_size
+            ),
+            context_lens_B=torch.tensor([span.context_len for span in spans], dtype=torch.int32, device=device),
+            max_context=most,
+            chunks=tuple(spans),
+            query_starts_C1=torch.tensor(starts, dtype=torch.int32, device=device),
+            segments_SW=None,
+        )
+
+    def _pages_from(self, rows_S: torch.Tensor | None, first_S: torch.Tensor, count: int) -> torch.Tensor:
+        """Up to `count` pages of these rows (None: of all), from a page on."""
+        table_SP = self.page_table_BP if rows_S is None else self.page_table_BP.index_select(0, rows_S)
+        columns = torch.arange(min(count, table_SP.shape[1]), device=table_SP.device)
+        at_SP = (first_S[:, None] + columns).clamp_max(table_SP.shape[1] - 1)
+        return table_SP.gather(1, at_SP.long())
+
     def keep(self, key: Any, value: Any) -> None:
         """Give the layers after this one a value, in the place of an earlier one of this key."""
         self._shared[key] = value
@@ -170,6 +212,12 @@ class WantedTokens:
 
     at_S: torch.Tensor  # int64: where they are in the step
     batch: AttentionBatch  # a chunk for each of them
+
+
+def check_chunk(size: int, page_size: int) -> None:
+    """Raise ValueError unless a chunk of so many positions is whole pages."""
+    if size % page_size:
+        raise ValueError(f"page_size ({page_size}) must be a divisor of attention_chunk_size ({size})")
 
 
 class KeepsKV(Protocol):

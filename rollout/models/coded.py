@@ -104,9 +104,10 @@ def check_format(spec: ModelSpec, format: Format) -> None:
     if format == "plain":
         return
     other = "use weight_dtype = bf16"
-    if spec.moe is not None and spec.moe.clamped is not None:
+    if spec.moe is not None and (spec.moe.clamped is not None or spec.moe.turned):
         raise ValueError(
-            f"weight_dtype = {format} needs experts without biases, and {spec.architecture} has biases: {other}"
+            f"weight_dtype = {format} needs experts without biases, and tensors of single experts; {spec.architecture} "
+            f"has others: {other}"
         )
     products = list(dict.fromkeys(product for layer in spec.layers for product in coded_products(layer)))
     widths = [product.inputs for product in products] if format == "mxfp8" else []

@@ -185,19 +185,21 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     sparse = (False,) * count if family.moe is None else family.moe.sparse(config)
     indexer = None if family.latent is None else family.latent.indexer
     indexed = (None,) * count if indexer is None else indexer.kinds(config)
-    mixers = list(zip(family.windows(config), family.ropes(config), indexed, strict=True))
-    ropes = {kind: _rope(config, kind, family) for _, kind, _ in mixers}
+    each = (family.windows, family.ropes, family.chunks, family.growths)
+    mixers = list(zip(*(values(config) for values in each), indexed, strict=True))
+    ropes = {kind: _rope(config, kind, family) for _, kind, *_ in mixers}
     attention: dict[Any, KVMixerSpec] = {}
     for mixer in set(mixers):
-        window, kind, index = mixer
+        window, kind, chunk, growth, index = mixer
         if family.latent is None:
-            attention[mixer] = _attention(config, family, ropes[kind], window)
+            spec = _attention(config, family, ropes[kind], window)
+            attention[mixer] = replace(spec, chunk=chunk, growth=growth or spec.growth)
         else:
             growth = _growth(config) if family.grown_queries else None
-            spec = _latent(config, family.latent, ropes[kind], growth)
+            latent = _latent(config, family.latent, ropes[kind], growth)
             if index == "full" and indexer is not None:
-                spec = replace(spec, indexer=_indexer(config, indexer, spec))
-            attention[mixer] = replace(spec, shares_choice=index == "shared")
+                latent = replace(latent, indexer=_indexer(config, indexer, latent))
+            attention[mixer] = replace(latent, shares_choice=index == "shared")
     linear: tuple[bool, ...] = (False,) * count
     states: StateMixerSpec | None = None
     if family.linear is not None and any(linear := family.linear.linear(config)):
@@ -290,7 +292,9 @@ def _delta_net(config: Any, family: DeltaNetFamily) -> DeltaNetSpec:
 
 
 def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) -> AttentionSpec:
-    heads = config.num_attention_heads
+    heads, qk_norm = config.num_attention_heads, _value(config, family.qk_norm)
+    if qk_norm == "unit" and rope.amplitude != 1.0:
+        raise ValueError("scaled rotary embeddings with an amplitude are not supported for this architecture")
     spec = AttentionSpec(
         hidden=config.hidden_size,
         heads=heads,
@@ -300,7 +304,8 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         window=window,
         qkv_bias=_value(config, family.qkv_bias),
         o_bias=_value(config, family.o_bias),
-        qk_norm=_value(config, family.qk_norm),
+        # Such a norm is the same before and after a rotation. Layers without one have no norm.
+        qk_norm="none" if qk_norm == "unit" and rope.kind == "none" else qk_norm,
         clip_qkv=_value(config, family.clip_qkv),
         eps=_value(config, family.eps),
         names=family.attention_names,
@@ -405,12 +410,14 @@ def _moe(config: Any, family: MoEFamily, activation: Activation) -> MoESpec:
             scale=_number(config, family.scale),
             logit_bias=family.logit_bias,
             least_sum=_number(config, family.least_sum),
+            weights_inputs=family.weights_inputs,
         ),
         names=family.names,
         shared=_shared(config, family, activation),
         shared_gate=family.shared_gate,
         clamped=_clamped(config, family),
         activation=activation,
+        turned=family.turned,
         inner=_value(config, family.inner),
     )
     layers = config.num_hidden_layers

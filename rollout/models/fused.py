@@ -102,7 +102,7 @@ def takes_mixer(spec: MixerSpec) -> bool:
     """True if the kernels run this mixer: attention with values as wide as keys and no factor of them, or linear."""
     if not isinstance(spec, AttentionSpec):
         return isinstance(spec, DeltaNetSpec)
-    return not spec.value_dim and spec.value_scale == 1.0
+    return not spec.value_dim and spec.value_scale == 1.0 and spec.chunk is None and spec.qk_norm != "unit"
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:

@@ -69,7 +69,7 @@ PLANS = ExpertPlans()
 
 def kernels_take(spec: MoESpec, dtype: torch.dtype) -> bool:
     """True if the kernels can run these experts: 16 bits, even widths, and gated by SiLU."""
-    plain = spec.activation == "silu" and spec.inner is None
+    plain = spec.activation == "silu" and spec.inner is None and not spec.router.weights_inputs
     return dtype in (torch.bfloat16, torch.float16) and plain and not (spec.hidden % 2 or spec.intermediate % 2)
 
 

@@ -330,7 +330,7 @@ def grown(q_TQD: torch.Tensor, growth: QueryGrowth | None, batch: AttentionBatch
         return q_TQD
 
     def factors() -> torch.Tensor:
-        steps_T = (batch.positions_T // growth.positions).float()
+        steps_T = ((batch.positions_T + growth.first) // growth.positions).float()
         return (1.0 + growth.beta * torch.log1p(steps_T)).to(q_TQD.dtype)[:, None, None]
 
     return q_TQD * batch.shared(growth, factors)
@@ -364,8 +364,13 @@ class Attention(Block):
         self.sinks = empty_parameter(spec.heads, dtype=dtype, device=device) if spec.sinks else None
         gate = spec.output_gate
         self.gate_proj = None if gate is None else Linear(gate, dtype, device)
-        if spec.qk_norm == "head":
-            self.qk_norm_weight = empty_parameter(2, spec.head_dim, dtype=dtype, device=device)
+        if spec.qk_norm in ("head", "unit"):
+            self.qk_norm_weight: torch.Tensor
+            if spec.qk_norm == "head":
+                self.qk_norm_weight = empty_parameter(2, spec.head_dim, dtype=dtype, device=device)
+            else:
+                ones = torch.ones(2, spec.head_dim, dtype=dtype, device=device)
+                self.register_buffer("qk_norm_weight", ones, persistent=False)
             kinds = torch.tensor([0] * spec.heads + [1] * spec.kv_heads, device=device)
             self.head_kinds: torch.Tensor  # the weight, of two, that each head takes
             self.register_buffer("head_kinds", kinds, persistent=False)
@@ -411,6 +416,8 @@ class Attention(Block):
     def attend(self, q_TQD: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
         """Attention of a step's queries over this layer's cache, [T, Q, D]."""
         window = self.spec.window
+        if self.spec.chunk is not None:
+            batch = batch.in_chunks(self.spec.chunk, cache.k_PSGD.shape[1])
         if batch.chunks is not None:
             return paged_prefill_attention(
                 q_TQD,
@@ -464,7 +471,7 @@ class Attention(Block):
             v_TGD = v_TGD * spec.value_scale
         if spec.value_dim is not None:
             v_TGD = F.pad(v_TGD, (0, spec.head_dim - spec.v_dim))
-        if spec.qk_norm == "head":
+        if spec.qk_norm in ("head", "unit"):
             weight_HD = self.qk_norm_weight.index_select(0, self.head_kinds)
             qk_THD = head_rms_norm(qk_THD, weight_HD, spec.eps, spec.unit_offset)
         return qk_THD, v_TGD, gate_TK
@@ -682,7 +689,14 @@ class SparseFeedForward(Block):
             both = (self.weights("gate_up"), self.weights("down"))
             gate_up, down = (weights.dequantized(torch.float32).to(x_TH.dtype) for weights in both)
         kept_TK, inner_TH = self._kept(experts_TK), x_TH if self.narrow_proj is None else self.narrow_proj(x_TH)
-        y_TH = moe_experts(inner_TH, weights_TK, kept_TK, gate_up, down, self.activation, self.biases, self.adds_bias)
+        how = gate_up, down, self.activation, self.biases, self.adds_bias
+        if self.spec.router.weights_inputs:  # each expert of a token has an input of its own
+            inner_TKH = (inner_TH[:, None] * weights_TK[..., None]).to(x_TH.dtype)
+            ones_P1 = torch.ones_like(weights_TK).view(-1, 1)
+            y_PH = moe_experts(inner_TKH.flatten(0, 1), ones_P1, kept_TK.reshape(-1, 1), *how)
+            y_TH = y_PH.unflatten(0, kept_TK.shape).sum(1)
+        else:
+            y_TH = moe_experts(inner_TH, weights_TK, kept_TK, *how)
         y_TH = y_TH if self.widen_proj is None else self.widen_proj(y_TH)
         return Computed(self.group.all_reduce(y_TH if self.shared is None else y_TH + self.shared(x_TH)))
 
@@ -695,8 +709,8 @@ class SparseFeedForward(Block):
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`: one tensor an expert, or all experts stacked."""
         names = self.spec.names
-        if self.biases is not None:
-            return [*self._router_regions(prefix), *self._transposed_regions(prefix)]
+        if self.biases is not None or self.spec.turned:
+            return [*self._router_regions(prefix), *self._shared_regions(prefix), *self._transposed_regions(prefix)]
         gate_up, down, count = {}, {}, self.spec.experts
         for expert in range(count):
             for half, name in enumerate((names.gate, names.up)[-self.spec.halves :]):
@@ -744,12 +758,17 @@ class SparseFeedForward(Block):
         """The regions of all experts, with inputs before outputs."""
         names, by_expert = self.spec.names, self.spec.expert_cut
         gate_up, down = self.spec.gate_up_cut, self.spec.width_cut
-        return [
-            one_name(f"{prefix}{names.stacked_gate_up}", self.gate_up.transpose(1, 2), by_expert or _at(gate_up, 2)),
-            one_name(f"{prefix}{names.stacked_gate_up}_bias", self.gate_up_bias, by_expert or _at(gate_up, 1)),
-            one_name(f"{prefix}{names.stacked_down}", self.down.transpose(1, 2), by_expert or _at(down, 1)),
-            one_name(f"{prefix}{names.stacked_down}_bias", self.down_bias, by_expert),
+        stacked = f"{prefix}{names.stacked_gate_up}", f"{prefix}{names.stacked_down}"
+        regions = [
+            one_name(stacked[0], self.gate_up.transpose(1, 2), by_expert or _at(gate_up, 2)),
+            one_name(stacked[1], self.down.transpose(1, 2), by_expert or _at(down, 1)),
         ]
+        if self.biases is not None:
+            regions += [
+                one_name(f"{stacked[0]}_bias", self.gate_up_bias, by_expert or _at(gate_up, 1)),
+                one_name(f"{stacked[1]}_bias", self.down_bias, by_expert),
+            ]
+        return regions
 
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
         """As `Linear.scale_views`, of each expert."""

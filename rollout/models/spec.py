@@ -29,8 +29,8 @@ from rollout.models.cut import Cut
 from rollout.models.vision_spec import TowerSpec
 
 RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope"]
-#: none; each head alone, with one weight for all heads; all heads together.
-QKNorm = Literal["none", "head", "full"]
+#: none; each head alone, with one weight for all heads; each head alone, without weights; all heads together.
+QKNorm = Literal["none", "head", "unit", "full"]
 #: The activation of a gated feed-forward block: SiLU, GELU, or GELU with tanh in the place of erf. A block with the
 #: squared ReLU has no gate.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
@@ -138,10 +138,11 @@ class AttentionNames(NamedTuple):
 
 
 class QueryGrowth(NamedTuple):
-    """A factor of the queries that grows with their position p: 1 + beta ln(1 + floor(p / positions))."""
+    """A factor of the queries that grows with their position p: 1 + beta ln(1 + floor((p + first) / positions))."""
 
     beta: float
     positions: int
+    first: int = 0
 
 
 class HeadShard(NamedTuple):
@@ -182,6 +183,7 @@ class AttentionSpec:
     inputs: int | None = None  # width of its input; None: the residual stream's
     value_dim: int | None = None  # dimensions of a value, fewer than of a key; None: as many
     value_scale: float = 1.0  # factor of the values
+    chunk: int | None = None  # a token sees those of its own chunk of so many positions; None: all
     shard: HeadShard | None = None  # the heads above are those of one rank
 
     @property
@@ -739,6 +741,7 @@ class RouterSpec:
     scale: float = 1.0  # factor of the weights
     logit_bias: bool = False  # the product that makes the logits has a bias
     least_sum: float = 0.0  # weights that add up to less are divided by this
+    weights_inputs: bool = False  # the weights are factors of what experts read, and not of what they return
 
     @property
     def plain(self) -> bool:
@@ -796,6 +799,7 @@ class MoESpec:
     shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
     clamped: ClampedGLUSpec | None = None
     activation: Activation = "silu"
+    turned: bool = False  # checkpoints have only the tensors of all experts, transposed, gates before values
     inner: int | None = None  # width that experts work on, if a product makes it of the token; None: the token itself
     shard: ExpertShard | None = None
 
@@ -845,7 +849,9 @@ class MoESpec:
         shared = self.shared
         if shared is None or self.clamped is not None or shared.intermediate % self.intermediate:
             return 0
-        if len(shared.names.gate_up) == 1 or self.inner is not None:  # such tensors are kept as they are
+        if (
+            len(shared.names.gate_up) == 1 or self.inner is not None or self.router.weights_inputs
+        ):  # such tensors are kept as they are
             return 0
         return shared.intermediate // self.intermediate
 

@@ -285,13 +285,13 @@ def _logits(model: Decoder, ids: torch.Tensor, positions: torch.Tensor) -> torch
     """The logits after each token of a prompt, float32 [T, V]."""
     count = len(ids)
     states = StatePool.allocate(model.spec, 2, torch.float32, _CPU)
-    kv = KVCache.allocate(model.spec, 2, count, torch.float32, _CPU, states=states)
+    kv = KVCache.allocate(model.spec, 1 + count, 1, torch.float32, _CPU, states=states)
     grown = any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.growth for layer in model.spec.layers)
     batch = AttentionBatch(
         positions_T=positions.int() if grown else torch.arange(count, dtype=torch.int32),
         rope_positions=positions.int(),
-        kv_slots_T=torch.arange(count, 2 * count, dtype=torch.int32),
-        page_table_BP=torch.ones(1, 1, dtype=torch.int32),
+        kv_slots_T=torch.arange(1, 1 + count, dtype=torch.int32),
+        page_table_BP=torch.arange(1, 1 + count, dtype=torch.int32)[None],
         context_lens_B=torch.tensor([count], dtype=torch.int32),
         max_context=count,
         chunks=(PromptChunk(0, count, count),),

@@ -37,7 +37,7 @@ from rollout.models.state_pool import StatePool
 
 RESULTS = Path(__file__).with_suffix(".json")
 _LIMIT_S = 120
-_VOCAB, _PROMPT, _TOKENS, _TOLERANCE = 96, 21, 27, 2e-3
+_VOCAB, _PROMPT, _TOKENS, _PAGE, _TOLERANCE = 96, 21, 27, 8, 2e-3
 
 #: Sizes of the tiny models, for each key that a config may have.
 _SIZES: dict[str, Any] = {
@@ -253,15 +253,16 @@ def _logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """The log-probs of a served model after each token: a prompt in two chunks, then decode steps."""
     allocate = StatePool.allocate if isinstance(model, Decoder) else type(model.spec).allocate_states
     states = allocate(model.spec, 2, torch.float32, torch.device("cpu"))
-    kv = KVCache.allocate(model.spec, 2, len(ids), torch.float32, "cpu", states=states)
+    pages = -(-len(ids) // _PAGE)
+    kv = KVCache.allocate(model.spec, 1 + pages, _PAGE, torch.float32, "cpu", states=states)
     ends = [9, *range(_PROMPT, len(ids) + 1)]
     logits, begin = [], 0
     for end in ends:
         length = end - begin
         batch = AttentionBatch(
             positions_T=torch.arange(begin, end, dtype=torch.int32),
-            kv_slots_T=torch.arange(len(ids) + begin, len(ids) + end, dtype=torch.int32),
-            page_table_BP=torch.ones(1, 1, dtype=torch.int32),
+            kv_slots_T=torch.arange(_PAGE + begin, _PAGE + end, dtype=torch.int32),
+            page_table_BP=torch.arange(1, 1 + pages, dtype=torch.int32)[None],
             context_lens_B=torch.tensor([end], dtype=torch.int32),
             max_context=end,
             chunks=None if length == 1 else (PromptChunk(0, length, end),),

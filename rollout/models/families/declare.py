@@ -26,6 +26,7 @@ from rollout.models.spec import (
     MoENames,
     NormPlace,
     QKNorm,
+    QueryGrowth,
     Scoring,
 )
 from rollout.models.vision_spec import TowerFamily
@@ -123,6 +124,23 @@ def windows_by_type(config: Any) -> tuple[int | None, ...]:
             raise ValueError("layer_types names sliding_attention, and there is no sliding_window: add it")
         windows.append(config.sliding_window if kind == "sliding_attention" else None)
     return tuple(windows)
+
+
+@by_layer(layer_types=layer_list(str), attention_chunk_size=integer(1, 1 << 31))
+def chunks_by_type(config: Any) -> tuple[int | None, ...]:
+    """The config names the layers whose tokens see those of their own chunk of positions."""
+    for kind in config.layer_types:
+        if kind not in ("full_attention", "chunked_attention"):
+            raise ValueError(f"layer type {kind!r:.80} is not supported; supported: full_attention, chunked_attention")
+    if "chunked_attention" in config.layer_types and config.attention_chunk_size is None:
+        raise ValueError("layer_types names chunked_attention, and there is no attention_chunk_size: add it")
+    return tuple(config.attention_chunk_size if kind == "chunked_attention" else None for kind in config.layer_types)
+
+
+@by_layer()
+def no_growths(config: Any) -> tuple[QueryGrowth | None, ...]:
+    """No query grows with its position."""
+    return (None,) * config.num_hidden_layers
 
 
 @by_layer()
@@ -249,6 +267,8 @@ class MoEFamily:
     renormalize: bool | Key = declared(FLAG)
     scoring: Scoring = "softmax"
     router_bias: bool = False
+    weights_inputs: bool = False
+    turned: bool = False
     router_float32: bool = False
     groups: int | Key = declared(integer(1, 4096), 1)
     top_groups: int | Key = declared(integer(1, 4096), 1)
@@ -426,6 +446,8 @@ class Family:
     #: Layers with a window have so many times the KV heads, and with `window_sinks` they alone have sinks.
     window_kv_heads: int = 1
     window_sinks: bool = False
+    chunks: ByLayer[int | None] = no_windows  # positions of a chunk, where a token sees those of its own
+    growths: ByLayer[QueryGrowth | None] = no_growths
     grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
     attention_scale: Key | Power | None = declared(NUMBER, None)
     attention_softcap: Key | None = declared(NUMBER, None)

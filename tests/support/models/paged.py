@@ -32,6 +32,8 @@ class PagedRunner:
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.forward = forward or model  # runs the steps
+        if isinstance(model, Decoder) and any(getattr(layer.mixer, "chunk", None) for layer in model.spec.layers):
+            page_size = 8  # chunks of positions are whole pages
         self.page_size = page_size
         self.width = -(-max_tokens // page_size)
         pages = list(range(1, rows * self.width + 1))

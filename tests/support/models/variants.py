@@ -103,6 +103,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2, "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.5,
         "attention_bias": True,
     },
+    "Llama4": {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "intermediate_size_mlp": 64,
+        "moe_layers": [0, 2], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 16, "floor_scale": 5,
+        "attn_scale": 0.3, "head_dim": 12,
+    },
     "GraniteMoe": {
         "num_local_experts": 6, "num_experts_per_tok": 2, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
         "embedding_multiplier": 3.0, "logits_scaling": 2.5, "intermediate_size": 20,
