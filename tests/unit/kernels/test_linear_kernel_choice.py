@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
+from rollout_kernels.linear import gluon_linear, triton_gemv, triton_half_rows, triton_linear
+from rollout_kernels.linear.coded import CodedMatrix, Weights, scales_shape
 from rollout_kernels.linear.table import DETERMINISTIC, FAST, MOST_ROWS, last_rows, linear_config
 
 #: The shapes of the table, and some that are not in it.
@@ -33,6 +34,8 @@ def launched(monkeypatch) -> list[Any]:
     for module, name in (
         (triton_linear, "_linear_kernel"),
         (gluon_linear, "_stream_kernel"),
+        (gluon_linear, "_coded_kernel"),
+        (triton_half_rows, "_half_rows_kernel"),
         (triton_gemv, "_gemv_kernel"),
     ):
         monkeypatch.setattr(module, name, Launches(name, made))
@@ -48,9 +51,23 @@ def test_rows_up_to_a_size_take_the_kernel_of_that_size(shape, adapted, determin
     outputs, inputs, kind = shape
     silu = kind == "silu" and not adapted
     w = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
+    check_sizes(shape, w, silu, deterministic, launched)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] != "whole"], ids=str)
+def test_so_do_products_of_codes(shape, launched):
+    outputs, inputs, kind = shape
+    scales = torch.empty(scales_shape((outputs,), inputs, "fp8_block"), device="meta")
+    codes = CodedMatrix(torch.empty(outputs, inputs, dtype=torch.uint8, device="meta"), scales, "fp8_block", (outputs,))
+    check_sizes(shape, codes, kind == "silu", False, launched)
+
+
+def check_sizes(shape: tuple[int, int, Any], w: Weights, silu: bool, deterministic: bool, launched: list[Any]) -> None:
+    outputs, inputs, kind = shape
+    format = w.format if isinstance(w, CodedMatrix) else "plain"
 
     def kernel(rows: int) -> Any:
-        config = linear_config(*shape, rows, deterministic)
+        config = linear_config(*shape, rows, deterministic, format)
         if config is None:
             return None
         x, whole = (torch.empty(rows, width, dtype=torch.bfloat16, device="meta") for width in (inputs, outputs))

@@ -121,3 +121,13 @@ def test_every_configuration_of_the_table_gives_the_product(shape):
                 # Tensor cores cut off bits at each sum: on an H200 17,408 of them in a row come to 2e-5.
                 of_parts = max(1e-5, 2e-9 * inputs / config.split)
                 assert relative(whole, expected) < (of_parts if kind == "parts" else 5e-3), (rows, config)
+
+
+def test_codes_of_an_unmeasured_shape_are_streamed_and_split_until_three_programs_fit_a_multiprocessor():
+    for format in ("fp8_block", "fp8_row"):
+        assert linear_config(6144, 4096, "silu", 8, format=format) is not None
+        assert linear_config(5120, 5120, "parts", 8, format=format) == LinearConfig(64, 128, 4, 4, 5, 396, True)
+        assert linear_config(1024, 96, "parts", 8, format=format) == LinearConfig(64, 32, 1, 4, 6, 132), (
+            "no whole block"
+        )
+    assert linear_config(5120, 5120, "parts", 8, format="mxfp8") == LinearConfig(64, 128, 1, 4, 6, 132)
