@@ -203,8 +203,12 @@ class Fetches:
         move.queued.add(move)
 
     def _leave_out(self, move: FetchedMove) -> None:
-        """End a fetch before a missing page: its sequences compute from there."""
-        self._forget(move)
+        """End a fetch before a missing page: its sequences compute from there.
+
+        A half-full page and the state with it have one key, which stays with the fetch while the other one is read.
+        """
+        if not move.end.key:
+            self._forget(move)
         self._end(move, failed=bool(move.end.key))
 
     # --- from the host to the device ----------------------------------------------------------------------------------

@@ -17,9 +17,14 @@ from rollout.config.engine import EngineSettings
 from rollout.engine.build import rebuild_engine
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv import disk as disk_module
+from rollout.engine.kv.copy_costs import CopyCosts
 from rollout.engine.kv.disk import DiskPages
+from rollout.engine.kv.fetches import Fetches
 from rollout.engine.kv.host_pages import HostPageBooks
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.messages.to_engine import Cancel
+from rollout.engine.sequence.sequence_kv import PrefixEnd
 from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.faults import fail_a_step
@@ -410,6 +415,40 @@ def test_the_check_sees_what_the_disk_still_reads_and_what_it_writes_of_pages_gi
     host.spills.begin(1, object())
     with pytest.raises(AssertionError, match="written to disk"):
         host.check()
+
+
+@pytest.mark.parametrize("left_out", ["page", "state"])
+def test_an_end_is_brought_by_one_fetch_at_a_time_also_if_the_host_has_no_room_for_half_of_it(tmp_path, left_out):
+    """Its state and its half-full page have one key: while one is copied, nobody else may read it."""
+    pages, pool = Pages(tmp_path), PagePool(9)
+    snapshots, key = Snapshots(1, 2, pool), pages.write(1)
+    on_disk, there = HostPageBooks(2, disk=pages.disk), HostPageBooks(2)
+    there.end_write(there.begin_write(), key)
+    fetches = Fetches(pool, snapshots, *((on_disk, there) if left_out == "page" else (there, on_disk)), CopyCosts(4))
+
+    def begin():
+        page = pool.allocate()
+        return fetches.begin([page], [(key, page)], 0, PrefixEnd(b"", 2, key), snapshots.take())
+
+    taken, fetch = [on_disk.take() for _ in range(2)], begin()
+    fetches.begin_reads(on_disk)
+    for page in taken:
+        on_disk.give_back(page)
+    next_moves, end = fetches.next_states, fetches.states_ended
+    if left_out == "state":
+        next_moves, end = fetches.next_pages, fetches.pages_ended
+    moves = next_moves(2)
+    assert len(moves) == 1 and fetches.of(key) is fetch and not fetches.take_ended()
+    end(moves, False)
+    assert fetches.take_ended() == [fetch] and fetches.of(key) is None and pool.used == snapshots.used == 0
+    again = begin()
+    fetches.begin_reads(on_disk)
+    for job in pages.ended(1):
+        fetches.read_ended(job)
+    fetches.states_ended(fetches.next_states(2), False)
+    fetches.pages_ended(fetches.next_pages(2), False)
+    assert fetches.take_ended() == [again] and snapshots.find(key, 0) is not None
+    fetches.check(), pages.disk.close()
 
 
 def test_slow_reads_that_wait_for_each_other_are_not_given_up(tmp_path, monkeypatch):
