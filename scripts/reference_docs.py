@@ -87,10 +87,14 @@ A config is in the **known form**, as transformers saves it, if each of its keys
 - does not affect the forward (names, token ids, dropout, caches); or
 - switches something off by null, such as `final_logit_softcapping`.
 
-`per_layer_config`, and `is_causal` other than true, are errors. For other configs the worker **compares logits** with
-transformers' class at the start, on the CPU, in float32, with one layer of each kind. If logits differ by more than
-0.001 of their standard deviation, or an attention window differs, it does not start, and the error names the keys. For
-Qwen3-8B this takes about 15 s and 6 GiB of host memory."""
+`is_causal` other than true is an error. For other configs the worker **compares logits** with transformers' class at
+the start, on the CPU, in float32, with one layer of each kind. For Qwen3-8B this takes about 15 s and 6 GiB of host
+memory.
+
+A native family **does not take** a config if logits differ by more than 0.001 of their standard deviation, if an
+attention window differs, or if it lacks a value of a key, such as `per_layer_config`. Then `model_impl = auto` runs
+transformers' own code, and the log gives the reason. If that cannot serve the model either, or with `native`, the
+worker does not start."""
 
 _LONGROPE = """\
 ## LongRoPE

@@ -34,6 +34,7 @@ from rollout.models.registry import (
     OFF_IF_NULL,
     ROPE_KEYS,
     WITHOUT_EFFECT,
+    UnsupportedVariantError,
     check_model_type,
     check_supported,
     config_rules,
@@ -87,6 +88,7 @@ def read_config(folder: Path, impl: ModelImpl = "native") -> CheckpointConfig:
 
     Raises:
         CheckpointError: config.json is missing, names no architecture, or has a value out of bounds.
+        UnsupportedVariantError: the native family cannot read layers of different configs.
         ValueError: the architecture is not supported.
     """
     file = folder / "config.json"
@@ -136,8 +138,6 @@ def _checked(
         else:
             whole = AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
         config = whole.get_text_config()
-        if native and (getattr(whole, "is_heterogeneous", False) or getattr(config, "is_heterogeneous", False)):
-            raise ValueError("per_layer_config is not supported: use model_impl = transformers")
         if getattr(config, "rope_parameters", None):
             config.standardize_rope_params()
         for name in _OF_THE_WHOLE if native and config is not whole else ():
@@ -148,6 +148,8 @@ def _checked(
     # It validates little and fails in many ways; any exception is about this file.
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
+    if native and (getattr(whole, "is_heterogeneous", False) or getattr(config, "is_heterogeneous", False)):
+        raise UnsupportedVariantError(f"{where}: per_layer_config is not supported natively")
     if not getattr(config, "is_causal", True):
         raise CheckpointError(
             f"{where}: is_causal is not true, but a model that generates must not attend to later tokens"

@@ -17,7 +17,7 @@ import torch
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import TensorGroup
 
-from rollout.config import ModelSettings, Settings
+from rollout.config import ModelImpl, ModelSettings, Settings
 from rollout.models.checkpoint_config import (
     CheckpointConfig,
     GenerationDefaults,
@@ -49,7 +49,7 @@ from rollout.models.language_model import LanguageModel, LanguageModelSpec
 from rollout.models.longrope import choose_factors
 from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
-from rollout.models.registry import is_native
+from rollout.models.registry import UnsupportedVariantError, is_native
 from rollout.models.shard import shard_spec
 from rollout.models.spec import DraftSpec, ModelSpec
 
@@ -144,7 +144,35 @@ def load_model(
     group = TensorGroup.single(device) if group is None else group
     folder = fetch(settings) if folder is None else folder
     check_links(folder)
-    config = read_config(folder, settings.model_impl)
+
+    def load(impl: ModelImpl) -> LoadedModel:
+        return _load(settings, impl, device, progress, folder, weights, group, draft, mtp)
+
+    try:
+        return load(settings.model_impl)
+    except UnsupportedVariantError as variant:
+        if settings.model_impl != "auto":
+            raise
+        log.warning("a native family does not serve this model, so transformers' own code is tried: %s", variant)
+        try:
+            return load("transformers")
+        except ValueError as error:
+            raise ValueError(f"{variant}. Nor does transformers' own code serve it: {error}") from error
+
+
+def _load(
+    settings: ModelSettings,
+    impl: ModelImpl,
+    device: torch.device,
+    progress: Progress | None,
+    folder: Path,
+    weights: AskedFormat,
+    group: TensorGroup,
+    draft: Path | None,
+    mtp: MTP,
+) -> LoadedModel:
+    """As `load_model`, in one way of running it."""
+    config = read_config(folder, impl)
     choose_factors(config.text, settings.longrope)
     format = resolve_format(weights, config)
     tensors = {} if settings.load_format == "random" else join_fp8(list_tensors(folder))
@@ -152,7 +180,7 @@ def load_model(
     dtype = _pick_dtype(settings, own or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)
     source = _Source(settings, folder, config, tensors, dtype, device, progress, group, draft, mtp)
-    native = is_native(config.architecture, settings.model_impl)
+    native = is_native(config.architecture, impl)
     model: LanguageModel = _load_native(source, format) if native else _load_fallback(source, format)
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
         vocab = model.spec.vocab
@@ -187,7 +215,10 @@ def _read_spec(folder: Path, config: CheckpointConfig, images: bool) -> ModelSpe
     """The spec of the whole model."""
     try:
         tower = read_tower(folder, config) if images else None
-        return spec_from_config(config.text, config.architecture, tower)
+        try:
+            return spec_from_config(config.text, config.architecture, tower)
+        except ValueError as error:
+            raise UnsupportedVariantError(str(error)) from error
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
             f"{folder}/config.json lacks a value that {config.architecture} needs: {error}"

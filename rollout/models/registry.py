@@ -104,6 +104,10 @@ _SIZES = (
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
 
 
+class UnsupportedVariantError(ValueError):
+    """A native family lacks what a config.json asks for; transformers' own code may have it."""
+
+
 def supported_architectures() -> tuple[str, ...]:
     """Names as they stand in the `architectures` of a config.json."""
     return (*FAMILIES, *MULTIMODAL)

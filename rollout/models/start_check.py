@@ -38,6 +38,7 @@ from rollout.models.decoder import Decoder
 from rollout.models.fallback.probe import probe_layers
 from rollout.models.families import FAMILIES
 from rollout.models.random_init import fill_random
+from rollout.models.registry import UnsupportedVariantError
 from rollout.models.spec import AttentionSpec, KVMixerSpec, LatentSpec, ModelSpec
 from rollout.models.state_pool import StatePool
 from rollout.process.host_memory import available_bytes
@@ -75,7 +76,8 @@ def check_start(
     `tensors` are those of the checkpoint that are read. If there are none, the weights are random, from `seed`. If host
     memory has no room for the layers, or transformers has no such model, the log says so, and nothing is compared.
 
-    Raises ValueError, which names the unknown keys, if logits or windows differ, or if transformers' class cannot run.
+    Raises UnsupportedVariantError, which names the unknown keys, if logits or windows differ, or if transformers' class
+    cannot run.
     """
     keys = first_names([repr(key)[1:-1] for key in config.unknown])  # a folder is untrusted: nothing breaks lines
     try:
@@ -90,13 +92,13 @@ def check_start(
         return
     except _FAILURES as failure:
         problem = f"logits cannot be compared with transformers' own class: {failure!r:.500}"
-        raise ValueError(_refusal(config, folder, keys, problem)) from failure
+        raise UnsupportedVariantError(_refusal(config, folder, keys, problem)) from failure
     if found.windows:
         problem = f"with them the windows of transformers' layers differ: {found.windows}"
-        raise ValueError(_refusal(config, folder, keys, problem))
+        raise UnsupportedVariantError(_refusal(config, folder, keys, problem))
     if not found.logits <= _TOLERANCE:
         problem = f"with them logits differ from transformers' by {found.logits:.2g} of their standard deviation"
-        raise ValueError(_refusal(config, folder, keys, f"{problem} ({_TOLERANCE:g} is allowed)"))
+        raise UnsupportedVariantError(_refusal(config, folder, keys, f"{problem} ({_TOLERANCE:g} is allowed)"))
     log.info(
         "%s/config.json has keys that are not read (%s): logits equal transformers' logits",
         folder,

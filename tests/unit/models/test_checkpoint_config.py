@@ -21,7 +21,7 @@ from rollout.models import CheckpointError, load_model
 from rollout.models.checkpoint_config import read_config, read_generation_defaults
 from rollout.models.families import FAMILIES, MULTIMODAL
 from rollout.models.families.declare import Family
-from rollout.models.registry import WITHOUT_EFFECT, config_rules, known_keys
+from rollout.models.registry import WITHOUT_EFFECT, UnsupportedVariantError, config_rules, known_keys
 from tests.support.kernels.grids import nightly
 from tests.support.models.both_ways import (
     CPU,
@@ -146,7 +146,7 @@ def test_frequencies_that_are_no_numbers_are_refused(folders: dict[str, Path], t
 def test_sizes_that_follow_from_others_must_fit(name: str, key: str, folders: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(folders[name], tmp_path / "x", lambda text: text.update({key: 16}))
     with pytest.raises(ValueError, match="head_dim"):
-        logits(folder)
+        logits(folder, model_impl="native")
 
 
 # --- absent keys, other forms -----------------------------------------------------------------------------------------
@@ -223,7 +223,6 @@ def test_a_bound_of_logits_is_not_that_of_a_model_inside_another(folders: dict[s
     [
         ({"is_causal": False}, "is_causal"),
         ({"is_causal": None}, "is_causal"),
-        ({"per_layer_config": {"0": {"rms_norm_eps": 0.3}}}, "per_layer_config"),
         ({"num_attention_heads": 4.0}, "num_attention_heads"),
         ({"hidden_size": "48"}, "hidden_size"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
@@ -239,17 +238,27 @@ def test_such_a_config_is_refused_with_its_key(
         read_config(folder)
 
 
+@pytest.mark.parametrize("name", ["llama", "Gemma3", "images: Magistral"])
+def test_layers_of_different_configs_are_a_variant_that_is_not_native(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    other = {"per_layer_config": {"0": {"rms_norm_eps": 0.3}}}
+    folder = changed(folders[name], tmp_path / "x", lambda text: text.update(other))
+    with pytest.raises(UnsupportedVariantError, match="per_layer_config"):
+        read_config(folder)
+
+
 @pytest.mark.parametrize("name", ["Qwen3_5", "OlmoHybrid", "images: Qwen3.5"])
 def test_linear_attention_has_one_activation(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(folders[name], tmp_path / "x", lambda text: text.update(hidden_act="gelu"))
     with pytest.raises(ValueError, match="hidden_act"):
-        logits(folder)
+        logits(folder, model_impl="native")
 
 
 def test_a_factor_that_is_null_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = changed(folders["Afmoe"], tmp_path / "x", lambda text: text.update(route_scale=None))
     with pytest.raises(ValueError, match="route_scale"):
-        logits(folder)
+        logits(folder, model_impl="native")
 
 
 # --- the known form ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from rollout.models.fallback.masks import read_mask
 from rollout.models.fallback.model import TransformersModel
 from rollout.models.fallback.rows import FallbackRows
 from rollout.models.fallback.start import capture_obstacle
+from rollout.models.registry import UnsupportedVariantError
 from rollout.weights.parameter_map import ParameterMap, UpdateNames, update_names
 from tests.support.models.fallback import CONFIGS, make_checkpoint, make_model
 from tests.support.models.paged import PROMPT, PagedRunner, check
@@ -80,6 +81,32 @@ def test_auto_takes_native_families_natively_and_others_through_transformers(tmp
     assert logged() == [("rollout.models.loader", "WARNING")]
     with pytest.raises(ValueError, match="CohereForCausalLM"):
         load(tmp_path / "cohere", model_impl="native")
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rope_type": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    "hidden_act": {"hidden_act": "relu"},
+}
+
+
+@pytest.mark.parametrize("key", VARIANTS)
+def test_auto_takes_a_variant_that_is_not_native_through_transformers(key: str, tmp_path: Path, caplog: Any) -> None:
+    make_checkpoint("LlamaForCausalLM", tmp_path, **VARIANTS[key])
+    with pytest.raises(UnsupportedVariantError, match=key):
+        load(tmp_path, model_impl="native")
+    loaded = load(tmp_path, model_impl="auto")
+    assert not isinstance(loaded.model, Decoder)
+    assert any(key in record.getMessage() for record in caplog.records), "the log has the reason"
+    ours = PagedRunner(loaded.model, 1, len(PROMPT)).prefill({0: PROMPT})[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours, model(torch.tensor([PROMPT])).logits[0], atol=1e-4, rtol=0)
+
+
+def test_auto_gives_both_reasons_where_transformers_cannot_serve_a_variant_either(tmp_path: Path) -> None:
+    make_checkpoint("LlamaForCausalLM", tmp_path, hidden_act="relu")
+    with pytest.raises(ValueError, match=r"hidden_act.*weight_dtype"):
+        load_model(settings_of(ModelSettings, path=str(tmp_path)), CPU, weights="fp8_block")
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MixtralForCausalLM"])

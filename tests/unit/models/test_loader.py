@@ -278,7 +278,7 @@ def test_config_that_is_not_supported_is_refused(changes: dict[str, Any], messag
     make_checkpoint("llama", tmp_path)
     _edit_json(tmp_path / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
-        _load(tmp_path)
+        _load(tmp_path, model_impl="native")
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
