@@ -18,7 +18,11 @@ _TILE = 128  # positions of a program
 _MOST_HEADS = 64  # heads that are multiplied at once
 
 
-@triton.jit(do_not_specialize=["width", "stride_table"])
+# Spans of a step begin at any token and in any row, so these pointers have any alignment.
+@triton.jit(
+    do_not_specialize=["width", "stride_table"],
+    do_not_specialize_on_alignment=["q_ptr", "weights_ptr", "table_ptr", "positions_ptr"],
+)
 def _index_scores_kernel(
     q_ptr,
     weights_ptr,

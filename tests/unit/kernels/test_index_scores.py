@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 from rollout_kernels.attention import index_scores as twin
@@ -10,6 +15,33 @@ from rollout_kernels.attention.triton_index_scores import index_scores
 from rollout_kernels.attention.triton_latent_decode import decode_latents, plan_latent_work
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: Triton's compiler needs no GPU, but for what loads the code.
+SPANS = """
+    import torch
+    from rollout_kernels.attention.triton_index_scores import index_scores
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+    from rollout.engine.step.compile_ahead import compile_kernels_of
+    from scripts.check.compile_kernels import OfflineDriver
+
+    compiled, device = [], OfflineDriver(90)
+    knobs.runtime.jit_post_compile_hook = lambda **facts: compiled.append(facts["repr"]) and None
+    device.launcher_cls = lambda source, metadata: None
+    driver.set_active(device)
+    CompiledKernel.run = property(lambda kernel: None)
+    q, weights, positions = torch.zeros(9, 4, 17), torch.zeros(9, 3), torch.arange(9)
+    keys, table = torch.zeros(8, 4, 1, 17), torch.zeros(3, 5, dtype=torch.int32)
+
+    def spans():
+        for row, (begin, end) in enumerate(((0, 1), (1, 4), (4, 9))):
+            some = slice(begin, end)
+            pages = table[row, :3].expand(end - begin, -1)
+            index_scores(q[some, :3], weights[some], keys, pages, positions[some])
+
+    compile_kernels_of(spans, threads=1)
+    assert len(compiled) == 1, compiled
+"""
 
 
 def exact(q_THD, weights_TH, keys_PS1D, table_TP, positions_T):
@@ -66,3 +98,15 @@ def test_chosen_tokens_are_pages_of_one_token(dtype):
         bound = 1e-4 if dtype == torch.float32 else 2e-2
         for mine in (got, other):
             torch.testing.assert_close(mine[row].double(), weights @ latents[:, :rank], rtol=bound, atol=bound)
+
+
+def test_spans_that_begin_anywhere_take_one_kernel(tmp_path):
+    """Nothing is compiled while serving, whatever the first token and the row of a span."""
+    script = tmp_path / "spans.py"
+    script.write_text(textwrap.dedent(SPANS))
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TRITON_INTERPRET", None)
+    ran = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
