@@ -37,7 +37,7 @@ CPU_FRACTION = 0.25
 #: Memory kept free on a GPU without it: this share of what the weights leave, and at least these bytes, but at most
 #: this share, which a sleeping worker keeps: a trainer uses the other memory of the same GPU meanwhile.
 KEPT_SHARE, KEPT_BYTES, KEPT_MOST = 0.05, 3 << 30, 0.15
-#: `prefill_chunk_tokens` when it is absent: scripts/bench/prefill_chunks.py.
+#: `prefill_chunk_tokens` when it is absent. Mixtures of experts take more: each expert gets a small share of a chunk.
 GPU_CHUNK, GPU_EXPERTS_CHUNK, CPU_CHUNK = 8192, 16384, 2048
 #: The first compute capability that converts e4m3.
 _FP8_CAPABILITY = (8, 9)

@@ -41,12 +41,8 @@ _IDENTITY = (
 
 @cache
 def summary(name: str, folder: Path = DEFAULT_FOLDER) -> dict[str, Any]:
-    """The summary `NAME.json`. The first line of a `.jsonl` file says how it was measured, the others are rows."""
-    path = folder / f"{name}.json"
-    if not path.exists():
-        lines = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
-        return {**lines[0], "rows": lines[1:]}
-    return dict(json.loads(path.read_text()))
+    """The summary `NAME.json`."""
+    return dict(json.loads((folder / f"{name}.json").read_text()))
 
 
 def rows(name: str, folder: Path = DEFAULT_FOLDER, **where: Any) -> list[Row]:
@@ -110,10 +106,9 @@ class Source(NamedTuple):
 def source(name: str, folder: Path = DEFAULT_FOLDER) -> Source:
     """The source of a summary."""
     data = summary(name, folder)
-    file = f"{name}.json" if (folder / f"{name}.json").exists() else f"{name}.jsonl"
     command = data.get("command") or next((fact["command"] for fact in data.get("facts", ()) if "command" in fact), "")
     when = "; ".join(_days(data, rows(name, folder)))
-    return Source(file, _machine(data), when, data.get("note", ""), shown_command(command))
+    return Source(f"{name}.json", _machine(data), when, data.get("note", ""), shown_command(command))
 
 
 def shown_command(command: str) -> str:

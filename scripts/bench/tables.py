@@ -311,15 +311,6 @@ def _prefill() -> list[Table]:
         for label, field in (("median latency, s", "latency_s"), ("99th percentile of gaps, ms", "gap_p99_ms")):
             here, vllm = (value(name, field, engine=e, experiment="arrivals", scale=scale) for e in ("here", "vllm"))
             waits.append([f"{title}, {scale:.0f} a second: {label}", here, vllm, ratio(vllm, here)])
-    chunks: list[list[Cell]] = []
-    for title, file in _SHAPES.items():
-        for kind in ("h200", "h100"):
-            name = f"prefill_chunks_{file}_{kind}"
-            for found in rows(name, experiment="prefill"):
-                tokens = found["chunk_tokens"]
-                gap = value(name, "gap_p99_ms", experiment="arrivals", chunk_tokens=tokens)
-                chunks.append([f"{title}, {kind.upper()}", tokens, found["prefill_tokens_per_s"], gap])
-    parts, teacher = "prefill_parts_h200", "scores_batch_h200"
     return [
         Table(
             "48 prompts of 4,096, tokens/s",
@@ -329,39 +320,9 @@ def _prefill() -> list[Table]:
             "Steps of 8,192 tokens here, of 16,384 in vLLM.",
         ),
         Table("Prompts of 2,048 arrive", ("", "here", "vLLM", "vLLM over here"), waits, names, "256 new tokens each."),
-        Table(
-            "By the size of a step of prompts",
-            ("", "tokens of a step", "tokens/s", "99th percentile of gaps, ms"),
-            chunks,
-            [f"prefill_chunks_{file}_{kind}" for file in _SHAPES.values() for kind in ("h200", "h100")],
-            "8,192 is the default, and 16,384 for mixtures of experts. The H100 ran a faster router and fused sums and "
-            "SiLU. No peer.",
-        ),
-        Table(
-            "Experts of a layer of 30B-A3B, all launches",
-            ("way", "tokens", "us", "TFLOP/s"),
-            [
-                [found["candidate"], found["tokens"], found["us"], found["tflops"]]
-                for found in rows(parts, part="experts")
-                if "tokens" in found
-            ],
-            (parts,),
-            "`today` is the way before the Hopper kernels. Aim: 550 at 16,384 tokens.",
-        ),
-        Table(
-            "Attention of a layer",
-            ("way", "heads", "prompts", "us", "TFLOP/s"),
-            [
-                [found["candidate"], found["heads"], found["shape"], found["us"], found["tflops"]]
-                for found in rows(parts, part="attention")
-                if "tflops" in found
-            ],
-            (parts,),
-            "2K over 16K: 2,048 tokens after 16,384 known ones. Aim: 474.",
-        ),
         columns(
             "A teacher scores a batch, 8B",
-            teacher,
+            "scores_batch_h200",
             {
                 **{name: name for name in ("way", "sequences")},
                 "tokens of each": "tokens",

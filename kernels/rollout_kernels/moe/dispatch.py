@@ -36,8 +36,8 @@ from rollout_kernels.moe.triton_padded_groups import gather_sum, pad_groups, spr
 from rollout_kernels.moe.triton_router import Routing
 from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_gate_up
 
-#: Tokens an expert, on average, from which on the padded path is used. Of Qwen3-30B-A3B's layer, 32 an expert took as
-#: long by either path, 128 a tenth less, 512 a fifth less (scripts/bench/results/prefill_parts_h200.jsonl).
+#: Tokens an expert, on average, from which on the padded path is used. On an H200, a layer of Qwen3-30B-A3B takes as
+#: long by either path with a quarter of them.
 _PADDED_PAIRS = 128
 
 

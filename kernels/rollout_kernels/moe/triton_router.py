@@ -33,8 +33,8 @@ from rollout_kernels.moe.formats import NO_SHARED, Shared
 #: Other experts that an expert is compared with at once, and the smallest length of vectors of experts.
 _COMPARED = tl.constexpr(128)
 _FEWEST = 32
-#: From this number of tokens on, a program chooses the experts of several tokens. On an H100, 16,384 tokens of 128
-#: experts take 16 us, and 160 with a program for each token (`scripts.bench.prefill_experts --parts between`).
+#: From this number of tokens on, a program chooses the experts of several tokens: a program for each token takes ten
+#: times as long for 16,384 tokens.
 MANY_TOKENS = 1024
 _TILE = 1024  # logits of such a program
 #: Experts whose index fits beside a short logit.

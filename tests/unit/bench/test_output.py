@@ -78,7 +78,7 @@ def named_results(pages: list[Path]) -> set[str]:
     """The names of result files in pages, with `{a,b}` replaced by its parts; they may have a `*`."""
     found = set()
     for page in pages:
-        left = re.findall(r"[\w{},*]+\.jsonl?\b", page.read_text())
+        left = re.findall(r"[\w{},*]+\.json\b", page.read_text())
         while left:
             name = left.pop()
             if parts := re.search(r"\{([^{}]*)\}", name):
@@ -94,10 +94,7 @@ def test_every_result_is_a_summary_that_a_page_names() -> None:
     assert results and not [path.name for path in results if not any(fnmatch(path.name, name) for name in names)]
     for path in results:
         text = path.read_text()
-        if path.suffix == ".jsonl":
-            assert all("part" in json.loads(line) for line in text.splitlines()), path.name
-        else:
-            assert summary_text(json.loads(text)) == text, f"{path.name} was not written by scripts.bench.output"
+        assert summary_text(json.loads(text)) == text, f"{path.name} was not written by scripts.bench.output"
     assert sum(path.read_text().count("\n") for path in results) <= 3000
 
 
