@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rollout.process.host_memory import promise
 from trainer_bridge.transports.cuda_ipc import forget_last_error
 
 #: Bytes of a block of host memory; a larger tensor has a block of its own.
@@ -77,17 +78,32 @@ class PagesBeside:
 
     def __init__(self, nbytes: int, pins: PinnedMemory | None = None) -> None:
         self._pins = PinnedMemory() if pins is None else pins
-        self._memory, self._lock = _pages(nbytes), threading.Lock()
-        self._thread = threading.Thread(target=touch, args=(self._memory, lambda: None), name="pages", daemon=True)
+        self._memory, gone = _pages(nbytes), threading.Event()
+        promise(self._memory.numel())
+        self._thread = threading.Thread(target=_take_pages, args=(self._memory, gone), name="pages", daemon=True)
         self._thread.start()
+        weakref.finalize(self, _end, self._thread, gone)
 
     def pinned(self) -> torch.Tensor:
         """The memory, once it has its pages and is pinned. Raises OSError if CUDA refuses to pin it."""
         self._thread.join()
-        with self._lock:
-            if not self._pins.add(self._memory):
-                raise OSError(0, "CUDA does not pin it")
+        if not self._pins.add(self._memory):
+            raise OSError(0, "CUDA does not pin it")
         return self._memory
+
+
+def _take_pages(memory: torch.Tensor, gone: threading.Event) -> None:
+    """Take the pages of memory, until its owner is gone."""
+    for part in memory.split(_TOUCH_BYTES):
+        if not gone.is_set():
+            touch(part, lambda: None)
+        promise(-part.numel())
+
+
+def _end(thread: threading.Thread, gone: threading.Event) -> None:
+    """End a thread, also before the process ends: it would abort inside torch."""
+    gone.set()
+    thread.join()
 
 
 def _unpin(pinned: dict[int, torch.Tensor], cudart: Callable[[], Any], forget_error: Callable[[], object]) -> None:

@@ -34,6 +34,7 @@ import contextlib
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -205,6 +206,7 @@ class WeightStaging:
         self._host = HostBlocks(self._stream is not None, advance)  # host memory of a shard
         self._buffer = torch.empty(0, dtype=torch.uint8)  # host memory where bytes arrive, with one rank
         self._pages: PagesBeside | None = None  # the memory of that, from the start on
+        self._growing = threading.Lock()  # an update may come before the end of the start
         self._blocks: Sequence[torch.Tensor] = []
         self._layout, self._arriving = _Layout(), _Arriving()
         self._kept: dict[str, _Kept] = {}
@@ -249,19 +251,24 @@ class WeightStaging:
 
     def end_pinning(self) -> None:
         """Have that memory pinned, before anything decodes. Raises ValueError if it is not given."""
+        with self._growing:
+            self._end_pinning()
+
+    def _end_pinning(self) -> None:
         if self._pages is not None and self._buffer.numel() == 0:
             with stage("pinning host memory for updates of the weights"), _pinned_or_told(parameter_bytes(self.views)):
                 self._buffer = self._pages.pinned()
 
     def reserve(self, nbytes: int) -> torch.Tensor:
         """Host memory of one rank, uint8, which grows when it is too small."""
-        if self._buffer.numel() < nbytes:
-            self.end_pinning()
-        if self._buffer.numel() < nbytes:
-            self._pages = None
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None)
-        return self._buffer[:nbytes]
+        with self._growing:
+            if self._buffer.numel() < nbytes:
+                self._end_pinning()
+            if self._buffer.numel() < nbytes:
+                self._pages = None
+                self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+            return self._buffer[:nbytes]
 
     # --- one update ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ that no thread waits forever, and `check()` raises the first fault.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
+
+from rollout.process.host_memory import available_bytes
 
 
 class DeviceError(RuntimeError):
@@ -228,11 +231,9 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         """Memory that is available without swapping, as the kernel reports it, bytes."""
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        raise OSError("/proc/meminfo has no MemAvailable line: set kv_pages")
+        if (free := available_bytes()) == math.inf:
+            raise OSError("/proc/meminfo has no MemAvailable line: set kv_pages")
+        return int(free)
 
     def synchronize(self) -> None:
         """No-op: work that is not on a stream is done when its call returns."""

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+from rollout.engine.device.streams import CpuDevice
+from rollout.process import host_memory
+from rollout.weights import pinned_memory
 from rollout.weights.pinned_memory import PagesBeside, PinnedMemory
 from rollout.weights.staging import WeightStaging
 from tests.support.bridge.harness import TinyModel
@@ -61,6 +69,51 @@ def test_an_update_that_comes_before_the_end_of_a_start_waits_for_the_memory(run
     staging = WeightStaging(TinyModel().views, "host")
     staging.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
     assert runtime.pinned == {staging.reserve(1 << 10).data_ptr()}
+
+
+def test_an_update_that_is_larger_than_the_parameters_keeps_its_memory_when_a_start_ends(runtime: Runtime) -> None:
+    pinned, go, calls = threading.Event(), threading.Event(), itertools.count()
+
+    class Slow(PagesBeside):
+        def pinned(self) -> torch.Tensor:
+            memory = super().pinned()
+            if next(calls) == 0:
+                pinned.set()
+                go.wait(20)
+            return memory
+
+    staging = WeightStaging(TinyModel().views, "host")
+    staging.begin_pinning(1 << 10, lambda nbytes: Slow(nbytes, runtime.pins()))
+    start = threading.Thread(target=staging.end_pinning)
+    start.start()
+    assert pinned.wait(20)
+    update = threading.Thread(target=staging.reserve, args=(1 << 11,))
+    update.start()
+    update.join(0.5)  # it waits for the start
+    go.set()
+    start.join(20), update.join(20)
+    assert staging.memory(0, 1 << 11).numel() == 1 << 11
+
+
+def test_memory_whose_pages_are_still_taken_is_not_free_for_others(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """KV on the host would be given the same memory, and the system would end the process."""
+    (tmp_path / "meminfo").write_text("MemAvailable:    1024 kB\n")
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    go = threading.Event()
+    monkeypatch.setattr(pinned_memory, "touch", lambda *of: go.wait(20))
+    pages = PagesBeside(1 << 18, runtime.pins())
+    assert host_memory.available_bytes() == CpuDevice().free_bytes() == (1 << 20) - (1 << 18)
+    go.set()
+    pages.pinned()
+    assert host_memory.available_bytes() == 1 << 20
+
+
+def test_a_start_that_fails_meanwhile_ends_the_process_with_its_own_status() -> None:
+    script = "import sys; from rollout.weights.pinned_memory import PagesBeside; a = PagesBeside(2 << 30); sys.exit(7)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (7, "")
 
 
 def test_memory_that_cuda_does_not_pin_ends_a_start(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
