@@ -10,7 +10,7 @@ from rollout.config.section import SettingsSection
 
 #: The log-prob of a sampled token that is shown; see `rollout/gateway/answers/logprobs.py`.
 LogprobMode = Literal["policy", "processed", "raw"]
-#: How `/inference/v1/generate` shows the experts of tokens; see `rollout/gateway/answers/routed_experts.py`.
+#: How `/inference/v1/generate` shows the experts of tokens; see `rollout/gateway/dialects/vllm.py`.
 ExpertFormat = Literal["off", "npy", "object"]
 
 

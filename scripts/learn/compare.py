@@ -2,7 +2,7 @@
 
     python -m scripts.learn.compare --json learn.json --seconds 240 --seeds 0 1 --model MODEL
         --run "sync: --mode sync" --run "staleness 4: --staleness 4"
-    python -m scripts.learn.compare --json learn.json --plan scripts/learn/plans/one_gpu.toml --model MODEL
+    python -m scripts.learn.compare --json learn.json --plan scripts/learn/plans/modes.toml --model MODEL
 
 Each run is a process of its own with its own worker. The runs of a wave start one after another on each GPU, since a
 worker measures free memory, and then train together. They share the GPU, so compare their wall times with each other

@@ -155,6 +155,20 @@ def test_files_that_a_page_names_exist(page: Path):
     assert named and not missing
 
 
+def test_files_that_docstrings_of_modules_name_exist():
+    """Paths of our own code and docs; pages have a test of their own."""
+    found = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for top in SOURCES
+        for path in (ROOT / top).rglob("*.py")
+        if top != "tests"
+        for name in re.findall(r"[\w/-]+\.(?:py|md|toml)\b", ast.get_docstring(ast.parse(path.read_text())) or "")
+    }
+    files = repository_files()
+    assert len(found) > 20
+    assert not {(path, name) for path, name in found if not any(f"/{file}".endswith(f"/{name}") for file in files)}
+
+
 @by_page
 def test_names_that_a_page_quotes_are_in_the_code(page: Path):
     quoted = [name for name in re.findall(r"`([^`\n]+)`", prose(page)) if not name.endswith(SUFFIXES)]

@@ -101,8 +101,8 @@ class EvictionOrder(Generic[K]):
 
     def check(self, keys: Set[K]) -> None:
         """Assert that exactly these entries can be evicted."""
-        assert self._others.keys() | self._leased.keys() == keys, "what gives way is not there"
-        assert len(self._others) + len(self._leased) == len(keys), "it gives way twice"
+        assert self._others.keys() | self._leased.keys() == keys, "an entry to evict is not there"
+        assert len(self._others) + len(self._leased) == len(keys), "an entry is in two orders"
 
     def _of(self, key: K) -> OrderedDict[K, None]:
         return self._leased if key in self._leased else self._others

@@ -1,7 +1,7 @@
 """A feature of steps on the host: what an optional capability adds to plans, uploads and commits.
 
 The stages of a step call these hooks of every feature that their worker has. The feature's part on the device is a
-`step.feature.DeviceFeature`.
+`step.device_feature.DeviceFeature`.
 
     request   enter
     row       ready and admitted when a sequence gets one, left when it gives it back
