@@ -712,6 +712,18 @@ def _updates() -> list[Table]:
             },
             "Compare only within the table. 0.3 is the default of `recompute_fraction`.",
         ),
+        columns(
+            "What a GRPO step of SmolLM2-135M changes",
+            "changed_weights",
+            {
+                "learning rate": lambda found: f"{found['lr']:g}",
+                "weights": "weights",
+                "values, %": lambda found: 100 * found["changed"],
+                "bytes of the changes, %": lambda found: 100 * found["bytes"],
+            },
+            "The sixth step; the bytes are those of an update as a change.",
+            step=6,
+        ),
     ]
 
 
