@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 
@@ -37,38 +36,6 @@ def graph_us(*works: Callable[[], object], runs: int = 12) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
     return sorted(times[2:])[runs // 2] / len(works)
-
-
-def ranks_graph_us(chain: Callable[[], object], calls: int, runs: int, device: torch.device) -> float:
-    """Median microseconds of one of the calls that `chain` makes, in a CUDA graph that all ranks replay together.
-
-    Every rank calls this. What `chain` returns is kept while the graph runs.
-
-    Args:
-        chain: the work that is captured: as many calls as `calls` says.
-        calls: at least 1.
-        runs: replays that are measured, at least 1.
-        device: the GPU of this rank.
-    """
-    stream, times = torch.cuda.Stream(device), []
-    with torch.cuda.stream(stream):
-        chain()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        kept = chain()
-        graph.capture_end()
-        for _ in range(runs + 3):
-            dist.barrier(device_ids=[device.index])
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()  # ranks have met when the measured one begins
-            begin.record()
-            graph.replay()
-            end.record()
-            stream.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / calls)
-    del kept
-    return sorted(times[3:])[runs // 2]
 
 
 @triton.jit

@@ -468,28 +468,6 @@ def _several_gpus() -> list[Table]:
             {"": job, "floor": "floor_s", "s": "total_s", "last tenth": "tail_s", "idle GPU-seconds": "idle_gpu_s"},
         ),
         columns(
-            "A sum over GPUs with residual and norm, us",
-            ("all_reduce_tp2_h200", "all_reduce_tp4_h200"),
-            {
-                "KB": "KB",
-                "by words": "words, norm, us",
-                "by flagged rows": "rows, norm, us",
-                "NCCL, then the norm": "nccl, then norm, us",
-            },
-            "The first lines are two GPUs, the others four. In a captured graph. Aim: 7 us at 72 KB on two GPUs.",
-        ),
-        columns(
-            "All truncation rules at once over 151,936 logits, us",
-            "sharded_rules_h200",
-            {
-                "rows": "rows",
-                "ranks, over each other's memory": "peers, us",
-                "ranks, over NCCL": "gathered, us",
-                "one GPU with all logits": "joined, us",
-            },
-            rule="all",
-        ),
-        columns(
             "A killed rank of four, 30B-A3B",
             "rank_workers_30b_a3b_tp4_h200",
             {"": "what", "rows": "rows", "s": "s", "ms": "ms"},
