@@ -5,7 +5,7 @@ median and the spread of repeated measurements, not each of them. Every entry of
 row, so a change of one figure is a change of one line:
 
     {
-     "command": "python -m scripts.bench.delta --rows 8",
+     "command": "python -m scripts.bench.decode --rows 8",
      ...
      "rows": [
       {"rows": 8, "us": 22.5},

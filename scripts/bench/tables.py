@@ -804,15 +804,6 @@ def _kernels() -> list[Table]:
         )
     errors = next(found["errors"] for found in rows("moe_h200", format="plain", tokens=8) if "errors" in found)
     here, vllm = (errors[name]["relative"] for name in ("chosen", "vllm"))
-    old, new = dict.fromkeys(found["code"] for found in rows("step_split_h200"))
-    split: list[list[Cell]] = []
-    for found in rows("step_split_h200", code=old):
-        after = value("step_split_h200", "steady_ms", code=new, shape=found["shape"], rows=found["rows"])
-        label = f"{found['shape']}, {counted(found['rows'], 'row')}, ms a step"
-        split.append([label, f"{found['steady_ms']:.3f}", f"{after:.3f}"])
-    for found in rows("kernels_old_new_h200", kernel="experts"):
-        label = f"experts, {found['format']}, {counted(found['tokens'], 'token')}, us"
-        split.append([label, found["old_us"], found["new_us"]])
     tuned = [f"moe_tuning{kind}_h200" for kind in ("", "_codes", "_fp8_row", "_tp4")]
     return [
         *layers,
@@ -873,32 +864,6 @@ def _kernels() -> list[Table]:
             ),
             "rows",
             ("shape",),
-        ),
-        across(
-            columns(
-                "Gated DeltaNet in a decode step, Qwen3.5-27B, us a layer",
-                "delta_27b_h100",
-                {"kernel": "kernel", "rows": "rows", "floor": "floor_us", "us": "us"},
-                "With one warp for 64 values the state does not fit in registers.",
-            ),
-            "rows",
-            ("kernel",),
-        ),
-        columns(
-            "Group attention of 30B-A3B by tile, ms a step",
-            ("group_steps_30b_a3b_h100", "group_steps_30b_a3b_tile_64_h100"),
-            {
-                "rows x prompt": lambda found: f"{found['rows']} x {found['prompt']:,}, n = {found['n']}",
-                "pages of a group": lambda found: "read once" if found["group_attention"] else "read by each row",
-                "ms": "steady_ms",
-            },
-            "The first lines have tiles of 32 heads, the others of 64.",
-        ),
-        Table(
-            "The step as plan, pack and execute",
-            ("", "before", "after"),
-            split,
-            ("step_split_h200", "kernels_old_new_h200"),
         ),
     ]
 

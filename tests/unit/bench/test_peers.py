@@ -484,10 +484,8 @@ def test_script_measures_and_goes_on_without_vllm(tmp_path: Path, capsys):
     [
         "bench.compare_peers",
         "bench.decode",
-        "bench.delta",
         "bench.attention",
         "tune.linear",
-        "tune.steps",
         "bench.profile_decode",
     ],
 )
