@@ -53,8 +53,8 @@ The later source wins:
 _MODELS_INTRODUCTION = """\
 # Models
 
-The native families, by `architectures` of config.json; others: [fallback](fallback.md). Checkpoints are safetensors in
-16 or 32 bits; MXFP4 experts of gpt-oss are decoded.
+{count} native families, by `architectures` of config.json; others: [fallback](fallback.md). Checkpoints are
+safetensors in 16 or 32 bits; MXFP4 experts of gpt-oss are decoded.
 
 - **images**: with `model.images` the worker also serves images and videos; torch runs the vision tower, and updates may
   omit its tensors. Otherwise it serves the language model alone.
@@ -198,8 +198,8 @@ states that are not in transformers' cache classes; models that have their own l
 
 ## Architectures
 
-{served} of the {all} decoder-only causal LMs of transformers {version} are served ({share:.0%}), {native} of them by
-[native families](models.md). `python -m scripts.check.architectures` loads a tiny random checkpoint of each, and
+{served} of the {all} decoder-only causal LMs of transformers {version} are served ({share:.0%}), in the ways below or
+as [native families](models.md). `python -m scripts.check.architectures` loads a tiny random checkpoint of each, and
 compares log-probs with transformers' class in float32. Names lack `ForCausalLM`.
 """
 
@@ -296,7 +296,7 @@ def models_page() -> str:
         for entry in entries:
             marks.setdefault(_on_gpu(*entry), {}).update(dict.fromkeys(_marks(name, entry[1])))
         families += [(way, _marked(whole.models, [*images, *of_way]), name) for way, of_way in marks.items()]
-    lines = [_MODELS_INTRODUCTION]
+    lines = [_MODELS_INTRODUCTION.format(count=len(FAMILIES.keys() | MULTIMODAL.keys()))]
     for way, meaning in _WAYS.items():
         if found := sorted(family for family in families if family[0] == way):
             lines += ["", f"**{way}**: {meaning}", "", *(f"- {models}: `{name}`" for _, models, name in found)]
@@ -497,7 +497,7 @@ def fallback_page() -> str:
             not_served.setdefault("not tried: no tiny model could be made", []).append(name)
     native = sum(result.served == "native" for result in best)
     served = native + sum(map(len, by_way.values()))
-    counts = {"served": served, "native": native, "all": len(best), "share": served / len(best)}
+    counts = {"served": served, "all": len(best), "share": served / len(best)}
     lines = [_FALLBACK_INTRODUCTION.format(version=version, **counts)]
     for title, groups in (("", by_way), ("\n## Not served\n", not_served)):
         lines += [title] if title else []

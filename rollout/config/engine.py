@@ -57,7 +57,7 @@ class KVSettings(SettingsSection):
         gt=0.0,
         le=0.98,
         description="share of the memory without the weights for KV and, on a GPU, the largest steps; none: 0.25 on a "
-        "CPU; on a GPU 5% stay free, 3 GiB to 15% (15% with sleep); not with kv_pages",
+        "CPU; on a GPU all but 5%, which is at least 3 GiB and at most 15% (15% with sleep); not with kv_pages",
     )
     kv_memory_max_gib: float | None = Field(
         None, gt=0, description="most GiB of the KV pool; set it if a trainer shares the GPU"

@@ -7,7 +7,7 @@ built from its own spec alone, so layers may differ in everything but the width 
       layers: LayerSpec, one a layer
         mixer          AttentionSpec                         mixes tokens, keeps KV by page
                        | LatentSpec                          mixes tokens, keeps a latent by page
-                       | a StateMixer                        mixes tokens, keeps one state a row
+                       | StateMixerSpec                      mixes tokens, keeps one state a row
         feed_forward   DenseSpec | MoESpec with a RouterSpec  works on each token alone
 
 The spec of a shard says what one rank of a tensor group has: its numbers of heads and widths are the rank's, and the

@@ -1,6 +1,6 @@
 """The beat of a follower: a thread that reports that the process lives, and how far its device is.
 
-    every quarter of a second    done, parts, fault, beat    in this order: a beat tells that numbers before it are new
+    every quarter of a second    done, parts, fault, beat    in this order: a new beat means that the others are new
 
 The beat has its own thread, so a long launch, a compilation or a large update does not silence it: if the beat stands
 still, the whole process does. The other numbers tell whether the loop and the device go on (`group_watch.py`).

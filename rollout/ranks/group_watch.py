@@ -18,8 +18,8 @@ A healthy group must not be ended, however slow it is:
 - No time counts while a rank compiles a kernel.
 - Work that moves gigabytes (updates, swaps, sleeps) is done in parts, and each part that is done begins the time anew.
   So no order needs a longer limit than another.
-- A copy that waits for its turn on the device is not begun, and does not count. For copies no time counts while the
-  main thread of a follower does not look for their ends: it is at an order, which is judged.
+- A copy that waits for its turn on the device is not begun, and does not count. A follower's main thread sees the ends
+  of copies between two orders. So no time counts for copies while it carries out an order, which is a lane of its own.
 - A rank on a CPU computes steps in a thread. While such a thread uses CPU time, the ranks are slow, not hung. So is a
   main thread.
 - If all ranks have completed what they were given, the loop of rank 0 hangs. The watchdog of the worker finds that.

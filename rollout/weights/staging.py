@@ -13,9 +13,9 @@ In a group of several ranks, a rank keeps what its shard needs, cut from pieces 
     staging memory             |== a ==|= b =|= c == c =|                            in the order of the parameters
                                '--- one copy of a swap ----'                         where these lie side by side, too
 
-Staging memory is on the device, allocated once, or on the host. Host memory of one rank takes its pages beside the rest
-of the start, and is pinned at its end. That of several ranks is in blocks, which are pinned one by one when their first
-bytes come: nothing is pinned before the first update. In place there is no staging memory, except for tensors that can
+Staging memory is on the device, allocated once, or on the host. For one rank, a thread of the start gets the pages of
+host memory, which is pinned when the start ends. For several ranks it is in blocks; each is pinned when its first bytes
+come, so nothing is pinned before the first update. In place there is no staging memory, except for tensors that can
 only be copied as a whole, such as quantised ones.
 
 Invariants:

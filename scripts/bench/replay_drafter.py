@@ -36,7 +36,7 @@ def chance_of(length: float, k: int) -> float:
 
 
 class ReplayDrafter:
-    """Drafts from the recorded tokens of requests, by their names; a `Drafter`.
+    """Drafts from the recorded tokens of requests, by their names; a `HostDrafter`.
 
     Args:
         recorded: tokens of each request's first completion.

@@ -8,11 +8,14 @@ import tomllib
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from rollout.engine import gate
 from rollout.metrics.idle import IDLE_CAUSES
+from rollout.models import spec
+from rollout.models.families import FAMILIES, MULTIMODAL
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -116,6 +119,20 @@ def test_the_architecture_lists_the_layers_of_the_import_contracts():
     assert listed == expected
 
 
+def test_the_page_of_models_lists_the_kinds_of_blocks():
+    listed = set(re.findall(r"\w+Spec\b", section(DOCS / "design/models.md", "A model is data"))) - {
+        "ModelSpec",
+        "LayerSpec",
+    }
+    kinds = (*get_args(spec.KVMixerSpec), *get_args(spec.StateMixerSpec), *get_args(spec.FeedForwardSpec))
+    assert listed == {kind.__name__ for kind in kinds}
+
+
+def test_the_readme_counts_the_native_families():
+    (count,) = re.findall(r"^\| model families \| \[(\d+)\]", (ROOT / "README.md").read_text(), re.M)
+    assert int(count) == len(FAMILIES.keys() | MULTIMODAL.keys())
+
+
 def test_the_map_lists_every_package():
     inside = ("rollout", "rollout/engine", "trainer_bridge")
     packages = {init.parent for name in inside for init in (ROOT / name).glob("*/__init__.py")}
@@ -175,6 +192,28 @@ def test_names_that_a_page_quotes_are_in_the_code(page: Path):
     names = {word for name in quoted for word in re.findall(r"[A-Za-z_]\w*", name)}
     unknown = names - source_words() - MADE_UP
     assert names and not unknown
+
+
+def test_files_and_classes_that_the_code_quotes_exist():
+    sources = {path: path.read_text() for name in SOURCES for path in (ROOT / name).rglob("*.py")}
+    del sources[Path(__file__)]
+    defined: dict[str, list[str]] = {}
+    for path, text in sources.items():
+        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        for name in re.findall(r"^class (\w+)", text, re.M):
+            defined.setdefault(name, []).append(module)
+        if path.name == "__init__.py":
+            for name in re.findall(r"\b[A-Z]\w*[a-z]\w*", text):
+                defined.setdefault(name, []).append(module.removesuffix(".__init__"))
+    wrong = []
+    for path, text in sources.items():
+        for name in re.findall(r"`([\w./-]+\.(?:py|md|toml))`", text):
+            if not any(f"/{file}".endswith(f"/{name}") for file in repository_files()):
+                wrong.append((path.name, name))
+        for module, name in re.findall(r"`([a-z_][\w.]*)\.([A-Z]\w+)`", text):
+            if name in defined and not any(f".{where}".endswith(f".{module}") for where in defined[name]):
+                wrong.append((path.name, f"{module}.{name}"))
+    assert len(sources) > 500 and not wrong
 
 
 def anchors(page: Path) -> set[str]:

@@ -54,7 +54,7 @@ class Completion:
     top_ids: np.ndarray | None = None  # int32 [tokens, k], likeliest first
     top_logprobs: np.ndarray | None = None  # float32 [tokens, k], at temperature 1
     #: list of `[position, weights version]`: before this token was drawn, all earlier KV was computed again under this
-    #: version (two entries: in two parts). Otherwise a token's KV has the version that drew the next token
+    #: version (two entries: in two parts). KV that is not recomputed has the version of the token after it
     recomputed: list[tuple[int, int]] = field(default_factory=list)
     #: list of `[position, weights version, tokens]`, with `engine.max_kv_age`: before this token was drawn, KV of this
     #: number of tokens was taken from earlier requests, turns or completions, from the first token on. The version is

@@ -5,6 +5,6 @@ events. Neither has a reference to the other's objects.
 
     service --Command--> engine.inbox          engine --Event--> service.outbox
 
-The weight receiver, too, puts a command into the inbox: `Look`. Both queues are FIFO and thread-safe. Arrays are frozen
-by convention: no code writes to an array after it was sent.
+The weight receiver, too, puts a command into the inbox: `NextTick`. Both queues are FIFO and thread-safe. Arrays are
+frozen by convention: no code writes to an array after it was sent.
 """

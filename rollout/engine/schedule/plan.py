@@ -36,12 +36,12 @@ class PromptPart:
     """The additional fields of a span of a prompt."""
 
     tokens: np.ndarray  # int32 [tokens in]
-    scored: int = 0  # tokens, after the `unscored` first ones, whose successor's log-prob is wanted: it is the prompt's
+    scored: int = 0  # tokens, after the first `unscored` ones, for which the next prompt token's log-prob is wanted
     copies: tuple[tuple[int, int], ...] = ()  # (source page, target page) to copy before anything is written
     saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) to which the row's state is saved first
     loads: tuple[tuple[int, int], ...] = ()  # (place of a snapshot, row) that is loaded first, after all saves
     decodes: bool = True  # the decode forward can compute these tokens
-    unscored: int = 0
+    unscored: int = 0  # first tokens for which it is not
 
 
 #: The `prompt` of a decode row, whose token the device drew last.

@@ -8,7 +8,7 @@ The stages of a step call these hooks of every feature that their worker has. Th
     prompts   fit for each prompt
     decode    plan_decode
     step      pack, launched, commit, committed; delta_fields for each delta
-    KV        stow, fetched (`PageMirror`)
+    KV        the hooks of `PageMirror`
     loop      tick
     between   weights_changed, memory_leaves
 """

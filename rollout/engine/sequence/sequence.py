@@ -177,7 +177,7 @@ class Sequence:
         self.finalized = False
         self.finish: Finish | None = None
         self.inflight_refs = 0
-        self.void = 0  # the first of them that are not committed: their tokens are dropped
+        self.void = 0  # the first steps of `inflight_refs`: their commits drop its tokens
         self.launched = self.drawn.known
         self.ahead = 0  # tokens in flight that a step may refuse (`plan.TokensAhead`)
         self.check_at = 0  # tokens at which something is due again, if none of them stops it
@@ -185,7 +185,7 @@ class Sequence:
         self.row_ready = False  # a launched step has set up the row's device state
         self.may_share = False  # counted in group.unstarted
         self.computed = 0  # tokens whose KV its first prefill computes; 0 before its first row
-        self.turn = 0  # position of its prompt in the order of prompts (`prompt_turns`)
+        self.turn = 0  # position of its prompt in the order of prompts (`PromptTurns`)
 
     @property
     def tokens(self) -> array:

@@ -62,8 +62,6 @@ class Sampler:
     ) -> None:
         """Draw a token for each of `rows_S` (int64) from float32 logits; `output_4R` is a slot's output.
 
-        The logits cover the vocabulary, or the shard.
-
         `masks` is read only with `RowNeeds.CONSTRAIN`.
         """
         if logits_SV.is_cuda:

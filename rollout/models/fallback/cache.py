@@ -1,7 +1,7 @@
 """A cache of transformers for one piece of a step: its layers keep nothing themselves.
 
 Keys and values go to the pages of the pool and come from there; states come from the state pool, and go back to it when
-the piece has run. What each layer keeps was noted by one forward (`note_cache`) under caches of the same classes.
+the piece has run. What each layer keeps was noted by one forward (`probe_cache`) under caches of the same classes.
 
 Legend: B rows, N tokens of each row in the piece, L tokens of a row's context, G KV heads, D dimension, P pages,
 S page size, R places of the state pool.

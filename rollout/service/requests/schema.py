@@ -210,8 +210,8 @@ class GenerateMessage(RequestHeader):
     cache_salt: Salt | None = None  # 1 to 1024 characters; only equal salts share KV
     session: Id | None = None  # name of a [conversation](#sessions)
     session_lease_s: Number | None = Field(None, gt=0)  # seconds that a session keeps its KV after the turn; 300
-    #: seconds after the request (at most 3600) in which KV without a lease is dropped before its KV; needs the prefix
-    #: cache; models with states need a session
+    #: seconds after the request (at most 3600) in which its KV is dropped only if no KV without a lease is left; needs
+    #: the prefix cache; models with states need a session
     lease_s: Number | None = Field(None, gt=0)
     end_of_session: bool = False  # do not keep the KV of this turn
     fork: Fork | None = None  # the tokens of [an earlier request](#earlier-tokens)
