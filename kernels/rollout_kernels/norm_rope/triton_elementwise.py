@@ -41,6 +41,7 @@ from rollout_kernels.lora.triton_lora import begin_expand, correction_arguments,
 
 _BLOCK_HEADS = 8  # heads of a program of `finish_qkv`
 _EMBED_BLOCK = 1024
+_NANS = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -344,8 +345,9 @@ def _finish_qkv_kernel(
         x_low = narrow(low * scale * weight_low, dtype).to(tl.float32)
         x_high = narrow(high * scale * weight_high, dtype).to(tl.float32)
     if CLIPPED:
-        x_low, x_high = tl.clamp(x_low, -clip, clip), tl.clamp(x_high, -clip, clip)
-        low, high = tl.clamp(low, -clip, clip), tl.clamp(high, -clip, clip)
+        # What is not a number stays so: it must reach the logits.
+        x_low, x_high = tl.clamp(x_low, -clip, clip, _NANS), tl.clamp(x_high, -clip, clip, _NANS)
+        low, high = tl.clamp(low, -clip, clip, _NANS), tl.clamp(high, -clip, clip, _NANS)
     if NORM:
         scale = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
         if UNIT_OFFSET:

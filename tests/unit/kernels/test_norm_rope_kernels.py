@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 from rollout_kernels import apply_rope, rms_norm, rope_cos_sin
@@ -173,6 +178,40 @@ def test_queries_and_keys_are_normalised_all_heads_together_and_clipped(q_heads,
     found = got, *(cache.flatten(0, 1)[slots] for cache in caches)
     for mine, exact in zip(found, (q, k, v), strict=True):
         assert relative(mine.flatten(1), exact) < 1e-5
+
+
+CLIPPED = """
+    import torch
+    from rollout_kernels.norm_rope.triton_elementwise import finish_qkv
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+    from rollout.engine.step.compile_ahead import compile_kernels_of
+    from scripts.check.compile_kernels import OfflineDriver
+
+    device = OfflineDriver(90)
+    device.launcher_cls = lambda source, metadata: None
+    driver.set_active(device)
+    CompiledKernel.run = property(lambda kernel: None)
+    tables, caches = torch.ones(2, 1, 16), torch.zeros(4, 4, 2, 16)
+    how = torch.arange(2), caches, caches.clone(), 4
+    clipped = lambda: finish_qkv(torch.zeros(1, 2, 128), None, None, 1e-6, tables, tables, *how, clip=0.7)
+    compile_kernels_of(clipped, threads=1)
+"""
+
+
+def test_bounds_let_values_through_that_are_no_numbers(tmp_path):
+    """As a GPU compares them: the interpreter's bounds always do."""
+    script = tmp_path / "clipped.py"
+    script.write_text(textwrap.dedent(CLIPPED))
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TRITON_INTERPRET", None)
+    ran = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    (code,) = (path.read_text() for path in (tmp_path / "cache").glob("*/_finish_qkv_kernel.ptx"))
+    bounds = [line for line in code.splitlines() if line.strip().startswith(("min.", "max."))]
+    assert bounds and all(".NaN" in line for line in bounds if ".f32" in line)
 
 
 @pytest.mark.parametrize(("dim", "turned"), [(16, 16), (24, 12), (16, 4)])
