@@ -145,7 +145,10 @@ class FollowerUpdates:
     def _close_offered(self) -> None:
         offered, self._offered = self._offered, None
         if offered is not None:
-            offered.close()
+            try:
+                offered.close()
+            except OSError as error:
+                log.warning("the publisher's memory cannot be closed: %s", error)
 
     def _keep(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
         """Keep this rank's part of a piece, unless the update is refused."""

@@ -241,11 +241,11 @@ class UpdateIntake:
         error.__context__ = error.__cause__ = None
         error.with_traceback(None)
         self.failure = (incoming.token, error_reply(error))  # raised again, the error would collect frames again
-        try:
-            current.begin.receiver.drop(incoming, error)
-            destination.abandon()
-        except Exception:  # a device or a publisher is gone; waiting publishers still get their answers
-            _log.exception("dropping weights version %d failed", incoming.manifest.version)
+        for drop in (lambda: current.begin.receiver.drop(incoming, error), destination.abandon):
+            try:
+                drop()
+            except Exception:  # a device or a publisher is gone; waiting publishers still get their answers
+                _log.exception("dropping weights version %d failed", incoming.manifest.version)
         if destination.dirty:
             self._gate.fail_hold(
                 f"version {incoming.manifest.version} of the weights was written in place, in part: {error}. "

@@ -211,7 +211,7 @@ class Readers:
 
     def __init__(self, transport: str, patch: pytest.MonkeyPatch) -> None:
         self.opened = self.closed = self.nbytes = 0
-        self.refuses = self.damages = False
+        self.refuses = self.damages = self.keeps = False
         entry = TRANSPORTS[transport]
         assert entry.offered is not None
         self._open = entry.offered
@@ -231,6 +231,8 @@ class Readers:
         def closes() -> None:
             self.closed += 1
             close()
+            if self.keeps:
+                raise OSError(4, "no such memory")
 
         memory.read, memory.close = reads, closes  # type: ignore[method-assign]
         return memory
@@ -273,6 +275,32 @@ def test_each_rank_reads_its_buckets_in_the_publisher_memory(
         readers.refuses = False
         publish(5)
         assert readers.nbytes >= theirs
+
+
+def test_all_ranks_close_the_publisher_memory_though_it_cannot_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver refuses to close memory of a process that has died."""
+    readers, peers = Readers("cuda_ipc", monkeypatch), [FileMemory(tmp_path) for _ in range(2)]
+    with (
+        GroupWorker(2, shared=tmp_path, peers=peers) as worker,
+        WeightPublisher(worker.endpoint, transport="cuda_ipc", bucket_bytes=SMALL) as publisher,
+    ):
+        share_from(publisher, tmp_path)
+        publisher.publish(tensors_of(1), 1).applied(60)
+
+        def refuse(memory: FileMemory, opened: torch.Tensor) -> None:
+            raise OSError(4, "no such memory")
+
+        readers.damages = readers.keeps = True
+        with monkeypatch.context() as patch:
+            patch.setattr(FileMemory, "close", refuse)
+            with pytest.raises(WeightsRejected, match="damaged"):
+                publisher.publish(tensors_of(2), 2).applied(60)
+            assert readers.opened == readers.closed == 1
+        readers.damages = False
+        publisher.publish(tensors := tensors_of(3), 3).applied(60)
+        assert worker.serve(tensors) and readers.opened == readers.closed == 2
 
 
 def test_a_layout_that_changes_comes_whole_once() -> None:
