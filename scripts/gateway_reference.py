@@ -70,7 +70,7 @@ def endpoints_page() -> str:
         described = [] if body is None else [*_body(body)]
         fields = f" {'; '.join(described)}." if described else ""
         lines.append(f"- {', '.join(map(_shown, endpoints))}: {sentence}{fields}")
-    lines.append(f"- {', '.join(_path(each) for each in of_tinker)}: [Tinker](../integrations/tinker.md).")
+    lines.append(f"- {', '.join(_path(each) for each in of_tinker)}: [Tinker](../integrations/http.md#tinker).")
     for body, title in _titles().items():
         if _beside(body) is None:
             lines += ["", f"## {title}", "", *(f"- {line}" for line in _body(body))]

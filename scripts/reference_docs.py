@@ -167,6 +167,24 @@ _AT_THE_END = """
 Over the run: in W&B's summary (over restarts), each JSON line, and `totals` of the last line that the worker prints.
 """
 
+_MEASURING = """
+## How they are measured
+
+For engineers; code: `rollout/metrics`. A [recipe](../recipes.md#a-metric) adds a metric.
+
+```
+ loop --StepTiming--> Meter --every interval_s--> report --> bounded queue --> thread --> JSON lines | W&B | Prometheus
+        set, add, observe                                        /metrics and /health: threads of their own
+```
+
+- `definitions.py` declares every metric once, for all places that show it. `idle.py` says how idle time is split.
+- Only the loop calls the meter, so there is no lock. A step counts when it is committed.
+- The loop never waits for a file or a network: if the queue is full, the report is dropped. A sink that raises gets no
+  more reports.
+- Counters survive a fault and never fall. Device times come from events, converted to the host's clock.
+- `by_version.py` writes a row for each weights version once it has ended. `mismatch.py` compares a trainer's log-probs
+  with the worker's, on a service thread."""
+
 _FALLBACK_INTRODUCTION = """\
 # Models without a native family
 
@@ -233,7 +251,7 @@ def metrics_page() -> str:
     for section, metrics in groups.items():
         lines += ["", f"## {section}", "", *_metric_lines(metrics)]
     lines += [_BY_VERSION, *_metric_lines(VERSION_METRICS)]
-    lines += [_AT_THE_END, *_metric_lines(TOTALS)]
+    lines += [_AT_THE_END, *_metric_lines(TOTALS), _MEASURING]
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,6 @@ from typing import get_args
 import pytest
 
 from rollout.engine import gate
-from rollout.metrics.idle import IDLE_CAUSES
 from rollout.models import spec
 from rollout.models.families import FAMILIES, MULTIMODAL
 
@@ -31,11 +30,11 @@ MOST_WORDS = {
     DOCS / "architecture.md": 1500,
 }
 #: Words of all pages by hand together, without the changelog.
-MOST_WORDS_BY_HAND = 22_000
+MOST_WORDS_BY_HAND = 21_250
 MOST_DRAWINGS, MOST_GLOSSARY_WORDS = 4, 40
 #: Pages that are written by hand; scripts write the other folders of docs.
 BY_HAND = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("design/*.md"))]
-BY_HAND += [*sorted(DOCS.glob("notes/*.md")), *sorted(DOCS.glob("integrations/*.md"))]
+BY_HAND += sorted(DOCS.glob("integrations/*.md"))
 MOST_NUMBERS = 15
 #: Names that the recipes make up.
 MADE_UP = {"epsilon", "epsilon_S", "rollout_kv_cached_pct", "NAME"}
@@ -143,11 +142,6 @@ def test_the_map_lists_every_package():
     }
     listed = [folder.strip("`") for folder, _ in rows(section(DOCS / "architecture.md", "Map"))]
     assert sorted(listed) == sorted(expected)
-
-
-def test_the_metrics_page_lists_the_causes_of_idleness():
-    listed = [cause.strip("`") for cause, _ in rows(section(DOCS / "design/metrics.md", "Where time goes"))]
-    assert sorted(listed) == sorted(IDLE_CAUSES)
 
 
 def test_the_architecture_leads_to_every_page_of_a_subsystem():

@@ -100,10 +100,5 @@ def test_every_result_is_a_summary_that_a_page_names() -> None:
 
 def test_every_result_that_the_pages_of_figures_name_is_there() -> None:
     docs, results = Path(__file__).parents[3] / "docs", [path.name for path in DEFAULT_FOLDER.iterdir()]
-    pages = [
-        docs / "performance.md",
-        docs / "correctness.md",
-        *(docs / "notes").iterdir(),
-        *(docs / "benchmarks").glob("*.md"),
-    ]
+    pages = [docs / "performance.md", *(docs / "benchmarks").glob("*.md")]
     assert not [name for name in named_results(pages) if not any(fnmatch(result, name) for result in results)]
