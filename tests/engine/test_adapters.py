@@ -348,13 +348,3 @@ def test_other_requests_pay_nothing(model, adapters):
         assert (not bench.engine.executor.step.rows.columns) == (slots == 0)
         bench.close()
     assert found[0] == found[1]
-
-
-def test_an_engine_without_adapters_refuses_a_request_that_names_one(model, prompt_of):
-    """Else its rows would be drawn by the base model."""
-    bench = Bench(model)
-    bench.submit("a", prompt_of(9), 4, adapter="a0")
-    bench.run()
-    (refused,) = [event for event in bench.events if isinstance(event, Rejected)]
-    assert refused.code == "bad_request" and "ADAPTER" in refused.message and not bench.completions
-    bench.close()

@@ -92,7 +92,7 @@ class Rejected:
     """A request was not admitted."""
 
     key: RequestKey
-    code: Literal["too_long", "overloaded", "unavailable", "bad_request", "internal"]
+    code: Literal["overloaded", "unavailable", "bad_request", "internal"]
     message: str
     field: str | None = None
 

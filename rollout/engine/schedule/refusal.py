@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.fair_queue import SweptHeap
-from rollout.engine.sequence.row_needs import OPTIONAL, RowNeeds, needs_of
 from rollout.engine.sequence.sequence import Group
 
 
@@ -23,33 +22,21 @@ class SchedulerLimits:
 
 
 def refusal(
-    request: Request,
-    limits: SchedulerLimits,
-    pool_tokens: int,
-    waiting: int,
-    session_busy: bool = False,
-    served: RowNeeds = OPTIONAL,
+    request: Request, limits: SchedulerLimits, pool_tokens: int, waiting: int, session_busy: bool
 ) -> Rejected | None:
-    """The reason to refuse a request, or None. `served` are the optional needs that features serve."""
-    total, most = len(request.prompt) + request.max_tokens, min(limits.max_context, pool_tokens)
-    if total > most:
-        message = f"prompt plus max_tokens is {total} tokens and this worker holds at most {most}: ask for fewer"
-        return Rejected(request.key, "too_long", message, "max_tokens")
+    """The reason to refuse a request at this moment, or None. `rollout/service/requests/intake.py` checks all else."""
+    assert len(request.prior.token_ids) <= request.max_tokens, "the service checks max_tokens"
+    most = min(limits.max_context, pool_tokens)
+    assert len(request.prompt) + request.max_tokens <= most, "the service checks the length"
     if request.n > limits.max_queue:
         message = f"n is {request.n} and max_queue is {limits.max_queue} completions: ask for fewer at a time"
         return Rejected(request.key, "bad_request", message, "n")
     if waiting + request.n > limits.max_queue:
         message = f"{waiting} completions wait, max_queue is {limits.max_queue}: come back later, or set a larger one"
         return Rejected(request.key, "overloaded", message)
-    if len(request.prior.token_ids) > request.max_tokens:
-        message = f"max_tokens includes the tokens of continue_from: set it to at least {len(request.prior.token_ids)}"
-        return Rejected(request.key, "bad_request", message, "continue_from.token_ids")
     if session_busy:
         message = "a turn of this session has not ended yet: wait for its result or cancel it, or use another session"
         return Rejected(request.key, "bad_request", message, "session")
-    if missing := needs_of(request) & OPTIONAL & ~served:
-        message = f"this worker was started without what the request needs: {missing.name}"
-        return Rejected(request.key, "bad_request", message)
     return None
 
 

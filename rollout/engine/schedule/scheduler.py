@@ -50,7 +50,6 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.roster = roster
-        self._served = functools.reduce(lambda needs, feature: needs | feature.serves, roster.features, RowNeeds.NONE)
         self._page_size = roster.allocator.page_size
         self._deadlines = Deadlines()
         self._arrivals = 0
@@ -68,7 +67,7 @@ class Scheduler:
         busy = allocator.sessions.turn_of(request) in roster.groups
         now = roster.clock()
         group = Group(request, arrived_s=now, client=request.key[0], unfinished=request.n)
-        rejected = refusal(request, self.limits, pool_tokens, roster.waiting, busy, self._served)
+        rejected = refusal(request, self.limits, pool_tokens, roster.waiting, busy)
         for feature in roster.features:
             rejected = rejected or feature.enter(group)
         if rejected is not None:

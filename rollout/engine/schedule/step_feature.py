@@ -22,7 +22,6 @@ from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.messages.to_service import DeltaFields, Rejected
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import UploadStaging
@@ -34,7 +33,6 @@ class StepFeature(PageMirror):
     """One feature of an engine. A hook that is not overridden does nothing."""
 
     name: ClassVar[str]  # equal to the name of its device feature
-    serves: ClassVar[RowNeeds] = RowNeeds.NONE  # needs in `OPTIONAL`: refused without the feature
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,6 @@ class RowNeeds(IntFlag):
         return bool(self & ~(RowNeeds.GREEDY | RowNeeds.DRAW | RowNeeds.TOP | RowNeeds.ADAPTER))
 
 
-#: Needs that a worker may not serve: each takes a `StepFeature`.
-OPTIONAL = RowNeeds.ADAPTER
 #: Sampling that is inside a captured step.
 PLAIN = RowNeeds.GREEDY | RowNeeds.DRAW
 #: The need of a sampling rule, by its part of the draw. Every draw has a temperature.

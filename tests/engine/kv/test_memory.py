@@ -135,18 +135,6 @@ def test_the_lowest_priority_then_the_youngest_is_preempted_first(model, prompt_
     bench.close()
 
 
-def test_a_request_that_can_never_fit_is_refused_with_the_numbers(model, prompt_of):
-    bench = Bench(model, kv_pages=9)
-    bench.submit("a", prompt_of(20), 20)
-    bench.submit("b", prompt_of(12), 20)
-    bench.run()
-    refusals = [event for event in bench.events if isinstance(event, Rejected)]
-    assert [(r.key[1], r.code, r.field) for r in refusals] == [("a", "too_long", "max_tokens")]
-    assert "40 tokens" in refusals[0].message and "32" in refusals[0].message
-    assert len(bench.tokens("b")) == 20
-    bench.close()
-
-
 def test_a_full_queue_is_overloaded(model, prompt_of):
     bench = Bench(model, max_queue=3)
     for i in range(5):
@@ -235,9 +223,15 @@ def _versionless_init(self, version: int, page_size: int, adapter_edition: int =
 
 
 @pytest.mark.parametrize(("pages", "longest"), [(9, 32), (600, 1024)])
-def test_the_longest_sequence_is_bounded_by_model_and_pool(model, pages, longest):
+def test_the_longest_sequence_is_bounded_by_model_and_pool(model, prompt_of, pages, longest):
     bench = Bench(model, kv_pages=pages)
     assert longest_sequence(bench.settings, model, bench.engine) == longest
+    bench.submit("fits", prompt_of(longest - 20), 20)
+    bench.run()
+    assert len(bench.tokens("fits")) == 20
+    bench.submit("waits for ever", prompt_of(longest - 19), 20)
+    with pytest.raises(AssertionError, match="length"):
+        bench.run()
     bench.close()
 
 

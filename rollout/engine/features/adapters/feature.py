@@ -16,7 +16,6 @@ from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.preemption import restart_prompts
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.step_feature import StepFeature, find_feature
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.upload import UploadStaging
 from rollout.models.lora_slots import AdapterWeights
@@ -26,7 +25,6 @@ class AdaptersFeature(StepFeature):
     """The adapters of one engine; `table` has their slots."""
 
     name = "adapters"
-    serves = RowNeeds.ADAPTER
 
     def __init__(self, table: AdapterTable) -> None:
         self.table = table
