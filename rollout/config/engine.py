@@ -345,9 +345,7 @@ class EngineSettings(
         return self
 
     @model_validator(mode="after")
-    def _disk_of_one_rank(self) -> EngineSettings:
-        if self.disk_kv_gib and self.tensor_parallel > 1:
-            raise ValueError(f"disk_kv_gib needs tensor_parallel = 1, not {self.tensor_parallel}: set disk_kv_gib = 0")
+    def _disk_of_known_prefixes(self) -> EngineSettings:
         if self.disk_kv_gib and not self.prefix_cache:
             raise ValueError("disk_kv_gib keeps KV of the prefix cache: set prefix_cache = true, or disk_kv_gib = 0")
         return self

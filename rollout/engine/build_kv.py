@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rollout.config import EngineSettings
+from rollout.engine.device.group_orders import GroupOrders
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.all import keeps_token_ids
 from rollout.engine.kv.allocator import PageAllocator
@@ -108,18 +109,17 @@ def allocate_host_states(site: Site) -> HostMemory:
 
 
 def open_disk(
-    engine: EngineSettings, model: LanguageModel, mover: PageMover | None, share: float, again: bool
+    engine: EngineSettings, mover: PageMover | None, share: float, again: bool, name: str, orders: GroupOrders
 ) -> DiskPages | NoDisk:
     """The folder for what leaves the host memory of a mover, if there is one, with a share of `disk_kv_gib`.
 
-    `again`: after a fault, if it can still be used.
+    `again`: after a fault, if it can still be used. Other ranks that take `orders` have equal parts of it.
     """
     if engine.disk_kv_folder is None or not engine.disk_kv_gib or mover is None:
         return NO_DISK
-    host, most_bytes = mover.host_memory, int(share * engine.disk_kv_gib * 2**30)
-    identity = repr((model.spec, mover.forms)).encode()
+    most_bytes = int(share * engine.disk_kv_gib * 2**30) // engine.tensor_parallel
     try:
-        return DiskPages(engine.disk_kv_folder, most_bytes, identity, host.memory_of, host.page_bytes, host.pages)
+        return DiskPages(engine.disk_kv_folder, most_bytes, mover.host_memory, name, orders)
     except ValueError as error:
         if not again:
             raise

@@ -167,8 +167,10 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
             mover = PageMover(device, tensors, host, 1, streams.compute, "state", orders)
             movers = movers._replace(states=mover)
         share = memory.host_states.nbytes / max(1, memory.host_states.nbytes + memory.host_memory.nbytes)
-        movers = movers._replace(disk=open_disk(engine, model, movers.kv, 1 - share, again))
-        movers = movers._replace(state_disk=open_disk(engine, model, movers.states, share, again))
+        if not site.follows:
+            disk = open_disk(engine, movers.kv, 1 - share, again, "kv", orders)
+            movers = movers._replace(disk=disk)
+            movers = movers._replace(state_disk=open_disk(engine, movers.states, share, again, "state", orders))
     except BaseException:
         Executor(device, streams, step, graphs, movers).close()
         raise

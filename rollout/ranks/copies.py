@@ -7,6 +7,7 @@ begins it, so the watch can tell a hung copy from a copy that waits for its turn
                      slot come later. In use: compute stream, between two steps, as on rank 0
     kv_out ..        stream of the direction, after the steps that were launched before it
     swap             compute stream, between two steps
+    kv_write ..      threads of `DiskFiles`, which acknowledge an order when it has ended
     sleep            here, while the device is quiet
 
 Pieces of an update that rank 0 has dropped may still be on their way into staging memory that a sleep gives back. So an
@@ -17,12 +18,14 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
 from rollout.engine.device.streams import Event
 from rollout.engine.features.adapters.memory import AdapterMemory
-from rollout.engine.kv.page_mover import CopyQueue
+from rollout.engine.kv.disk_files import DiskFiles, DiskJob
+from rollout.engine.kv.page_mover import CopyQueue, HostMemory
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.execute import Executor
 from rollout.ranks.adapters import AdapterCopies
@@ -49,6 +52,13 @@ class FollowerCopies:
         self._queues: dict[Any, CopyQueue] = {queue.name: queue for queue in executor.copy_queues}
         self._copies: dict[LaneName, deque[tuple[int, Event, Event]]] = {"adapter_copies": deque(), "swap": deque()}
         self._lanes = {lane: LaneReport(reports, number, lane) for lane in LANES}
+        self._files: dict[Any, FollowerFiles] = {}
+        lanes: dict[Any, LaneReport] = {**self._lanes}
+        for name, mover in (("kv", executor.mover), ("state", executor.state_mover)):
+            if mover is not None:
+                write, read = f"{name}_write", f"{name}_read"
+                files = FollowerFiles(mover.host_memory, 1 + number, lanes[write], lanes[read])
+                self._files[write] = self._files[read] = files
 
     def carry_out(self, lane: LaneName, number: int, *fields: Any) -> None:
         """Begin an order. Raises RuntimeError for an unknown one."""
@@ -60,6 +70,8 @@ class FollowerCopies:
             self._move(lane, number, *fields)
         elif lane == "sleep":
             self._change_memory(number, *fields)
+        elif lane in self._files:
+            self._files[lane].carry_out(number, *fields)
         else:
             raise RuntimeError(f"an order is for an unknown lane, {lane}")
 
@@ -128,3 +140,37 @@ class FollowerCopies:
 
     def _freed(self, nbytes: int) -> None:
         self._reports.add(self._number, "memory_freed", nbytes)
+
+
+class FollowerFiles:
+    """Files of this rank's parts of pages, which `memory` has. Their threads acknowledge the orders."""
+
+    def __init__(self, memory: HostMemory, rank: int, writes: LaneReport, reads: LaneReport) -> None:
+        self._memory, self._rank = memory, rank
+        self._lanes = {"write": writes, "read": reads}
+        self._files: DiskFiles | None = None
+
+    def carry_out(self, number: int, what: str, *fields: Any) -> None:
+        """Begin an order of either lane. Raises RuntimeError for an unknown one."""
+        if what == "open":
+            (folder,) = fields
+            own = Path(folder) / f"rank{self._rank}"
+            self._files = DiskFiles(own, self._memory, self._ended, functools.partial(own.mkdir, 0o700))
+            return
+        assert self._files is not None, "a folder is opened first"
+        if what == "write":
+            self._files.write(number, *fields)
+        elif what == "read":
+            self._files.read(number, *fields)
+        elif what == "delete":
+            self._files.delete(*fields)
+        elif what == "give up":
+            self._files.give_up_reads()
+        elif what == "close":
+            if self._files.close():
+                self._lanes["write"].end(number)
+        else:
+            raise RuntimeError(f"an order for files is unknown, {what}")
+
+    def _ended(self, job: DiskJob) -> None:
+        self._lanes[job.kind].end(job.order, job.failure)

@@ -19,6 +19,12 @@ The orders of each lane, with their fields:
                      forget    number of an adapter                        unmap it: no copy reads it
     adapter_copies             slot and number of an adapter               copy it there, during steps or between two
     kv_out, ..                 pages, pages of the host                    copy KV or states to the host or back
+    kv_write, ..     open      folder of the worker                        write files of KV or states to a subfolder
+                     write     key, page of the host, versions             write it, in a thread
+                     delete    keys                                        delete their files, after older writes
+                     close                                                 end the threads of files
+    kv_read, ..      read      key, page of the host, versions             read the file into the page, in a thread
+                     give up                                               no read touches a page from now on
     sleep                      save, release, restore, ..                  keep memory, give it back, take it again
 
 Every order has the weights version that is in use at it; a follower with another one ends. Orders of adapters have

@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from rollout.engine.kv.copy_costs import CopyCosts
-from rollout.engine.kv.disk import DiskJob
+from rollout.engine.kv.disk_files import DiskJob
 from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.moves import Move
 from rollout.engine.kv.page_mirror import PageMirror

@@ -177,7 +177,6 @@ class PageMover:
     ) -> None:
         self.host_memory = host_memory
         self.compute = compute
-        self.forms = [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in pool]  # a page in each tensor
         pools_PB = [tensor.flatten(1) for tensor in pool]
         sizes = [pool.shape[1] * pool.element_size() for pool in pools_PB]
         assert sum(sizes) == host_memory.page_bytes

@@ -15,12 +15,15 @@ import torch
 
 from rollout.config.engine import EngineSettings
 from rollout.engine.build import rebuild_engine
+from rollout.engine.device.streams import CpuDevice
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv import disk as disk_module
 from rollout.engine.kv.copy_costs import CopyCosts
 from rollout.engine.kv.disk import DiskPages
+from rollout.engine.kv.disk_files import DiskFiles
 from rollout.engine.kv.fetches import Fetches
 from rollout.engine.kv.host_pages import HostPageBooks
+from rollout.engine.kv.page_mover import HostMemory
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.messages.to_engine import Cancel
@@ -277,18 +280,18 @@ def held_reads(monkeypatch):
     """Have reads from now on wait for the event that the call returns."""
 
     def hold():
-        gate, read = threading.Event(), DiskPages._read
-        monkeypatch.setattr(DiskPages, "_read", lambda self, job: (gate.wait(), read(self, job)))
+        gate, read = threading.Event(), DiskFiles._read
+        monkeypatch.setattr(DiskFiles, "_read", lambda self, job: (gate.wait(), read(self, job)))
         return gate
 
     return hold
 
 
 def test_a_full_disk_ends_writing_and_says_so(model, prompt_of, greedy, tmp_path, monkeypatch, caplog):
-    def full(job, content):
+    def full(self, job, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(DiskPages, "_write", staticmethod(full))
+    monkeypatch.setattr(DiskFiles, "_write", full)
     bench = with_disk(model, tmp_path)
     prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
@@ -370,8 +373,8 @@ def test_a_read_is_under_way_when_its_fetch_is_of_no_use_any_more(model, folders
 
 
 def test_a_write_that_hangs_delays_nothing(model, prompt_of, greedy, tmp_path, monkeypatch):
-    gate, write = threading.Event(), DiskPages._write
-    monkeypatch.setattr(DiskPages, "_write", staticmethod(lambda job, content: (gate.wait(), write(job, content))))
+    gate, write = threading.Event(), DiskFiles._write
+    monkeypatch.setattr(DiskFiles, "_write", lambda self, job, content: (gate.wait(), write(self, job, content)))
     bench = with_disk(model, tmp_path)
     prompt = prompt_of(50, 1)
     for i in range(12):
@@ -383,11 +386,13 @@ def test_a_write_that_hangs_delays_nothing(model, prompt_of, greedy, tmp_path, m
 
 
 class Pages:
-    """Pages on disk, and host memory of eight pages without an engine."""
+    """Pages on disk, and host memory without an engine."""
 
     def __init__(self, folder: Path) -> None:
-        self.memory = [bytearray([i]) * 64 for i in range(8)]
-        self.disk = DiskPages(str(folder), 1 << 20, b"", lambda page: memoryview(self.memory[page]), 64, 32)
+        self.memory = HostMemory(CpuDevice(), 32, 64)
+        for page in range(8):
+            self.memory.memory_of(page)[:] = bytes([page]) * 64
+        self.disk = DiskPages(str(folder), 1 << 20, self.memory)
 
     def write(self, page: int) -> bytes:
         key = bytes([page]) * 16
@@ -452,14 +457,14 @@ def test_an_end_is_brought_by_one_fetch_at_a_time_also_if_the_host_has_no_room_f
 
 
 def test_slow_reads_that_wait_for_each_other_are_not_given_up(tmp_path, monkeypatch):
-    read, clock = DiskPages._read, SimpleNamespace(now_s=0.0)
+    read, clock = DiskFiles._read, SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(disk_module, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
     def slow(self, job):
         clock.now_s += 3.0
         read(self, job)
 
-    monkeypatch.setattr(DiskPages, "_read", slow)
+    monkeypatch.setattr(DiskFiles, "_read", slow)
     pages = Pages(tmp_path)
     for key in [pages.write(page) for page in range(5)]:
         pages.disk.read(key, 7, None)
@@ -475,13 +480,13 @@ def test_a_read_that_hangs_at_the_end_writes_to_no_memory(tmp_path, monkeypatch,
     pages = Pages(tmp_path)
     threads = [thread for thread in threading.enumerate() if thread not in earlier]
     pages.disk.read(pages.write(1), 7, None)
-    monkeypatch.setattr(disk_module, "_delete_files", lambda own: None)  # the file is there when the disk goes on
+    monkeypatch.setattr(disk_module, "delete_files", lambda own: None)  # the file is there when the disk goes on
     pages.disk.close()
     gate.set()
     assert len(threads) == 2
     for thread in threads:
         thread.join()
-    assert pages.memory[7] == bytes([7]) * 64
+    assert pages.memory.memory_of(7) == bytes([7]) * 64
 
 
 def test_the_end_comes_twice(tmp_path):
@@ -547,7 +552,6 @@ def test_what_a_worker_left_behind_is_deleted_and_what_one_uses_is_not(model, tm
     [
         ({"disk_kv_gib": 1.0, "host_kv_gib": 1.0}, "disk_kv_folder"),
         ({"disk_kv_gib": 1.0, "disk_kv_folder": "x"}, "host_kv_gib"),
-        ({"disk_kv_gib": 1.0, "disk_kv_folder": "x", "host_kv_gib": 1.0, "tensor_parallel": 2}, "tensor_parallel"),
         ({"disk_kv_gib": 1.0, "disk_kv_folder": "x", "host_kv_gib": 1.0, "prefix_cache": False}, "prefix_cache"),
     ],
 )

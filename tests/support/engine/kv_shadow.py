@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from transformers import DynamicCache
 
-from rollout.engine.kv.disk import DiskJob
+from rollout.engine.kv.disk_files import DiskJob
 from rollout.engine.kv.fetches import KnownMove
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence
