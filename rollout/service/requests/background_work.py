@@ -96,38 +96,31 @@ class BackgroundWork(Generic[Result]):
         self, client: str, begin: Callable[[Future[Result]], None], then: Callable[[Future[Result]], None]
     ) -> None:
         """Call `begin` with a future after the client's requests in preparation, and `then` once the future is done."""
-        future: Future[Result] = Future()
         waits = client in self._queues
-        self._queue(client, future, then, begin if waits else None)
+        future = self.queue(client, then, begin if waits else None)
         if not waits:
             begin(future)
 
-    def prompt(self, client: str, work: Callable[[], Result], then: Callable[[Future[Result]], None]) -> None:
-        """Call `then` with the outcome of `work` on a prompt."""
+    def queue(
+        self,
+        client: str,
+        then: Callable[[Future[Result]], None],
+        begin: Callable[[Future[Result]], None] | None = None,
+    ) -> Future[Result]:
+        """A future in the client's queue: once it is done, `then` is called after the client's earlier requests."""
         future: Future[Result] = Future()
-        self._queue(client, future, then)
-        self.begin_prompt(client, future, work)
+        self._queues.setdefault(client, deque()).append(_Queued(future, then, begin))
+        future.add_done_callback(lambda _: self._post(lambda: self._continue(client)))
+        return future
 
-    def begin_prompt(self, client: str, future: Future[Result], work: Callable[[], Result]) -> None:
-        """Set a future of `in_turn` to the outcome of `work` on a prompt."""
+    def prompt(self, client: str, future: Future[Result], work: Callable[[], Result]) -> None:
+        """Set a queued future to the outcome of `work` on a prompt."""
         self._prompts.submit(client, future, work)
 
     def constraint(
-        self,
-        client: str,
-        prompt: Callable[[], Result],
-        work: Callable[[Result], Result],
-        then: Callable[[Future[Result]], None],
-    ) -> None:
-        """Call `then` with the outcome of `work`, which takes the outcome of `prompt`."""
-        future: Future[Result] = Future()
-        self._queue(client, future, then)
-        self.begin_constraint(client, future, prompt, work)
-
-    def begin_constraint(
         self, client: str, future: Future[Result], prompt: Callable[[], Result], work: Callable[[Result], Result]
     ) -> None:
-        """Set a future of `in_turn` to the outcome of `work`, which takes the outcome of `prompt`."""
+        """Set a queued future to the outcome of `work`, which takes the outcome of `prompt`."""
         first: Future[Result] = Future()
         first.add_done_callback(lambda _: self._constraints.submit(client, future, lambda: work(first.result())))
         self._prompts.submit(client, first, prompt)
@@ -144,16 +137,6 @@ class BackgroundWork(Generic[Result]):
         """Drop work that has not begun. Its `then` is not called."""
         for lane in (self._prompts, self._constraints):
             lane.close()
-
-    def _queue(
-        self,
-        client: str,
-        future: Future[Result],
-        then: Callable[[Future[Result]], None],
-        begin: Callable[[Future[Result]], None] | None = None,
-    ) -> None:
-        self._queues.setdefault(client, deque()).append(_Queued(future, then, begin))
-        future.add_done_callback(lambda _: self._post(lambda: self._continue(client)))
 
     def _continue(self, client: str) -> None:
         queue = self._queues.get(client)

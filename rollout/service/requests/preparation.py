@@ -69,27 +69,22 @@ class Preparation:
         go_on = partial(self._go_on, key, then)
         if message.fork is not None:
             self._background.in_turn(client, partial(self._ask, key, ask), go_on)
-        elif message.constraint is not None:
-            self._background.constraint(client, partial(self._encode, key), partial(self._constrain, key), go_on)
         elif _only_tokens(message):
             self._background.after_client(client, None, go_on)
         else:
-            self._background.prompt(client, partial(self._encode, key), go_on)
+            self._work(entry, self._background.queue(client, go_on))
 
     def answer(self, entry: InFlight, find: Callable[[], Prompt]) -> None:
         """Go on with the tokens that a request continues: `find` returns them, or raises `RolloutError`."""
         outcome = self._asked.pop(entry.key, None)
         if outcome is None:
             return
-        message, key = entry.message, entry.key
         try:
-            encode = partial(self._encode, key, find())
-            if message.constraint is not None:
-                self._background.begin_constraint(entry.name[0], outcome, encode, partial(self._constrain, key))
-            elif isinstance(message.prompt, str):
-                self._background.begin_prompt(entry.name[0], outcome, encode)
+            source = find()
+            if entry.message.constraint is not None or isinstance(entry.message.prompt, str):
+                self._work(entry, outcome, source)
             else:
-                outcome.set_result(encode())
+                outcome.set_result(self._encode(entry.key, source))
         # `then` answers the request with it; a fault of ours must not end the service, nor hold the client's requests.
         except Exception as error:
             outcome.set_exception(error)
@@ -109,7 +104,15 @@ class Preparation:
         def kept() -> None:
             self.media.add(media)
 
-        self._background.prompt(client, kept, then)
+        self._background.prompt(client, self._background.queue(client, then), kept)
+
+    def _work(self, entry: InFlight, outcome: Future[PreparedPrompt | None], source: Prompt | None = None) -> None:
+        """Have the background threads prepare a request. `source` has the tokens that it continues, if any."""
+        client, key, encode = entry.name[0], entry.key, partial(self._encode, entry.key, source)
+        if entry.message.constraint is not None:
+            self._background.constraint(client, outcome, encode, partial(self._constrain, key))
+        else:
+            self._background.prompt(client, outcome, encode)
 
     def _go_on(self, key: RequestKey, then: Then, outcome: Future[PreparedPrompt | None]) -> None:
         entry = self._entries.pop(key, None)
