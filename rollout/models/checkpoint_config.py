@@ -148,7 +148,8 @@ def _checked(
     # It validates little and fails in many ways; any exception is about this file.
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
-    if native and (getattr(whole, "is_heterogeneous", False) or getattr(config, "is_heterogeneous", False)):
+    by_layers = getattr(whole, "is_heterogeneous", False) or getattr(config, "is_heterogeneous", False)
+    if native and by_layers and "per_layer_config" not in rules:
         raise UnsupportedVariantError(f"{where}: per_layer_config is not supported natively")
     if not getattr(config, "is_causal", True):
         raise CheckpointError(

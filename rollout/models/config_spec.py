@@ -31,7 +31,6 @@ from rollout.models.spec import (
     DenseSpec,
     DraftNames,
     DraftSpec,
-    FeedForwardSpec,
     IndexerSpec,
     KimiDeltaSpec,
     KVMixerSpec,
@@ -46,13 +45,14 @@ from rollout.models.spec import (
     RopeSpec,
     RouterSpec,
     StateMixerSpec,
+    TokenInputSpec,
 )
 from rollout.models.vision_spec import TowerSpec
 
 #: Experts of all layers together; each has its own tensors.
 _MAX_EXPERTS = 1 << 16
 #: Kinds of scaled rotary embeddings. Their frequencies do not depend on the length of a sequence.
-_SCALED_ROPES: tuple[RopeKind, ...] = ("linear", "llama3", "yarn", "longrope")
+_SCALED_ROPES: tuple[RopeKind, ...] = ("linear", "llama3", "yarn", "longrope", "proportional")
 #: Activations by their names in config.json.
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -101,10 +101,11 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
         names=family.names,
         embed_scale=_number(config, family.embed_scale),
         embed_scale_rounded=family.embed_scale_rounded,
+        token_inputs=_token_inputs(config, family),
         logit_divisor=_number(config, family.logit_divisor),
         logit_softcap=_value(config, family.logit_softcap),
         unit_offset=family.unit_offset,
-        unused=_unused(config, family, tower),
+        unused=_unused(config, family, tower) + _shared_names(family, layers),
         turned_files=_turned_files(family),
         tower=tower,
         mtp=_mtp(config, family, layers),
@@ -133,6 +134,25 @@ def _unused(config: Any, family: Family, tower: TowerSpec | None) -> tuple[str, 
     used = () if tower is None else tower.family.beginnings
     unused = tuple(beginning for beginning in family.unused if beginning not in used)
     return unused + tuple(prefix for prefix in _mtp_prefixes(config, family) if not prefix.startswith(unused))
+
+
+def _shared_names(family: Family, layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:
+    """Beginnings of tensors that checkpoints may have for the keys and values of layers that share those of others."""
+    modules = (*family.attention_names.qkv[1:], family.attention_names.qk_norm[1])
+    shared = [
+        i for i, layer in enumerate(layers) if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv == "shared"
+    ]
+    names = (family.names.layer.format(layer) + module + "." for layer in shared for module in modules)
+    return tuple(spelled for name in names for spelled in family.names.spellings(name))
+
+
+def _token_inputs(config: Any, family: Family) -> TokenInputSpec | None:
+    dim, vocab = _value(config, family.token_inputs), _value(config, family.token_input_vocab)
+    if not dim:
+        return None
+    if vocab is None or vocab < config.vocab_size:
+        raise ValueError(f"{vocab} tokens have inputs of layers, and the vocabulary has {config.vocab_size}")
+    return TokenInputSpec(dim, vocab, _activation(config, family.activation))
 
 
 def _mtp_prefixes(config: Any, family: Family) -> tuple[str, ...]:
@@ -186,17 +206,22 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     indexer = None if family.latent is None else family.latent.indexer
     indexed = (None,) * count if indexer is None else indexer.kinds(config)
     each = (family.windows, family.ropes, family.chunks, family.growths)
-    mixers = list(zip(*(values(config) for values in each), indexed, strict=True))
-    ropes = {kind: _rope(config, kind, family) for _, kind, *_ in mixers}
+    sources, widths = family.kv(config), family.widths(config)
+    configs = (config,) * count if family.layer_configs is None else family.layer_configs(config)
+    heads = tuple((_head_dim(own), own.num_key_value_heads) for own in configs)
+    mixers = list(zip(*(values(config) for values in each), indexed, sources, heads, strict=True))
+    first = {key: own for key, own in reversed(list(zip(mixers, configs, strict=True)))}
+    ropes = {(kind, of): _rope(first[mixer], kind, family) for mixer in mixers for _, kind, *_, of in (mixer,)}
     attention: dict[Any, KVMixerSpec] = {}
     for mixer in set(mixers):
-        window, kind, chunk, growth, index = mixer
+        window, kind, chunk, growth, index, source, of = mixer
+        rope = ropes[kind, of]
         if family.latent is None:
-            spec = _attention(config, family, ropes[kind], window)
-            attention[mixer] = replace(spec, chunk=chunk, growth=growth or spec.growth)
+            spec = _attention(first[mixer], family, rope, window)
+            attention[mixer] = replace(spec, chunk=chunk, growth=growth or spec.growth, kv=source)
         else:
             growth = _growth(config) if family.grown_queries else None
-            latent = _latent(config, family.latent, ropes[kind], growth)
+            latent = _latent(config, family.latent, rope, growth)
             if index == "full" and indexer is not None:
                 latent = replace(latent, indexer=_indexer(config, indexer, latent))
             attention[mixer] = replace(latent, shares_choice=index == "shared")
@@ -215,24 +240,24 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
                 states = _delta_net(config, declared)
     if all(linear):
         raise ValueError("layer_types names no layer with full attention; at least one is needed")
-    feed_forward: dict[bool, FeedForwardSpec] = {}
-    if not all(sparse):
-        feed_forward[False] = _dense(config, family)
+    dense = {width: _dense(config, family, width) for width in set(widths)} if not all(sparse) else {}
+    experts: MoESpec | None = None
     if family.moe is not None and any(sparse):
         activation = _activation(config, family.activation)
         if activation not in ("silu", "relu2"):
             raise ValueError(f"{family.activation.name} of experts must be silu or relu2")
-        feed_forward[True] = experts = _moe(config, family.moe, activation)
+        experts = _moe(config, family.moe, activation)
         if experts.shared is not None and _value(config, family.mlp_bias):
             raise ValueError("biases of feed-forward blocks are not supported in a model with a shared expert")
     scale = _number(config, family.residual_scale)
     layers = []
-    for mixer, is_linear, is_sparse in zip(mixers, linear, sparse, strict=True):
+    for mixer, is_linear, is_sparse, width in zip(mixers, linear, sparse, widths, strict=True):
         block: MixerSpec = attention[mixer]
         names, norms = family.layer_names, family.norms
         if is_linear and family.linear is not None and states is not None:
             block, names, norms = states, family.linear.layer_names, family.linear.norms
-        layers.append(LayerSpec(block, feed_forward[is_sparse], names, norms, scale))
+        feed_forward = experts if is_sparse else dense[width]
+        layers.append(LayerSpec(block, feed_forward, names, norms, scale, family.layer_factor))
     if family.mixers is None:
         return tuple(layers)
     has_mixer = family.mixers(config)
@@ -318,6 +343,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         sinks=family.attention_sinks or (family.window_sinks and window is not None),
         value_dim=_value(config, family.value_dim),
         value_scale=_value(config, family.value_scale) or 1.0,
+        value_norm=family.value_norm,
     )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
@@ -377,10 +403,10 @@ def _indexer(config: Any, family: IndexerFamily, latent: LatentSpec) -> IndexerS
     return IndexerSpec(latent.hidden, latent.q_rank, heads, dim, top_k, family.interleaved)
 
 
-def _dense(config: Any, family: Family) -> DenseSpec:
+def _dense(config: Any, family: Family, times: int = 1) -> DenseSpec:
     bias = _value(config, family.mlp_bias)
     activation = _activation(config, family.activation)
-    width = _value(config, family.intermediate)
+    width = times * _value(config, family.intermediate)
     return DenseSpec(config.hidden_size, width, bias, family.dense_names, activation)
 
 
@@ -501,6 +527,8 @@ def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
     share = params.get("partial_rotary_factor", _rope_share(config, family))
     if family.latent is not None and share == _value(config, family.latent.rope_dim) / _head_dim(config):
         share = 1.0  # The factor was that of a whole head.
+    if params.get("rope_type") == "proportional":
+        share = 1.0  # The function of transformers gives frequencies of 0 to the dimensions that do not turn.
     if share != 1.0 and not family.partial_rope:
         raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
     if not 0 < share <= 1:

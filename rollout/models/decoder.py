@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
+from rollout_kernels import gated
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 from rollout_kernels.sampling import VocabShard
@@ -23,6 +25,7 @@ from rollout.models.layers import (
     Block,
     DenseFeedForward,
     Embedding,
+    Linear,
     RMSNorm,
     SparseFeedForward,
     StepContext,
@@ -37,11 +40,13 @@ from rollout.models.spec import (
     FeedForwardSpec,
     KimiDeltaSpec,
     LatentSpec,
+    LinearSpec,
     Mamba2Spec,
     MixerSpec,
     ModelSpec,
     MoESpec,
     StateMixer,
+    TokenInputSpec,
 )
 from rollout.models.vision import VisionTower
 
@@ -81,6 +86,9 @@ class DecoderLayer(Block):
         self.mixer_output_norm = norm() if around else None
         self.feed_forward_output_norm = norm() if around else None
         self.mixer = _mixer(spec, index, layer.mixer, dtype, device, format, group)
+        inputs = spec.token_inputs
+        self.token_input = None if inputs is None else TokenInput(spec, inputs, index, dtype, device)
+        self.factor = None if layer.factor is None else empty_parameter(1, dtype=dtype, device=device)
         self.feed_forward = _feed_forward(spec, index, layer.feed_forward, dtype, device, format, group)
 
     @property
@@ -104,7 +112,10 @@ class DecoderLayer(Block):
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The residual stream after this layer."""
         x_TH = self._add(x_TH, self.mixer, self.mixer_norms, context)
-        return self._add(x_TH, self.feed_forward, self.feed_forward_norms, context)
+        x_TH = self._add(x_TH, self.feed_forward, self.feed_forward_norms, context)
+        if self.token_input is not None:
+            x_TH = x_TH + self.token_input(x_TH, context)
+        return x_TH if self.factor is None else x_TH * self.factor
 
     def _add(self, x_TH: torch.Tensor, block: Block, norms: Norms, context: StepContext) -> torch.Tensor:
         scale = self.spec.residual_scale
@@ -116,18 +127,74 @@ class DecoderLayer(Block):
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under `prefix`."""
-        names = self.spec.names
+        names, factor = self.spec.names, self.spec.factor
         regions = [
             _norm_region(prefix, (names.mixer_norm, names.also_mixer_norm), self.mixer_norm),
             *self.mixer.regions(prefix),
             _norm_region(prefix, (names.feed_forward_norm, names.also_feed_forward_norm), self.feed_forward_norm),
             *self.feed_forward.regions(prefix),
         ]
+        if self.token_input is not None:
+            regions += self.token_input.regions(prefix)
+        if self.factor is not None:  # a buffer of transformers' layer: trainers may send parameters alone
+            regions.append(Region(({f"{prefix}{factor}": self.factor.detach()},), kept_if_absent=True))
         outputs = (
             (names.mixer_output_norm, self.mixer_output_norm),
             (names.feed_forward_output_norm, self.feed_forward_output_norm),
         )
         return regions + [one_name(f"{prefix}{name}.weight", norm.weight) for name, norm in outputs if norm is not None]
+
+
+class TokenInput(Block):
+    """The block of a layer's own input of the tokens. It is whole on every rank."""
+
+    def __init__(
+        self, spec: ModelSpec, inputs: TokenInputSpec, layer: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec, self.layer = inputs, layer
+        names = inputs.names
+        self.gate_proj = Linear(LinearSpec(spec.hidden, (names.gate,), (inputs.dim,), False), dtype, device)
+        self.widen_proj = Linear(LinearSpec(inputs.dim, (names.widen,), (spec.hidden,), False), dtype, device)
+        self.output_norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
+
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """What the layer adds to its residual stream `x_TH`."""
+        assert context.token_inputs_TLD is not None
+        input_TD = context.token_inputs_TLD[:, self.layer]
+        gates_values_T2D = torch.cat((self.gate_proj(x_TH), input_TD), dim=1)
+        return self.output_norm(self.widen_proj(gated(gates_values_T2D, self.spec.activation)))
+
+    def regions(self, prefix: str) -> list[Region]:
+        """Hugging Face tensors under the layer's `prefix`."""
+        norm = one_name(f"{prefix}{self.spec.names.output_norm}.weight", self.output_norm.weight)
+        return [*self.gate_proj.regions(prefix), *self.widen_proj.regions(prefix), norm]
+
+
+class TokenInputs(Block):
+    """Makes the inputs that layers have of the tokens of a step: half of token ids, half of the embedding."""
+
+    def __init__(self, spec: ModelSpec, inputs: TokenInputSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec, self.layers = inputs, len(spec.layers)
+        width = self.layers * inputs.dim
+        self.embed = empty_parameter(inputs.vocab, width, dtype=dtype, device=device)
+        self.project = Linear(LinearSpec(spec.hidden, (inputs.names.project,), (width,), False), dtype, device)
+        self.norm = RMSNorm(inputs.dim, spec.eps, dtype, device, spec.unit_offset)
+        self.embed_scale = torch.tensor(inputs.dim**0.5, dtype=dtype).item()
+        self.project_scale = spec.hidden**-0.5
+
+    def forward(self, token_ids_T: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
+        """The inputs of ids and their embeddings, [T, L, D] for L layers."""
+        ids_TW = F.embedding(token_ids_T, self.embed) * self.embed_scale
+        products_TLD = (self.project(x_TH) * self.project_scale).unflatten(1, (self.layers, self.spec.dim))
+        return (self.norm(products_TLD) + ids_TW.view_as(products_TLD)) * 0.5**0.5
+
+    def regions(self) -> list[Region]:
+        """Hugging Face tensors."""
+        names = self.spec.names
+        embed, norm = (f"{name}.weight" for name in (names.embed, names.norm))
+        return [one_name(embed, self.embed), *self.project.regions(""), one_name(norm, self.norm.weight)]
 
 
 class SingleBlockLayer(Block):
@@ -179,7 +246,7 @@ def _mixer(
     if isinstance(mixer, StateMixer):
         block: Any = _STATE_BLOCKS[type(mixer)]
         return block(mixer, index, spec.state_layers.index(index), dtype, device, group)
-    kv_index, rope = spec.attention_layers.index(index), spec.ropes.index(mixer.turned)
+    kv_index, rope = spec.kv_index(index), spec.ropes.index(mixer.turned)
     if isinstance(mixer, LatentSpec):
         return LatentAttention(mixer, index, kv_index, rope, dtype, device, group, format)
     return Attention(mixer, index, kv_index, rope, dtype, device, group, format)
@@ -240,6 +307,8 @@ class Decoder(Block):
         self.lm_head = self.embed if spec.tied else empty_parameter(kept, spec.hidden, dtype=dtype, device=device)
         rounded = torch.tensor(spec.embed_scale, dtype=dtype).item() if spec.embed_scale_rounded else spec.embed_scale
         self.embed_scale = rounded
+        inputs = spec.token_inputs
+        self.token_inputs = None if inputs is None else TokenInputs(spec, inputs, dtype, device)
         self.ropes = nn.ModuleList(Rope(rope, head_dim, device) for rope, head_dim in spec.ropes)
         self.tower = None if spec.tower is None else VisionTower(spec.tower, dtype, device)
         self.draft: DraftHead | None = None
@@ -254,7 +323,8 @@ class Decoder(Block):
         if images is not None:
             x_TH = images.replace_in(x_TH)
         cos_sin = tuple(rope(batch.rotary_positions) for rope in self.ropes)
-        context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv)
+        inputs_TLD = None if self.token_inputs is None else self.token_inputs(token_ids_T, x_TH)
+        context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv, token_inputs_TLD=inputs_TLD)
         taps = batch.taps
         for index, layer in enumerate(self.layers):
             if taps is not None:
@@ -303,6 +373,8 @@ class Decoder(Block):
         for index, layer in enumerate(self.layers):
             regions += layer.regions(names.layer.format(index))  # type: ignore[operator]
         regions.append(one_name(f"{names.norm}.weight", self.norm.weight))
+        if self.token_inputs is not None:
+            regions += self.token_inputs.regions()
         if not self.spec.tied:
             regions.append(one_name(f"{names.lm_head}.weight", self.lm_head, cut))
         regions = [with_spellings(region, names.spellings) for region in regions]

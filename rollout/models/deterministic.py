@@ -92,7 +92,7 @@ def head_product(spec: ModelSpec) -> KernelProduct:
 
 def check_deterministic(spec: ModelSpec) -> None:
     """Raise ValueError with the reason if the kernels cannot make the steps of a model deterministic."""
-    reason = None
+    reason = "its layers have inputs of their own" if spec.token_inputs is not None else None
     for layer in dict.fromkeys(spec.layers):
         mixer, block = layer.mixer, layer.feed_forward
         dense = block.shared if isinstance(block, MoESpec) else block
@@ -107,6 +107,8 @@ def check_deterministic(spec: ModelSpec) -> None:
             reason = "it has latent attention"
             break
         if isinstance(mixer, AttentionSpec):
+            if layer.factor or mixer.value_norm or mixer.kv != "own":
+                reason = "its layers have factors, or its attention has normalised values or shared keys and values"
             if mixer.o_bias:
                 reason = "its output products have biases"
             if mixer.softcap is not None or mixer.sinks:

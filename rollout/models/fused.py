@@ -84,6 +84,8 @@ def obstacle(model: Decoder) -> str | None:
         return f"the kernels are for 16 bits, and the model is in {dtype}"
     if not all(layer.mixer and layer.feed_forward for layer in spec.layers):
         return "it has layers of one block"
+    if spec.token_inputs is not None or any(layer.factor for layer in spec.layers):
+        return "its layers have inputs of their own, or factors"
     if spec.moe is not None:
         return None if takes_feed_forward(spec.moe, dtype) else "its experts have odd widths, or are not gated by SiLU"
     if any(takes(block, dtype) for layer in spec.layers for block in (layer.mixer, layer.feed_forward)):
@@ -102,6 +104,8 @@ def takes_mixer(spec: MixerSpec) -> bool:
     """True if the kernels run this mixer: attention with values as wide as keys and no factor of them, or linear."""
     if not isinstance(spec, AttentionSpec):
         return isinstance(spec, DeltaNetSpec)
+    if spec.kv != "own" or spec.value_norm:
+        return False
     return not spec.value_dim and spec.value_scale == 1.0 and spec.chunk is None and spec.qk_norm != "unit"
 
 
@@ -159,8 +163,11 @@ class FusedDecoder:
     """
 
     def __init__(self, model: Decoder, deterministic: bool = False, plans: ExpertPlans = PLANS) -> None:
-        if not all(layer.mixer and layer.feed_forward for layer in model.spec.layers):
-            raise ValueError(f"the fused kernels do not run the layers of one block of {model.spec.architecture}")
+        architecture, inputs = model.spec.architecture, model.spec.token_inputs
+        if inputs or not all(layer.mixer and layer.feed_forward and not layer.factor for layer in model.spec.layers):
+            raise ValueError(
+                f"the fused kernels do not run layers of one block, with inputs of their own or factors: {architecture}"
+            )
         if deterministic:
             one_order.check_deterministic(model.spec)
             if not model.group.one_order:

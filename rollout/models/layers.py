@@ -143,6 +143,7 @@ class StepContext(NamedTuple):
     batch: AttentionBatch
     kv: KVCache
     run_experts: RunExperts | None = None  # runs sparse blocks in the place of their own code
+    token_inputs_TLD: torch.Tensor | None = None  # the inputs of layers that are made of tokens
 
 
 # --- outputs of blocks -----------------------------------------------------------------------------------------------
@@ -361,17 +362,18 @@ class Attention(Block):
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.qkv_proj = Linear(spec.qkv, dtype, device, format=format)
         self.o_proj = Linear(spec.o, dtype, device, group, format)
+        own_kv = spec.kv != "shared"
         self.sinks = empty_parameter(spec.heads, dtype=dtype, device=device) if spec.sinks else None
         gate = spec.output_gate
         self.gate_proj = None if gate is None else Linear(gate, dtype, device)
         if spec.qk_norm in ("head", "unit"):
             self.qk_norm_weight: torch.Tensor
             if spec.qk_norm == "head":
-                self.qk_norm_weight = empty_parameter(2, spec.head_dim, dtype=dtype, device=device)
+                self.qk_norm_weight = empty_parameter(2 if own_kv else 1, spec.head_dim, dtype=dtype, device=device)
             else:
                 ones = torch.ones(2, spec.head_dim, dtype=dtype, device=device)
                 self.register_buffer("qk_norm_weight", ones, persistent=False)
-            kinds = torch.tensor([0] * spec.heads + [1] * spec.kv_heads, device=device)
+            kinds = torch.tensor([0] * spec.heads + [1] * (spec.kv_heads * own_kv), device=device)
             self.head_kinds: torch.Tensor  # the weight, of two, that each head takes
             self.register_buffer("head_kinds", kinds, persistent=False)
         elif spec.qk_norm == "full":
@@ -401,10 +403,12 @@ class Attention(Block):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Queries of the normalised `x_TH`, [T, Q, D], and their gates of the output before the sigmoid, [T, Q D].
 
-        Keys and values go to the cache at `slots_T`, int64.
+        Keys and values of its own go to the cache at `slots_T`, int64.
         """
         qk_THD, v_TGD, gate_TK = self._project(x_TH, adapters)
         qk_THD = apply_rope(qk_THD, *cos_sin, self.spec.rope.interleaved)
+        if self.spec.kv == "shared":
+            return qk_THD, gate_TK
         q_TQD, k_TGD = qk_THD[:, : self.spec.heads], qk_THD[:, self.spec.heads :]
         write_kv(k_TGD, v_TGD, cache.k_PSGD, cache.v_PSGD, slots_T, cache.scales_P2GS)
         return q_TQD, gate_TK
@@ -451,7 +455,7 @@ class Attention(Block):
     def _project(
         self, x_TH: torch.Tensor, adapters: StepAdapters | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Query and key heads side by side, normalised, [T, Q + G, D]; values [T, G, D]; gates [T, Q D], if any."""
+        """Query heads and key heads of its own, normalised, [T, Q + G, D]; values [T, G, D]; gates [T, Q D], if any."""
         spec, gate_TK = self.spec, None
         qkv_TN = self.qkv_proj(x_TH)
         if adapters is not None:
@@ -465,8 +469,13 @@ class Attention(Block):
             qkv_TN = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if spec.clip_qkv is not None:
             qkv_TN = qkv_TN.clamp(-spec.clip_qkv, spec.clip_qkv)
-        qk_TN, v_TN = qkv_TN.tensor_split((spec.q_dim + spec.kv_dim,), dim=1)
-        qk_THD, v_TGD = qk_TN.unflatten(1, (-1, spec.head_dim)), v_TN.unflatten(1, (-1, spec.v_dim))
+        qk_TN, v_TN = qkv_TN.tensor_split((spec.q_dim + (0 if spec.kv == "shared" else spec.kv_dim),), dim=1)
+        qk_THD = qk_TN.unflatten(1, (-1, spec.head_dim))
+        v_TGD = v_TN.unflatten(1, (v_TN.shape[1] // spec.v_dim, spec.v_dim))
+        if spec.kv == "keys":
+            v_TGD = qk_THD[:, spec.heads :]
+        if spec.value_norm:
+            v_TGD = F.rms_norm(v_TGD.float(), (spec.v_dim,), eps=spec.eps).to(v_TGD.dtype)
         if spec.value_scale != 1.0:
             v_TGD = v_TGD * spec.value_scale
         if spec.value_dim is not None:
@@ -490,8 +499,8 @@ class Attention(Block):
             regions.append(one_name(f"{prefix}{self.spec.names.sinks}", self.sinks, cut))
         q_name, k_name = (f"{prefix}{name}.weight" for name in self.spec.names.qk_norm)
         if self.spec.qk_norm == "head":
-            q_weight, k_weight = self.qk_norm_weight.unbind(0)
-            regions += [one_name(q_name, q_weight), one_name(k_name, k_weight)]
+            names = (q_name, k_name)[: len(self.qk_norm_weight)]
+            regions += [one_name(*region) for region in zip(names, self.qk_norm_weight, strict=True)]
         elif self.spec.qk_norm == "full":
             q_norm, k_norm = self.q_norm, self.k_norm
             regions += [one_name(q_name, q_norm.weight, q_norm.cut), one_name(k_name, k_norm.weight, k_norm.cut)]

@@ -55,6 +55,7 @@ _MADE_INTO_OTHERS = frozenset(
 #: Keys of which they make this one.
 _MADE_INTO: dict[str, frozenset[str]] = {
     "mlp_layer_types": frozenset({"first_k_dense_replace"}),
+    "per_layer_config": frozenset({"global_head_dim", "num_global_key_value_heads"}),
     "layer_types": frozenset({"hybrid_override_pattern", "layers_block_type"}),
     "linear_head_dim": frozenset({"linear_attn_config"}),
     "indexer_types": frozenset({"index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"}),

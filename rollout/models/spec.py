@@ -28,9 +28,12 @@ import torch
 from rollout.models.cut import Cut
 from rollout.models.vision_spec import TowerSpec
 
-RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope", "proportional"]
 #: none; each head alone, with one weight for all heads; each head alone, without weights; all heads together.
 QKNorm = Literal["none", "head", "unit", "full"]
+#: Keys and values of attention: products of the token; values are the keys before their norm; or the KV of the last
+#: layer before it of its kind that has some of its own.
+KVSource = Literal["own", "keys", "shared"]
 #: The activation of a gated feed-forward block: SiLU, GELU, or GELU with tanh in the place of erf. A block with the
 #: squared ReLU has no gate.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
@@ -183,6 +186,8 @@ class AttentionSpec:
     inputs: int | None = None  # width of its input; None: the residual stream's
     value_dim: int | None = None  # dimensions of a value, fewer than of a key; None: as many
     value_scale: float = 1.0  # factor of the values
+    value_norm: bool = False  # each value head is normalised, without weights
+    kv: KVSource = "own"
     chunk: int | None = None  # a token sees those of its own chunk of so many positions; None: all
     shard: HeadShard | None = None  # the heads above are those of one rank
 
@@ -203,14 +208,16 @@ class AttentionSpec:
 
     @property
     def qkv(self) -> LinearSpec:
-        """The product that makes queries (with their gates, if there are any), keys and values."""
+        """The product that makes queries (with their gates, if there are any), and the keys and values of its own."""
         q_width = 2 * self.q_dim if self.query_gate else self.q_dim
-        widths = _widths(self.names.qkv, (q_width, self.kv_dim, self.kv_heads * self.v_dim))
+        made = {"own": 3, "keys": 2, "shared": 1}[self.kv]
+        modules = self.names.qkv[:made]
+        widths = _widths(modules, (q_width, self.kv_dim, self.kv_heads * self.v_dim)[:made])
         cuts: tuple[Cut, ...] = ()
         if self.shard is not None:
             cuts = (self.q_cut(q_width // self.heads), self.kv_cut(self.head_dim), self.kv_cut(self.v_dim))
-            cuts = cuts if len(self.names.qkv) > 1 else (_joined(cuts),)
-        return LinearSpec(self.inputs or self.hidden, self.names.qkv, widths, self.qkv_bias, cuts)
+            cuts = cuts[:made] if len(self.names.qkv) > 1 else (_joined(cuts),)
+        return LinearSpec(self.inputs or self.hidden, modules, widths, self.qkv_bias, cuts)
 
     def q_cut(self, width: int) -> Cut:
         """A shard's cut of a tensor that has `width` entries for each query head."""
@@ -244,7 +251,7 @@ class AttentionSpec:
 
     @property
     def kv_shape(self) -> KVShape:
-        """The KV of a token; the kernels take values as wide as keys."""
+        """The KV of a token that it reads; the kernels take values as wide as keys."""
         return KVShape(self.kv_heads, self.head_dim, self.head_dim)
 
 
@@ -858,6 +865,12 @@ class MoESpec:
 
 FeedForwardSpec = DenseSpec | MoESpec
 
+
+def _has_kv(mixer: MixerSpec | None) -> bool:
+    """Whether a mixer keeps KV of its own."""
+    return isinstance(mixer, LatentSpec) or (isinstance(mixer, AttentionSpec) and mixer.kv != "shared")
+
+
 # --- layers and the model --------------------------------------------------------------------------------------------
 
 
@@ -877,6 +890,27 @@ class LayerNames(NamedTuple):
     also_feed_forward_norm: str | None = None
 
 
+class TokenInputNames(NamedTuple):
+    """Modules of the inputs that layers have of a token: of the model, then of a layer."""
+
+    embed: str = "model.embed_tokens_per_layer"
+    project: str = "model.per_layer_model_projection"
+    norm: str = "model.per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    widen: str = "per_layer_projection"
+    output_norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputSpec:
+    """An input of each layer, made of the token: its row of an embedding of its own, and a product of its embedding."""
+
+    dim: int
+    vocab: int
+    activation: Activation  # activation of the gate by which a layer weights its input
+    names: TokenInputNames = TokenInputNames()
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A mixer and a feed-forward block, each with norms; the layer adds their outputs to the residual stream.
@@ -889,6 +923,7 @@ class LayerSpec:
     names: LayerNames = LayerNames()
     norms: NormPlace = "before"
     residual_scale: float = 1.0  # factor of the outputs that are added
+    factor: str | None = None  # the name of a factor of the residual stream after the layer
 
     @property
     def sparse(self) -> bool:
@@ -1005,6 +1040,7 @@ class ModelSpec:
     names: ModelNames = ModelNames()
     embed_scale: float = 1.0  # factor of the embedding
     embed_scale_rounded: bool = False  # this factor is rounded to the model's dtype
+    token_inputs: TokenInputSpec | None = None  # each layer adds a block of its own input
     logit_divisor: float = 1.0
     logit_softcap: float | None = None  # bounds the logits l: softcap tanh(l / softcap)
     unit_offset: bool = False  # the weights of all norms are stored less 1
@@ -1047,8 +1083,18 @@ class ModelSpec:
 
     @functools.cached_property
     def attention_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with KV, ascending."""
-        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, KVMixerSpec))
+        """Indices of the layers with KV of their own, ascending."""
+        return tuple(index for index, layer in enumerate(self.layers) if _has_kv(layer.mixer))
+
+    def kv_index(self, layer: int) -> int:
+        """The place of the KV that a layer reads among those of `attention_layers`."""
+        mixer = self.layers[layer].mixer
+        if isinstance(mixer, AttentionSpec) and mixer.kv == "shared":
+            kind = (mixer.turned, mixer.window, mixer.kv_shape)
+            mixers = [(index, self.layers[index].mixer) for index in self.attention_layers if index < layer]
+            own = [(i, m) for i, m in mixers if isinstance(m, AttentionSpec)]
+            layer = next(i for i, m in reversed(own) if (m.turned, m.window, m.kv_shape) == kind)
+        return self.attention_layers.index(layer)
 
     @functools.cached_property
     def state_layers(self) -> tuple[int, ...]:
@@ -1099,8 +1145,8 @@ class ModelSpec:
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """The KV of a token for each layer with KV, in the order of `attention_layers`; the draft model is last."""
-        mixers = (layer.mixer for layer in self.layers)
+        """The KV of a token for each of `attention_layers`; the draft model is last."""
+        mixers = (self.layers[index].mixer for index in self.attention_layers)
         shapes = tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, KVMixerSpec))
         return shapes if self.draft is None else (*shapes, self.draft.mixer.kv_shape)
 

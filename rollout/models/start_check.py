@@ -170,7 +170,10 @@ def _layers(module: Any) -> nn.ModuleList:
 
 
 def _one_of_each_kind(layers: nn.ModuleList, text: Any, spec: ModelSpec) -> list[int]:
-    """The first layer of each kind, ascending."""
+    """The first layer of each kind, ascending; all layers where a layer is nothing without those before it."""
+    shared = any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv == "shared" for layer in spec.layers)
+    if shared or spec.token_inputs is not None or getattr(text, "is_heterogeneous", False):
+        return list(range(len(layers)))
     kinds = getattr(text, "layer_types", None) or [""] * len(layers)
     first: dict[Any, int] = {}
     for index, facts in enumerate(zip(spec.layers, map(_facts, layers), kinds, strict=True)):

@@ -204,7 +204,7 @@ def default_decode_config(
     bf16 values.
     """
     if dim * dtype.itemsize > 256:
-        config = DecodeConfig(block_n=32)
+        config = DecodeConfig(block_n=32, num_stages=3 if dim * dtype.itemsize <= 512 else 2)  # as shared memory allows
     elif rows > _FEW_ROWS:
         config = DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=4)
     else:

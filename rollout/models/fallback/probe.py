@@ -96,6 +96,11 @@ def _probe_mask(*, q_length: int, kv_length: int, mask_function: MaskFunction, *
     return mask
 
 
+def _is_whole(given: torch.Tensor | None, mask: torch.Tensor) -> bool:
+    """Whether a layer got this mask, or a slice of all of it."""
+    return given is not None and given.shape == mask.shape and given.data_ptr() == mask.data_ptr()
+
+
 def _probe_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -112,7 +117,7 @@ def _probe_attention(
     if module in notes.layers:
         number = list(notes.layers).index(module)
         raise ValueError(f"its layer {number} computes attention twice for a token")
-    visible = next((visible for mask, visible in notes.masks if mask is attention_mask), None)
+    visible = next((visible for mask, visible in notes.masks if _is_whole(attention_mask, mask)), None)
     if visible is None:
         what = "is called without a mask" if attention_mask is None else "makes its mask itself"
         raise ValueError(f"its layer {index} {what}, so its attention pattern is unknown")

@@ -19,6 +19,7 @@ from rollout.models.spec import (
     AttentionNames,
     DeltaNetNames,
     DenseNames,
+    KVSource,
     LatentNames,
     LayerNames,
     Mamba2Names,
@@ -135,6 +136,18 @@ def chunks_by_type(config: Any) -> tuple[int | None, ...]:
     if "chunked_attention" in config.layer_types and config.attention_chunk_size is None:
         raise ValueError("layer_types names chunked_attention, and there is no attention_chunk_size: add it")
     return tuple(config.attention_chunk_size if kind == "chunked_attention" else None for kind in config.layer_types)
+
+
+@by_layer()
+def own_kv(config: Any) -> tuple[KVSource, ...]:
+    """All layers make keys and values of their own."""
+    return ("own",) * config.num_hidden_layers
+
+
+@by_layer()
+def same_widths(config: Any) -> tuple[int, ...]:
+    """All dense feed-forward blocks have the width that the config says."""
+    return (1,) * config.num_hidden_layers
 
 
 @by_layer()
@@ -413,6 +426,14 @@ class Family:
     other_types: tuple[str, ...] = ()
     eps: Key = declared(NUMBER, Key("rms_norm_eps"))  # epsilon of norms
     activation: Key = declared(TEXT, Key("hidden_act"))
+    layer_configs: ByLayer[Any] | None = None  # configs of layers that have other heads than the model's config says
+    kv: ByLayer[KVSource] = own_kv
+    value_norm: bool = False
+    widths: ByLayer[int] = same_widths  # how many times as wide as `intermediate` a dense feed-forward block is
+    #: Width of an input that each layer has of a token, and the number of tokens that have one; a width of 0: none.
+    token_inputs: Key | None = declared(integer(0, 1 << 16), None)
+    token_input_vocab: Key | None = declared(integer(1, 1 << 24), None)
+    layer_factor: str | None = None
     linear_activation: Key | None = declared(
         TEXT, None
     )  # activation of linear attention, where it has a key of its own
@@ -449,7 +470,7 @@ class Family:
     chunks: ByLayer[int | None] = no_windows  # positions of a chunk, where a token sees those of its own
     growths: ByLayer[QueryGrowth | None] = no_growths
     grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
-    attention_scale: Key | Power | None = declared(NUMBER, None)
+    attention_scale: float | Key | Power | None = declared(NUMBER, None)
     attention_softcap: Key | None = declared(NUMBER, None)
     linear: DeltaNetFamily | KimiDeltaFamily | Mamba2Family | None = None
     latent: LatentFamily | None = None  # all layers have it

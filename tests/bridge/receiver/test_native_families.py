@@ -20,8 +20,8 @@ from trainer_bridge.publish.publisher import WeightPublisher
 #: Tensors of the prediction of several tokens at once, and of images; of GLM-4.5 the former are a layer after the last.
 _EXTRA = {"mtp.fc.weight": torch.ones(7, 3), "visual.patch_embed.proj.weight": torch.ones(3, 2)}
 #: In every run: experts with inputs before outputs and biases; correction biases; convolutions of three names; a shared
-#: expert that is stored as two of the others.
-_ALWAYS = ("GptOss", "Glm4Moe", "OlmoHybrid", "Qwen2Moe")
+#: expert that is stored as two of the others; factors of layers.
+_ALWAYS = ("GptOss", "Glm4Moe", "OlmoHybrid", "Qwen2Moe", "Gemma4")
 _OTHERS = (
     *("DeepseekV3 moonlight", "DeepseekV2 groups"),
     *("MiniMaxM2", "Afmoe", "Qwen3_5Moe", "Qwen3Next", "DeepseekV3", "Gemma3", "Phi3", "mixtral"),
@@ -60,4 +60,4 @@ def test_an_update_of_16_bits_makes_the_model_of_the_trainer(name: str, apply: s
             assert torch.equal(view, old[key]), key
         else:  # some are float32 in the worker, whatever they came in
             assert torch.equal(view, new[key].bfloat16().to(view.dtype)), key
-    assert bool(kept) == any(buffer.endswith("_bias") for buffer, _ in trainer.named_buffers())
+    assert bool(kept) == any(buffer.endswith(("_bias", "layer_scalar")) for buffer, _ in trainer.named_buffers())

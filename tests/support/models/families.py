@@ -153,6 +153,8 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("_bias"):  # of routers
                 buffer.normal_(0.0, 0.3, generator=generator)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5, generator=generator)
         last_norm = model.model.norm_f if hasattr(model.model, "norm_f") else model.model.norm
         last_norm.weight.mul_(torch.randint(0, 2, (model.config.hidden_size,), generator=generator) * 2 - 1)
         model.lm_head.weight.normal_(0.0, 4.0 * model.config.hidden_size**-0.5, generator=generator)

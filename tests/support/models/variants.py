@@ -46,6 +46,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 6, "layer_types": LAYER_TYPES, "head_dim": 20, "query_pre_attn_scalar": 7,
         "rope_parameters": ROPES_BY_TYPE, "tie_word_embeddings": True,
     },
+    "Gemma4": {
+        "num_hidden_layers": 5, "layer_types": [*LAYER_TYPES, "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": True, "sliding_window": 6,
+        "head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "rope_parameters": None,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 91, "final_logit_softcapping": 4.0,
+    },
+    "Gemma4 alike": {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 6,
+        "head_dim": 16, "global_head_dim": 16, "rope_parameters": None, "hidden_size_per_layer_input": 0,
+        "attention_bias": True, "tie_word_embeddings": False, "use_bidirectional_attention": "vision",
+    },
     "SmolLM3": {"no_rope_layers": [1, 0, 1], "attention_bias": False, "use_sliding_window": False},
     "SeedOss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "head_dim": 20},
     "Qwen2Moe": EXPERTS | {

@@ -427,6 +427,8 @@ _READ_IN_VAIN = {
     *("image_token_id", "video_token_id", "vision_start_token_id", "use_cache", "enable_moe_fp32_combine"),
     *("mamba_chunk_size", "chunk_size", "use_mamba_kernels", "num_logits_to_keep", "rescale_prenorm_residual"),
     *("time_step_max", "time_step_floor", "return_dict", "output_attentions", "output_hidden_states"),
+    # Gemma 4's, of experts that must be off, and of attention that `is_causal` says.
+    *("num_experts", "top_k_experts", "moe_intermediate_size", "use_bidirectional_attention"),
 }
 
 

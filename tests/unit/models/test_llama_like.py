@@ -36,13 +36,15 @@ CPU = torch.device("cpu")
 #: after blocks, factors, bounds, gates of the output.
 STEPS_BY_KERNELS = {"Phi3 long", "Ministral", "Ministral3", "SmolLM3", "Glm4Moe", "MiniMaxM2", "GptOss"}
 STEPS_BY_KERNELS |= {"Glm4", "Gemma2", "Gemma3", "Granite", "Olmo2", "Olmo3", "Afmoe"}
+#: Layers have inputs of their own, or factors, which the fused kernels do not run.
+BY_TORCH = {"Gemma4", "Gemma4 alike"}
 #: `test_lora_models.py` has separate modules.
 ADAPTERS_BY_KERNELS = {"Phi3 long", "Gemma3", "Olmo2"}
 
 
 def with_kernels(quick: set[str]) -> list[Any]:
     """Every config by the torch modules; these by the fused kernels too, and all others at night."""
-    slow = [(stem, True) for stem in CONFIGS if stem not in quick]
+    slow = [(stem, True) for stem in CONFIGS if stem not in quick | BY_TORCH]
     return [*((stem, stem in quick) for stem in CONFIGS), *nightly(*slow)]
 
 

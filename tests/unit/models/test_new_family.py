@@ -316,6 +316,8 @@ def test_a_family_reads_no_key_without_a_rule(architecture: str, monkeypatch: py
         monkeypatch.setitem(FAMILIES, architecture, DECLARED[architecture][0])
     skip_if_lacking(STEMS[architecture])
     config = getattr(transformers, f"{STEMS[architecture]}ForCausalLM").config_class()
+    if config.is_heterogeneous:  # as Gemma 4: its layers are read by their own configs
+        config.allow_global_per_layer_attribute_access = True
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     if getattr(config, "head_dim", None) is None:  # some have it in checkpoints only

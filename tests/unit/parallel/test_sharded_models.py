@@ -97,7 +97,7 @@ class Case:
 NAMES = [*FAMILIES, *CONFIGS, *HYBRIDS, *LATENT, "qwen3_moe wide", "mixtral wide", "GptOss wide", "Glm4Moe wide"]
 #: Those that differ in how they are cut run with two ranks every time; all of them, and four ranks, at night.
 QUICK = {"llama", "qwen2", "qwen3_moe", "olmoe", "Phi3", "Glm4Moe", "GptOss", "Olmo3", "Gemma2", "Afmoe", "Qwen2Moe"}
-QUICK |= {*HYBRIDS, "DeepseekV3", "DeepseekV3 moonlight", "Glm4MoeLite"}
+QUICK |= {*HYBRIDS, "DeepseekV3", "DeepseekV3 moonlight", "Glm4MoeLite", "Gemma4"}
 CASES = [
     pytest.param(name, size, marks=[] if size == 2 and name.removesuffix(" wide") in QUICK else [pytest.mark.nightly])
     for name in NAMES
@@ -275,7 +275,9 @@ def _random_shard(group: TensorGroup, folder: Path, reference: Path, images: boo
     return all(torch.equal(value, expected[name]) for name, value in _parameters(random.model).items())
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "GptOss wide", "Afmoe", "Qwen3Next", "Glm4MoeLite", "Qwen3-VL"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3_moe", "GptOss wide", "Afmoe", "Qwen3Next", "Glm4MoeLite", "Qwen3-VL", "Gemma4"]
+)
 def test_random_weights_of_shards_are_parts_of_those_of_one_rank(
     name: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
