@@ -298,7 +298,7 @@ class EngineConstants(SettingsSection):
     #: with three drafts save 402 MB a layer and take 7.8 ms instead of 9.0, 16 rows 10.2 instead of 12.5; one row saves
     #: 50 MB and loses 1%: `--least-saved` of scripts/bench/speculation.py.
     ahead_saved_bytes: int = 64 << 20
-    #: What rows share counts from so many positions on.
+    #: KV that rows share is read once only if they share at least this many positions.
     shared_positions: int = 256
     #: Threads that compute masks of constrained rows. None: half the cores, as the loop and the tokenizer need others.
     mask_threads: int | None = None
