@@ -34,6 +34,7 @@ from triton.language.target_info import cuda_capability_geq
 Activation = Literal["silu", "gelu_tanh"]
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+NANS = tl.constexpr(tl.PropagateNan.ALL)  # Bounds without it turn NaN into themselves on a GPU.
 
 
 @triton.jit
@@ -134,8 +135,9 @@ def last_to_arrive(arrived_ptr):
 def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
     """SiLU of the gates times the values, or, if CLAMPED, the GLU that `rollout_kernels.moe.clamped_glu` defines."""
     if CLAMPED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        # What is not a number stays so: it must reach the logits.
+        gate = tl.minimum(gate, limit, NANS)
+        up = tl.clamp(up, -limit, limit, NANS) + 1.0
         return gate / (1.0 + tl.exp(-alpha * gate)) * up
     else:
         return gate / (1.0 + tl.exp(-gate)) * up

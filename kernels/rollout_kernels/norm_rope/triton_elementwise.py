@@ -28,6 +28,7 @@ from triton.language.extra.cuda import libdevice
 from rollout_kernels.common.triton_fp8 import e4m3_code, head_scale
 from rollout_kernels.common.triton_math import (
     INTERPRETED,
+    NANS,
     Activation,
     activated,
     follow,
@@ -41,7 +42,6 @@ from rollout_kernels.lora.triton_lora import begin_expand, correction_arguments,
 
 _BLOCK_HEADS = 8  # heads of a program of `finish_qkv`
 _EMBED_BLOCK = 1024
-_NANS = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -346,8 +346,8 @@ def _finish_qkv_kernel(
         x_high = narrow(high * scale * weight_high, dtype).to(tl.float32)
     if CLIPPED:
         # What is not a number stays so: it must reach the logits.
-        x_low, x_high = tl.clamp(x_low, -clip, clip, _NANS), tl.clamp(x_high, -clip, clip, _NANS)
-        low, high = tl.clamp(low, -clip, clip, _NANS), tl.clamp(high, -clip, clip, _NANS)
+        x_low, x_high = tl.clamp(x_low, -clip, clip, NANS), tl.clamp(x_high, -clip, clip, NANS)
+        low, high = tl.clamp(low, -clip, clip, NANS), tl.clamp(high, -clip, clip, NANS)
     if NORM:
         scale = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
         if UNIT_OFFSET:

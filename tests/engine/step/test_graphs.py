@@ -239,9 +239,9 @@ def model_of(feed_forward, on_gpu, dtype):
     """What `capturable` asks of a model of one layer."""
     moe = feed_forward if isinstance(feed_forward, MoESpec) else None
     block = SimpleNamespace(spec=feed_forward, reads_host=SparseFeedForward.reads_host and moe is not None)
-    layer = SimpleNamespace(mixer=SimpleNamespace(spec=None, reads_host=False), feed_forward=block)
-    layers = [SimpleNamespace(mixer=None, feed_forward=feed_forward)]
-    spec = SimpleNamespace(moe=moe, layers=layers)
+    layer = SimpleNamespace(blocks=(SimpleNamespace(spec=None, reads_host=False), block))
+    layers = [SimpleNamespace(mixer=SimpleNamespace(), feed_forward=feed_forward, factor=False)]
+    spec = SimpleNamespace(moe=moe, layers=layers, token_inputs=None)
     return OneLayer(SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec, [layer])
 
 
@@ -254,7 +254,7 @@ def test_dense_models_on_a_gpu_are_captured(on_gpu):
 def test_a_new_block_that_reads_on_the_host_is_not_captured():
     model = model_of(DenseSpec(64, 32, bias=True), True, torch.bfloat16)
     assert capturable(model)
-    for block in (model.layers[0].feed_forward, model.layers[0].mixer):
+    for block in model.layers[0].blocks:
         block.reads_host = True
         assert not capturable(model)
         block.reads_host = False

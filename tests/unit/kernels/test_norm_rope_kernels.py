@@ -199,17 +199,33 @@ CLIPPED = """
 """
 
 
-def test_bounds_let_values_through_that_are_no_numbers(tmp_path):
+GATED = """
+    import triton
+    import triton.language as tl
+    from rollout_kernels.common.triton_math import gated
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    @triton.jit
+    def kernel(x_ptr, limit):
+        tl.store(x_ptr, gated(tl.load(x_ptr), tl.load(x_ptr + 1), 1.7, limit, True))
+
+    triton.compile(ASTSource(kernel, {"x_ptr": "*fp32", "limit": "fp32"}), target=GPUTarget("cuda", 90, 32))
+"""
+
+
+@pytest.mark.parametrize(("script", "kernel"), [(CLIPPED, "_finish_qkv_kernel"), (GATED, "kernel")])
+def test_bounds_let_values_through_that_are_no_numbers(tmp_path, script, kernel):
     """As a GPU compares them: the interpreter's bounds always do."""
-    script = tmp_path / "clipped.py"
-    script.write_text(textwrap.dedent(CLIPPED))
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("TRITON_INTERPRET", None)
     ran = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    (code,) = (path.read_text() for path in (tmp_path / "cache").glob("*/_finish_qkv_kernel.ptx"))
+    (code,) = (path.read_text() for path in (tmp_path / "cache").glob(f"*/{kernel}.ptx"))
     bounds = [line for line in code.splitlines() if line.strip().startswith(("min.", "max."))]
     assert bounds and all(".NaN" in line for line in bounds if ".f32" in line)
 
