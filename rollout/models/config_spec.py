@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.families.declare import (
     DeltaNetFamily,
     Family,
@@ -151,7 +152,7 @@ def _token_inputs(config: Any, family: Family) -> TokenInputSpec | None:
     if not dim:
         return None
     if vocab is None or vocab < config.vocab_size:
-        raise ValueError(f"{vocab} tokens have inputs of layers, and the vocabulary has {config.vocab_size}")
+        raise CheckpointError(f"{vocab} tokens have inputs of layers, and the vocabulary has {config.vocab_size}")
     return TokenInputSpec(dim, vocab, _activation(config, family.activation))
 
 
@@ -289,7 +290,7 @@ def _mamba2(config: Any, family: Mamba2Family, eps: float) -> Mamba2Spec:
         names=family.names,
     )
     if spec.heads % spec.groups:
-        raise ValueError(
+        raise CheckpointError(
             f"{family.heads.name} ({spec.heads}) is not a multiple of {family.groups.name} ({spec.groups})"
         )
     return spec
@@ -309,7 +310,7 @@ def _delta_net(config: Any, family: DeltaNetFamily) -> DeltaNetSpec:
         names=family.names,
     )
     if spec.value_heads % spec.key_heads:
-        raise ValueError(
+        raise CheckpointError(
             f"{family.value_heads.name} ({spec.value_heads}) is not a multiple of {family.key_heads.name} "
             f"({spec.key_heads})"
         )
@@ -346,21 +347,21 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         value_norm=family.value_norm,
     )
     if spec.heads % spec.kv_heads:
-        raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
+        raise CheckpointError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
     if spec.v_dim > spec.head_dim:
         raise ValueError(f"values of {spec.v_dim} dimensions are not supported: keys have {spec.head_dim}")
     if spec.head_dim % 2 or not spec.head_dim:
-        raise ValueError(f"head_dim ({spec.head_dim}) must be even and at least 2, for rotary embeddings")
+        raise CheckpointError(f"head_dim ({spec.head_dim}) must be even and at least 2, for rotary embeddings")
     _check_width(rope, spec.head_dim)
     if window is not None and window < 1:
-        raise ValueError("sliding_window must be at least 1")
+        raise CheckpointError("sliding_window must be at least 1")
     return spec
 
 
 def _latent(config: Any, family: LatentFamily, rope: RopeSpec, growth: QueryGrowth | None) -> LatentSpec:
     for key in (family.kv_rank, family.nope_dim, family.rope_dim, family.value_dim):
         if _value(config, key) is None:
-            raise ValueError(f"config.json gives no {key.name}")
+            raise CheckpointError(f"config.json gives no {key.name}")
     nope_dim, rope_dim = _value(config, family.nope_dim), _value(config, family.rope_dim)
     spec = LatentSpec(
         hidden=config.hidden_size,
@@ -378,15 +379,15 @@ def _latent(config: Any, family: LatentFamily, rope: RopeSpec, growth: QueryGrow
         growth=growth,
     )
     if rope_dim % 2:
-        raise ValueError(f"{family.rope_dim.name} ({rope_dim}) must be even, for rotary embeddings")
+        raise CheckpointError(f"{family.rope_dim.name} ({rope_dim}) must be even, for rotary embeddings")
     for name, dims in (("head_dim", (rope_dim, spec.head_dim)), ("qk_head_dim", (spec.head_dim,))):
         given = getattr(config, name, None)  # transformers' class sets it, unless config.json has it
         if given not in (None, *dims):
             allowed = " or ".join(map(str, dims))
-            raise ValueError(f"{name} ({given}) must be {allowed} in a model with these heads, or absent")
+            raise CheckpointError(f"{name} ({given}) must be {allowed} in a model with these heads, or absent")
     _check_width(rope, rope_dim)
     if config.num_key_value_heads not in (None, spec.heads):
-        raise ValueError(
+        raise CheckpointError(
             f"num_key_value_heads ({config.num_key_value_heads}) must be num_attention_heads ({spec.heads}), or absent"
         )
     if spec.bias and spec.q_rank is None:
@@ -396,10 +397,10 @@ def _latent(config: Any, family: LatentFamily, rope: RopeSpec, growth: QueryGrow
 
 def _indexer(config: Any, family: IndexerFamily, latent: LatentSpec) -> IndexerSpec:
     if latent.q_rank is None:
-        raise ValueError("an indexer needs q_lora_rank: its queries are made of the latents of queries")
+        raise CheckpointError("an indexer needs q_lora_rank: its queries are made of the latents of queries")
     heads, dim, top_k = (_value(config, key) for key in (family.heads, family.dim, family.top_k))
     if dim < latent.rope_dim:
-        raise ValueError(f"{family.dim.name} ({dim}) must be at least the {latent.rope_dim} dimensions that turn")
+        raise CheckpointError(f"{family.dim.name} ({dim}) must be at least the {latent.rope_dim} dimensions that turn")
     return IndexerSpec(latent.hidden, latent.q_rank, heads, dim, top_k, family.interleaved)
 
 
@@ -449,9 +450,11 @@ def _moe(config: Any, family: MoEFamily, activation: Activation) -> MoESpec:
     layers = config.num_hidden_layers
     if layers * spec.experts > _MAX_EXPERTS:
         most = _MAX_EXPERTS // layers
-        raise ValueError(f"{family.experts.name} is {spec.experts}; with {layers} layers it must be at most {most}")
+        raise CheckpointError(
+            f"{family.experts.name} is {spec.experts}; with {layers} layers it must be at most {most}"
+        )
     if not 1 <= spec.router.top_k <= spec.experts:
-        raise ValueError(f"{family.top_k.name} ({spec.router.top_k}) must be between 1 and {spec.experts}")
+        raise CheckpointError(f"{family.top_k.name} ({spec.router.top_k}) must be between 1 and {spec.experts}")
     _check_groups(spec)
     return spec
 
@@ -468,7 +471,7 @@ def _is_grouped(config: Any, family: MoEFamily) -> bool:
             return False
     for key in (family.groups, family.top_groups):
         if isinstance(key, Key) and _value(config, key) is None:
-            raise ValueError(f"config.json gives no {key.name}")
+            raise CheckpointError(f"config.json gives no {key.name}")
     return True
 
 
@@ -484,9 +487,9 @@ def _check_groups(spec: MoESpec) -> None:
         return
     size = spec.experts // router.groups
     if size * router.groups != spec.experts or size < 2:
-        raise ValueError(f"{spec.experts} experts do not make {router.groups} groups of two or more")
+        raise CheckpointError(f"{spec.experts} experts do not make {router.groups} groups of two or more")
     if not router.top_k / size <= router.top_groups <= router.groups:
-        raise ValueError(
+        raise CheckpointError(
             f"topk_group ({router.top_groups}) must be at most {router.groups} and have {router.top_k} experts"
         )
 
@@ -512,7 +515,7 @@ def _number(config: Any, declared: Any) -> float:
     """A value that no model of the family lacks. Raises ValueError where the key is null."""
     value = _value(config, declared)
     if value is None:
-        raise ValueError(f"config.json gives no {declared.name}")
+        raise CheckpointError(f"config.json gives no {declared.name}")
     return float(value)
 
 
@@ -532,7 +535,7 @@ def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
     if share != 1.0 and not family.partial_rope:
         raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
     if not 0 < share <= 1:
-        raise ValueError(f"partial_rotary_factor ({share}) must be above 0 and at most 1")
+        raise CheckpointError(f"partial_rotary_factor ({share}) must be above 0 and at most 1")
     interleaved = bool(_value(config, family.interleaved_rope))
     rope = replace(_scaled_rope(config, nested, params), share=share, interleaved=interleaved)
     return replace(rope, axes=_rope_axes(config, family, params, rope))
@@ -552,7 +555,7 @@ def _check_width(rope: RopeSpec, head_dim: int) -> None:
     """Raise ValueError unless an even number of dimensions turns, with a frequency for each two of them."""
     width = rope.width(head_dim)
     if not width or width % 2:
-        raise ValueError(
+        raise CheckpointError(
             f"partial_rotary_factor ({rope.share}) must leave an even number of {head_dim} dimensions, at least 2"
         )
     if rope.frequencies and len(rope.frequencies) != width // 2:
@@ -569,10 +572,10 @@ def _rope_axes(config: Any, family: Family, params: dict[str, Any], rope: RopeSp
         return ()
     count, given = rope.width(_head_dim(config)) // 2, params.get("mrope_section") or default
     if len(given) != 3 or any(type(part) is not int or part < 0 for part in given):
-        raise ValueError(f"mrope_section ({given!r:.80}) must be three integers")
+        raise CheckpointError(f"mrope_section ({given!r:.80}) must be three integers")
     if family.rope_blocks is not None:
         if sum(given) != count:
-            raise ValueError(f"mrope_section ({given!r:.80}) must have the sum {count}, one for each frequency")
+            raise CheckpointError(f"mrope_section ({given!r:.80}) must have the sum {count}, one for each frequency")
         return tuple(axis for axis, part in enumerate(given) for _ in range(part))
     axes = [0] * count
     for axis in (1, 2):
@@ -596,9 +599,9 @@ def _growth(config: Any) -> QueryGrowth | None:
     params = _rope_parameters(config)
     beta, positions = params.get("llama_4_scaling_beta"), params.get("original_max_position_embeddings")
     if beta is None or positions is None:
-        raise ValueError("rope_parameters must have llama_4_scaling_beta and original_max_position_embeddings")
+        raise CheckpointError("rope_parameters must have llama_4_scaling_beta and original_max_position_embeddings")
     if type(positions) is not int:
-        raise ValueError(f"original_max_position_embeddings ({positions}) must be an integer")
+        raise CheckpointError(f"original_max_position_embeddings ({positions}) must be an integer")
     return QueryGrowth(beta, positions)
 
 
@@ -606,9 +609,9 @@ def _scaled_rope(config: Any, part: str, params: dict[str, Any]) -> RopeSpec:
     """The embedding that one map of `rope_parameters` describes; transformers computes scaled frequencies."""
     kind, theta = params.get("rope_type", "default"), params.get("rope_theta")
     if theta is None:
-        raise ValueError("config.json gives no rope_theta")
+        raise CheckpointError("config.json gives no rope_theta")
     if theta <= 1:
-        raise ValueError(f"rope_theta ({theta}) must be more than 1")
+        raise CheckpointError(f"rope_theta ({theta}) must be more than 1")
     if kind not in ("default", *_SCALED_ROPES):
         supported = ", ".join(("default", *_SCALED_ROPES))
         raise ValueError(f"rope_type {kind!r:.80} is not supported; supported: {supported}")
@@ -617,12 +620,14 @@ def _scaled_rope(config: Any, part: str, params: dict[str, Any]) -> RopeSpec:
     try:
         inv_freq_F, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=part or None)
     except KeyError as error:
-        raise ValueError(f"config.json: rope scaling {kind!r} needs {error.args[0]!r}") from error
+        raise CheckpointError(f"config.json: rope scaling {kind!r} needs {error.args[0]!r}") from error
     # The function makes logarithms and tensors of values that may fit no scaling.
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"config.json: rope scaling {kind!r} cannot be computed: {error!s:.200}") from error
     if not bool(torch.isfinite(inv_freq_F).all()):
-        raise ValueError(f"config.json: rope scaling {kind!r} gives frequencies that are no numbers: check its factors")
+        raise CheckpointError(
+            f"config.json: rope scaling {kind!r} gives frequencies that are no numbers: check its factors"
+        )
     return RopeSpec(kind, theta, frequencies=tuple(inv_freq_F.tolist()), amplitude=float(factor))
 
 
@@ -633,7 +638,7 @@ def _yarn_score_factor(config: Any) -> float:
     if kind == "default" or not mscale_all:
         return 1.0
     if factor is None:
-        raise ValueError(f"config.json: rope scaling {kind!r} with 'mscale_all_dim' needs 'factor'")
+        raise CheckpointError(f"config.json: rope scaling {kind!r} with 'mscale_all_dim' needs 'factor'")
     return (0.1 * mscale_all * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
 
 

@@ -217,6 +217,8 @@ def _read_spec(folder: Path, config: CheckpointConfig, images: bool) -> ModelSpe
         tower = read_tower(folder, config) if images else None
         try:
             return spec_from_config(config.text, config.architecture, tower)
+        except CheckpointError:  # a value out of bounds, which transformers' code must not try
+            raise
         except ValueError as error:
             raise UnsupportedVariantError(str(error)) from error
     except (TypeError, AttributeError, ArithmeticError) as error:

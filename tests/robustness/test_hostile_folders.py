@@ -135,8 +135,8 @@ def test_large_sizes_within_bounds_allocate_nothing(load_format: str, folder: Pa
 
 def test_experts_of_all_layers_together_are_bounded(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoints["qwen3_moe"], tmp_path / "model"))
-    edit_config(folder, num_experts=4096, num_hidden_layers=2048, num_experts_per_tok=8)
-    refused(folder, "num_experts")
+    edit_config(folder, num_experts=4096, num_local_experts=4096, num_hidden_layers=2048, num_experts_per_tok=8)
+    refused(folder, "with 2048 layers")
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ def refusal(
 ) -> Rejected | None:
     """The reason to refuse a request at this moment, or None. `rollout/service/requests/intake.py` checks all else."""
     assert len(request.prior.token_ids) <= request.max_tokens, "the service checks max_tokens"
-    most = min(limits.max_context, pool_tokens)
-    assert len(request.prompt) + request.max_tokens <= most, "the service checks the length"
+    needed, most = len(request.prompt) + request.max_tokens, min(limits.max_context, pool_tokens)
+    if needed > most:  # the service has checked it; benchmarks come without a service
+        message = f"too long: prompt and max_tokens are {needed} tokens, and a sequence has at most {most}"
+        return Rejected(request.key, "bad_request", message, "max_tokens")
     if request.n > limits.max_queue:
         message = f"n is {request.n} and max_queue is {limits.max_queue} completions: ask for fewer at a time"
         return Rejected(request.key, "bad_request", message, "n")
