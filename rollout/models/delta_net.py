@@ -17,11 +17,45 @@ from rollout.models.cut import Cut, CutView
 from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, empty_parameter
 from rollout.models.names import Region, one_name
 from rollout.models.spec import DeltaNetSpec
-from rollout.models.state_pool import StatePool
+from rollout.models.state_pool import LayerState, StatePool
 
 
-class DeltaNet(Block):
-    """Linear attention over the state pool. `state_index` counts the layers that have states."""
+class StateBlock(Block):
+    """A mixer over the state pool: one product gives all that it needs of a token, and another one its output.
+
+    `state_index` counts the layers that have states.
+    """
+
+    layer: int
+    state_index: int
+    in_proj: Linear
+    o_proj: Linear
+
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
+        """The block's output for the normalised `x_TH`; advances the states of the step's rows."""
+        inputs_TN, adapters = self.in_proj(x_TH), context.batch.adapters
+        if adapters is not None:
+            adapters.add(self.layer, "in", inputs_TN, x_TH)
+        return LastProduct(self.o_proj, self.mix(inputs_TN, context), adapters, self.layer, "o")
+
+    def mix(self, inputs_TN: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """From the first product to the input of the output product; advances the states."""
+        raise NotImplementedError
+
+    def states_of(self, context: StepContext) -> tuple[LayerState, Spans]:
+        """The states of this layer and the step's spans, for a mixer that follows no drafts."""
+        states, spans = context.kv.states, step_spans(context.batch)
+        assert isinstance(states, StatePool)
+        assert spans.behind_B is None, "settings that ask for drafts were refused"
+        return states.layers[self.state_index], spans
+
+    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
+        """None: its products are never coded."""
+        return {}
+
+
+class DeltaNet(StateBlock):
+    """Linear attention over the state pool."""
 
     def __init__(
         self,
@@ -41,13 +75,6 @@ class DeltaNet(Block):
         self.dt_bias = empty_parameter(spec.value_heads, dtype=torch.float32, device=device)
         self.norm = RMSNorm(spec.value_dim, spec.eps, dtype, device)
         self.o_proj = Linear(spec.out, dtype, device, group)
-
-    def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
-        """The block's output for the normalised `x_TH`; advances the states of the step's rows."""
-        inputs_TN, adapters = self.in_proj(x_TH), context.batch.adapters
-        if adapters is not None:
-            adapters.add(self.layer, "in", inputs_TN, x_TH)
-        return LastProduct(self.o_proj, self.mix(inputs_TN, context), adapters, self.layer, "o")
 
     def mix(self, inputs_TN: torch.Tensor, context: StepContext, one_by_one: bool = False) -> torch.Tensor:
         """The input of the output product, [T, H V]; advances the states. For `one_by_one` see `Spans`."""
@@ -80,10 +107,6 @@ class DeltaNet(Block):
         b_TGH, a_TGH = ba_TGX.chunk(2, dim=2)
         mixed_TC = torch.cat([part.flatten(1) for part in qkv], dim=1)
         return mixed_TC, z_TGV.flatten(1), b_TGH.flatten(1), a_TGH.flatten(1)
-
-    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
-        """None: its products are never coded."""
-        return {}
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""

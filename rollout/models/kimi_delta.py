@@ -20,18 +20,17 @@ from rollout_kernels.norm_rope.elementwise import rms_norm
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.cut import CutView
-from rollout.models.delta_net import conv_regions, step_spans
-from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, empty_parameter
+from rollout.models.delta_net import StateBlock, conv_regions
+from rollout.models.layers import Linear, RMSNorm, StepContext, empty_parameter
 from rollout.models.names import Region, one_name
 from rollout.models.spec import KimiDeltaSpec
-from rollout.models.state_pool import StatePool
 
 #: Tokens of a row that a prefill computes at once: their decays relative to each other are in memory.
 _CHUNK = 32
 
 
-class KimiDelta(Block):
-    """Linear attention over the state pool. `state_index` counts the layers that have states."""
+class KimiDelta(StateBlock):
+    """Linear attention over the state pool."""
 
     def __init__(
         self,
@@ -53,28 +52,17 @@ class KimiDelta(Block):
         self.norm = RMSNorm(spec.value_dim, spec.eps, dtype, device)
         self.o_proj = Linear(spec.out, dtype, device, group)
 
-    def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
-        """The block's output for the normalised `x_TH`; advances the states of the step's rows."""
-        spec, states, adapters = self.spec, context.kv.states, context.batch.adapters
-        assert isinstance(states, StatePool)
-        inputs_TN = self.in_proj(x_TH)
-        if adapters is not None:
-            adapters.add(self.layer, "in", inputs_TN, x_TH)
+    def mix(self, inputs_TN: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """The input of the output product; advances the states."""
+        spec, (state, spans) = self.spec, self.states_of(context)
         mixed_TC, b_TH, decay_TR, gate_TR = inputs_TN.split((spec.mixed, spec.value_heads, spec.rank, spec.rank), dim=1)
-        state, spans = states.layers[self.state_index], step_spans(context.batch)
-        assert spans.behind_B is None, "settings that ask for drafts were refused"
         mixed_TC = short_conv(mixed_TC.contiguous(), self.conv_weight, state.conv_NCW, spans)
         g_THK = self.decay_proj(decay_TR).float() + self.dt_bias
         g_THK = -self.a_log.exp()[:, None] * F.softplus(g_THK.unflatten(1, (spec.value_heads, -1)))
         out_THV = kimi_delta(mixed_TC, b_TH.float().sigmoid(), g_THK, state.recurrent_NHKV, spans)
         normed_THV = rms_norm(out_THV, self.norm.weight.float(), spec.eps)
         gate_THV = self.gate_proj(gate_TR).float().unflatten(1, (spec.value_heads, -1))
-        out_TK = (normed_THV * gate_THV.sigmoid()).to(x_TH.dtype).flatten(1)
-        return LastProduct(self.o_proj, out_TK, adapters, self.layer, "o")
-
-    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
-        """None: its products are never coded."""
-        return {}
+        return (normed_THV * gate_THV.sigmoid()).to(inputs_TN.dtype).flatten(1)
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""

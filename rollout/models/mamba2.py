@@ -20,15 +20,14 @@ from rollout_kernels.delta.rule import decays_between, end_of_chunk, look_up, th
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.cut import CutView
-from rollout.models.delta_net import step_spans
-from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, empty_parameter
+from rollout.models.delta_net import StateBlock
+from rollout.models.layers import Linear, RMSNorm, StepContext, empty_parameter
 from rollout.models.names import Region, one_name
 from rollout.models.spec import Mamba2Spec
-from rollout.models.state_pool import StatePool
 
 
-class Mamba2(Block):
-    """A state for each head over the state pool. `state_index` counts the layers that have states."""
+class Mamba2(StateBlock):
+    """A state for each head over the state pool."""
 
     def __init__(
         self,
@@ -52,16 +51,10 @@ class Mamba2(Block):
         self.norm = RMSNorm(spec.width, spec.eps, dtype, device)
         self.o_proj = Linear(spec.out, dtype, device, group)
 
-    def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
-        """The block's output for the normalised `x_TH`; advances the states of the step's rows."""
-        spec, states, adapters = self.spec, context.kv.states, context.batch.adapters
-        assert isinstance(states, StatePool)
-        inputs_TN = self.in_proj(x_TH)
-        if adapters is not None:
-            adapters.add(self.layer, "in", inputs_TN, x_TH)
+    def mix(self, inputs_TN: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """The input of the output product; advances the states."""
+        spec, (state, spans) = self.spec, self.states_of(context)
         z_TX, mixed_TC, dt_TH = inputs_TN.split((spec.width, sum(spec.mixed_widths), spec.heads), dim=1)
-        state, spans = states.layers[self.state_index], step_spans(context.batch)
-        assert spans.behind_B is None, "settings that ask for drafts were refused"
         mixed_TC = short_conv(mixed_TC.contiguous(), self.conv_weight, state.conv_NCW, spans, self.conv_bias)
         x_TX, keys, queries = mixed_TC.float().split(spec.mixed_widths, dim=1)
         k_THK, q_THK = (
@@ -72,7 +65,7 @@ class Mamba2(Block):
         tokens = q_THK, k_THK, dt_TH[..., None] * v_THV, -self.a_log.exp() * dt_TH
         out_THV = through_states(tokens, state.recurrent_NHKV, spans, _one_token, _one_chunk)
         out_TX = (out_THV + self.skip[:, None] * v_THV).flatten(1) * F.silu(z_TX.float())
-        return LastProduct(self.o_proj, self._normed(out_TX).to(x_TH.dtype), adapters, self.layer, "o")
+        return self._normed(out_TX).to(inputs_TN.dtype)
 
     def _normed(self, out_TX: torch.Tensor) -> torch.Tensor:
         """The outputs, normalised: each group on its own, and one group over all ranks."""
@@ -81,10 +74,6 @@ class Mamba2(Block):
         if self.spec.all_groups == 1:
             mean_TG1 = self.group.all_reduce(mean_TG1.flatten(1))[..., None] / self.group.size
         return (out_TGX * torch.rsqrt(mean_TG1 + self.spec.eps)).flatten(1) * self.norm.weight.float()
-
-    def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
-        """None: its products are never coded."""
-        return {}
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
