@@ -58,50 +58,41 @@ def _widths(config: Any) -> tuple[int, ...]:
     return (1,) * (config.num_hidden_layers - shared) + (2 if config.use_double_wide_mlp else 1,) * shared
 
 
+_GEMMA = Family(  # what all of them have
+    model_type="gemma2",
+    models="Gemma 2",
+    activation=Key("hidden_activation"),
+    qkv_bias=ATTENTION_BIAS,
+    o_bias=ATTENTION_BIAS,
+    windows=windows_by_type,
+    norms="around",
+    embed_scale=Power("hidden_size", 0.5),
+    embed_scale_rounded=True,
+    logit_softcap=Key("final_logit_softcapping"),
+    layer_names=NORMS_AROUND,
+)
+_GEMMA_2 = replace(
+    _GEMMA,
+    attention_scale=Power("query_pre_attn_scalar", -0.5),
+    attention_softcap=Key("attn_logit_softcapping"),
+    unit_offset=True,
+    bidirectional=Key("use_bidirectional_attention"),
+)
 FAMILIES: dict[str, Family] = {
-    "Gemma2ForCausalLM": Family(
-        model_type="gemma2",
-        models="Gemma 2",
-        activation=Key("hidden_activation"),
-        qkv_bias=ATTENTION_BIAS,
-        o_bias=ATTENTION_BIAS,
-        windows=windows_by_type,
-        attention_scale=Power("query_pre_attn_scalar", -0.5),
-        attention_softcap=Key("attn_logit_softcapping"),
-        norms="around",
-        unit_offset=True,
-        embed_scale=Power("hidden_size", 0.5),
-        embed_scale_rounded=True,
-        logit_softcap=Key("final_logit_softcapping"),
-        bidirectional=Key("use_bidirectional_attention"),
-        layer_names=NORMS_AROUND,
-    ),
-    "Gemma3ForCausalLM": Family(
+    "Gemma2ForCausalLM": _GEMMA_2,
+    "Gemma3ForCausalLM": replace(
+        _GEMMA_2,
         model_type="gemma3_text",
         models="Gemma 3, text",
-        activation=Key("hidden_activation"),
-        qkv_bias=ATTENTION_BIAS,
-        o_bias=ATTENTION_BIAS,
+        attention_softcap=None,
         qk_norm="head",
-        windows=windows_by_type,
         ropes=ropes_by_type,
-        attention_scale=Power("query_pre_attn_scalar", -0.5),
-        norms="around",
-        unit_offset=True,
-        embed_scale=Power("hidden_size", 0.5),
-        embed_scale_rounded=True,
-        logit_softcap=Key("final_logit_softcapping"),
-        bidirectional=Key("use_bidirectional_attention"),
-        layer_names=NORMS_AROUND,
     ),
-    "Gemma4ForCausalLM": Family(
+    "Gemma4ForCausalLM": replace(
+        _GEMMA,
         model_type="gemma4_text",
         models="Gemma 4, text, without experts",
-        activation=Key("hidden_activation"),
-        qkv_bias=ATTENTION_BIAS,
-        o_bias=ATTENTION_BIAS,
         qk_norm="head",
-        windows=windows_by_type,
         ropes=ropes_by_type,
         layer_configs=_layer_configs,
         kv=_kv,
@@ -111,14 +102,9 @@ FAMILIES: dict[str, Family] = {
         token_inputs=Key("hidden_size_per_layer_input"),
         token_input_vocab=Key("vocab_size_per_layer_input"),
         layer_factor="layer_scalar",
-        norms="around",
-        embed_scale=Power("hidden_size", 0.5),
-        embed_scale_rounded=True,
-        logit_softcap=Key("final_logit_softcapping"),
         unsupported=("enable_moe_block",),
         # Text is causal unless it is "all", which makes `is_causal` false; the sizes are of experts.
         without_effect=("use_bidirectional_attention", "num_experts", "top_k_experts", "moe_intermediate_size"),
-        layer_names=NORMS_AROUND,
     ),
 }
 
