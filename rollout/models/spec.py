@@ -188,7 +188,7 @@ class AttentionSpec:
     value_scale: float = 1.0  # factor of the values
     value_norm: bool = False  # each value head is normalised, without weights
     kv: KVSource = "own"
-    chunk: int | None = None  # a token sees those of its own chunk of so many positions; None: all
+    chunk: int | None = None  # positions of a chunk: a token attends within its own one; None: to all before it
     shard: HeadShard | None = None  # the heads above are those of one rank
 
     @property
