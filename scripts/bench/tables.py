@@ -1084,6 +1084,16 @@ _EXPECTED: list[list[Cell]] = [
         "in training from 0.005 to 0.6 after 24 steps; held out 0.16 after 20",
     ],
     [
+        "older weights and fp8, two more seeds, after 120 steps",
+        "0.29, each mode within 0.03 of the others: equal",
+        "not run yet",
+    ],
+    [
+        "calculator, three seeds, after 60 steps, keep and recompute",
+        "0.35 right, held out; 3 turns; seeds within 0.1; the same for both",
+        "not run yet",
+    ],
+    [
         "calculator, recompute against keep",
         "the same right by step, 5% longer steps",
         "the same right; 2.9 s and 3.1 s",
