@@ -147,7 +147,6 @@ class MemoryPlan:
 
     @property
     def kv_pool(self) -> int:
-        """Bytes of the pool."""
         return 0 if self.pool is None else self.pool.pages * self.page_bytes
 
     @property
@@ -164,7 +163,6 @@ class MemoryPlan:
         )
 
     def fields(self) -> dict[str, Any]:
-        """The plan as JSON has it."""
         pool = self.pool
         return {
             "device": self.machine,

@@ -216,7 +216,6 @@ def retired_flags() -> dict[str, str]:
 
 
 def _others(root: type[SettingsSection]) -> list[SettingKey]:
-    """The settings of the other program."""
     return [key for other in ROOTS if other is not root for key in setting_keys(other)]
 
 

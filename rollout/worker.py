@@ -186,7 +186,6 @@ class Worker:
         self.end = End(self.watchdog.end_within)
 
     def start(self) -> None:
-        """Take requests."""
         self.ranks.watch(self._on_rank_lost, self._progress)
         self.metrics.start()
         self.server.start()

@@ -8,7 +8,6 @@ DESCRIPTION = "Count to thousands with a tiny model, change its weights on the w
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = DESCRIPTION
     parser.add_argument("--out", default="runs/demo", help="folder for the log, metrics, report and picture")
     parser.add_argument("--prompts", nargs="+", default=["17:", "980:", "2024:"], help="prompts to count from")

@@ -121,7 +121,6 @@ _NEARLY_EMPTY = 1
 
 
 def add_arguments(generate: Parser) -> None:
-    """Declare the arguments."""
     generate.usage = (
         "rollout generate ENDPOINT (--chat TEXT | --prompt TEXT | --messages FILE|JSON | --token-ids IDS) [FLAG ...]"
     )
@@ -244,7 +243,6 @@ class _Shown:
         self._kept: dict[int, list[str]] = {}  # text by completion, if whole
 
     def add(self, chunk: Chunk) -> None:
-        """Take a chunk."""
         self.tokens += len(chunk.part.token_ids)
         text = chunk.part.text if chunk.part.text is not None else _ids(chunk.part) + " "
         if self.lines is not None and not self._as_json:

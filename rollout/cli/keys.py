@@ -18,7 +18,6 @@ _CLIENTS_FOLDER = "clients"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = (
         "Make CURVE keys: a pair for workers, unless the folder has one, and a pair for each client. Existing keys are "
         "never overwritten."

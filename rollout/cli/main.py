@@ -65,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser_of(command: str) -> Parser:
-    """The parser of a command's arguments."""
     parser = Parser(prog=f"rollout {command}")
     importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
     return parser

@@ -183,7 +183,6 @@ def _table(plans: list[MemoryPlan]) -> Iterator[str]:
 
 
 def _lines(plan: MemoryPlan) -> Iterator[str]:
-    """Everything about one plan."""
     each = f" (each of {plan.ranks})" if plan.ranks > 1 else ""
     yield f"{plan.machine}{each}: {_gib(plan.total)}"
     at = {"device": "in GPU memory", "host": "in host memory", "in_place": "none: updates are written in place"}

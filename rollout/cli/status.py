@@ -20,7 +20,6 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = DESCRIPTION
     parser.add_argument(
         "endpoints",

@@ -22,7 +22,6 @@ _END_S = 0.3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = (
         "Watch workers in a terminal: rows, queue, KV pages, use of the GPU, speed, swaps of the weights. Press l or a "
         "to sort the rows by length or age, up and down to select one, c to cancel its request, ? for the legend, q to "

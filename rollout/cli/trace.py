@@ -18,7 +18,6 @@ _MAX_STEPS = 2000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.description = (
         "Save a worker's last steps as a Chrome trace; open it at https://ui.perfetto.dev. A worker always keeps its "
         f"last {_MAX_STEPS} steps, so a trace can be taken at any time."

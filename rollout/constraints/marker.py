@@ -59,7 +59,6 @@ class IdMarker:
         return b"" if tuple(_last(tokens, len(self._ids))) == self._ids else None
 
     def barred(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """None."""
         return None
 
 

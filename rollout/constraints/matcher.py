@@ -105,23 +105,18 @@ class Unconstrained(Matcher):
         return self
 
     def narrows(self, tokens: Sequence[int]) -> Narrows:
-        """No."""
         return "no"
 
     def start(self) -> Unconstrained:
-        """Itself."""
         return self
 
     def start_after(self, rest: bytes, token: int) -> Unconstrained:
-        """Itself."""
         return self
 
     def accept(self, token: int) -> bool:
-        """True."""
         return True
 
     def follow(self, tokens: Sequence[int]) -> bool:
-        """True."""
         return True
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
@@ -162,11 +157,9 @@ class AllowList(Matcher):
         return None if rest else self
 
     def accept(self, token: int) -> bool:
-        """True for a token of the list."""
         return token in self._allowed
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
-        """Write the mask of the list."""
         masks_RW[row].copy_(self._mask_W)
 
     def undo(self, tokens: int) -> None:
@@ -214,7 +207,6 @@ class GrammarConstraint:
         self._last = last
 
     def start(self) -> GrammarMatcher:
-        """A new matcher."""
         return GrammarMatcher(self, self.matcher.fork(), self._last)
 
     def start_after(self, rest: bytes, token: int) -> GrammarMatcher | None:
@@ -252,7 +244,6 @@ class GrammarMatcher(Matcher):
             masks_RW[row] |= self._constraint.ends.mask_W
 
     def undo(self, tokens: int) -> None:
-        """Go back."""
         for _ in range(tokens):
             self._next.pop()
         if tokens and self._ended:

@@ -75,18 +75,15 @@ class Thoughts:
 
     @property
     def inside(self) -> bool:
-        """True inside of a thought."""
         return len(self._turns) % 2 == 1
 
     def accept(self, token: int) -> None:
-        """Advance by a token."""
         self.count += 1
         self._last.append(token)
         if token in self.rule.lasts:
             self._turn()
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Advance by tokens."""
         if self.rule.lasts.isdisjoint(tokens):
             self.count += len(tokens)
             self._last.extend(tokens)
@@ -95,7 +92,6 @@ class Thoughts:
                 self.accept(token)
 
     def undo(self, tokens: int) -> None:
-        """Go back."""
         self.count -= tokens
         for _ in range(tokens):
             self._last.pop()
@@ -117,7 +113,6 @@ class Thoughts:
         return end[begun]
 
     def copy(self) -> Thoughts:
-        """A copy at the same place."""
         other = copy.copy(self)
         other._last, other._turns = self._last.copy(), self._turns.copy()
         return other
@@ -141,7 +136,6 @@ class BudgetedConstraint:
     begin: Thoughts
 
     def start(self) -> BudgetedMatcher:
-        """A matcher at the beginning."""
         return BudgetedMatcher(self.inner.start(), self.begin.copy())
 
     def start_after(self, rest: bytes, token: int) -> None:
@@ -211,7 +205,6 @@ class BudgetedMatcher(Matcher):
                 row_W.copy_(forced_W)
 
     def undo(self, tokens: int) -> None:
-        """Go back."""
         self._thoughts.undo(tokens)
         self._inner.undo(tokens)
 

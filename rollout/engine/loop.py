@@ -220,12 +220,10 @@ class Engine:
 
     @property
     def roster(self) -> Roster:
-        """All sequences."""
         return self.parts.roster
 
     @property
     def scheduler(self) -> Scheduler:
-        """Plans the steps."""
         return self.parts.scheduler
 
     @property
@@ -240,7 +238,6 @@ class Engine:
 
 
 def _record(step: StepInFlight, tokens: int, zombie_rows: int, committing_s: float, commit_s: float) -> StepTiming:
-    """The meter's record of a committed step."""
     plan, slot = step.plan, step.slot
     return StepTiming(
         kind=plan.kind,

@@ -107,7 +107,6 @@ class PoolSize:
         }
 
     def __str__(self) -> str:
-        """One sentence for the log."""
         limit = f" (model and settings allow {self.context})" if self.longest < self.context else ""
         return (
             f"KV pool: {self.pages} pages of {self.page_size} hold {self.tokens} tokens; the longest sequence is "

@@ -144,7 +144,6 @@ class UploadStaging:
         self._array = words.numpy()
 
     def begin(self) -> None:
-        """Forget the last upload."""
         self.used = 0
         self.sections = {}
         self.extras = []

@@ -71,7 +71,6 @@ class HistogramCounts:
         self._sum = 0.0
 
     def add(self, value: float) -> None:
-        """Count one value."""
         bounds = self._buckets.bounds
         self._counts[min(bisect_left(bounds, value), len(bounds) - 1)] += 1
         self._sum += value

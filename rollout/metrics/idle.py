@@ -59,7 +59,6 @@ class IdleCauses:
             self._no_work_since_s = since_s
 
     def stream_held(self, cause: Literal["swap", "offload"], start_s: float, end_s: float) -> None:
-        """A swap or an offload held the compute stream."""
         self._holds[cause] = held = (start_s, end_s)
         if self._last_rest is not None:
             rest_cause, rest = self._last_rest

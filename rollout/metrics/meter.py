@@ -78,12 +78,10 @@ class Meter:
         self._values.update(values)
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Raise a counter."""
         assert name in self._values, f"no entry without `read` in METRICS has the name {name}"
         self._values[name] = (self._values[name] or 0) + amount
 
     def observe(self, name: str, value: float) -> None:
-        """Count one value in a histogram."""
         self._counts[name].add(value)
 
     def step(self, record: StepTiming) -> None:

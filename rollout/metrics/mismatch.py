@@ -84,7 +84,6 @@ class MismatchBox:
         self._sum = MismatchSums()
 
     def add(self, found: MismatchSums) -> None:
-        """Add a mismatch to the sum."""
         with self._lock:
             self._sum += found
 

@@ -94,7 +94,6 @@ class PrometheusSink:
         self._latest = report
 
     def close(self) -> None:
-        """Close the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

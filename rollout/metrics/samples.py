@@ -18,7 +18,6 @@ class Mean:
     last: float = 0.0
 
     def add(self, value: float) -> None:
-        """Count one sample."""
         self.total += value
         self.count += 1
 
@@ -111,7 +110,6 @@ class Samples:
         self.length_quantiles.merge(other.length_quantiles)
 
     def step(self, kind: str, device_s: float, host_s: float, rows: int, zombie_rows: int, tokens: int) -> None:
-        """Count one committed step."""
         self.steps += 1
         self.tokens += tokens
         self.rows += rows
@@ -124,7 +122,6 @@ class Samples:
             self.prefill.add(device_s)
 
     def completion(self, length: int, version_span: int) -> None:
-        """Count one finished completion."""
         self.length.add(length)
         self.length_quantiles.add(length)
         self.version_span.add(version_span)

@@ -86,7 +86,6 @@ class JsonlSink:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -93,7 +93,6 @@ class AttentionBatch:
 
     @property
     def rotary_positions(self) -> torch.Tensor:
-        """The positions of the rotary embedding."""
         return self.positions_T if self.rope_positions is None else self.rope_positions
 
     def wanted_at(self, at_S: torch.Tensor, chunk_S: torch.Tensor, ends: Iterable[int]) -> WantedTokens:

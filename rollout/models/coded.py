@@ -62,7 +62,6 @@ class CodedView(torch.Tensor):
 
     @property
     def format(self) -> Format:
-        """The format of the codes."""
         return self._weights.format
 
 

@@ -98,12 +98,10 @@ class DecoderLayer(Block):
 
     @property
     def mixer_norms(self) -> Norms:
-        """The norms of the mixer."""
         return self._norms(self.mixer_norm, self.mixer_output_norm)
 
     @property
     def feed_forward_norms(self) -> Norms:
-        """The norms of the feed-forward block."""
         return self._norms(self.feed_forward_norm, self.feed_forward_output_norm)
 
     def _norms(self, norm: RMSNorm, output_norm: RMSNorm | None) -> Norms:
@@ -222,7 +220,6 @@ class SingleBlockLayer(Block):
 
     @property
     def blocks(self) -> tuple[MixerBlock | FeedForwardBlock, ...]:
-        """Its block."""
         return (self.block,)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:

@@ -56,7 +56,6 @@ def kernel_product(linear: LinearSpec, kind: Kind) -> KernelProduct:
 
 
 def layer_products(layer: LayerSpec) -> dict[str, KernelProduct]:
-    """The products of a layer by name."""
     found: dict[str, KernelProduct] = {}
     if isinstance(layer.mixer, AttentionSpec):
         found = {"qkv": kernel_product(layer.mixer.qkv, "parts"), "o": kernel_product(layer.mixer.o, "parts")}
@@ -86,7 +85,6 @@ def shared_products(shared: DenseSpec) -> dict[str, KernelProduct]:
 
 
 def head_product(spec: ModelSpec) -> KernelProduct:
-    """The product of the output layer."""
     return len(spec.kept_vocab), spec.hidden, "whole"
 
 

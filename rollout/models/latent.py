@@ -180,7 +180,6 @@ class LatentAttention(Block):
         return torch.bmm(sums_TQR.transpose(0, 1), value_QVR.transpose(1, 2)).transpose(0, 1)
 
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
-        """As `Linear.scale_views`."""
         q_b = {} if self.q_b_proj is None else self.q_b_proj.scale_views(prefix)
         return self.in_proj.scale_views(prefix) | q_b | self.o_proj.scale_views(prefix)
 

@@ -486,7 +486,6 @@ class Attention(Block):
         return qk_THD, v_TGD, gate_TK
 
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
-        """As `Linear.scale_views`."""
         return self.qkv_proj.scale_views(prefix) | self.o_proj.scale_views(prefix)
 
     def regions(self, prefix: str) -> list[Region]:
@@ -541,7 +540,6 @@ class DenseFeedForward(Block):
         return self.gate_up_proj.regions(prefix) + self.down_proj.regions(prefix)
 
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
-        """As `Linear.scale_views`."""
         return self.gate_up_proj.scale_views(prefix) | self.down_proj.scale_views(prefix)
 
 
@@ -571,7 +569,6 @@ class SharedExpert(Block):
         return self.gate_up_proj.regions(prefix) + self.down_proj.regions(prefix) + gate
 
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
-        """As `Linear.scale_views`."""
         return self.gate_up_proj.scale_views(prefix) | self.down_proj.scale_views(prefix)
 
 

@@ -74,7 +74,6 @@ class LoadedModel:
 
     @property
     def spec(self) -> LanguageModelSpec:
-        """The shape of the model."""
         return self.model.spec
 
     def trainer_views(self) -> dict[str, torch.Tensor]:
@@ -212,7 +211,6 @@ def check_cut(settings: ModelSettings, folder: Path, ranks: int, weights: AskedF
 
 
 def _read_spec(folder: Path, config: CheckpointConfig, images: bool) -> ModelSpec:
-    """The spec of the whole model."""
     try:
         tower = read_tower(folder, config) if images else None
         try:

@@ -175,7 +175,6 @@ class StepAdapters:
     segmented: bool  # chunks of prompts
 
     def of(self, layer: int, product: Product) -> LoraBuffers:
-        """The slots of a product."""
         return self.slots.buffers[layer, product]
 
     def at(self, at_S: torch.Tensor) -> StepAdapters:

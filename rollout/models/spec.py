@@ -108,7 +108,6 @@ class LinearSpec(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Outputs of all modules."""
         return sum(self.widths)
 
 
@@ -240,7 +239,6 @@ class AttentionSpec:
 
     @property
     def o(self) -> LinearSpec:
-        """The output product."""
         cut = None if self.shard is None else self.q_cut(self.v_dim).at(1)
         return LinearSpec(self.heads * self.v_dim, (self.names.o,), (self.hidden,), self.o_bias, (), cut)
 
@@ -358,7 +356,6 @@ class LatentSpec:
 
     @property
     def o(self) -> LinearSpec:
-        """The output product."""
         cut = None if self.shard is None else self.shard.cut(self.heads * self.value_dim).at(1)
         return LinearSpec(self.heads * self.value_dim, (self.names.o,), (self.hidden,), self.bias, (), cut)
 
@@ -399,7 +396,6 @@ class StateMixer:
 
     @property
     def state(self) -> StateSizes:
-        """The state of a row."""
         raise NotImplementedError
 
     @property
@@ -409,7 +405,6 @@ class StateMixer:
 
     @property
     def out(self) -> LinearSpec:
-        """The output product."""
         raise NotImplementedError
 
     def draft_bytes(self, dtype: torch.dtype) -> int | None:
@@ -463,7 +458,6 @@ class DeltaNetSpec(StateMixer):
 
     @property
     def value_width(self) -> int:
-        """Width of all value heads."""
         return self.value_heads * self.value_dim
 
     @property
@@ -486,7 +480,6 @@ class DeltaNetSpec(StateMixer):
 
     @property
     def out(self) -> LinearSpec:
-        """The output product."""
         cut = None if self.shard is None else self.shard.cut(self.value_width).at(1)
         return LinearSpec(self.value_width, (self.names.out,), (self.hidden,), False, (), cut)
 
@@ -505,7 +498,6 @@ class DeltaNetSpec(StateMixer):
 
     @property
     def state(self) -> StateSizes:
-        """The state of a row."""
         return StateSizes(self.value_heads, self.key_dim, self.value_dim, self.mixed, self.conv)
 
     def draft_bytes(self, dtype: torch.dtype) -> int:
@@ -549,7 +541,6 @@ class KimiDeltaSpec(StateMixer):
 
     @property
     def width(self) -> int:
-        """Width of all heads."""
         return self.value_heads * self.key_dim
 
     @property
@@ -580,7 +571,6 @@ class KimiDeltaSpec(StateMixer):
 
     @property
     def out(self) -> LinearSpec:
-        """The output product."""
         cut = None if self.width_cut is None else self.width_cut.at(1)
         return LinearSpec(self.width, (self.names.out,), (self.hidden,), False, (), cut)
 
@@ -602,7 +592,6 @@ class KimiDeltaSpec(StateMixer):
 
     @property
     def state(self) -> StateSizes:
-        """The state of a row."""
         return StateSizes(self.value_heads, self.key_dim, self.value_dim, self.mixed, self.conv)
 
 
@@ -638,7 +627,6 @@ class Mamba2Spec(StateMixer):
 
     @property
     def width(self) -> int:
-        """Width of all heads."""
         return self.heads * self.head_dim
 
     @property
@@ -657,7 +645,6 @@ class Mamba2Spec(StateMixer):
 
     @property
     def out(self) -> LinearSpec:
-        """The output product."""
         cut = None if self.width_cut is None else self.width_cut.at(1)
         return LinearSpec(self.width, (self.names.out,), (self.hidden,), self.bias, (), cut)
 
@@ -685,7 +672,6 @@ class Mamba2Spec(StateMixer):
 
     @property
     def state(self) -> StateSizes:
-        """The state of a row."""
         return StateSizes(self.heads, self.state_dim, self.head_dim, sum(self.mixed_widths), self.conv)
 
 
@@ -728,7 +714,6 @@ class DenseSpec:
 
     @property
     def down(self) -> LinearSpec:
-        """The output product."""
         cut = None if self.shard is None else self.shard.cut(self.intermediate).at(1)
         return LinearSpec(self.intermediate, (self.names.down,), (self.hidden,), self.bias, (), cut)
 

@@ -129,7 +129,6 @@ class _StderrHandler(logging.StreamHandler):
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """The stream for lines."""
         return sys.stderr.behind if isinstance(sys.stderr, LineStream) else sys.stderr
 
 
@@ -159,7 +158,6 @@ class LineStream(io.TextIOBase):
         return False
 
     def writable(self) -> bool:
-        """True."""
         return True
 
     def write(self, text: str) -> int:
@@ -231,7 +229,6 @@ def _is_table(value: Any) -> bool:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows as aligned columns."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names, *([_word(row[name]) if row.get(name) is not None else "-" for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]

@@ -52,7 +52,6 @@ class FollowerProcesses:
                 log.debug("a follower ended before it got its settings", extra={"rank": rank})
 
     def kill(self) -> None:
-        """End all."""
         for process in self.running:
             process.kill()
         for process in self.running:

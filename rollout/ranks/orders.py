@@ -176,7 +176,6 @@ class OrderWriter:
         return self._ring.sequence
 
     def end(self) -> None:
-        """Give the end."""
         self._write(END, None)
 
     def _write(self, kind: int, layout: Any, *parts: memoryview, version: int | None = None) -> None:

@@ -74,7 +74,6 @@ class HostBacking:
         self._memory, self._view = memory, PinnedView(device)
 
     def grow(self, nbytes: int) -> torch.Tensor:
-        """More of it."""
         self._memory.grow(nbytes, reserve=True)
         return self._view.of(self._memory.map())
 

@@ -59,15 +59,12 @@ class RankReports:
         return -(-(8 * numbers + len(TOPICS) * _TEXT_BYTES) // 64) * 64
 
     def get(self, name: Number) -> list[int]:
-        """A number of every follower."""
         return self._numbers[:, _PLACES[name]].tolist()
 
     def set(self, follower: int, name: Number, value: int) -> None:
-        """Report a number."""
         self._numbers[follower, _PLACES[name]] = value
 
     def add(self, follower: int, name: Number, more: int = 1) -> None:
-        """Add to a number."""
         self._numbers[follower, _PLACES[name]] += more
 
     def text(self, follower: int, topic: Topic) -> str:

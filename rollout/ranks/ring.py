@@ -67,7 +67,6 @@ class SharedMemory:
 
     @property
     def size(self) -> int:
-        """Its bytes now."""
         return os.fstat(self.descriptor).st_size
 
     def grow(self, size: int, reserve: bool = False) -> None:

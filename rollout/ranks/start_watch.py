@@ -56,7 +56,6 @@ class StartProgress:
         self._report, self.stage = report, IMPORTING
 
     def enter(self, stage: int) -> None:
-        """Begin a stage."""
         self.stage = stage
         self._report(stage, 0, 0)
 

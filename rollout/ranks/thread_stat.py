@@ -18,7 +18,6 @@ class ThreadStat(NamedTuple):
 
     @property
     def cpu_s(self) -> float:
-        """Its CPU time."""
         return self.user_s + self.kernel_s
 
 

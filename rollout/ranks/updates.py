@@ -287,7 +287,6 @@ class GroupDestination(UpdateMemory):
         self._offered = transport, options
 
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
-        """As `Destination.leave_to_owner`."""
         rank = bisect.bisect_right(self._begins, start) - 1
         if not self._direct or rank == 0:
             return False

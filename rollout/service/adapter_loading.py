@@ -82,7 +82,6 @@ class AdapterLoads:
         reading.add_done_callback(lambda future: self._post(partial(finish, future)))
 
     def waiting(self) -> list[ReplyAddress]:
-        """Requests without a reply."""
         return list(self._waiting.values())
 
     def close(self) -> None:

@@ -186,7 +186,6 @@ class Disconnects:
         return self._take_gone()
 
     def close(self) -> None:
-        """Stop watching."""
         self._socket.disable_monitor()
         self.monitor.close(0)
 

@@ -40,7 +40,6 @@ class EndedRequest:
 
     @property
     def size(self) -> int:
-        """Bytes of memory."""
         return _OVERHEAD_BYTES + self.prompt.token_ids.nbytes + sum(array.nbytes for array in self.completions)
 
 

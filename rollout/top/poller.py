@@ -48,7 +48,6 @@ class Poller:
         return replace(view, error=f"no answer for {silent_s:.0f} s")
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def cancel(self, request: CancelRequest) -> None:

@@ -47,7 +47,6 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """The key of the row."""
         return (self.endpoint, self.owner, self.id, self.index)
 
 

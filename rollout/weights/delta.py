@@ -148,15 +148,12 @@ class DeltaStaging:
         self._staging.check()
 
     def copies(self) -> list[Copy]:
-        """The copies of a swap."""
         return self._staging.copies()
 
     def lend(self, update: StagedWeights) -> None:
-        """As `WeightStaging.lend`."""
         self._staging.lend(update)
 
     def verified(self, content: str) -> None:
-        """As `WeightStaging.verified`."""
         self._staging.verified(content)
 
     def abandon(self) -> None:

@@ -53,7 +53,6 @@ class UpdateMemory:
         return self._arriving.numpy()
 
     def landed(self, start: int, end: int) -> None:
-        """Take the bytes from their memory."""
         read = self._staging.take(start, self._arriving)
         if self.writes_arriving and read is not None:
             read.synchronize()  # the next bytes arrive in the same memory
@@ -66,11 +65,9 @@ class UpdateMemory:
         """As `Destination.offer`: one rank takes everything itself."""
 
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
-        """As `Destination.leave_to_owner`."""
         return False
 
     def wait_read(self) -> int:
-        """As `Destination.wait_read`."""
         return 0
 
     def copied(self) -> bool:

@@ -55,7 +55,6 @@ class PinnedMemory:
         return memory.data_ptr() in self._pinned or memory.data_ptr() in self._refused
 
     def free(self) -> None:
-        """Unpin all of it."""
         _unpin(self._pinned, self._cudart, self._forget_error)
         self._refused.clear()
 

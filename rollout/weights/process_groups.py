@@ -67,7 +67,6 @@ class ProcessGroups:
             answer(error_reply(error))
 
     def leave(self, header: Mapping[str, Any], reply: Reply) -> None:
-        """Leave a group."""
         reply({"op": "ok", "left": self._receiver().leave(str(header["group"]))})
 
     def close(self, error: RolloutError) -> None:

@@ -615,7 +615,6 @@ class InPlace(WeightStaging):
 
     @property
     def place(self) -> None:
-        """There is no staging memory."""
         return None
 
     def open(
@@ -641,7 +640,6 @@ class InPlace(WeightStaging):
         return self.reserve(end - start)
 
     def check(self) -> None:
-        """As `WeightStaging.check`."""
         super().check()
         self._free()
 
@@ -656,7 +654,6 @@ class InPlace(WeightStaging):
 
     @property
     def base_device(self) -> torch.device:
-        """The device of the parameters."""
         return next(iter(self.views.values())).device
 
     def _takes_changes(self, kept: _Kept) -> bool:

@@ -507,7 +507,6 @@ class UpdateIntake:
         commit.reply({"op": "ok", **applied.reply()})
 
     def failed(self, update: StagedWeights | AdapterUpdate, error: RolloutError) -> None:
-        """The loop did not apply it."""
         self._take_committed(update).reply(error_reply(error))
 
     def _take_committed(self, update: StagedWeights | AdapterUpdate) -> PendingCommit:

@@ -164,7 +164,6 @@ class _WorkerActor:
             return _Seen(None)  # it hangs, or has just died: the next look tells
 
     def stop(self, mode: Literal["drain", "now"], timeout_s: float) -> None:
-        """End the worker."""
         if self._process is not None:
             self._process.stop(mode, timeout_s)
 

@@ -379,7 +379,6 @@ class Replica(RolloutReplica):
 
     @property
     def server_name(self) -> str:
-        """The name of the server's actor."""
         kind = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
         return f"{server_name(self.replica_rank, kind)}{self.name_suffix}"
 

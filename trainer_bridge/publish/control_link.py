@@ -127,7 +127,6 @@ class ControlLink:
         return None
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _find(self) -> bool:

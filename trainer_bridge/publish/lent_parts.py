@@ -130,7 +130,6 @@ def map_buffers(memory: IpcMemory, handles: Mapping[int, bytes], nbytes: int) ->
 
 
 def close_all(readers: Iterable[IpcReader]) -> None:
-    """Unmap all of them."""
     for reader in readers:
         with contextlib.suppress(OSError, RuntimeError):  # the device may be gone
             reader.close()

@@ -151,12 +151,10 @@ class TransportChoice:
         return {route: (self._sender(route), group) for route, group in groups.items()}
 
     def release(self, payload: Payload, applied: bool) -> None:
-        """Release the update in all senders."""
         for sender in self.senders.values():
             sender.release(payload, applied)
 
     def close(self) -> None:
-        """Close the senders."""
         for sender in self.senders.values():
             sender.close()
 

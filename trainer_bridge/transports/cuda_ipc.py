@@ -105,7 +105,6 @@ class CudaIpcMemory:
         return self._tensor(pointer, nbytes)
 
     def free(self, memory: torch.Tensor) -> None:
-        """Give it back."""
         self._call("cudaFree", ctypes.c_void_p(memory.data_ptr()))
 
     def handle(self, memory: torch.Tensor) -> bytes:
@@ -126,7 +125,6 @@ class CudaIpcMemory:
         return memory
 
     def close(self, memory: torch.Tensor) -> None:
-        """Release it."""
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(memory.data_ptr()))
 
     def reader(self, handle: bytes, nbytes: int) -> IpcReader:
@@ -164,7 +162,6 @@ class _CudaReader:
         self._call("cudaMemcpyAsync", target, source, size, ctypes.c_int(_ANY_DIRECTION), stream)
 
     def close(self) -> None:
-        """Unmap it."""
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(self._begin))
 
 
@@ -258,12 +255,10 @@ class CudaIpcReceiver(TransportReceiver):
         return self._buckets.finish(incoming, options)
 
     def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
-        """Release the slots."""
         self._buckets.drop(incoming, error)
         self.close()
 
     def close(self) -> None:
-        """Release the slots."""
         slots, self._slots, self._taken = self._slots, [], []
         if slots and slots[0].is_cuda:
             torch.cuda.current_stream(slots[0].device).synchronize()  # copies in progress read the slots
@@ -408,7 +403,6 @@ class CudaIpcSender(TransportSender):
         self._left = []
 
     def close(self) -> None:
-        """Free the slots."""
         self._free(self._left + self._slots)
         self._left, self._slots = [], []
 

@@ -123,11 +123,9 @@ class DiskReceiver(TransportReceiver):
         return True
 
     def drop(self, incoming: IncomingUpdate, error: Exception | None) -> None:
-        """Close the files."""
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
         if self._file is not None:
             self._file.close()
         if self._folder >= 0:
@@ -176,7 +174,6 @@ class _OpenFile:
             raise self._bad(f"is damaged: checksum {self._checksum.value:08x}, written as {self._note.checksum:08x}")
 
     def close(self) -> None:
-        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -158,7 +158,6 @@ class Payload:
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors."""
         return torch.device("cpu") if self._stream is None else self._stream.device
 
     def keep_in(self, memory: Callable[[], torch.Tensor] | None) -> None:

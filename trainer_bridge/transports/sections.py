@@ -76,7 +76,6 @@ class Sections:
         return bisect.bisect_right(self.begins, byte) - 1
 
     def of_rank(self, rank: int) -> tuple[TensorEntry, ...]:
-        """The entries of a rank's section."""
         starts = [entry.offset for entry in self.manifest.tensors]
         begin = bisect.bisect_left(starts, self.begins[rank])
         last = rank + 1 == len(self.begins)

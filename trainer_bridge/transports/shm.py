@@ -97,12 +97,10 @@ class ShmReceiver(TransportReceiver):
         return self._buckets.finish(incoming, options)
 
     def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
-        """Release the segment."""
         self._buckets.drop(incoming, error)
         self.close()
 
     def close(self) -> None:
-        """Unmap the segment."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None
@@ -140,14 +138,12 @@ class OpenSegment:
         check_bucket(index, memoryview(out), check)  # type: ignore[arg-type]  # of the copy, which the publisher cannot change
 
     def read(self, index: int, start: int, nbytes: int, check: int, keep: Keep) -> None:
-        """As `OfferedMemory.read`."""
         copied = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         self.copy(index, copied.numpy(), check)
         if (kept := keep(start, copied)) is not None:
             kept.synchronize()
 
     def close(self) -> None:
-        """Unmap it."""
         self._map.close()
 
 
@@ -272,7 +268,6 @@ class ShmSender(TransportSender):
         return options
 
     def close(self) -> None:
-        """Release the segment."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None

@@ -274,7 +274,6 @@ class ZmqSender(TransportSender):
         return options
 
     def close(self) -> None:
-        """Free the buffers."""
         self._buffers = []
 
     def _buffer(self, slot: int, payload: Payload) -> torch.Tensor:

@@ -187,12 +187,10 @@ class Checksum:
         self._state = xxhash.xxh3_64()
 
     def add(self, data: Any) -> None:
-        """Add more bytes."""
         self._state.update(data)
 
     @property
     def value(self) -> int:
-        """The checksum of all added bytes."""
         return self._state.intdigest() & _LOW_32
 
 

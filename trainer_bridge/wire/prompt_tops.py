@@ -45,7 +45,6 @@ class PromptTops:
         return PromptTops(self.ranks.copy(), self.ids.copy(), self.logprobs.copy())
 
     def fields(self) -> dict[str, np.ndarray]:
-        """The fields of a reply."""
         return {"prompt_ranks": self.ranks, "prompt_top_ids": self.ids, "prompt_top_logprobs": self.logprobs}
 
 

@@ -58,7 +58,6 @@ class SamplingRule:
         return bool(getattr(sampling, self.name) != self.default)
 
     def row_value(self, sampling: SamplingRules) -> float:
-        """The value in the row state."""
         if self.changes(sampling):
             value: float = getattr(sampling, self.name)
             return value

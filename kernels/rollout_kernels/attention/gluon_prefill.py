@@ -55,7 +55,6 @@ def _item(index, items_ptr, blocks, H: gl.constexpr):
 
 @gluon.jit
 def _turn(step, programs, program):
-    """The item of a program's step."""
     return step * programs + gl.where(step % 2 == 0, program, programs - 1 - program)
 
 

@@ -15,5 +15,4 @@ def is_hopper(device: torch.device) -> bool:
 
 @lru_cache(maxsize=8)
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

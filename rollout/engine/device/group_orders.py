@@ -28,11 +28,9 @@ class NoGroupOrders:
     """The orders of a worker of one rank: there is no other rank, so each is done at once."""
 
     def give(self, lane: Any, *fields: Any) -> int:
-        """No-op."""
         return 0
 
     def done(self, lane: Any, number: int) -> bool:
-        """True."""
         return True
 
     def failures(self, lane: Any, number: int) -> list[str]:
@@ -91,7 +89,6 @@ class GroupMemory:
         return self._own.released
 
     def save(self) -> None:
-        """See `SleepMemory.save`."""
         number, failures = self._orders.give("sleep", "save"), []
         try:
             self._own.save()
@@ -113,12 +110,10 @@ class GroupMemory:
         return freed_bytes + self._orders.freed_bytes - before
 
     def forget(self) -> None:
-        """See `SleepMemory.forget`."""
         self._orders.give("sleep", "forget")
         self._own.forget()
 
     def restore(self) -> None:
-        """See `SleepMemory.restore`."""
         number, failures = self._orders.give("sleep", "restore"), []
         try:
             self._own.restore()

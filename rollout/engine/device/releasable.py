@@ -316,7 +316,6 @@ class PermanentMemory(ReleasableMemory):
         super().__init__(device, HostPages())
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed tensor."""
         return zeroed(self._device.torch_device, shape, dtype)
 
     def take_over(self, tensors: Iterable[torch.Tensor], *, kept: bool) -> None:
@@ -360,7 +359,6 @@ class HostPages:
         """No-op: the kernel adds memory page by page."""
 
     def give_back(self, addresses: mmap.mmap) -> None:
-        """Give the pages back to the kernel."""
         addresses.madvise(mmap.MADV_DONTNEED)
 
     def tensor(self, addresses: mmap.mmap, start: int, nbytes: int) -> torch.Tensor:

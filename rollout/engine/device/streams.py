@@ -218,15 +218,12 @@ class CpuDevice:
     torch_device = torch.device("cpu")
 
     def stream(self, name: str) -> DeviceStream:
-        """A new stream."""
         return CpuStream(name)  # type: ignore[return-value]  # a device's streams only see its own events
 
     def event(self) -> CpuEvent:
-        """A new event."""
         return CpuEvent()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed memory."""
         return torch.zeros(shape, dtype=dtype)
 
     def free_bytes(self) -> int:
@@ -350,11 +347,9 @@ class CudaDevice:
         self._clock = _CudaClock()
 
     def stream(self, name: str) -> DeviceStream:
-        """A new stream."""
         return CudaStream(self.torch_device)  # type: ignore[return-value]
 
     def event(self) -> CudaEvent:
-        """A new timed event."""
         return CudaEvent(self._clock)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

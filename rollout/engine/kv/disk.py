@@ -52,7 +52,6 @@ class NoDisk:
     pages = total = 0
 
     def has(self, key: bytes, oldest: int) -> bool:
-        """False."""
         return False
 
     def write(self, key: bytes, page: int, oldest: int, beside: bytes) -> DiskJob:

@@ -27,7 +27,6 @@ class EndTimes(Generic[K]):
         self._serial = 0
 
     def set(self, key: K, at_s: float) -> None:
-        """Set the time of a key."""
         self._at[key] = at_s
         self._serial += 1
         heapq.heappush(self._heap, (at_s, self._serial, key))
@@ -87,7 +86,6 @@ class EvictionOrder(Generic[K]):
         self._ends.drop(key)
 
     def clear(self) -> None:
-        """Remove all entries."""
         self._others.clear()
         self._leased.clear()
         self._ends = EndTimes()

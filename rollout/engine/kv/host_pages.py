@@ -70,7 +70,6 @@ class HostPageBooks:
 
     @property
     def free(self) -> int:
-        """Number of free pages."""
         return len(self._free)
 
     # --- of preempted sequences ---------------------------------------------------------------------------------------

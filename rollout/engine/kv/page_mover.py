@@ -57,7 +57,6 @@ class HostMemory:
         return self._blocks_HW[number // self._per_block][number % self._per_block].view(words)
 
     def memory_of(self, number: int) -> memoryview:
-        """The bytes of one page."""
         return self.page(number, torch.uint8).numpy().data
 
 
@@ -77,7 +76,6 @@ class CopyPiece:
 
     @property
     def pages(self) -> int:
-        """The number of pages."""
         return len(self.host_pages)
 
 
@@ -191,7 +189,6 @@ class PageMover:
 
     @property
     def directions(self) -> tuple[tuple[Literal["out", "in"], CopyQueue], ...]:
-        """Both queues."""
         return ("out", self.out), ("in", self.back)
 
     @property

@@ -63,12 +63,10 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages in state free."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Pages in state cached."""
         return len(self._seen) + len(self._evictable) + len(self._leaving)
 
     @property
@@ -83,7 +81,6 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Pages in state used."""
         return self.total - self.available
 
     @property

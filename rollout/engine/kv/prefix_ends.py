@@ -33,5 +33,4 @@ class PrefixEnds:
         return sorted(self._after[digest], reverse=True)
 
     def clear(self) -> None:
-        """Forget all."""
         self._after.clear()

@@ -103,7 +103,6 @@ class StatePrefixes(Prefixes):
 
     @property
     def snapshots_used_pct(self) -> float:
-        """See `Prefixes`."""
         return percent(self.snapshots.used, len(self.snapshots.places))
 
     @property
@@ -123,17 +122,14 @@ class StatePrefixes(Prefixes):
             self.snapshots.retain(reusable.place)
 
     def release(self, reusable: Reusable) -> None:
-        """See `Prefixes`."""
         if reusable.place:
             self.snapshots.release(reusable.place)
 
     @property
     def has_place(self) -> bool:
-        """See `Prefixes`."""
         return self.snapshots.has_place
 
     def take_place(self) -> int:
-        """See `Prefixes`."""
         return self.snapshots.take()
 
     def admitted(self, seq: Sequence, version: int) -> None:
@@ -211,7 +207,6 @@ class StatePrefixes(Prefixes):
             self.set_frontier(seq, point.key)
 
     def drop_frontier(self, seq: Sequence) -> None:
-        """See `Prefixes`."""
         if seq.kv.frontier:
             self.snapshots.expect_no_more(seq.kv.planned_snapshot.point)
         super().drop_frontier(seq)
@@ -234,16 +229,13 @@ class StatePrefixes(Prefixes):
         return (kept[0].tokens if kept else 0), tuple(kept)
 
     def turn_kept(self, snapshots: tuple[Snapshot, ...]) -> None:
-        """See `Prefixes`."""
         for snapshot in snapshots:
             self.snapshots.release(snapshot.place)
 
     def row_overwritten(self, row: int) -> None:
-        """See `Prefixes`."""
         self.snapshots.give_up_saves(row)
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
-        """See `Prefixes`."""
         return self.snapshots.take_saves()
 
     def left(self, seq: Sequence) -> None:
@@ -265,16 +257,13 @@ class StatePrefixes(Prefixes):
         return PromptShare(pages, seq.kv.oldest, seq.kv.keys, seq.kv.snapshot.place)
 
     def unshare(self, share: PromptShare) -> None:
-        """See `Prefixes`."""
         if share.place:
             self.snapshots.release(share.place)
 
     def forget_older(self, oldest: int) -> None:
-        """See `Prefixes`."""
         self.snapshots.forget_older(oldest)
 
     def check(self) -> set[int]:
-        """See `Prefixes`."""
         super().check()
         self.snapshots.check(self.sessions.places)
         return self.snapshots.pages

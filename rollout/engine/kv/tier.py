@@ -243,7 +243,6 @@ class HostTier:
         self.states_ended(_first(self._states_due, len(self._states_due)), failed=True)
 
     def status(self) -> KeptStatus:
-        """A snapshot of now."""
         counts = self.host.counts
         return KeptStatus(
             pages=self.host.kept,

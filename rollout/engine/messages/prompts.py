@@ -31,7 +31,6 @@ class Pixels:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the patches."""
         return self.patches.nbytes
 
 

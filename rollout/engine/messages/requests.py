@@ -38,7 +38,6 @@ class RoutingShape:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of an index."""
         return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
 
     @property

@@ -186,7 +186,6 @@ class _Costs:
         self.mean = 1.0
 
     def add(self, cost: int) -> None:
-        """A sequence has ended."""
         self.known = min(self.known + 1, _SEQUENCES)
         self.mean += (cost - self.mean) / self.known
 
@@ -224,7 +223,6 @@ class SweptHeap(Generic[_Item]):
         self._sweep_at = _SLACK
 
     def push(self, key: _Key, item: _Item) -> None:
-        """Add an item."""
         heapq.heappush(self._heap, (key, item))
         if len(self._heap) >= self._sweep_at:
             self._sweep(lambda _: False)

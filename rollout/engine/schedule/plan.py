@@ -108,7 +108,6 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Number of rows in the step."""
         return len(self.spans)
 
     @property

@@ -131,7 +131,6 @@ class Roster:
                 self.finish(seq, Finish(reason, error=error))
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        """End every request."""
         for key in list(self.groups):
             self.end(key, reason, error)
 

@@ -20,7 +20,6 @@ class NoRepetition:
     every = NEVER  # tokens between two calls of `found`
 
     def found(self, tokens: array) -> bool:
-        """False."""
         return False
 
 

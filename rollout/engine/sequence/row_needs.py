@@ -40,7 +40,6 @@ NEEDS: dict[Part, RowNeeds] = {
 
 
 def needs_of(request: Request) -> RowNeeds:
-    """The needs of a request's rows."""
     sampling = request.sampling
     needs = RowNeeds.GREEDY if sampling.temperature == 0 else RowNeeds.DRAW
     for rule in RULES:

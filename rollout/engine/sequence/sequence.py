@@ -102,7 +102,6 @@ class Group:
 
     @property
     def key(self) -> RequestKey:
-        """The request's key."""
         return self.request.key
 
     @property

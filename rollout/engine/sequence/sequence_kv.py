@@ -169,7 +169,6 @@ class SequenceKV(KVContent):
 
     @property
     def is_offloaded(self) -> bool:
-        """True while it has offloaded KV."""
         return self.offloaded is not NOT_OFFLOADED
 
     @property
@@ -268,7 +267,6 @@ class Restore:
 
     @property
     def host_page(self) -> int:
-        """The source."""
         return self.page.host_page
 
 

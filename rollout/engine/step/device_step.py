@@ -183,7 +183,6 @@ class DeviceStep:
             feature.forward_ends(batch, outputs.get(feature.name))
 
     def _fields(self, of_feature: Callable[[DeviceFeature], BatchFields]) -> BatchFields:
-        """The fields of all features in a batch."""
         fields: BatchFields = {}
         for feature in self.features:
             fields.update(of_feature(feature))

@@ -187,7 +187,6 @@ class _Portion:
             return min(self.began_s, self.clock.now_s())
 
     def leave_behind(self) -> None:
-        """Abandon the thread."""
         with self.lock:
             self.left_behind = True
 
@@ -298,7 +297,6 @@ class MaskBuilder:
         return followed
 
     def close(self) -> None:
-        """End the threads."""
         for thread in self._threads:
             thread.close()
 

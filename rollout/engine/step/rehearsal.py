@@ -53,7 +53,6 @@ class StepNeeds:
 
     @property
     def total(self) -> int:
-        """Both."""
         return self.activations + self.graphs
 
 

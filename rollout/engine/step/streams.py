@@ -24,7 +24,6 @@ class Streams:
 
     @classmethod
     def make(cls, device: Device, beside: Iterable[str] = ()) -> Streams:
-        """New streams."""
         h2d, compute, d2h = device.stream("h2d"), device.stream("compute"), device.stream("d2h")
         return cls(h2d, compute, d2h, {name: device.stream(name) for name in beside})
 

@@ -32,7 +32,6 @@ class SearchedRegions:
     shown: frozenset[int] = frozenset()
 
     def without_reasoning(self) -> SearchedRegions:
-        """The same for answers without thoughts."""
         return SearchedRegions(tuple(region for region in self.regions if region.kind != "reasoning"), self.shown)
 
 
@@ -85,7 +84,6 @@ class FormatChooser:
             raise ValueError(f"the installed transformers cannot read this format; update it: {error}") from error
 
     def _named(self, flag: str, name: str, names: Sequence[str], reads: Callable[[str], bool]) -> str | None:
-        """The format of a flag's value."""
         if name == "none":
             return None
         if name == "auto":

@@ -36,7 +36,6 @@ class AnswerPiece:
     parts: list[tuple[Kind, str | ToolCall]] = field(default_factory=list)
 
     def add(self, kind: Kind, text: str) -> None:
-        """Add reasoning or content."""
         if not text:
             return
         last = self.parts[-1][1] if self.parts and self.parts[-1][0] == kind else None
@@ -46,7 +45,6 @@ class AnswerPiece:
             self.parts.append((kind, text))
 
     def call(self, calls: Sequence[ToolCall]) -> None:
-        """Add calls."""
         self.parts += [("calls", call) for call in calls]
 
     def extend(self, other: AnswerPiece) -> None:
@@ -59,17 +57,14 @@ class AnswerPiece:
 
     @property
     def reasoning(self) -> str:
-        """The reasoning."""
         return self._text("reasoning")
 
     @property
     def content(self) -> str:
-        """The content."""
         return self._text("content")
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The calls."""
         return [value for _, value in self.parts if isinstance(value, ToolCall)]
 
     def _text(self, kind: Kind) -> str:
@@ -108,7 +103,6 @@ class Segments:
 
     @property
     def inside(self) -> bool:
-        """True inside of a region."""
         return self._region is not None
 
     @property

@@ -236,7 +236,6 @@ class Trajectories:
         self._kept.put(session, found, found.size)
 
     def get(self, session: str) -> Trajectory | None:
-        """The trajectory of a session."""
         return self._kept.get(session)
 
     def drop(self, session: str) -> bool:

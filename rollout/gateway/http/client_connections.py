@@ -60,7 +60,6 @@ def connection_class(
                 self._arm_keep_alive()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """End the watch."""
             idle.pop(self, None)
             self._timer.cancel()
             self._unset_keepalive_if_required()

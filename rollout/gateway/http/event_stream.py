@@ -36,7 +36,6 @@ class ClientGone(HttpError):  # noqa: N818 -- the gateway made no error
 
 
 def json_answer(value: Any, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON answer."""
     return Response(json_text(value), headers=headers, media_type="application/json")
 
 

@@ -94,7 +94,6 @@ class HttpError(Exception):
         return {"error": error, "object": "error", **error}
 
     def response(self, path: str = "") -> Response:
-        """The answer at a path."""
         headers = {} if self.retry_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_s)))}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -113,7 +112,6 @@ def bad_request(message: str, param: str | None = None) -> HttpError:
 
 
 def from_worker(error: RolloutError, names: Names = _NAMES) -> HttpError:
-    """The answer to a worker's error."""
     status = _STATUS.get(error.code, 500)
     message, param = str(error), _param(error.field, names)
     if param is not None:

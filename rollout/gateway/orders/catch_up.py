@@ -172,7 +172,6 @@ class CatchUp:
             log.warning("cannot update a worker that has older weights: %s", error, extra={"endpoint": endpoint})
 
     def _give_up(self, endpoints: Sequence[str], what: str) -> None:
-        """Say what an operator can do."""
         for endpoint in endpoints:
             if self._watch.outlook.get(endpoint) != what:
                 log.warning("a worker keeps older weights: %s", what, extra={"endpoint": endpoint})

@@ -51,13 +51,11 @@ class WorkerOrders:
             await self._order_lasting("pause", mode=mode)
 
     async def resume(self) -> None:
-        """End a pause."""
         self._workers.admit()
         self._workers.lasting_order = None
         await self._order("resume")
 
     async def is_paused(self) -> bool:
-        """True if a worker is paused."""
         return any(status["state"] == "paused" for status in await self._workers.known(fresh=True))
 
     async def sleep(self, level: int, tags: list[str] | None = None) -> None:
@@ -74,7 +72,6 @@ class WorkerOrders:
         await self._order("wake")
 
     async def is_sleeping(self) -> bool:
-        """True if a worker sleeps."""
         return any(status["state"] == "asleep" for status in await self._workers.known(fresh=True))
 
     async def abort(self, request_id: str | None) -> int:

@@ -118,7 +118,6 @@ class ImageProcessor:
         return expanded + token_ids[at:], tuple(media)
 
     def close(self) -> None:
-        """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _unequal(self, count: int, how: str) -> Exception:

@@ -298,7 +298,6 @@ class OpenAiBody(SamplingBody, RequestFields):
     response_format: dict[str, Any] | None = None
 
     def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
-        """See `SamplingBody`."""
         names = super().worker_names(prompt, place)
         if self.response_format is not None:
             names |= dict.fromkeys(("constraint", "constraint.grammar"), "response_format")

@@ -71,7 +71,6 @@ class TokenBytes:
 
 
 def _decoders(tokenizer: Any) -> set[str]:
-    """The kinds of a tokenizer's decoders."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = None if backend is None else backend.decoder
     waiting, kinds = [None if decoder is None else json.loads(decoder.__getstate__())], set()
@@ -115,7 +114,6 @@ class GatewayTokenizer:
 
     @property
     def available(self) -> bool:
-        """True if there is a tokenizer."""
         return self._codec is not None
 
     def formats(self, tools: str, reasoning: str) -> Formats:
@@ -183,7 +181,6 @@ class GatewayTokenizer:
             raise HttpError(400, str(error), error.field) from error
 
     def close(self) -> None:
-        """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -147,7 +147,6 @@ class ChatBody(OpenAiBody):
 
     @property
     def rendering(self) -> Rendering:
-        """The settings for rendering the messages."""
         options: dict[str, Any] = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
         for name in ("reasoning_effort", "verbosity"):
             if (value := getattr(self, name)) is not None:
@@ -162,7 +161,6 @@ class ChatBody(OpenAiBody):
         return Rendering(self.tools or None, options, self.chat_template, self.add_special_tokens)
 
     def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
-        """See `SamplingBody`."""
         names = super().worker_names(prompt, place)
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
@@ -218,12 +216,10 @@ class ChatBuilder:
         self.say(role, {"type": "text", "text": f"\n\n{text}" if further else text}, field)
 
     def think(self, text: str, field: str) -> None:
-        """Add reasoning."""
         message = self._message("assistant", field)
         message["reasoning_content"] = message.get("reasoning_content", "") + text
 
     def call(self, call_id: str, name: str, arguments: Any, field: str) -> None:
-        """Add a call of a function."""
         calls = self._message("assistant", field).setdefault("tool_calls", [])
         self.names[f"{self._last}.tool_calls.{len(calls)}.function"] = field
         self._functions[call_id] = name

@@ -109,7 +109,6 @@ class HttpRequest(Generic[B]):
     parts: Mapping[str, str] = field(default_factory=dict)
 
     def with_body(self, body: C) -> HttpRequest[C]:
-        """The same request with another body."""
         return HttpRequest(self.gateway, body, self.path, self.headers, self.parts)
 
     def placement(self, key: str | None = None) -> tuple[str | None, dict[str, Any]]:
@@ -168,7 +167,6 @@ class Endpoint:
 
     @property
     def methods(self) -> list[str]:
-        """The methods."""
         return self.name.split()[0].split("|")
 
     @property

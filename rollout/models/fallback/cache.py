@@ -267,7 +267,6 @@ class _NotedKV(DynamicLayer):
     indexed: int | None
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Note the shapes."""
         if self.kv is not None:
             raise ValueError("a layer of its code keeps two sets of keys and values")
         heads = key_states.shape[1]
@@ -277,11 +276,9 @@ class _NotedKV(DynamicLayer):
         return key_states, value_states
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Note the shape."""
         return self.update_index(indexer_key_states[:, None])[:, 0]
 
     def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
-        """Note the shape."""
         self.indexed = self._notes.add(KVShape(idx_k.shape[1], idx_k.shape[3], 0))
         return idx_k
 

@@ -352,7 +352,6 @@ class Mamba2Family:
 
 @by_layer(layer_types=layer_list(str))
 def all_indexed(config: Any) -> tuple[str, ...]:
-    """Every layer has an indexer."""
     if set(config.layer_types) != {"indexed_attention"}:
         raise ValueError(f"layer_types {config.layer_types!r:.80} is not supported: all must be indexed_attention")
     return ("full",) * config.num_hidden_layers

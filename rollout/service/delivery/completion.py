@@ -69,7 +69,6 @@ class CompletionDelivery:
 
     @property
     def end(self) -> Position:
-        """End of the next chunk."""
         return Position(self._columns.count, self.start.chars + self._shown_chars)
 
     @property
@@ -115,7 +114,6 @@ class CompletionDelivery:
         return fields | self._finish_fields()
 
     def result_fields(self, *, with_text: bool) -> dict[str, Any]:
-        """The completion's map in a result."""
         assert self.finish is not None, "a result needs finished completions"
         fields = {"index": self.index, **self._columns.fields(), "seed": self._seed}
         if self._routing is not None:

@@ -85,7 +85,6 @@ class RoutingColumn:
             self.extend(prior)
 
     def extend(self, entries: np.ndarray) -> None:
-        """Add entries."""
         end = self._count + len(entries)
         if end > len(self._entries):
             grown = np.empty((max(end, 2 * len(self._entries)), *self._entries.shape[1:]), self._entries.dtype)

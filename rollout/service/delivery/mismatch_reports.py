@@ -73,7 +73,6 @@ class MismatchReports:
         compared.add_done_callback(lambda future: self._post(partial(then, future)))
 
     def waiting(self) -> list[ReplyAddress]:
-        """Reports without a reply."""
         return [peer for peer, _ in self._waiting.values()]
 
     def close(self) -> None:
@@ -133,7 +132,6 @@ def _check(completions: dict[str, Any], index: str, values: np.ndarray) -> None:
 
 
 def report_fields(total: MismatchSums, versions: dict[int, MismatchSums]) -> dict[str, Any]:
-    """The fields of the reply."""
     known = {version: part for version, part in sorted(versions.items()) if version != UNKNOWN_VERSION}
     return _fields(total) | {"versions": [{"version": version} | _fields(part) for version, part in known.items()]}
 

@@ -38,7 +38,6 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Bytes of memory."""
         return _OVERHEAD_BYTES + sum(len(frame) for frame in self.frames)
 
     def completions(self) -> list[StoredCompletion]:

@@ -156,6 +156,5 @@ class Delivery:
 
 
 def with_id(frames: list[bytes], request_id: str) -> list[bytes]:
-    """The same reply with another id."""
     header = msgpack.unpackb(frames[0])
     return [msgpack.packb(header | {"id": request_id}, use_bin_type=True), *frames[1:]]

@@ -155,7 +155,6 @@ def _marks(value: Any, names: str) -> list[list[int]]:
 
 
 def position_list(value: Any) -> list[int]:
-    """A list of growing positions."""
     if not isinstance(value, list) or not all(_is_count(item) for item in value):
         raise ValueError("send a list of positions, as in the completion")
     if any(after <= before for before, after in pairwise(value)):

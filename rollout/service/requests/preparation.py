@@ -52,7 +52,6 @@ class Preparation:
 
     @property
     def waiting(self) -> int:
-        """Requests in preparation."""
         return self._background.waiting
 
     def needed(self, entry: InFlight) -> bool:

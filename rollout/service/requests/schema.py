@@ -140,7 +140,6 @@ class RepetitionDetection(_Strict):
 
     @property
     def rule(self) -> RepetitionRule:
-        """The rule for the engine."""
         return RepetitionRule(max(self.min_pattern_size, 1), self.max_pattern_size, max(self.min_count, 2))
 
 
@@ -220,7 +219,6 @@ class GenerateMessage(RequestHeader):
 
     @property
     def limits_thoughts(self) -> bool:
-        """True if thoughts have a budget."""
         return self.thinking_token_budget is not None and self.thinking_token_budget >= 0
 
     @property
@@ -439,7 +437,6 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
 
 
 def _check_generate(request: GenerateMessage) -> None:
-    """Checks across fields."""
     if request.fork is not None:
         for name in ("messages", "media"):
             if getattr(request, name) is not None:
@@ -514,7 +511,6 @@ def _check_repetition(detection: RepetitionDetection) -> None:
 
 
 def _check_attach(request: AttachMessage) -> None:
-    """Checks across fields."""
     for name in ("offsets", "text_chars", "join_chunks"):
         if getattr(request, name) and not request.stream:
             raise BadRequest(f"'{name}' needs 'stream'; set it, or remove '{name}'", field=name)
@@ -526,7 +522,6 @@ def _check_attach(request: AttachMessage) -> None:
 
 
 def _check_prefetch(request: PrefetchMessage) -> None:
-    """Checks across fields."""
     if (request.session is None) == (request.prompt is None):
         raise BadRequest("send exactly one of 'session' and 'prompt'", field="prompt")
     if request.session is not None and request.cache_salt is not None:

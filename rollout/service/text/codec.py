@@ -59,7 +59,6 @@ class TextCodec:
 
     @property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer."""
         return self._tokenizer
 
     @property

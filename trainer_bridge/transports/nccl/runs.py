@@ -157,7 +157,6 @@ class Runs:
 
     @property
     def column_count(self) -> int:
-        """Rows of the table of columns."""
         return sum(len(each.firsts) for each in self.columns)
 
     def __len__(self) -> int:
@@ -176,7 +175,6 @@ class Runs:
         return most + ALIGN_BYTES * (int(np.diff(at).max()) + 1) * max(1, 3 * widest)
 
     def bucket(self, index: int) -> Bucket:
-        """The layout of a bucket."""
         start, end = self._manifest.bucket_span(index)
         if self.from_one:
             return Bucket(end - start, (BucketPart(int(self.roots_R[0]), 0, end - start, ((start, end, 0),)),))

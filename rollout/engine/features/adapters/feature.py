@@ -77,11 +77,9 @@ class AdaptersFeature(StepFeature):
         self.table.unload_all()
 
     def gauges(self) -> Mapping[str, float]:
-        """See `StepFeature`."""
         return {"adapters/loads": self.table.counts.loaded, "adapters/evictions": self.table.counts.evicted}
 
     def check(self) -> None:
-        """See `StepFeature`."""
         self.table.check_unused()
 
 

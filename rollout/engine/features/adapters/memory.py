@@ -69,7 +69,6 @@ class AdapterMemory(DeviceFeature[None]):
     def decode_fields(
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: None
     ) -> BatchFields:
-        """The slots of the rows."""
         if not needs & _ADAPTER:
             return {}
         return {"adapters": StepAdapters(self.slots, rows.columns[self.name].index_select(0, rows_B), segmented=False)}

@@ -44,7 +44,6 @@ class DraftCounts:
             self.by_age[which] = before[0] + drafted, before[1] + accepted
 
     def gauges(self) -> dict[str, float | None]:
-        """Values of the metrics."""
         return {
             "speculation/drafted": self.drafted,
             "speculation/accepted": self.accepted,

@@ -52,7 +52,6 @@ class NoHostDrafter:
     """Drafts nothing; a planner does not ask it."""
 
     def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
-        """No tokens."""
         return []
 
     def source(self, key: Hashable) -> None:
@@ -119,12 +118,10 @@ class DeviceDrafter:
         """Note a prefill; `run` reads it after the draw."""
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
-        """See `DeviceFeature.decode_work`."""
         return {}
 
 
 def device_drafter(settings: EngineSettings, model: LanguageModel) -> DeviceDrafterName:
-    """The drafter on the device of an engine."""
     if settings.speculation in ("heads", "auto") and isinstance(model, Decoder) and model.draft is not None:
         return "heads"
     return "ngram" if settings.speculation in ("ngram", "auto") else "none"

@@ -155,7 +155,6 @@ class DraftsFeature(StepFeature):
         self.planner.launched(plan, note.after)
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
-        """Count which drafts were accepted."""
         self.counts.committed(plan, self._note(plan).drafts, output.accepted)
 
     def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
@@ -172,7 +171,6 @@ class DraftsFeature(StepFeature):
         return DraftNote(self.planner.after_prompts) if plan.kind == "prefill" else _NO_NOTE
 
     def gauges(self) -> Mapping[str, float | None]:
-        """See `StepFeature`."""
         return self.counts.gauges()
 
     def weights_changed(self, version: int, names: Collection[str]) -> None:

@@ -88,18 +88,15 @@ class ModelDrafter(DeviceDrafter):
         }
 
     def decode_taps(self, positions_B: torch.Tensor) -> HiddenTaps:
-        """See `DeviceDrafter`."""
         self.positions_B[: len(positions_B)].copy_(positions_B)
         return self.taps
 
     def prefill_taps(self, tokens: int) -> HiddenTaps:
-        """See `DeviceDrafter`."""
         spec, embed = self._head.spec, self._model.embed
         hidden_TF = torch.zeros(tokens, spec.read_width, dtype=embed.dtype, device=embed.device)
         return HiddenTaps(spec.taps, hidden_TF)
 
     def prefilled(self, batch: AttentionBatch, taps: HiddenTaps) -> None:
-        """See `DeviceDrafter`."""
         own = replace(batch, taps=None, images=None, experts=None, adapters=None, rope_positions=None, rows_B=None)
         self._prefill = own, taps.hidden_TF
 

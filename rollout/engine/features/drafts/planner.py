@@ -67,7 +67,6 @@ class _Offer(NamedTuple):
 
     @property
     def on_device(self) -> bool:
-        """True for drafts of the device."""
         return not self.path
 
 
@@ -184,7 +183,6 @@ class DraftPlanner:
         return {row.seq: _Offer(row, row.next, []) for row in rows}
 
     def _row(self, seq: Sequence) -> RowDrafts:
-        """What is known of a row."""
         if (row := self._rows.get(seq)) is None:
             row = self._rows[seq] = RowDrafts(seq, Acceptance(self._all_rows), Acceptance(self._all_device_rows))
         return row

@@ -117,7 +117,6 @@ class Drafts(NamedTuple):
 
     @property
     def seq(self) -> Sequence:
-        """The sequence of the row."""
         return self.row.seq
 
     def tokens(self) -> list[int]:

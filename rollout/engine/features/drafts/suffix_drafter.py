@@ -60,7 +60,6 @@ class SuffixIndex:
         self._context = array("i", prompt[-MOST:])
 
     def __len__(self) -> int:
-        """Tokens of all texts."""
         return sum(map(len, self._texts))
 
     def open(self) -> int:
@@ -78,7 +77,6 @@ class SuffixIndex:
 
     @property
     def prompt(self) -> Seq[int]:
-        """Its tokens."""
         return self._texts[0]
 
     def completion(self, text: int) -> Seq[int]:
@@ -86,7 +84,6 @@ class SuffixIndex:
         return self._texts[text][len(self._context) :]
 
     def add(self, text: int, tokens: Seq[int]) -> None:
-        """Add tokens to the end of a text."""
         own, newest = self._texts[text], self._newest
         for token in tokens:
             if len(own) >= LEAST:
@@ -186,7 +183,6 @@ class SuffixDrafter:
         self.kept = 0  # tokens that no running completion needs
 
     def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
-        """See `HostDrafter.path`."""
         match, path = self.matched_path(key, prompt, tokens, want, version)
         self._running[key].source = match.text if match else _PROMPT
         return path

@@ -72,7 +72,6 @@ class DraftVerifier(DeviceFeature[torch.Tensor]):
 
     @classmethod
     def make(cls, site: Site, measure: MeasureCosts = measure_decode_costs) -> DraftVerifier | None:
-        """See `DeviceFeature`."""
         engine, model = site.settings.engine, site.model
         if engine.speculation == "off":
             return None
@@ -97,11 +96,9 @@ class DraftVerifier(DeviceFeature[torch.Tensor]):
                 return DeviceDrafter(rows, next_RG)
 
     def measure(self, executor: Executor, slot: Slot) -> None:
-        """Measure the costs of steps."""
         self._costs = self._measure(executor, slot, self._engine.step_rows, self._made > 0)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> DraftsFeature:
-        """See `DeviceFeature`."""
         settings = self._engine
         adapts = settings.speculation == "auto"
         make = HOST_DRAFTERS.get("suffix" if adapts else settings.speculation, lambda kept_tokens: NO_HOST_DRAFTER)
@@ -129,7 +126,6 @@ class DraftVerifier(DeviceFeature[torch.Tensor]):
 
     @property
     def drafter(self) -> DeviceDrafter:
-        """The drafter on the device."""
         return self._parts()[1]
 
     def _parts(self) -> tuple[verify.DraftState, DeviceDrafter]:
@@ -191,13 +187,11 @@ class DraftVerifier(DeviceFeature[torch.Tensor]):
         kv.states.catch_up(step["verified"], step["rows"], drawn.accepted_R, self._one_by_one)
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
-        """See `DeviceFeature`."""
         return self.drafter.decode_work(size, max_context, kv)
 
     # --- output -------------------------------------------------------------------------------------------------------
 
     def output_words(self, tokens: int) -> int:
-        """See `DeviceFeature`."""
         return self._engine.step_rows * self._made
 
     def output(self, words: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
@@ -226,7 +220,6 @@ def _after(header: Header) -> DraftAfter:
 
 
 def draft_rows(engine: EngineSettings) -> range:
-    """The rows of the row state for drafts."""
     return range(engine.max_rows + 1, engine.step_rows + 1)
 
 

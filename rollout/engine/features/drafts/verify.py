@@ -55,7 +55,6 @@ def write_draft_pages(rows: RowState, pages_N3: torch.Tensor) -> None:
 
 
 def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
-    """Set the draft rows of a step up."""
     draft_N, owner_N, ahead_N, which_N = step["drafts"].unbind(1)
     features = step.header.needs
     if rows.ints.is_cuda:

@@ -86,7 +86,6 @@ class ImageEncoder(DeviceFeature[None]):
         return cls(tower, places, engine.constants.image_patches, dtype, where, engine.deterministic, memory.zeros)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> ImagesFeature:
-        """See `DeviceFeature`."""
         counts = before.encodings.counts if isinstance(before, ImagesFeature) else None
         beginnings = self.spec.family.beginnings
         return ImagesFeature(Encodings(len(self.buffer_PW), self.most_patches, beginnings, counts))

@@ -129,7 +129,6 @@ class Encodings:
             self.drop_all()
 
     def drop_all(self) -> None:
-        """Forget all encodings."""
         for blocks in self._blocks.values():
             self._free += blocks
         self._blocks.clear()

@@ -73,7 +73,6 @@ class ImagesFeature(StepFeature):
         self.encodings.drop_all()
 
     def gauges(self) -> Mapping[str, float]:
-        """See `StepFeature`."""
         counts = self.encodings.counts
         return {
             "images/encoded": counts.encoded,
@@ -83,5 +82,4 @@ class ImagesFeature(StepFeature):
         }
 
     def check(self) -> None:
-        """See `StepFeature`."""
         self.encodings.check()

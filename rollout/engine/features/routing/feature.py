@@ -58,20 +58,16 @@ class RoutingFeature(StepFeature):
             self._of(seq).keep(self.entries, seq.kv.pages, seq.consumed)
 
     def stow(self, pages: Seq[int], host_pages: Seq[int]) -> None:
-        """See `PageMirror`."""
         self.entries.stow(list(pages), list(host_pages))
 
     def fetched(self, host_pages: Seq[int], pages: Seq[int]) -> None:
-        """See `PageMirror`."""
         self._fetched.append((self._launched, list(pages), self.entries.stowed(list(host_pages))))
         self._put_fetched()
 
     def bytes_beside(self, host_page: int) -> bytes:
-        """See `PageMirror`."""
         return self.entries.stowed([host_page]).tobytes()
 
     def take_bytes_beside(self, host_page: int, packed: bytes) -> None:
-        """See `PageMirror`."""
         self.entries.put_stowed(host_page, packed)
 
     def _put_fetched(self) -> None:
@@ -80,7 +76,6 @@ class RoutingFeature(StepFeature):
             self.entries.put(pages, entries)
 
     def check(self) -> None:
-        """See `StepFeature`."""
         assert not self._fetched, "experts of restored pages wait for a commit"
         assert not self._unsent, "experts of a sequence that has ended are kept"
 

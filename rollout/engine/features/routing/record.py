@@ -67,31 +67,25 @@ class RoutingRecord(DeviceFeature[StepExperts]):
         return None if shape is None else cls(shape)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> RoutingFeature:
-        """See `DeviceFeature`."""
         entries = ExpertPages(self.shape, engine.kv.pages, engine.kv.page_size, engine.host_pages)
         log.info("experts of tokens are kept", extra={"host_bytes": entries.nbytes})
         return RoutingFeature(entries)
 
     def output_words(self, tokens: int) -> int:
-        """See `DeviceFeature`."""
         return record_words(self.shape, tokens)
 
     def output(self, words: torch.Tensor, rows: int, tokens: int) -> StepExperts:
-        """See `DeviceFeature`."""
         return StepExperts(self.shape, words)
 
     def copy_output(self, target: StepExperts, source: StepExperts, tokens: int) -> None:
-        """See `DeviceFeature`."""
         target.copy_from(source, tokens)
 
     def decode_fields(
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: StepExperts
     ) -> BatchFields:
-        """Where the routers write."""
         return {"experts": output.experts}
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: StepExperts) -> BatchFields:
-        """Where the routers write."""
         return {"experts": output.experts}
 
     def reads_hidden(self, header: Header) -> bool:

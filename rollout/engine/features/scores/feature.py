@@ -41,7 +41,6 @@ class AskedScores(NamedTuple):
     wide: Scoring = Scoring()
 
     def to_facts(self) -> list[Any]:
-        """The fields of a header."""
         return [list(self.tops), list(self.narrow), list(self.wide)]
 
 
