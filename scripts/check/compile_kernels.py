@@ -184,6 +184,15 @@ def products(shape: Shape, rows: int) -> Iterator[Case]:
                     f"product {name}, {format}",
                     lambda a=(x, codes, to, out, config, act): triton_linear.multiply_into(*a),
                 )
+        if rows >= 32 and kind != "whole":
+            codes = coded(outputs, inputs, "fp8_block", silu)
+            for block_n, warps in ((64, 4), (128, 8)):
+                config = triton_linear.LinearConfig(block_n, 128, 1 if silu else 2, warps, 4, 264, True, codes=True)
+                to = empty(rows, out) if silu else floats(2, rows, out)
+                yield (
+                    f"product {name}, both codes",
+                    lambda a=(x, codes, to, out, config, act): triton_linear.multiply_into(*a),
+                )
         by_output = triton_gemv.GemvConfig(at_once=4 if silu else 8)
         if triton_gemv.takes(x, w, by_output):
             yield f"product {name}, by output", lambda a=(x, w, to, out, by_output, act): triton_gemv.gemv(*a)

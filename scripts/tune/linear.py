@@ -8,7 +8,8 @@ graphs rotate over several copies of the weights, so that no weights are read fr
 microseconds, the floor (the bytes of the weights over the read bandwidth of the same run), the best time for each split
 of K (one split is chosen for all numbers of rows), and the best configuration of all. The best of each split are
 printed. Every candidate is checked against float64 once; a wrong one is printed and left out. With a format, weights
-are codes, and cuBLAS multiplies the decoded weights of the same step.
+are codes, and cuBLAS multiplies the decoded weights of the same step. Where activations are codes, too (`--ways
+codes`), the exact product is that of the rounded activations.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import torch
 from rollout_kernels.linear.coded import CodedMatrix, Weights, scales_shape
 from rollout_kernels.linear.products import product
 from rollout_kernels.linear.table import Config, Kind, linear_config
-from rollout_kernels.linear.triton_linear import gated_linear, linear, linear_parts
+from rollout_kernels.linear.triton_code_rows import code_rows
+from rollout_kernels.linear.triton_linear import LinearConfig, gated_linear, linear, linear_parts
 from rollout_kernels.moe.formats import FORMATS, Format, scale_dtype
 
 from scripts.bench.cuda_timing import graph_us, read_bandwidth
@@ -66,7 +68,7 @@ def measure(
     ways_to_run: dict[Kind, Callable[..., torch.Tensor]]
     ways_to_run = {"silu": gated_linear, "whole": linear, "parts": linear_parts}
     run = ways_to_run[kind]
-    exact = _exact(x, weights[0], kind)
+    exact = {codes: _exact(code_rows(x).dequantized() if codes else x, weights[0], kind) for codes in (False, True)}
     table = linear_config(outputs, inputs, kind, rows, format=format)
     tried = candidates(outputs, inputs, rows, kind, ways)
     configs = list(dict.fromkeys([*([] if table is None else [table]), *tried]))
@@ -76,7 +78,8 @@ def measure(
     timed: dict[Config, float] = {}
     for config in itertools.compress(configs, usable):
         got = run(x, weights[0], config).double()
-        error = (((got.sum(0) if kind == "parts" else got) - exact).norm() / exact.norm()).item()
+        expected = exact[isinstance(config, LinearConfig) and config.codes]
+        error = (((got.sum(0) if kind == "parts" else got) - expected).norm() / expected.norm()).item()
         if not error < (1e-4 if kind == "parts" else 1e-2):
             print(f"  WRONG by {error:.1e}: {config}", flush=True)
             continue

@@ -14,6 +14,10 @@ without loss, and the tensor cores read it from there. Their sums of a tile are 
 float32. Several programs of a multiprocessor take turns: one decodes while another multiplies. Activations are f16 in
 the places of `half_rows`, so that a thread loads 16 codes at once, and decodes two with one instruction.
 
+With CODES activations are codes, too (`code_rows`): for many rows the tensor cores multiply e4m3 at twice the rate of
+f16, and x takes half the place in shared memory. The sums of 128 inputs, which they keep with 14 bits, are multiplied
+by both scales and added in float32.
+
 Legend: M tokens, N outputs, K inputs.
 """
 
@@ -36,6 +40,7 @@ from rollout_kernels.common.device import is_hopper
 from rollout_kernels.common.gluon_copy import load_tile, meet
 from rollout_kernels.common.triton_math import Activation, follow_options
 from rollout_kernels.linear.coded import CodedMatrix, Weights, scale_block, stored
+from rollout_kernels.linear.triton_code_rows import code_rows
 from rollout_kernels.linear.triton_half_rows import BLOCK, half_rows
 
 
@@ -237,6 +242,89 @@ def _coded_kernel(
 
 
 @gluon.jit(do_not_specialize=["rows", "items"])
+def _block_kernel(
+    w_desc,
+    scale_ptr,
+    x_desc,
+    x_scale_ptr,
+    out_ptr,
+    rows,
+    padded,
+    N,
+    items,
+    K: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    STAGES: gl.constexpr,
+    BESIDE: gl.constexpr,
+    STAGGER: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """As `_coded_kernel`, but activations are codes too, and tokens are the rows of the sums."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    first_row = gl.program_id(1) * BLOCK_M
+    GATED: gl.constexpr = ACTIVATION is not None
+    OUT: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    STEPS: gl.constexpr = K // (BLOCK_K * SPLIT)
+    LOADED: gl.constexpr = (BLOCK_N + BLOCK_M) * BLOCK_K
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 32])
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    if not BESIDE:
+        gdc_launch_dependents()
+    steps = (items - program + programs - 1) // programs * STEPS
+    for stage in gl.static_range(STAGES - 1):
+        tile, k = _coded_column(stage, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
+        mbarrier.expect(full.index(stage), LOADED, stage < steps)
+        _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, 1, GATED)
+    gdc_wait()
+    if BESIDE:
+        gdc_launch_dependents()
+    for stage in gl.static_range(STAGES - 1):
+        tile, k = _coded_column(stage, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
+        load_tile(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
+    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MMA)
+    m = gl.minimum(first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA)), rows - 1)
+    up = gl.arange(0, BLOCK_N, gl.SliceLayout(0, MMA)) // 8 % 2 == 1
+    for lap in range(steps // STEPS):
+        total = zero
+        for step in range(lap * STEPS, lap * STEPS + STEPS):
+            place = step % STAGES
+            tile, k = _coded_column(step, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
+            mbarrier.wait(full.index(place), step // STAGES & 1)
+            w_tile = w_smem.index(place).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+            product = warpgroup_mma(x_smem.index(place), w_tile, zero, use_acc=False, is_async=True)
+            block = scale_ptr + tile * OUT // 128 * (K // 128) + k // 128
+            x_scale = gl.load(x_scale_ptr + k // 128 * padded + m)
+            scale = gl.load(block)
+            up_scale = gl.load(block + N // 128 * (K // 128)) if GATED else scale
+            # The product of step - 1 has ended in all warps, so refill its stage.
+            meet()
+            ahead = step + STAGES - 1
+            free = ahead % STAGES
+            tile, k = _coded_column(ahead, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
+            mbarrier.expect(full.index(free), LOADED, ahead < steps)
+            _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, 1, GATED)
+            load_tile(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            if GATED:
+                factor = gl.expand_dims(x_scale, 1) * gl.expand_dims(gl.where(up, up_scale, scale), 0)
+            else:
+                factor = gl.expand_dims(x_scale * scale, 1)
+            total = total + product * factor
+        item = program + lap * programs
+        out = total.permute((1, 0))
+        _store(out_ptr, out, item // SPLIT, item % SPLIT, first_row, rows, N, ACTIVATION)
+
+
+@gluon.jit(do_not_specialize=["rows", "items"])
 def _stream_kernel(
     w_desc,
     x_desc,
@@ -304,9 +392,9 @@ def _stream_kernel(
             _store(out_ptr, sums[block], item % tiles * BLOCKS + block, item // tiles, first_row, rows, N, ACTIVATION)
 
 
-def stages(block_n: int, block_m: int, block_k: int, most: int, w_bytes: int = 2) -> int:
+def stages(block_n: int, block_m: int, block_k: int, most: int, w_bytes: int = 2, x_bytes: int = 2) -> int:
     """Stages of the ring: at most `most`, and no more than fit shared memory while the previous kernel still runs."""
-    return max(3, min(most, 220_000 // (block_k * (block_n * w_bytes + 2 * block_m))))
+    return max(3, min(most, 220_000 // (block_k * (block_n * w_bytes + x_bytes * block_m))))
 
 
 def takes(x_MK: torch.Tensor, weights: Weights, gated: bool) -> bool:
@@ -340,6 +428,7 @@ def stream(
     activation: Activation | None,
     beside: bool = False,
     stagger: bool = False,
+    codes: bool = False,
 ) -> None:
     """Write a product to `out`, as `triton_linear.multiply_into` does, in tiles of `block_n` weight rows.
 
@@ -347,6 +436,8 @@ def stream(
     programs of 192 rows cover 24,576 outputs, where tiles of 256 would leave a quarter of 132 programs idle. Tiles of
     codes are powers of two. With `stagger`, programs are at different columns at any time, so they do not all read the
     same part of x at once. A tile of codes has 128 inputs.
+
+    With `codes` (weights in `fp8_block`) activations are rounded to codes.
     """
     coded = weights if isinstance(weights, CodedMatrix) else None
     w_NK = stored(weights)
@@ -354,13 +445,16 @@ def stream(
         assert block_k == BLOCK, f"a tile of codes has {BLOCK} inputs, not {block_k}"
         block_n &= -block_n
     rows, inputs = x_MK.shape
-    block_m = min(128, max(8, triton.next_power_of_2(rows)))
+    block_m = min(128, max(64 if codes else 8, triton.next_power_of_2(rows)))
     tiles = triton.cdiv(w_NK.shape[0], block_n)
     items = tiles * split
     blocks = 3 if block_n % 3 == 0 else 1
     block = block_n // blocks
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     bits = 8 * w_NK.element_size()
+    if codes:
+        assert coded is not None and coded.format == "fp8_block", "activations are codes only where weights are blocks"
+        w_NK, num_warps = w_NK.view(torch.float8_e4m3fn), min(num_warps, block_m // 16)
     swizzle = min(128, block_k * w_NK.element_size())  # no wider than a row of the tile
     if activation is not None:
         row = w_NK.stride(0)
@@ -377,13 +471,20 @@ def stream(
         "BLOCK_K": block_k,
         "SPLIT": split,
         "ACTIVATION": activation,
-        "STAGES": stages(block_n, block_m, block_k, num_stages, w_NK.element_size()),
+        "STAGES": stages(block_n, block_m, block_k, num_stages, w_NK.element_size(), 1 if codes else 2),
         "BESIDE": beside,
         "STAGGER": stagger,
         "num_warps": num_warps,
         **follow_options(x_MK.device),
     }
     grid = (min(items, programs), triton.cdiv(rows, block_m))
+    if coded is not None and codes:
+        x_codes_MK, x_scales_BM, _ = code_rows(x_MK)
+        flat = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        x_desc = TensorDescriptor.from_tensor(x_codes_MK, [block_m, block_k], flat)
+        padded = len(x_codes_MK)
+        _block_kernel[grid](tensor, coded.scales, x_desc, x_scales_BM, out, rows, padded, outputs, items, **options)
+        return
     if coded is None:
         x_desc = TensorDescriptor.from_tensor(x_MK, [block_m, block_k], layout)
         _stream_kernel[grid](tensor, x_desc, out, rows, outputs, items, tiles, BLOCKS=blocks, **options)

@@ -11,7 +11,7 @@ to BLOCK_M, are the second (swap AB). More than 128 tokens are computed 128 at a
 This pays only where a result must not depend on the number of tokens.
 
 Weights may be e4m3 codes (`coded`). A tile of codes is decoded in registers, without loss, and its scales are applied
-to float32 sums (`common.triton_coded_tiles`). Activations are not rounded.
+to float32 sums (`common.triton_coded_tiles`). Activations are rounded only where a configuration has `codes`.
 
 A split product leaves float32 partial sums, which the consuming kernel adds up in a fixed order. So a row's result
 depends on the configuration, but never on timing or on the other rows. With `beside`, the next kernel may read x before
@@ -55,6 +55,7 @@ class LinearConfig:
     programs: int
     streamed: bool = False  # use `gluon_linear` where it can run
     stagger: bool = False  # streamed: every item starts at another column of K
+    codes: bool = False  # streamed, weights in `fp8_block`: activations are codes, too
 
 
 @triton.jit
@@ -245,7 +246,7 @@ def multiply_into(
     if config.streamed:
         if gluon_linear.takes(x_MK, weights, activation is not None):
             shape = (config.block_n, config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
-            gluon_linear.stream(x_MK, weights, out, outputs, *shape, activation, beside, config.stagger)
+            gluon_linear.stream(x_MK, weights, out, outputs, *shape, activation, beside, config.stagger, config.codes)
             return
         config = replace(config, block_n=config.block_n & -config.block_n)  # `_linear_kernel` needs a power of two
     outputs_a_tile = config.block_n if activation is None else config.block_n // 2

@@ -1,0 +1,61 @@
+"""Activations as codes: their rounding against torch, and products of two codes against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout_kernels.linear.triton_code_rows import code_rows
+from rollout_kernels.linear.triton_linear import LinearConfig, gated_linear, linear_parts
+
+from tests.support.kernels.linear_cases import DEVICE, operands, relative
+from tests.unit.kernels.test_linear_coded import case
+from trainer_bridge.quantize import quantize_fp8_block
+
+#: block_n, block_k, split, warps, stages, programs.
+SIZES = [(64, 128, 1, 4, 8, 132), (128, 128, 2, 8, 6, 40), (64, 128, 4, 8, 4, 264), (128, 128, 8, 8, 3, 7)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "inputs"), [(2, 128), (16, 384), (35, 2688)])
+def test_rows_get_the_codes_of_blocks_of_one_row(dtype, rows, inputs):
+    """As weights do; rows that only fill up have zeros."""
+    x, _, _ = operands(rows, 8, inputs)
+    x = (x * torch.arange(1, rows + 1, device=DEVICE)[:, None]).to(dtype)
+    x[0, 3:70], x[0, 100] = 0, 1e-3
+    x[rows // 2, :128] = 0
+    made = code_rows(x)
+    assert made.codes_MK.shape == (-(-rows // 16) * 16, inputs) and made.codes_MK.dtype == torch.float8_e4m3fn
+    for row in {0, rows // 2, rows - 1}:
+        codes, scales = quantize_fp8_block(x[row : row + 1])
+        assert torch.equal(made.codes_MK[row].view(torch.uint8), codes[0].view(torch.uint8))
+        assert torch.equal(made.scales_BM[:, row], scales[0])
+    assert not made.codes_MK[rows:].float().any()
+    assert relative(made.dequantized(), x.double()) < 0.03
+
+
+def test_rows_that_are_a_view_and_values_that_are_not_finite():
+    x, _, _ = operands(3, 8, 512)
+    x[1, 5], x[2, 300] = float("nan"), float("inf")
+    values = code_rows(x[:, 128:384]).dequantized()
+    assert relative(values[0], x[0, 128:384].double()) < 0.03
+    assert torch.equal(values[1], code_rows(x[1:2, 128:384].contiguous()).dequantized()[0])
+    assert not values[2, 128:].isfinite().all() and values[2, :128].isfinite().all()
+    assert not code_rows(x).dequantized()[1, 5].isfinite()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("stagger", [False, True])
+@pytest.mark.parametrize(("rows", "widths"), [(1, (4096,)), (64, (128, 150)), (65, (1024, 256)), (300, (512,))])
+def test_products_of_two_codes_are_those_of_float64(shape, stagger, rows, widths):
+    config = LinearConfig(*shape, streamed=True, stagger=stagger, codes=True)
+    for _ in range(3):  # a race would move the error
+        x, weights, _ = case(rows, widths, 2048, "fp8_block")
+        expected = code_rows(x).dequantized() @ weights.dequantized().T
+        parts = linear_parts(x, weights, config)
+        # The tensor cores add 128 products with 14 bits.
+        assert relative(parts.double().sum(0), expected) < 1e-3
+    if config.split == 1:
+        x, weights, _ = case(rows, (256, 256), 2048, "fp8_block")
+        gate, up = (code_rows(x).dequantized() @ weights.dequantized().T).chunk(2, dim=1)
+        assert relative(gated_linear(x, weights, config), torch.nn.functional.silu(gate) * up) < 5e-3
