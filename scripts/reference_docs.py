@@ -56,16 +56,13 @@ _MODELS_INTRODUCTION = """\
 {count} native families, by `architectures` of config.json; others: [fallback](fallback.md). Checkpoints are
 safetensors in 16 or 32 bits; MXFP4 experts of gpt-oss are decoded.
 
-- **images**: with `model.images` the worker also serves images and videos; torch runs the vision tower, and updates may
-  omit its tensors. Otherwise it serves the language model alone.
+- **images**: with `model.images` the worker also serves images and videos. torch runs the vision tower; updates may
+  omit its tensors.
 - **MTP**: layers for multi-token prediction; the first drafts with `speculation = heads`.
-- **MLA**: latent attention. `kv_dtype = fp8_e4m3`, `deterministic` and adapters of `kv_b_proj` are errors;
-  `group_attention` changes nothing.
+- **MLA**: latent attention.
 
 Tests compare each family with transformers' class of this or the named name, in float32 with tiny random weights:
-logits within 1e-4, the same greedy tokens.
-
-By how a GPU runs them, with transformers' default config: models (marks), architecture."""
+logits within 1e-4, the same greedy tokens. The lists follow how a GPU runs transformers' default config."""
 
 #: How a GPU runs a family, and what that means.
 _WAYS = {
@@ -87,7 +84,7 @@ A config is in the **known form**, as transformers saves it, if each of its keys
 - does not affect the forward (names, token ids, dropout, caches); or
 - switches something off by null, such as `final_logit_softcapping`.
 
-`is_causal` other than true is an error. For other configs the worker **compares logits** with transformers' class at
+For other configs the worker **compares logits** with transformers' class at
 the start, on the CPU, in float32, with one layer of each kind. For Qwen3-8B this takes about 15 s and 6 GiB of host
 memory.
 
@@ -99,8 +96,8 @@ worker does not start."""
 _LONGROPE = """\
 ## LongRoPE
 
-Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers switches to the long set beyond the
-original context. The worker uses one set:
+Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers uses the long set beyond the original
+context; the worker uses one of them:
 
 - `longrope = short`: sequences end at the original context. Log-probs equal transformers' own.
 - `longrope = long`: the long set from the first token on, as in vLLM. A trainer with transformers does the same: copy
@@ -111,9 +108,7 @@ _ERRORS_INTRODUCTION = """\
 
 An error has `code`, `message` (what to change), `field` and, with `overloaded`, `retry_after_s`. The Python client
 raises a subclass of `RolloutError` with these and `request_id`; if it resumes, `partials` are the completions so far.
-The gateway's body is OpenAI's; `param` names the field.
-
-Each line: code, exception, the gateway's HTTP status."""
+The gateway's body is OpenAI's; `param` names the field, and the last number below is its HTTP status."""
 
 _ERRORS_OF_HTTP = """
 ## Errors of the gateway itself
@@ -131,8 +126,8 @@ _API_INTRODUCTION = """\
 
 What `trainer_bridge` exports. Examples: [client](client.md). Exceptions: [errors](errors.md). Fields of requests and
 results: [protocol](protocol.md#generate). Chunks, completions and results have `to_dict()`: plain values, lists for
-arrays, None for NaN. Methods for orders to workers also take `endpoint` (absent: all, or the one that has the request);
-`control`, `ping`, `prefetch`, `report`, `sleep` and `wake` take `timeout_s`.
+arrays, None for NaN. Orders to workers also take `endpoint` (absent: all, or the one that has the request); `control`,
+`ping`, `prefetch`, `report`, `sleep` and `wake` take `timeout_s`. Wrong arguments raise ValueError or TypeError.
 
 `AsyncRolloutClient`, `AsyncStream` and `AsyncSession` have the methods of `RolloutClient`, `Stream` and `Session`, as
 coroutines, with `async for` and `async with`: `async for chunk in await client.generate(prompt, stream="tokens")`."""
@@ -142,11 +137,11 @@ _METRICS_INTRODUCTION = """\
 
 A worker reports every `metrics.interval_s` seconds, and for the whole run at its end. How to read it:
 [symptoms](../symptoms.md#reading-the-dashboard). In Prometheus `kv/preemptions` is `rollout_kv_preemptions_total`
-(`_total` for counters); it also has `rollout_worker_info` (label `model`), `rollout_report_time_s` (Unix time) and
-`rollout_report_step` (steps committed), in JSON lines `time` and `step`.
+(`_total` for counters), beside `rollout_worker_info` (label `model`), `rollout_report_time_s` and
+`rollout_report_step` (in JSON lines `time` and `step`).
 
-- **Gauges** (no kind is named) have the value of the present, or of the interval. A mean or percentile without a sample
-  keeps its last value.
+- **Gauges** (no kind is named) are of now, or of the interval. A mean or percentile without a sample keeps its last
+  value.
 - **Counters** count since the start.
 - **Histograms** count by size: over the interval in W&B and JSON lines (`[begin, bound, count]`, no empty buckets),
   since the start in Prometheus.
@@ -157,14 +152,13 @@ Each line: name (kind, unit), meaning. `_pct` is %, `_ms` milliseconds, `_s` sec
 _BY_VERSION = """
 ## By weights version
 
-A row for each version, once the next one serves: in W&B over `weights/version`, in JSON lines in `versions`; not in
-Prometheus.
+Once the next version serves: in W&B over `weights/version`, in JSON lines in `versions`; not in Prometheus.
 """
 
 _AT_THE_END = """
 ## Totals
 
-Over the run: in W&B's summary (over restarts), each JSON line, and `totals` of the last line that the worker prints.
+In W&B's summary (over restarts), each JSON line, and `totals` of the last line that the worker prints.
 """
 
 _MEASURING = """
@@ -188,12 +182,11 @@ For engineers; code: `rollout/metrics`. A [recipe](../recipes.md#a-metric) adds 
 _FALLBACK_INTRODUCTION = """\
 # Models without a native family
 
-A worker runs other causal LMs of transformers by transformers' own code, over the same paged KV cache, and the log
-warns; `model_impl = transformers` runs a native family so. Code of a checkpoint is never run. LongRoPE:
-[models](models.md#longrope).
+A worker runs other causal LMs by transformers' own code, over the same paged KV cache, and the log warns;
+`model_impl = transformers` does so with a native family. Code of a checkpoint is never run.
 
 Updates may use the names of `save_pretrained` or `named_parameters()`, omit buffers, and contain tensors that
-transformers does not load, such as `mtp.*`.
+transformers does not load.
 
 Every start tries ways of running the code, the fastest first, and takes the first one whose logits are those of its own
 eager forward; the log names it:

@@ -19,26 +19,26 @@ class StepSettings(SettingsSection):
 
     max_rows: int = Field(32, ge=1, le=4096, description="sequences that decode at once")
     max_context_tokens: int | None = Field(
-        None, ge=2, description="most tokens of prompt plus completion; none: the model's limit"
+        None, ge=2, description="most tokens of prompt and completion; none: the model's limit"
     )
     prefill_chunk_tokens: int | None = Field(
         None,
         ge=1,
-        description="most prompt tokens in a prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
+        description="most tokens of a prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
     )
     pipeline_depth: Literal[1, 2] = Field(2, description="steps in flight; 1: host and device do not overlap")
     cuda_graph_rows: int = Field(
         256,
         ge=0,
         le=4096,
-        description="most rows of a decode step in a CUDA graph; larger ones are launched kernel by kernel; 0: all",
+        description="most rows of a decode step in a CUDA graph; 0: no graphs",
     )
     group_attention: bool = Field(
-        True, description="read KV pages that rows share once, where that is faster; on a GPU"
+        True, description="on a GPU, read shared KV pages once for all rows, where that is faster"
     )
     deterministic: bool = Field(
         False,
-        description="the same bits whatever else runs; slower; needs a GPU and the fused kernels; no adapters",
+        description="the same bits whatever else runs; slower; needs a GPU and fused kernels",
     )
 
     @property
@@ -56,22 +56,22 @@ class KVSettings(SettingsSection):
         None,
         gt=0.0,
         le=0.98,
-        description="share of the memory without the weights for KV and, on a GPU, the largest steps; none: 0.25 on a "
-        "CPU; on a GPU all but 5%, which is at least 3 GiB and at most 15% (15% with sleep); not with kv_pages",
+        description="share of the memory beside the weights that KV and the largest steps may take; none: on a CPU "
+        "0.25; on a GPU 5% stays free, but at least 3 GiB and at most 15% (with sleep always 15%)",
     )
     kv_memory_max_gib: float | None = Field(
         None, gt=0, description="most GiB of the KV pool; set it if a trainer shares the GPU"
     )
     kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",
-        description="fp8_e4m3: half the bytes of bf16, relative error up to 1/16, needs compute capability 8.9",
+        description="fp8_e4m3: half the bytes of bf16, relative error up to 1/16; needs compute capability 8.9",
     )
     prefix_cache: bool = Field(True, description="keep KV for requests with the same prefix")
     state_snapshots: int | None = Field(
         None,
         ge=0,
-        description="snapshots of linear-attention states: one for each prompt of a group, two for each idle "
-        "session; none: a quarter of max_rows, at least 4",
+        description="snapshots of linear-attention states: a group's prompt takes one, an idle session two; none: "
+        "max_rows / 4, at least 4",
     )
 
 
@@ -80,19 +80,19 @@ class SwapSettings(SettingsSection):
 
     kv_on_swap: Literal["keep", "recompute"] = Field(
         "keep",
-        description="after an update running rows attend to older KV, or it is computed again",
+        description="whether running rows go on with their older KV after an update",
     )
     max_kv_age: int = Field(
         0,
         ge=0,
-        description="with kv_on_swap=keep: most versions by which KV of the prefix cache, sessions and groups may be "
-        "older; 0: an update drops it",
+        description="most versions by which kept KV of prefixes and sessions may be older than the weights; 0: an "
+        "update drops it",
     )
     recompute_fraction: float = Field(
         0.3,
         gt=0.0,
         le=1.0,
-        description="with kv_on_swap=recompute: largest share of time for it; later updates wait; 1.0: none waits",
+        description="largest share of the time for recomputation; updates that would exceed it wait; 1.0: none waits",
     )
 
     @model_validator(mode="after")
@@ -108,18 +108,17 @@ class OffloadSettings(SettingsSection):
     host_kv_gib: float = Field(
         0.0,
         ge=0.0,
-        description="pinned host memory, GiB, for KV without room on the GPU: of preempted sequences, of sleeping "
-        "ones (level 1), of idle sessions and known prefixes; 0: it is recomputed",
+        description="pinned host memory for KV that has no room on the GPU, or sleeps; 0: it is recomputed",
     )
     disk_kv_gib: float = Field(
         0.0,
         ge=0.0,
-        description="disk, GiB, for KV of known prefixes that host_kv_gib has no room for; 0: it is recomputed",
+        description="disk for KV of known prefixes that has no room on the host",
     )
     disk_kv_folder: str | None = Field(
-        None, description="folder on a local disk for disk_kv_gib; each worker has a subfolder, which it deletes"
+        None, description="folder on a local disk; each worker makes a subfolder and deletes it"
     )
-    sleep: bool = Field(False, description="allow sleep, which releases the device memory of weights and KV")
+    sleep: bool = Field(False, description="allow sleep, which releases the device memory")
 
     @model_validator(mode="after")
     def _disk_is_behind_the_host(self) -> OffloadSettings:
@@ -134,8 +133,8 @@ class WeightFormatSettings(SettingsSection):
 
     weight_dtype: Literal["auto", "bf16", "fp8_block", "fp8_row", "mxfp8"] = Field(
         "auto",
-        description="weights of attention, MLP and experts; bf16: model.dtype; the others: e4m3 with a scale for 128 x "
-        "128, an output, or 32 inputs; auto: fp8_block of a block-fp8 checkpoint, else bf16",
+        description="format of projections and experts; bf16: model.dtype; the others: e4m3 with a scale for 128 x "
+        "128, an output, or 32 inputs; auto: the checkpoint's",
     )
 
     @property
@@ -149,7 +148,7 @@ class ExpertSettings(SettingsSection):
 
     routing: bool = Field(
         False,
-        description="record experts for return_routing: one or two bytes of host memory a token, layer and expert",
+        description="record experts for return_routing: host memory of one or two bytes a token, layer and expert",
     )
 
 
@@ -164,9 +163,11 @@ class AdapterSettings(SettingsSection):
     """LoRA adapters."""
 
     adapter_slots: int = Field(0, ge=0, le=64, description="adapters on the device; 0: none")
-    adapter_rank: int = Field(32, ge=1, le=256, description="largest rank, for which every slot has room")
-    max_adapters: int = Field(32, ge=1, le=4096, description="loaded adapters; without a slot they are in host memory")
-    adapter_root: str | None = Field(None, description="load_adapter reads folders below this one; none: it is refused")
+    adapter_rank: int = Field(32, ge=1, le=256, description="largest rank; each slot has room for it")
+    max_adapters: int = Field(
+        32, ge=1, le=4096, description="most loaded adapters; those without a slot are in host memory"
+    )
+    adapter_root: str | None = Field(None, description="folder below which load_adapter reads; none: it is refused")
     adapters: str = Field("", description="PEFT folders to load at start: name=folder, separated by commas")
 
     @property
@@ -193,16 +194,15 @@ class SpeculationSettings(SettingsSection):
 
     speculation: Literal["off", "suffix", "ngram", "heads", "auto"] = Field(
         "off",
-        description="source of drafts: suffix and ngram from earlier text, heads from a draft model, auto: what pays",
+        description="source of drafts: suffix and ngram: earlier text; heads: a draft model; auto: what pays",
     )
     speculation_model: str | None = Field(
         None,
-        description="EAGLE-3 head for heads and auto, a folder or a hub id; none: the checkpoint's layers for "
-        "multi-token prediction",
+        description="folder or hub id of an EAGLE-3 head; none: the checkpoint's layers for multi-token prediction",
     )
     speculation_tokens: int = Field(3, ge=1, le=16, description="most drafts of a row in a step")
     speculation_rows: int = Field(
-        64, ge=1, le=4096, description="most drafts of all rows in a step; each takes the memory of a row's state"
+        64, ge=1, le=4096, description="most drafts of all rows in a step; each has the memory of a row's state"
     )
 
     @property
@@ -233,16 +233,15 @@ class RankSettings(SettingsSection):
         1,
         ge=1,
         le=64,
-        description="GPUs of this machine for the model (ranks, a process each); heads and widths must divide by it; "
-        "Linux",
+        description="GPUs of this machine for the model (ranks, a process each); heads and widths must divide by it",
     )
     rank_stall_s: float | None = Field(
         8.0,
         gt=0,
-        description="seconds without progress of a rank, after which the worker returns all tokens and exits; 15 times "
-        "as long at the start; none: never",
+        description="seconds without progress of a rank until the worker returns all tokens and exits; 15 times as "
+        "many at the start; none: never",
     )
-    check_ranks: bool = Field(False, description="end the worker if ranks draw different tokens; for debugging")
+    check_ranks: bool = Field(False, description="for debugging: end the worker if ranks draw different tokens")
 
     @property
     def rank_start_stall_s(self) -> float | None:
@@ -260,13 +259,13 @@ class FaultSettings(SettingsSection):
     """Faults and time limits."""
 
     mask_s: float = Field(
-        1.0, gt=0, description="seconds for the mask of a constrained row; a later one fails its completion"
+        1.0, gt=0, description="seconds for the mask of a constrained row, after which its completion fails"
     )
     stall_exit_s: float | None = Field(
         600.0,
         gt=0,
-        description="seconds without a tick, after which the worker returns all tokens and exits; after a fifth it "
-        "is stalled and refuses requests; none: no exit, stalled after 120",
+        description="seconds without a tick until the worker returns all tokens and exits; after a fifth it refuses "
+        "requests; none: no exit, refuses after 120",
     )
 
     @property

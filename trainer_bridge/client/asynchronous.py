@@ -34,7 +34,7 @@ _Value = TypeVar("_Value")
 
 
 class AsyncRolloutClient(ClientFace):
-    """`RolloutClient` for asyncio, with the same arguments. Any number of tasks of one event loop may use it."""
+    """`RolloutClient` for asyncio, for any number of tasks of one event loop."""
 
     # --- generate -----------------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ async def _changed(event: asyncio.Event, wait_s: float | None) -> None:
 
 
 class AsyncStream(StreamView, Generic[_Item]):
-    """As `Stream`, with `async for` and `async with`, for one task. A cancelled `anext` loses nothing."""
+    """For one task. A cancelled `anext` loses nothing."""
 
     _client: AsyncRolloutClient
 

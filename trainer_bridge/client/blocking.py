@@ -37,17 +37,16 @@ class RolloutClient(ClientFace):
     Args:
         endpoints: The workers' request sockets.
         client: Its name across connections.
-        timeout_s: Seconds until `RolloutTimeout`, unless a request has its own.
-        connect_timeout_s: Seconds until an unreachable endpoint raises `ConnectionLost`. None: 30, or 3 if it refuses
-            connections.
+        timeout_s: Seconds until `RolloutTimeout`.
+        connect_timeout_s: Seconds to connect before `ConnectionLost`. None: 30, or 3 if refused.
         curve: Keys for workers that use CURVE. Wrong ones raise `AccessRefused`.
         resume: Continue requests of lost, failed or ended workers at any endpoint.
         resume_timeout_s: Seconds without a worker before `ResumeFailed`.
         resume_max_faults: Workers lost in a row without a new token before `ResumeFailed`.
         journal: A file of requests, tokens and results; turns `resume` on.
         journal_fsync: When the client waits for the disk: `never`, at `results`, or `always`.
-        acknowledge: The worker drops a result once the client has it. None: unless the client has a name and no
-            journal; then call `ack`.
+        acknowledge: The worker drops a result once the client has it. None: True, except for a client with a name and
+            no journal: call `ack`.
         heartbeat_s: Seconds between heartbeats. A worker that hangs is lost after at most four.
     """
 
@@ -77,7 +76,7 @@ class RolloutClient(ClientFace):
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
         """The completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
 
-        With `stream` an iterator of chunks, or of completions as they end. An interrupted call cancels the request.
+        With `stream` an iterator of chunks, or of completions. An interrupted call cancels the request.
         """
         call = self._core.generate(plan_request(prompt, fields, stream))
         return Stream(self, call, stream) if stream else self._run(calls.finish, call)
@@ -156,7 +155,7 @@ class RolloutClient(ClientFace):
 
         `logprobs` has a row for each completion, in order or by index: float32 [tokens]; None and NaN: not known. The
         worker must still have the result: use a client with a name or `acknowledge=False`, and `ack` afterwards. Raises
-        `NotFound` for a dropped result, `BadRequest` for a row of the wrong length.
+        `NotFound` for a dropped result.
         """
         return self._run(calls.report, target, logprobs, endpoint, timeout_s)
 
@@ -179,7 +178,7 @@ class RolloutClient(ClientFace):
         """Bring KV of these tokens, or of a session's last turn, from host memory to the device.
 
         A hint to the worker that has the KV, as far as this client knows. Returns the number of tokens whose KV is on
-        the device or on its way; it may be evicted again. Raises `NotFound` for an unknown session.
+        the device or on its way. Raises `NotFound` for an unknown session.
         """
         fields = {"session": session, "adapter": adapter, "cache_salt": cache_salt}
         return self._run(calls.prefetch, prompt, endpoint, timeout_s, fields)

@@ -64,7 +64,7 @@ class ClientFace(ProcessBound):
         """Send nothing new to a worker, which itself goes on; returns at once. Its sessions continue elsewhere.
 
         With `drain` its requests end there; with `now` they raise `ConnectionLost`, or continue elsewhere if this
-        client resumes. Raises ValueError for the last endpoint.
+        client resumes.
         """
         self._core.remove(endpoint, mode)
 
@@ -73,7 +73,7 @@ class ClientFace(ProcessBound):
         self._core.end_session(session)
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Drop requests with stored results from the journal. Raises ValueError for a request in flight."""
+        """Drop finished requests from the journal."""
         self._core.forget(ids)
 
     def journaled(self) -> dict[str, bool]:

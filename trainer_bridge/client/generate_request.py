@@ -336,10 +336,7 @@ def prior_fields(prior: Completion) -> dict[str, Any]:
 
 
 class AttachFields(TypedDict, total=False):
-    """The keyword arguments of `attach`: `endpoint`, `timeout_s`, and for streams `stream_every`, `n` and `partials`.
-
-    `n` is the number of the request's completions, `partials` what its earlier stream delivered.
-    """
+    """The keyword arguments of `attach`; `partials` is what an earlier stream of the request delivered."""
 
     stream_every: int | None  # tokens of a chunk, at the least
     n: int  # completions that the request has; 1

@@ -63,10 +63,10 @@ def start_worker(
 ) -> WorkerProcess:
     """Start `rollout serve MODEL` and return once it can serve.
 
-    `flags` become command line flags: `max_rows=8` is `--max-rows 8`, True is `--flag`, False is `--no-flag`, None is
-    left out; `args` are appended. `env` adds to the environment (None removes). Without `log_file` the log is in a
-    temporary folder. With `wait=False`, call `wait_ready` later. `progress` shows the stages of the start on stderr.
-    `stop` needs `curve` for a worker with CURVE. Raises `WorkerFailed`.
+    `flags` are command line flags: `max_rows=8` is `--max-rows 8`, False is `--no-flag`, None is left out; `args` are
+    appended. `env` adds to the environment (None removes). Without `log_file` the log is in a temporary folder. With
+    `wait=False`, call `wait_ready` later. `progress` shows the stages of the start on stderr. `stop` needs `curve` for
+    a worker with CURVE.
     """
     scratch = ScratchFolder("worker")
     ready_file = scratch.path / "ready.json"

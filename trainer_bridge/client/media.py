@@ -24,10 +24,7 @@ _KINDS = ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "vid
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
-    """An image or a video in a prompt, with the protocol's fields. Raises ValueError if they do not fit together.
-
-    `pixel_values` is [patches, values]: float32, float16, or uint16 with the bits of bfloat16.
-    """
+    """An image or a video in a prompt, with the protocol's fields."""
 
     offset: int  # place of its first placeholder in the prompt
     length: int  # tokens
@@ -93,7 +90,7 @@ def processor_prompts(inputs: Mapping[str, Any], image_token_id: int | None = No
     """The prompts of a batch from a Hugging Face processor.
 
     Arrays are torch's, on any device, or numpy's. Tokens outside of `attention_mask` are dropped. A processor without
-    `mm_token_type_ids` needs `image_token_id`. Raises ValueError if placeholders and grids do not fit together.
+    `mm_token_type_ids` needs `image_token_id`.
     """
     ids = _rows(inputs["input_ids"])
     mask = np.ones_like(ids, dtype=bool) if inputs.get("attention_mask") is None else _rows(inputs["attention_mask"])

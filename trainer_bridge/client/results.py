@@ -28,41 +28,40 @@ _SHOWN = 3  # completions, or spans of versions, in a repr
 class Completion:
     """One completion, or in a stream its tokens until now (`finish_reason` is then None).
 
-    The fields are the protocol's. Arrays are numpy's: int32 and float32 [tokens], top ones [tokens, k], `routing` uint8
-    or uint16 [entries, MoE layers, experts]. Versions are lists of pairs. A field without a request for it is None.
+    The fields are the protocol's, arrays are numpy's, versions are lists of pairs. A field that was not asked for is
+    None.
     """
 
     index: int  # 0 to `n` - 1
     token_ids: np.ndarray  # int32 [tokens]
-    #: float32 [tokens]: log-softmax of logits / temperature (at 0: of logits), before truncation, penalties and bias:
-    #: what a trainer recomputes
+    #: float32 [tokens]: log-softmax of logits / temperature (at 0: of logits), before truncation, penalties and bias,
+    #: as a trainer recomputes it
     logprobs: np.ndarray
     raw_logprobs: np.ndarray  # float32 [tokens]: the same at temperature 1
     versions: list[tuple[int, int]]  # list of `[weights version, tokens]` that adds up to all tokens
-    #: float32 [tokens]: of the distribution drawn from, if truncation, penalties, bias, `min_tokens` or a constraint
-    #: changed it
+    #: float32 [tokens]: of the distribution that was drawn from, if a rule or a constraint changed it
     drawn_logprobs: np.ndarray | None = None
     #: `stop`, `length`, `repetition`, `cancelled`, `deadline`, `stale`, `error`; in the last chunk
     finish_reason: FinishReason | None = None
     stop: int | str | None = None  # the token id or string that ended it, part of `token_ids`
-    #: without special tokens, up to the stop string. In chunks it may come after its tokens. A completion that was cut
-    #: short lacks text that further tokens could change
+    #: without special tokens, up to the stop string; in chunks it may come after its tokens. A completion that was cut
+    #: short lacks text that more tokens could change
     text: str | None = None
     seed: int | None = None  # needed by `continue_from`
     routing: np.ndarray | None = None  # uint8 or uint16 [entries, MoE layers, k]
-    error: str | None = None  # why it ended as `error`. With `cancelled`: the worker ended; continue elsewhere
+    error: str | None = None  # why it ended as `error`; with `cancelled`: the worker ended
     top_ids: np.ndarray | None = None  # int32 [tokens, k], likeliest first
     top_logprobs: np.ndarray | None = None  # float32 [tokens, k], at temperature 1
-    #: list of `[position, weights version]`: before this token was drawn, all earlier KV was computed again under this
-    #: version (two entries: in two parts). KV that is not recomputed has the version of the token after it
+    #: list of `[position, weights version]`: before this token was drawn, all KV before it was computed again under
+    #: this version (two entries: in two parts). Without that, KV has the version of the token after it, whose step
+    #: computed it
     recomputed: list[tuple[int, int]] = field(default_factory=list)
-    #: list of `[position, weights version, tokens]`, with `engine.max_kv_age`: before this token was drawn, KV of this
-    #: number of tokens was taken from earlier requests, turns or completions, from the first token on. The version is
-    #: the oldest in it, by page
+    #: list of `[position, weights version, tokens]`, with `engine.max_kv_age`: at this position the KV of the first
+    #: `tokens` tokens was reused; the version is the oldest in it
     kv_versions: list[tuple[int, int, int]] = field(default_factory=list)
     #: list of `[position, version]`: the adapter's version from this token on
     adapter_versions: list[tuple[int, int]] = field(default_factory=list)
-    forced: list[int] = field(default_factory=list)  # positions of tokens that `thinking_token_budget` forced
+    forced: list[int] = field(default_factory=list)  # positions that `thinking_token_budget` forced
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -138,11 +137,8 @@ class Timing:
 class GenerateResult:
     """The answer to one `generate`: `n` completions by index, and the fields of the protocol's `result`.
 
-    Scores of the prompt have a row for each of its tokens, or for the last `prompt_logprobs_last` ones:
-    `prompt_logprobs` is float32 [scored tokens]; `prompt_tops` has `ranks` [scored tokens], `ids` and `logprobs`
-    [scored tokens, k]; `prompt_chosen_logprobs` is float32 [scored tokens, k], `prompt_entropy` float32
-    [scored tokens].
-    `resumes` counts continuations after a lost worker. `extra` has fields of newer workers.
+    `prompt_tops` has `ranks` [scored tokens], `ids` and `logprobs` [scored tokens, k]. `resumes` counts continuations
+    after a lost worker. `extra` has fields of newer workers.
     """
 
     id: str

@@ -53,7 +53,7 @@ class BackgroundFuture(ProcessBound, Future[_Value]):
 class BackgroundClient(ProcessBound):
     """`RolloutClient` for any thread: `generate` and `generate_many` return futures of `concurrent.futures`.
 
-    They raise the client's errors. Cancelling a future cancels its requests.
+    Cancelling a future cancels its requests.
     """
 
     _instead = MAKE_CLIENTS
@@ -84,8 +84,7 @@ class BackgroundClient(ProcessBound):
     def run(self, job: Callable[[AsyncRolloutClient], Coroutine[Any, Any, _Value]]) -> Future[_Value]:
         """Run a coroutine function in the thread, with the asynchronous client as its argument.
 
-        It must not block the thread. Cancelling the future cancels the coroutine, and its requests at the worker.
-        Raises TypeError if `job` is not a function that makes a coroutine.
+        It must not block the thread. Cancelling the future cancels the coroutine and its requests.
         """
         made = job(self._client) if callable(job) else None
         if not asyncio.iscoroutine(made):

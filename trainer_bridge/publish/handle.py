@@ -19,7 +19,7 @@ class WorkerReport:
     """The result of an update on one worker.
 
     `why` is the reason for the transport, `pause_s` how long generation stood still, `seconds` the time from `publish`
-    until the worker used the weights, `phases` its parts on the worker in seconds.
+    until the worker used the weights, `phases` its parts on the worker.
     """
 
     endpoint: str
@@ -63,8 +63,7 @@ class PublishHandle(ProcessBound):
     def held(self, timeout: float | None = None) -> None:
         """Return when the tensors are copied, and the trainer may change them.
 
-        Raises the error that ended the update (the tensors are free then, too), or `RolloutTimeout` after `timeout`
-        seconds (they are not).
+        Raises the error that ended the update; the tensors are free then, too. After a `RolloutTimeout` they are not.
         """
         if not self._payload.wait_released(timeout):
             raise RolloutTimeout(f"{self.phase}: version {self.version} still reads its tensors after {timeout:g} s")
@@ -74,9 +73,8 @@ class PublishHandle(ProcessBound):
     def applied(self, timeout: float | None = None) -> list[WorkerReport]:
         """Return when every worker samples from the new weights: a report for each, in the order of the endpoints.
 
-        When all have answered or failed, it raises the first error (`WeightsRejected`, `WeightsReplaced`,
-        `RolloutTimeout`, `ConnectionLost`, with phase and endpoint); `reports` and `errors` have all. `RolloutTimeout`
-        after `timeout` seconds leaves the update running.
+        When all have answered or failed, it raises the first error; `errors` has all. `RolloutTimeout` after `timeout`
+        seconds leaves the update running.
         """
         if not self._done.wait(timeout):
             raise RolloutTimeout(f"{self.phase}: version {self.version} is not applied after {timeout:g} s")

@@ -82,20 +82,19 @@ class WeightPublisher(ProcessBound):
 
     Args:
         endpoints: The workers' request sockets.
-        transport: `cuda_ipc`, `nccl`, `shm`, `zmq`, `disk`; or `auto`: of the first four, the first that works.
+        transport: `disk`, or of `cuda_ipc`, `nccl`, `shm` and `zmq` the one to use; `auto`: the first that works.
         folder: Where `disk` writes; the workers read this path.
-        bucket_bytes: Bytes of a piece of a transfer: a multiple of 64, at most 256 MiB. None: 64 MiB, or up to 256 MiB
-            for a large model from GPU to GPU.
-        begin_s: Seconds to connect and to check the manifest. None: 30, or 3 if an endpoint refuses connections.
+        bucket_bytes: Bytes of a piece of a transfer, a multiple of 64. None: 64 MiB, for large models between GPUs up
+            to 256.
+        begin_s: Seconds to connect and to check the manifest. None: 30, or 3 if refused.
         stall_s: Seconds without progress after which a transfer fails.
-        apply_s: Seconds from commit until a worker uses the weights, with the longest delay by `recompute_fraction`.
+        apply_s: Seconds from commit until a worker uses the weights, also if `recompute_fraction` delays them.
         curve: Keys for workers that use CURVE.
-        keep: Keep the last update in host memory, also a failed one, for workers that restart or are stale. Its version
-            cannot be used again.
+        keep: Keep the last update in host memory, also a failed one, for workers that restart or are stale.
         deltas: `host` or `device`: keep the last update in that memory, and send workers that have it only the changes.
             `held` then returns before anything is sent. `device` takes as much memory as the update.
-        collective: Every rank of torch.distributed's default group makes a publisher, calls `publish` with its part
-            (DTensors, as in FSDP2's `state_dict`), and calls `close`.
+        collective: Every rank of torch.distributed's default group makes a publisher and calls `publish` with its part
+            (FSDP2's DTensors) and `close`.
     """
 
     #: The layout and packing of updates.
@@ -164,15 +163,14 @@ class WeightPublisher(ProcessBound):
         """Start to publish all parameters, by Hugging Face names, as `version`, which must grow.
 
         Tensors are of 16 or 32 bits, or float8 codes, on the CPU or one CUDA device, and are read after the work on the
-        current CUDA stream. They must not change before `held`. Raises ValueError for tensors that cannot be sent,
-        `WeightsRejected` for a version or names that no worker can accept.
+        current CUDA stream. They must not change before `held`.
 
-        Tied embeddings may have both names. Correction biases of routers may be left out. Tensors that text does not
-        need (`mtp.*`, `visual.*`) are dropped. Tensors of a draft model (`draft.NAME`, without `d2t` and `t2d`; of a
-        layer for multi-token prediction: its own names) may be left out.
+        Tied embeddings may have both names. Correction biases of routers and tensors of a draft model (`draft.NAME`,
+        without `d2t` and `t2d`; of a layer for multi-token prediction: its own names) may be left out. Tensors that
+        text does not need (`mtp.*`, `visual.*`) are dropped.
 
         With `adapter` the tensors are a LoRA adapter's, from PEFT's `get_peft_model_state_dict`, with PEFT's
-        `LoraConfig` or a map of its fields; the version is the adapter's own. `keep` does not keep adapters.
+        `LoraConfig` or its fields; the version is the adapter's own. `keep` does not keep adapters.
         """
         if (adapter is None) != (adapter_config is None):
             raise ValueError("adapter and adapter_config go together: pass both, or none")
@@ -190,10 +188,7 @@ class WeightPublisher(ProcessBound):
         return handle
 
     def add(self, endpoint: str) -> None:
-        """Publish to one more worker, from the next `publish` on; with `keep` it gets the last update, too.
-
-        Raises ValueError for an endpoint that is there already.
-        """
+        """Publish to one more worker, from the next `publish` on; with `keep` it gets the last update, too."""
         with self._jobs_lock:
             self._check_not_closed()
             if endpoint in self.endpoints:
@@ -203,7 +198,7 @@ class WeightPublisher(ProcessBound):
             self._jobs.put(_Change(endpoint, link))
 
     def remove(self, endpoint: str) -> None:
-        """Publish no more to a worker, from the next `publish` on. Raises ValueError for the last endpoint."""
+        """Publish no more to a worker, from the next `publish` on."""
         with self._jobs_lock:
             self._check_not_closed()
             left = [other for other in self.endpoints if other != endpoint]

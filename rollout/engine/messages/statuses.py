@@ -36,7 +36,7 @@ class SequenceStatus:
     index: int
     state: Literal["prefill", "decode", "leaving"]
     prompt_tokens: int
-    tokens: int  # old ones of `continue_from` included
+    tokens: int  # old ones included
     max_tokens: int
     pages: int
     age_s: float  # since its request arrived
@@ -53,8 +53,8 @@ class SessionStatus:
     turns: int = 0
     hits: int = 0  # turns that found KV
     reused_tokens: int = 0
-    evicted: int = 0  # sessions that lost their pages
-    room: int | None = None  # sessions of the mean size that still fit; nil: unknown
+    evicted: int = 0
+    room: int | None = None  # more sessions that fit; nil: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class OffloadStatus:
 
     sequences: int = 0
     pages: int = 0
-    pages_total: int = 0  # host memory for KV
-    parked: int = 0  # sequences that were offloaded
-    restored: int = 0  # sequences that went on with their KV
-    refused: int = 0  # sequences without room
+    pages_total: int = 0
+    parked: int = 0  # offloaded
+    restored: int = 0  # went on with their KV
+    refused: int = 0  # no room
     bytes_out: int = 0
     bytes_in: int = 0
 
@@ -81,7 +81,7 @@ class KeptStatus:
     fetched_tokens: int = 0
     lost_pages: int = 0  # dropped before they were on the host
     disk_pages: int = 0
-    disk_pages_total: int = 0  # room on the disk
+    disk_pages_total: int = 0
     disk_read: int = 0
     disk_failed: int = 0
 
@@ -107,11 +107,11 @@ class RankStatus:
     pid: int
     device: str
     beat_age_s: float
-    sequence: int  # last order that it carried out; of rank 0: that it gave
+    sequence: int  # last order carried out; of rank 0: given
     launched: int  # steps
     done: int  # steps; of rank 0: committed ones
     swapped: int  # updates in use; of rank 0: begun ones
-    verified: int  # last update that it received and checked
+    verified: int  # last update received and checked
     copies: int  # finished copies of adapters, KV and states
 
 

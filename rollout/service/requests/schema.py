@@ -168,14 +168,14 @@ class GenerateMessage(RequestHeader):
     media: list[MediaFields] | None = Field(None, min_length=1, max_length=MAX_MEDIA)  # the prompt's [images](#media)
     messages: list[dict[str, Any]] | None = None  # input of the chat template
     tools: list[dict[str, Any]] | None = None  # input of the chat template
-    #: input of the chat template: `add_generation_prompt` (true), `continue_final_message` (false), and its own names
+    #: its other input, `add_generation_prompt` (true) and `continue_final_message` (false)
     chat_template_kwargs: dict[str, Any] | None = None
     n: int = Field(1, ge=1)  # completions, at most 1024
-    #: tokens of a completion, with those of `continue_from`; absent: as many as fit; 0: score the prompt only
+    #: most tokens, old ones included; absent: as many as fit; 0: only score the prompt
     max_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     sampling: Sampling = Field(default_factory=Sampling)  # [sampling](#sampling)
     stop: Stop = Field(default_factory=Stop)  # [ends](#ends) of completions
-    stream: Literal[False, "tokens", "completions"] = False  # `"tokens"`, or `"completions"`: a chunk for each one
+    stream: Literal[False, "tokens", "completions"] = False  # `"tokens"`, or `"completions"`: one chunk each
     stream_every: int = Field(64, ge=1, le=INT32_MAX)  # least tokens of a chunk, except the last
     join_chunks: bool = False  # chunks may come in `chunks` messages; needs `stream`
     return_text: bool = False  # `text` in completions and chunks
@@ -183,38 +183,38 @@ class GenerateMessage(RequestHeader):
     #: [experts](#experts) of the completion's tokens (`true`), or of all (`"all"`)
     return_routing: Annotated[Literal[False, True, "all"], BeforeValidator(_routing_wanted)] = False
     continue_from: ContinueFrom | None = None  # the tokens of [an earlier completion](#earlier-tokens)
-    logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)  # likeliest tokens to return at each position
+    logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)  # likeliest tokens to return
     prompt_logprobs: bool = False  # [scores](#scores) of the prompt
     prompt_top_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOKENS_SCORED)  # [scores](#scores) of the prompt
     #: [scores](#scores) of the prompt
     prompt_logprob_token_ids: Annotated[Any, BeforeValidator(_scored_ids)] | None = None
     prompt_entropy: bool = False  # [scores](#scores) of the prompt
     prompt_logprobs_last: int | None = Field(None, ge=1, le=INT32_MAX)  # [scores](#scores) of the prompt
-    #: once this number ended by `stop`, `length` or `repetition`, the others end as `cancelled`
+    #: once this number ended by themselves, the others end as `cancelled`
     min_complete: int | None = Field(None, ge=1)
     constraint: ConstraintFields | None = None  # [form](#constraints) of the text
     thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)  # [thoughts](#thoughts)
     thinking: ThinkingFields | None = None  # [thoughts](#thoughts)
     repetition_detection: RepetitionDetection = RepetitionDetection()  # [ends](#ends) of completions
-    #: largest difference of weights versions in a completion; beyond it the completion ends as `stale`
+    #: difference of weights versions beyond which a completion ends as `stale`
     max_version_span: int | None = Field(None, ge=0)
-    #: most versions by which reused KV may be older than the weights, within `engine.max_kv_age`
+    #: a smaller `engine.max_kv_age` for this request
     max_kv_age: int | None = Field(None, ge=0)
-    #: higher goes first; within a priority clients get equal numbers of tokens
+    #: higher goes first; then clients get equal numbers of tokens
     priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
     deadline_s: Number | None = Field(None, gt=0)  # seconds after which completions end as `deadline`
-    #: wait until the weights have this version, or the worker's `min_version` if higher
+    #: wait until the weights have this version
     min_version: int | None = Field(None, ge=0, lt=VERSION_END)
     adapter: Id | None = None  # name of a loaded [adapter](#adapters)
-    cache_salt: Salt | None = None  # 1 to 1024 characters; only equal salts share KV
+    cache_salt: Salt | None = None  # only equal salts share KV
     session: Id | None = None  # name of a [conversation](#sessions)
-    session_lease_s: Number | None = Field(None, gt=0)  # seconds that a session keeps its KV after the turn; 300
-    #: seconds after the request (at most 3600) in which its KV is dropped only if no KV without a lease is left; needs
-    #: the prefix cache; models with states need a session
+    session_lease_s: Number | None = Field(None, gt=0)  # seconds that the KV stays after the turn; 300
+    #: seconds (at most 3600) in which KV of this request is dropped only after all KV without a lease; needs the prefix
+    #: cache; with linear attention also a session
     lease_s: Number | None = Field(None, gt=0)
     end_of_session: bool = False  # do not keep the KV of this turn
     fork: Fork | None = None  # the tokens of [an earlier request](#earlier-tokens)
-    detached: bool = False  # continue when the client is gone; needs `client`
+    detached: bool = False  # goes on without its client; needs `client`
     metadata: dict[str, Any] | None = None  # returned in the `result`
 
     @property
@@ -241,14 +241,14 @@ class MediaMessage(RequestHeader):
 
 
 class EndSessionMessage(RequestHeader):
-    """Free the KV of a session. `ok`; a running turn goes on, and its KV is not kept."""
+    """Free the KV of a session, after a running turn. `ok`."""
 
     op: Literal["end_session"]
     session: Id
 
 
 class PrefetchMessage(RequestHeader):
-    """Bring known KV of a session's last turn, or of token ids, from the host. `ok` with `tokens`, or `not_found`."""
+    """Bring KV of a session's last turn, or of token ids, from the host. `ok` with `tokens`, or `not_found`."""
 
     op: Literal["prefetch"]
     session: Id | None = None
@@ -267,14 +267,14 @@ class LoadAdapterMessage(RequestHeader):
 
 
 class UnloadAdapterMessage(RequestHeader):
-    """`ok`, or `bad_request` while an unfinished request names it."""
+    """`ok`, or `bad_request` while a request uses it."""
 
     op: Literal["unload_adapter"]
     name: Id
 
 
 class CancelMessage(RequestHeader):
-    """End a request as `cancelled`; `owner` is its client as in `status` (nil: this client). `ok` or `not_found`."""
+    """End a request as `cancelled`; `owner` is its client in `status` (nil: this one). `ok` or `not_found`."""
 
     op: Literal["cancel"]
     target: Id
@@ -294,7 +294,7 @@ class AttachMessage(RequestHeader):
 
 
 class AckMessage(RequestHeader):
-    """Drop results, at most 65,536 ids. `ok`; `bad_request`, and none is dropped, if one is in flight."""
+    """Drop results. `ok`; if one is in flight none is dropped: `bad_request`."""
 
     op: Literal["ack"]
     targets: list[Id] = Field(min_length=1, max_length=MAX_ACKS)
@@ -329,7 +329,7 @@ class PingMessage(RequestHeader):
 
 
 class PauseMessage(RequestHeader):
-    """Launch no step until `resume`; `abort` also ends all rows as `cancelled`. `ok` when no step is in flight."""
+    """Launch no step until `resume`; `abort` also ends rows as `cancelled`. `ok` when no step is in flight."""
 
     op: Literal["pause"]
     mode: Literal["keep", "abort"] = "keep"
@@ -342,7 +342,7 @@ class ResumeMessage(RequestHeader):
 
 
 class ShutdownMessage(RequestHeader):
-    """End the worker: `drain` finishes what it has, `now` ends all as `cancelled`. `ok` when done."""
+    """End the worker: `drain` finishes requests, `now` ends them as `cancelled`. `ok` when done."""
 
     op: Literal["shutdown"]
     mode: Literal["drain", "now"] = "drain"
