@@ -1,7 +1,5 @@
 """Triton kernels run in Triton's interpreter where there is no CUDA device; it has to be chosen before Triton loads."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import logging

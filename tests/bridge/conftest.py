@@ -1,7 +1,5 @@
 """Fixtures of the bridge: children that fail (`faults`), and a folder for temporary files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A fork runs in a process of its own, because the tests' process has threads; a call that hangs ends with its time limit.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

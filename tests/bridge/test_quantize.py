@@ -1,7 +1,5 @@
 """The codes that a trainer makes are those of the worker, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels.moe.quantize import quantize

@@ -1,7 +1,5 @@
 """A process's temporary folder: gone with it, or with the next one of the project."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Two small checkpoints of one shape, made by transformers, and the engine's view of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

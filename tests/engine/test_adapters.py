@@ -1,7 +1,5 @@
 """Adapters in a real engine: rows with different ones in one batch, slots that come and go."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Adapters and faults: of an adapter, of the device, and an engine that is built anew."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import Qwen3ForCausalLM
 

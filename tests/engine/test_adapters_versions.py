@@ -1,7 +1,5 @@
 """Newer versions of an adapter amid a run: which tokens and which KV are of which version."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM

@@ -1,7 +1,5 @@
 """Each command gets its answer: pause, resume, shutdown, and a request that is refused."""
 
-from __future__ import annotations
-
 from rollout.engine.messages.to_engine import Pause, Resume, Shutdown
 from rollout.engine.messages.to_service import Done, Rejected
 from tests.support.engine.harness import Bench

@@ -1,7 +1,5 @@
 """Every family's steps without what kernels write: no index leaves its table, which on a GPU would end the process."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The same engine on a GPU: transformers' tokens, both depths alike, swaps, nothing leaked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

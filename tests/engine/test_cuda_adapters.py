@@ -1,7 +1,5 @@
 """Adapters on a GPU: PEFT's merged models, in captured steps and without, and neither a wait nor a compilation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

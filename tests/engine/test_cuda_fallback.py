@@ -1,7 +1,5 @@
 """Models through transformers' own code on a GPU: captured where they can be, as near to float32 as transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Families with blocks of their own on a GPU: transformers' tokens in float32, and its errors in 16 bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

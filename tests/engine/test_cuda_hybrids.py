@@ -4,8 +4,6 @@ The same weights in float32, unless a test says bf16. What is compared with is o
 in float32, whatever the card does with tf32.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts with images on a GPU: no further from float32 than transformers' own bf16, in captured steps."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine on a GPU after its memory ran out amid generation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Sleep and wake on a GPU: the driver has the memory meanwhile, graphs replay at the same addresses, all or nothing."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How an engine starts on a GPU: memory from a measured peak, errors with numbers, graphs of every size."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor

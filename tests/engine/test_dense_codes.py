@@ -3,8 +3,6 @@
 Log-probs are equal up to the order of sums, which depends on the rows of a step.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

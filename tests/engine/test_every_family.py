@@ -1,7 +1,5 @@
 """Every native family through the whole engine: tokens and log-probs are transformers', whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that run through transformers' own code, through the whole engine: its greedy tokens are transformers' own."""
 
-from __future__ import annotations
-
 import copy
 import random
 

@@ -1,7 +1,5 @@
 """Damage in a running engine is seen by what the tests of all families compare (`test_every_family.py`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A failure on a device is reported, never hidden."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The gate's table: what each state blocks, how the states combine, and who gets an answer when."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

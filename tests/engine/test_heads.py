@@ -1,7 +1,5 @@
 """A draft model changes no completion, drafts what its reference says, and its drafts are verified without a wait."""
 
-from __future__ import annotations
-
 import functools
 import random
 import threading

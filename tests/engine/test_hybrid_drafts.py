@@ -1,7 +1,5 @@
 """Models with linear attention draft like others: states follow the accepted drafts, whatever happens to them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Models with linear attention through the whole engine: tokens are transformers', whatever happens to their states."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompts with images through the engine, held against transformers' whole model in float32."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path

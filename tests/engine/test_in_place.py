@@ -1,7 +1,5 @@
 """Weights written in place: no step runs during the update, rows go on after it, half an update is never served."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

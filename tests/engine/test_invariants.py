@@ -1,7 +1,5 @@
 """Invariants of docs/architecture.md, seen to hold, and seen to be caught when they are broken."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Models with latent attention through the whole engine: tokens are those of transformers, whatever happens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Many adapters over few slots: each row has the tokens of an engine that has its adapter alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 What else may happen to rows with drafts is in `test_heads` and `test_heads_fuzz`: the engine knows one draft model.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

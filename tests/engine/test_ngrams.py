@@ -1,7 +1,5 @@
 """Drafts by n-grams that the device finds: right for the text so far, and no completion changes."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

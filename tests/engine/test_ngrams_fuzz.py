@@ -1,7 +1,5 @@
 """Drafts by n-grams in all families and whatever happens to rows: drafts fit the text, completions stay the same."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

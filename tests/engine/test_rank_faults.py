@@ -1,7 +1,5 @@
 """A step whose ranks waited in vain is never committed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

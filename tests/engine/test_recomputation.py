@@ -1,7 +1,5 @@
 """Updates under `recompute` that come faster than prompts are computed: rows decode all the same, no update starves."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

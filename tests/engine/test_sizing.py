@@ -1,7 +1,5 @@
 """Start-up: KV pages from measured memory, errors with the numbers, and steps on padding that leave no trace."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

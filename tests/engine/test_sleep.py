@@ -1,7 +1,5 @@
 """An engine that gives its memory back and has it again: the tokens of one that never slept, and nothing stale."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters across a sleep: rows have the tokens of a run that never slept, slots hold nothing that is stale."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.engine.messages.to_engine import PutAdapter

@@ -1,7 +1,5 @@
 """Rows that sleep with their KV on the host: nothing is computed again, and no copy holds a sleep up for ever."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Sequences of sleep and wake, during updates, ends and faults, and without enough memory."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

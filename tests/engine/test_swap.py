@@ -1,7 +1,5 @@
 """Weights change between two steps: the right tokens on both sides, and the boundary in the right place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

@@ -1,7 +1,5 @@
 """The engine's tokens are transformers' tokens, whatever happens around them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

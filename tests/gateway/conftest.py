@@ -1,7 +1,5 @@
 """One worker and one gateway for all tests here; each test leaves the worker idle, counting in ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

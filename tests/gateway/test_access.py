@@ -1,7 +1,5 @@
 """Who may use a gateway, and `rollout gateway` as a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Orders of trainers over HTTP: pauses, sleep, adapters, weights from folders; and a gateway's own state."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a model writes, over HTTP: whatever it is, tokens and log-probs arrive, and a stream is the whole answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack

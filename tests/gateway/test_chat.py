@@ -1,7 +1,5 @@
 """Chat, its prompts and tokens, held against transformers' rendering and the worker's own client."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """`/v1/completions` at a real worker, whose own client says what is right."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Connections of clients between their requests: how long they stay, and which one goes when there are too many."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

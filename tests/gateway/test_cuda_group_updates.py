@@ -1,7 +1,5 @@
 """Weights over a trainer's own NCCL group, ordered over HTTP: a worker on one GPU, a trainer on another one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of endpoints is unique, documented and served."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Forks over HTTP: what a request continues, by the id or the session that the client knows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """vLLM's `/inference/v1/generate` and SGLang's `/generate`; the worker's own client says what is right."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

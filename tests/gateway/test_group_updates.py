@@ -3,8 +3,6 @@
 The trainer makes its group and broadcasts as SGLang's and AReaL's trainers do, with torch.distributed and gloo.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Hostile requests do not disturb the requests of others."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

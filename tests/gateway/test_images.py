@@ -1,7 +1,5 @@
 """Images over HTTP: `image_url` parts by the model's own processor, and processed pixels."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

@@ -1,7 +1,5 @@
 """Workers, gateways and clients that end or hang in the middle: all others know within 10 s, by OpenAI's error."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Hints about KV over HTTP: leases, ends of sessions, priorities; and how many tokens of a prompt were reused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

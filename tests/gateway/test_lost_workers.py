@@ -1,7 +1,5 @@
 """Workers that hang, die, never come or come back: the gateway says so at once, logs it, brings them up to date."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """A gateway's memory and its requests after floods: what hostile clients hold is given back."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`/v1/messages` (Anthropic's Messages API), held against the same conversation by `/v1/chat/completions`."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

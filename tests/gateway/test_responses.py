@@ -1,7 +1,5 @@
 """`/v1/responses` (OpenAI's Responses API): answers, streams, stored responses, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`rollout status` of a gateway, with real workers behind it."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer

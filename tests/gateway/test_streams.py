@@ -1,7 +1,5 @@
 """Streams before their first event: a client learns at once that its request is refused, and soon that it waits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """The sampling part of Tinker's API: held against the worker's own answers, in JSON and in protobuf."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Tokens that the gateway keeps between turns: how turns go on with them, branches, limits, and how they are read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

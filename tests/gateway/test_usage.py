@@ -1,7 +1,5 @@
 """The tokens that answers and streams count, and OpenAI's `stream_options`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

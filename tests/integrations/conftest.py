@@ -5,8 +5,6 @@ test-integrations` installs all of them and sets `TEST_INTEGRATIONS`: a module t
 error then.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from importlib import metadata

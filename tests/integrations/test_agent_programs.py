@@ -4,8 +4,6 @@ Each runs its own loop with its own tools over several turns. The tokens that a 
 those that came from the engine, and their log-probs with the worker's own scores of the whole conversation.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A client whose requests run in a thread while their caller does something else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
 from typing import Any

@@ -1,7 +1,5 @@
 """A student and a teacher behind two workers: the divergence falls, by the loop's account and by transformers'."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -5,8 +5,6 @@ import an installed vllm. They are `init_custom_process_group` of SGLang and ARe
 transfer.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import socket

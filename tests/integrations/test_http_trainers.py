@@ -1,7 +1,5 @@
 """The HTTP gateway, used by the HTTP clients of trainers: TRL's `VLLMClient`, and the client of `renderers`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace

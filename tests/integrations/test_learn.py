@@ -1,7 +1,5 @@
 """The recipe for GRPO learns from rewards alone, by completions of a worker that runs on while it trains."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

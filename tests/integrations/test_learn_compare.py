@@ -1,7 +1,5 @@
 """Plans of several runs: what they say, how they share the time, and who starts when."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

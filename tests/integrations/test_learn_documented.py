@@ -1,7 +1,5 @@
 """The loop of docs/integrations/pytorch.md learns as it stands, with another model, data and reward."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

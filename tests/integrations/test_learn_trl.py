@@ -1,7 +1,5 @@
 """TRL's GRPOTrainer on the recipe's toy, by transformers' generation and with a worker in its place."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

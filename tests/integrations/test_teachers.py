@@ -1,7 +1,5 @@
 """Distillation trainers ask a teacher behind the gateway: own code of TRL and slime, and requests of slime and vime."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

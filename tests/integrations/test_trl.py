@@ -1,7 +1,5 @@
 """TRL's asynchronous trainer on a real worker: its steps, the weights that arrive, and log-probs in its convention."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import math

@@ -1,7 +1,5 @@
 """TRL's own distillation trainer learns from a teacher behind the gateway."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

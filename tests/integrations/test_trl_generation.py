@@ -1,7 +1,5 @@
 """TRL's own trainers with a worker in place of vLLM: their steps, weights, log-probs, and tokens of several turns."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import math

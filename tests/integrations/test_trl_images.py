@@ -1,7 +1,5 @@
 """TRL's GRPO with images: a worker draws from the same pixels as the trainer's forward sees."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TRL's GRPOTrainer on a CPU with rollouts of a worker: the program of `scripts/trl_grpo_rollout_func.py`."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A worker is the teacher of TRL's GOLD and GKD trainers: its logits and their losses are those of a local model."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from contextlib import nullcontext

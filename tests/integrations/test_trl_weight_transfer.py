@@ -1,7 +1,5 @@
 """TRL's weight transfer when an update does not reach every worker, or one loses what it had."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for

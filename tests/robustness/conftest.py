@@ -1,7 +1,5 @@
 """Fixtures of the entrances: a text codec for a server in this process, and the worker that all tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The fuzz target without its fuzzer: good messages pass, hostile ones are refused, a broken reader is detected."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hostile adapter folders, and adapters of unsupported kinds: each gets an error that names the cause."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

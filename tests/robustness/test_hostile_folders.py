@@ -1,7 +1,5 @@
 """Hostile model folders: each gets a clear error quickly; no code in it runs, and no absurd memory is allocated."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Hostile weight updates: refused quickly, without the memory that they ask for; the old weights keep serving."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -3,8 +3,6 @@
 The full count is 100,000 messages, in nightly runs; a default run sends a tenth.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -3,8 +3,6 @@
 The full count is 12,000 messages, in nightly runs; a default run sends a tenth.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

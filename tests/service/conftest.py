@@ -1,7 +1,5 @@
 """Fixtures of the service's tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.service.text.codec import TextCodec

@@ -1,7 +1,5 @@
 """`continue_from` as a resuming client sends it: nothing generated yet, drawn log-probs, text that goes on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

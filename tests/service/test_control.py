@@ -1,7 +1,5 @@
 """Ops other than `generate`, slow and vanished clients, start and stop."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Who gets in: keys in files, the list of clients, addresses that need CURVE; and that no message runs code."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import stat

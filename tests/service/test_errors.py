@@ -1,7 +1,5 @@
 """Refusals, with their code and field; a wrong message does not affect other clients."""
 
-from __future__ import annotations
-
 import msgpack
 import numpy as np
 import pytest

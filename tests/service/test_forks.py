@@ -1,7 +1,5 @@
 """`fork`: which tokens a request continues, whose they are, how long they are known, and in which order requests go."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`generate` through real sockets: what reaches the engine, what comes back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import zmq

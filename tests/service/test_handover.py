@@ -1,7 +1,5 @@
 """A client with a routing id of its own that is back before the worker has noticed that it was gone (half-open)."""
 
-from __future__ import annotations
-
 import zmq
 
 from rollout.engine.messages.to_engine import Cancel

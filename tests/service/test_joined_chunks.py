@@ -1,7 +1,5 @@
 """Chunks of several streams in one message: the same chunks, before the result, without gaps."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 

@@ -1,7 +1,5 @@
 """Leases: how long a client that is gone keeps its requests. The clock is the test's."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import tracemalloc

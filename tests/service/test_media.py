@@ -1,7 +1,5 @@
 """Images in `generate` messages: they travel once, are named by their hash, and every wrong item is named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`recomputed`, `kv_versions`: in chunks with the token that they come before, in results whole, else absent."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.engine.messages.to_service import Finish

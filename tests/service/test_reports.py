@@ -1,7 +1,5 @@
 """Reports of trainers at the service: compared beside its thread, bounded, and answered whatever happens."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The delay after which refused clients are asked to retry."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.engine.messages.to_service import Rejected

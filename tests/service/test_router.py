@@ -1,7 +1,5 @@
 """How messages are taken from the request socket, whatever their size."""
 
-from __future__ import annotations
-
 import msgpack
 import numpy as np
 import pytest

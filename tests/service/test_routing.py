@@ -1,7 +1,5 @@
 """`return_routing` in requests and replies: who may ask, and which entry is where, whatever the pieces."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Likeliest tokens and prompt log-probs in messages: asked for, refused, streamed, cut, taken up again, continued."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Sessions as messages: what the engine is asked for, whose a session is, when it ends."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.engine.messages.to_engine import Cancel, EndSession, Prefetch

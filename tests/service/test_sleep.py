@@ -1,7 +1,5 @@
 """`sleep` and `wake` as messages, and what becomes of requests that come meanwhile."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

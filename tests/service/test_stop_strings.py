@@ -1,7 +1,5 @@
 """Stop strings and streamed text, through the server and by themselves."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The result store, with a clock of the test's own; `ack`, `attach` and messages sent twice, through real sockets."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Streams that are taken up again: each token and each character once, wherever the first stream ended."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

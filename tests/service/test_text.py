@@ -1,7 +1,5 @@
 """The text codec on a real tokenizer in a folder."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.service.text.codec import TextCodec, load_text_codec

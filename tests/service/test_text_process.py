@@ -1,7 +1,5 @@
 """The process that renders and tokenizes prompts: its results, its faults, and its replacement."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """`thinking_token_budget` and `repetition_detection` through real sockets: to the engine, and what comes back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

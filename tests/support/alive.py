@@ -1,7 +1,5 @@
 """What is in memory, for tests of things that must not be kept."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from typing import TypeVar

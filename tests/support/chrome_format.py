@@ -1,7 +1,5 @@
 """What the Chrome trace event format asks of a file of JSON objects."""
 
-from __future__ import annotations
-
 import json
 
 from rollout.metrics.chrome_trace import TRACKS

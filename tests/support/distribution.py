@@ -4,8 +4,6 @@ A file that takes long and begins last keeps one core while the others are idle.
 to one process, which starts them once.
 """
 
-from __future__ import annotations
-
 import re
 
 from xdist.scheduler import LoadFileScheduling

@@ -1,7 +1,5 @@
 """A GET request against the metrics port."""
 
-from __future__ import annotations
-
 import urllib.error
 import urllib.request
 

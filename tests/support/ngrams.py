@@ -1,7 +1,5 @@
 """What n-grams of a text expect, by a loop; and engines whose drafts are compared with that."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import pytest

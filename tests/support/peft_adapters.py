@@ -1,7 +1,5 @@
 """Adapters as PEFT writes them, with weights large enough to change what a model says, and PEFT's own merged models."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ports for servers that a test starts later, or again."""
 
-from __future__ import annotations
-
 import random
 import socket
 

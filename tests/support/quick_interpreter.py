@@ -12,8 +12,6 @@ what is computed. What a kernel gets from it stays the same:
                                 whose shapes are one object need no broadcast
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Which metrics a report has."""
 
-from __future__ import annotations
-
 
 def needs_no_drafts(metric: str) -> bool:
     """Whether a worker that drafted nothing reports this metric, given by name."""

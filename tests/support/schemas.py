@@ -1,7 +1,5 @@
 """Random JSON schemas: values of every kind, nested, and small enough for a random model to complete."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

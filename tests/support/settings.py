@@ -1,7 +1,5 @@
 """Settings with constants that no user sets."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from rollout.config.section import SettingsSection

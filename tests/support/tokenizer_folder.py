@@ -1,7 +1,5 @@
 """A real tokenizer with a chat template, made in a folder, nothing downloaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

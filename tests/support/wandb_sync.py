@@ -1,7 +1,5 @@
 """Reads an offline run back with W&B's own reader: `wandb sync` itself, uploading to a server on this machine."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

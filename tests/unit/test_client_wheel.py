@@ -1,7 +1,5 @@
 """The installed client needs zmq, msgpack and numpy, and nothing else: neither our worker nor any other library."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The rule that a comment is a sentence or a noun phrase."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The files of deploy/: they parse, and what they name (flags, endpoints, metrics, files, extras) is there."""
 
-from __future__ import annotations
-
 import configparser
 import json
 import re

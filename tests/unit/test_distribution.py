@@ -1,7 +1,5 @@
 """How `make test` distributes its tests over processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Pages written by hand agree with the code where a machine can tell, lead somewhere, and stay short."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

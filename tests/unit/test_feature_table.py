@@ -1,7 +1,5 @@
 """The table in docs/design/features.md that follows one feature through a step is what the code says."""
 
-from __future__ import annotations
-
 from inspect import isfunction
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The check that imports of our own modules find a module and a name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans of memory: the same figures as an engine that is there, close to the pools that workers measured on GPUs."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The rule that one name means one thing: public classes, and modules, of all packages."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from pathlib import Path

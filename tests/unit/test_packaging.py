@@ -1,7 +1,5 @@
 """The wheel holds all packages, and the light ones import nothing heavy."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

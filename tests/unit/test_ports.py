@@ -1,7 +1,5 @@
 """Whether a worker's sockets can be bound is known before its model is loaded."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

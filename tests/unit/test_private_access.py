@@ -1,7 +1,5 @@
 """The rule that no package uses the private names of another one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scripts.check.private_access import accesses, problems

@@ -1,7 +1,5 @@
 """Settings: the order of the sources, and what each of them refuses."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nothing that is read is ever run: no pickle, no eval and no code of a checkpoint, anywhere in the sources."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

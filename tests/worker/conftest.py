@@ -1,7 +1,5 @@
 """Fixtures of whole workers: `first_worker` of all tests, and a second one; each test leaves them idle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters of a real worker: from folders at start and by message, named in requests, told in results."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`scripts/check/mismatch.py`: a worker's log-probs equal those of transformers; other weights are detected."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The clients of `trainer_bridge` and the command line, with one real worker and with two."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """A worker whose wall clock jumps by days, in both directions: deadlines, leases and times are as if it did not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The commands against a real worker: chat, constraints, log-probs, sessions, status."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Constrained completions from a real worker: valid every time, or refused with the reason; others go on."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Pause, cancel, deadlines, priorities and status of a real worker, and a client that vanishes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A model on two GPUs against the same one on one GPU, and against itself; swaps; ranks that are lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

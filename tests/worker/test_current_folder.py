@@ -1,7 +1,5 @@
 """Files in the current folder are not imported: not by a worker, its ranks, its supervisor or its text process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

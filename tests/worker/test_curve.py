@@ -1,7 +1,5 @@
 """A real worker with CURVE on an open address: its clients, publishers and commands, with and without keys."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

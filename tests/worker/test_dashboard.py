@@ -1,7 +1,5 @@
 """What a real worker logs to W&B, read back with W&B's own reader, is what the dashboard shows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

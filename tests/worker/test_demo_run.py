@@ -1,7 +1,5 @@
 """The demo, small: it passes on a real worker, and fails on one that loses a page of KV."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A head that is trained here, from its checkpoint to a worker and over the bridge: how often it is right shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

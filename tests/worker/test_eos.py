@@ -1,7 +1,5 @@
 """Which tokens end a completion: those that the checkpoint declares, and the one of its tokenizer."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every error code, from a real worker; what one client does wrong disturbs no other."""
 
-from __future__ import annotations
-
 import msgpack
 import pytest
 

@@ -3,8 +3,6 @@
 A script starts the real worker and raises the errors that files in a folder order.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The example that asks for places in a picture, with a tiny random model and the processor of its folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A client of several real workers: prompts stay where their KV is; workers join, die, come back and leave."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Forks at a real worker: a running and an ended request, a session, trees, and what another client may not read."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 

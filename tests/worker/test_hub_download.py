@@ -1,7 +1,5 @@
 """What a worker shows while it downloads its model, from a hub that is on this machine."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

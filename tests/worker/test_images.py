@@ -1,7 +1,5 @@
 """A whole worker that serves images, over its socket, held against transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A real worker whose weights are overwritten in place: while completions run, and when the publisher dies half-way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 

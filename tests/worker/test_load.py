@@ -1,7 +1,5 @@
 """Many requests at once, a full queue, a client that does not read, a lost tokenizer: with real workers."""
 
-from __future__ import annotations
-
 import heapq
 import os
 import signal

@@ -1,7 +1,5 @@
 """The log of real workers that fail to order: JSON on every line, few of them, and the last steps where it matters."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Each version counts in another step than the one before it, so a token of another version than it names is found.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

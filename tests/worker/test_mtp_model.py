@@ -1,7 +1,5 @@
 """A worker whose checkpoint has a layer for multi-token prediction drafts with it, and updates renew it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

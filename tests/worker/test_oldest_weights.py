@@ -1,7 +1,5 @@
 """A worker with a `min_version` sends no token of older weights, neither at its start nor after a restart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

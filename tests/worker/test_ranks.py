@@ -1,7 +1,5 @@
 """Workers of several ranks against workers of one rank: same model, same requests, gloo on a CPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

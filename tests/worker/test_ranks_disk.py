@@ -1,7 +1,5 @@
 """KV on disk with two ranks: the same tokens as one rank with room, whatever is wrong with a rank's files."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

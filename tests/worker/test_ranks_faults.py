@@ -3,8 +3,6 @@
 Times leave room for a busy machine. The rules with their seconds are tested in tests/unit/ranks/test_group_watch.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """With several ranks as with one: adapters, KV and states on the host, sessions, images, sleep."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A follower that lives and hangs is found, also while no step is ordered; one that is slow is not."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

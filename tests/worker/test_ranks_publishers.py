@@ -3,8 +3,6 @@
 Ranks compare their tokens at each step, so ranks with different weights end the worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sleeps and wakes of several ranks in odd orders, amid updates: nothing hangs, and every token is the right one."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Several faults at once, or one at a bad moment: clients get errors with their tokens, and nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Updates of a worker of two ranks that decodes: every token is one of the version that it names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

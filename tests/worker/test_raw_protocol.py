@@ -1,7 +1,5 @@
 """The protocol as written down, spoken by hand to a real worker: sockets, framing, prompts, streams, arrays."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Publishing weights with ZeroMQ and msgpack alone, by the letter of `docs/reference/protocol.md`."""
 
-from __future__ import annotations
-
 import json
 import struct
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """A trainer reports its own log-probs of a result: what the worker answers, what it refuses, where it shows."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import urllib.request

@@ -1,7 +1,5 @@
 """Results outlive connections, and nothing of a client that is gone stays: with a real worker and killed clients."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

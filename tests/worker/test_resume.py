@@ -4,8 +4,6 @@ Kills come after a number of tokens, never after a time. A worker that comes bac
 version, so that the spans tell which life of it sampled a token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

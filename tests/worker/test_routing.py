@@ -1,7 +1,5 @@
 """`return_routing` of a real worker: transformers' experts, by the client and by ZeroMQ and msgpack alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a worker draws: the same tokens for the same seed, whatever else runs, and after a break as without one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

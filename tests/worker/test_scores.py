@@ -1,7 +1,5 @@
 """Top tokens and prompt log-probs of a real worker, over its socket, equal those of transformers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sessions over the wire: conversations with a real worker, by hand and with both clients."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable

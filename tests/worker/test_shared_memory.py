@@ -1,7 +1,5 @@
 """Workers in a container whose /dev/shm is small: nothing of ours takes memory from it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real worker that sleeps between a trainer's steps: clients that wait, updates before and after, both levels."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

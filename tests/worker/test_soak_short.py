@@ -1,7 +1,5 @@
 """The soak: a short one is clean, and its ledger does not let pass what it is there to find."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import random

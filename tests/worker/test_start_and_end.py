@@ -1,7 +1,5 @@
 """How a real worker starts and ends: its output, its files, its exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Several workers and their supervisor: one that dies comes back where it was, and none outlives its job."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

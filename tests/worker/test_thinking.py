@@ -1,7 +1,5 @@
 """Budgets of thoughts and ends of loops, from a real worker that counts, through both Python clients."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A real worker seen from outside: the page for Prometheus, its rows, its trace, and `rollout top` in a terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """New weights for a real worker while it generates: every token comes from the version stamped on it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

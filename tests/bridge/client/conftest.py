@@ -1,7 +1,5 @@
 """Fixtures: either client (`connect`), and servers that follow a script (`serve`)."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator

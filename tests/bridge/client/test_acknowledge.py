@@ -1,7 +1,5 @@
 """Who acknowledges results by itself, and when."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

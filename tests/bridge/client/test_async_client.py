@@ -1,7 +1,5 @@
 """What only the asyncio client has: tasks, cancellation, the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests and control messages, by either client, against a server that follows a script."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

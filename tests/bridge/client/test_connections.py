@@ -1,7 +1,5 @@
 """What becomes of a connection, which of several is used, and replies that break the protocol."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which worker of a fleet gets a request, and workers that join, leave, and come back with old weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Forks: a request that continues another one goes where that one's tokens are, and names it as that worker does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

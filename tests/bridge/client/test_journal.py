@@ -1,7 +1,5 @@
 """The journal: what a killed process leaves is read, damage is not passed over, what is there needs no worker."""
 
-from __future__ import annotations
-
 import gc
 import resource
 import signal

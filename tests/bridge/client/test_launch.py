@@ -1,7 +1,5 @@
 """Starting and ending a worker process. The worker here is a few lines of Python with the same command line."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

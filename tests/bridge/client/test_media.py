@@ -1,7 +1,5 @@
 """From what a processor returns to a prompt with images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

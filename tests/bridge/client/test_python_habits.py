@@ -1,7 +1,5 @@
 """What people of other libraries write by habit: it works, or the error says what to write."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

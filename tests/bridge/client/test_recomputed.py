@@ -1,7 +1,5 @@
 """`recomputed` and `kv_versions` at the client: read, put together from chunks, cut, kept in a journal, sent along."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

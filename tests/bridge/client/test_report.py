@@ -1,7 +1,5 @@
 """Reports of a trainer's log-probs as the clients send them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What results, chunks and reports print: numbers of tokens, and no arrays."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

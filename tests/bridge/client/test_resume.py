@@ -1,7 +1,5 @@
 """Clients that resume: the worker that goes on, the messages sent, the caller's view, and when they give up."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

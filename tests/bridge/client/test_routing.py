@@ -1,7 +1,5 @@
 """Routing as the clients put it together: over chunks, over workers, over a journal; and what is refused as routing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

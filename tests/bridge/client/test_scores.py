@@ -1,7 +1,5 @@
 """Likeliest tokens and prompt log-probs at the client: typed, whole over lost workers, in journals, asked for once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sessions as the clients send them: the worker of each turn, and the message that ends a session."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

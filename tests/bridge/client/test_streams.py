@@ -1,7 +1,5 @@
 """Streams, by either client: what comes, what is missing, how one is left and continued."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

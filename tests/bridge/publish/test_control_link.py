@@ -1,7 +1,5 @@
 """The connections of a publisher to a worker: what arrives, and what a loss takes along."""
 
-from __future__ import annotations
-
 import threading
 import time
 

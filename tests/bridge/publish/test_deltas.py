@@ -1,7 +1,5 @@
 """Updates that send what has changed: workers serve the same weights as after a whole update, or get a whole one."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Workers join and leave a publisher between two updates."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A trainer of two ranks, each with its part of the weights (FSDP2), and workers that get them whole."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import ExitStack

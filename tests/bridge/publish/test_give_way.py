@@ -1,7 +1,5 @@
 """A publisher with a newer update queued lets workers drop the one that waits for recomputation."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

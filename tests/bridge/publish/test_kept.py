@@ -1,7 +1,5 @@
 """A worker that comes back with old weights gets the newest ones from the publisher, though the trainer has gone on."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

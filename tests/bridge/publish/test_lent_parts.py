@@ -1,7 +1,5 @@
 """Trainer ranks whose parts cross over memory that they lend to rank 0: real ranks, with files in the place of GPUs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Trainers of several ranks: what the others hear of one that does not publish, and how their processes end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A tensor-parallel trainer of two ranks, whose parts reach a worker of two ranks, by gloo."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path

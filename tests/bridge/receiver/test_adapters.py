@@ -1,7 +1,5 @@
 """Updates of adapters beside updates of the model, at a real receiver: an adapter's breaks off no other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

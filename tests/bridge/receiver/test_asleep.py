@@ -1,7 +1,5 @@
 """The door of a worker that sleeps: no update begins while it is shut, and one that has begun is inside to its end."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext

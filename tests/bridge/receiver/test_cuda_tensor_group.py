@@ -1,7 +1,5 @@
 """Updates of a tensor group whose ranks are on GPUs: pinned memory, streams, and pieces that go from GPU to GPU."""
 
-from __future__ import annotations
-
 import mmap
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Updates that fail: their waiters get the error, even if the cleanup fails too, and their memory is freed."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Bytes that land in the parameters themselves: every layout and type, and not one before generation is held."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

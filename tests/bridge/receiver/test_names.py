@@ -1,7 +1,5 @@
 """Tensors that an update may have or lack: some keep their values, some are of no use to the worker."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A trainer's parameters through a real publisher into native families: trainers leave tensors out and add others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

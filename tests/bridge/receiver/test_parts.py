@@ -1,7 +1,5 @@
 """What takes long tells how far it is: copies of a swap, and memory that gets its pages."""
 
-from __future__ import annotations
-
 import mmap
 
 import pytest

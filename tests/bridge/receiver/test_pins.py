@@ -1,7 +1,5 @@
 """Host memory that is pinned for updates: when CUDA is asked, over a runtime that a test can have refuse."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

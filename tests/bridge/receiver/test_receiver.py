@@ -1,7 +1,5 @@
 """The worker's side, against a hand-made publisher: what is refused, and that nothing refused ever shows."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An update that waits for recomputation gives way to a newer one of its target, and its publisher learns why."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Updates of a tensor group: every rank keeps its part, all of them swap or none does. Followers are threads here."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """Codes of changed words: the reader of the old bytes gets the new ones, and damaged codes are found."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

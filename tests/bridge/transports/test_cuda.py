@@ -1,7 +1,5 @@
 """The same bridge with a model and a trainer on a CUDA device: pinned memory, streams, events."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Updates that send changes, with a trainer and a worker on a CUDA device: codes are made and applied there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

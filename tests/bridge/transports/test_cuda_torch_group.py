@@ -1,7 +1,5 @@
 """Trainers' process groups over NCCL, from one GPU to another: torch.distributed's, and vLLM's engine."""
 
-from __future__ import annotations
-
 import ctypes
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """The disk transport: a folder that others can read, and files that lie."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

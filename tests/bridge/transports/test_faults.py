@@ -3,8 +3,6 @@
 An update in place that broke half-way leaves a worker stale: it serves nothing until a whole one has come.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The fingerprint of bytes is the sum that its module defines, for every length."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Workers at IPv6 addresses, and at names that have some: every transport, and where the store of a group listens."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import shutil

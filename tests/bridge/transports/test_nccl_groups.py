@@ -1,7 +1,5 @@
 """Process groups of an update: what breaks is noticed, nothing hangs for ever, and no thread outlives its worker."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Who sends which bytes in a group of several trainer ranks, and that every member gets all of them."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 `files` writes each bucket to a file of its own in a folder that publisher and worker share.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path

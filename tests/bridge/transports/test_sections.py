@@ -1,7 +1,5 @@
 """Updates that are cut for the ranks of a worker: each rank gets the parts that it keeps, and nothing else."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Shared memory between publisher and workers: who is on one host, what a segment must be, and that none is left."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

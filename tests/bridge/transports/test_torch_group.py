@@ -3,8 +3,6 @@
 `tests/gateway/test_group_updates.py` has a trainer that uses torch.distributed's own groups.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

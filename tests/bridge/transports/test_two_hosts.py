@@ -1,7 +1,5 @@
 """Updates between two network namespaces, which share no address: as between two hosts."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

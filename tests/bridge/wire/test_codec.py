@@ -1,7 +1,5 @@
 """The codec: what goes in comes out, and whatever the bytes, nothing but `WireError` is raised."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Descriptions of changes from strangers: what could not be made is refused before any memory is taken for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Errors on the wire: the exception at one end is the exception at the other."""
 
-from __future__ import annotations
-
 from trainer_bridge.wire.errors import Overloaded, RolloutError, WeightsRejected, error_reply, from_reply
 
 

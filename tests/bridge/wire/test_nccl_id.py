@@ -1,7 +1,5 @@
 """The id of an NCCL communicator is read out of a pickle that is never unpickled."""
 
-from __future__ import annotations
-
 import builtins
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Memory that goes and comes back at the same addresses: all of it or none, what is kept and zeros elsewhere."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

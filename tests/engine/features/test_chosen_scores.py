@@ -1,7 +1,5 @@
 """Scores of the last tokens of prompts: named tokens, likeliest ones, entropy; what is not asked for costs nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The books of the embedding buffer, without a tower."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from rollout.engine.features.images.encodings import BLOCK, Encodings

@@ -1,7 +1,5 @@
 """KV of preempted sequences through pinned memory and CUDA streams: transformers' tokens, and no step that waits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """KV of an idle session leaves a GPU and returns beside running steps: the same tokens, and no step that waits."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

@@ -1,7 +1,5 @@
 """KV on disk: pages that leave host memory come back from a folder, and what is wrong with it costs hits alone."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

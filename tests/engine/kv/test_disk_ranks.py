@@ -1,7 +1,5 @@
 """An engine whose pages on disk are those of two ranks: its books are whole, whatever happens to the other's files."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

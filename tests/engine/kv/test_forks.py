@@ -1,7 +1,5 @@
 """Branches: requests whose prompt is another request's prompt and some of its tokens, at any time of that request."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

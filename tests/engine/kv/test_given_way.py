@@ -1,7 +1,5 @@
 """Room that is made in vain: what was found for a sequence may have given way meanwhile."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.support.engine.conversation import Conversation

@@ -1,7 +1,5 @@
 """Prompts in flight are shared: each distinct token is computed once, whatever the order of arrival."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 

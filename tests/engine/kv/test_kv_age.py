@@ -1,7 +1,5 @@
 """KV of older weights in the prefix cache, in sessions and groups: used within `max_kv_age`, told, never older."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

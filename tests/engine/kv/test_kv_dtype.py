@@ -1,7 +1,5 @@
 """Keys and values as e4m3 codes through the whole engine, against transformers with its own rounded in the same way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

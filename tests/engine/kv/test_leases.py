@@ -1,7 +1,5 @@
 """Leases: KV that a client says it needs soon gives way after other KV, with a session or without one."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

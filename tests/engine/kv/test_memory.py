@@ -1,7 +1,5 @@
 """Pages: sharing, caching, growth, preemption."""
 
-from __future__ import annotations
-
 import gc
 import os
 

@@ -1,7 +1,5 @@
 """KV of preempted sequences goes to the host and comes back: the same tokens, and nothing computed twice."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Offloaded rows with adapters: they give up their slot, and their adapter may change before they return."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

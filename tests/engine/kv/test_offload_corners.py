@@ -1,7 +1,5 @@
 """Offload beside other events: a return during a copy, a session that shares pages, a pause during a wait."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Preempted sequences that end, copies that fail, engines that are rebuilt: nothing leaks, no token is lost."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.engine.build import rebuild_engine

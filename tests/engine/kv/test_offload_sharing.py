@@ -1,7 +1,5 @@
 """When a row is preempted, which pages it shares with others meanwhile, and what comes back with it."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

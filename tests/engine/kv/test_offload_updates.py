@@ -1,7 +1,5 @@
 """New weights while sequences are offloaded: kept KV stays as it was, other KV is computed again."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A prefetch brings known pages from the host before the turn; it takes no page from a row or a session."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What `status` says of known prefixes: how many rows found one, and where."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

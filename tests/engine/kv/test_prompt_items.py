@@ -1,7 +1,5 @@
 """A prompt of several items: the engine takes their tokens, and prefix keys are made of what the items say."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

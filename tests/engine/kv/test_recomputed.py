@@ -1,7 +1,5 @@
 """What a completion reports of recomputed KV: enough to reproduce each of its tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Sessions: the KV of a conversation between its turns, invisible to other requests."""
 
-from __future__ import annotations
-
 import gc
 import random
 

@@ -1,7 +1,5 @@
 """Known KV goes to the host before the pool needs its room, and is fetched: the same tokens, little computed twice."""
 
-from __future__ import annotations
-
 import random
 import threading
 

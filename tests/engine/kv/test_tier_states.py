@@ -1,7 +1,5 @@
 """States of linear attention in host memory: agents of hybrid models come back and compute little twice."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

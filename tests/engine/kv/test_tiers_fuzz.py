@@ -7,8 +7,6 @@ to cancel, after which requests are resumed. Updates bring the weights that are 
 that of an engine that has room, starts anew with it, and keeps nothing.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Completions that end because enough others have, or because they would span too many versions of the weights."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

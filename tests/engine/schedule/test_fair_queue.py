@@ -1,7 +1,5 @@
 """The order of the queue: priorities, then clients by tokens, then arrival. What a long queue costs other clients."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from itertools import count

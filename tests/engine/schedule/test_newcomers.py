@@ -1,7 +1,5 @@
 """New sessions wait while those that are there need their pages: for whom, and until when."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The order in which the prompts of rows are computed: clients take turns, and no row waits for ever."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import numpy as np

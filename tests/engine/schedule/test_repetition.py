@@ -1,7 +1,5 @@
 """Completions that repeat themselves end at the first token that completes the repetition."""
 
-from __future__ import annotations
-
 from array import array
 
 import numpy as np

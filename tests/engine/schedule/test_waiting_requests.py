@@ -1,7 +1,5 @@
 """Requests that wait or have ended cost neither memory nor time."""
 
-from __future__ import annotations
-
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.sequence.sequence_kv import PrefixKeys

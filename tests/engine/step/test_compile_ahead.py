@@ -1,7 +1,5 @@
 """Kernels that are compiled before the first step: what stands in for what they would have written, and who asks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

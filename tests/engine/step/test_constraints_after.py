@@ -1,7 +1,5 @@
 """Constraints that begin after a marker: free rows run without masks, and every token is that of a row with masks."""
 
-from __future__ import annotations
-
 import random
 import re
 from itertools import pairwise

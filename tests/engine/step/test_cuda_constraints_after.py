@@ -1,7 +1,5 @@
 """On a GPU, rows take captured steps where no mask is needed, and have the bits of rows with masks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

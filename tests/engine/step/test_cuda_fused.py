@@ -1,7 +1,5 @@
 """The captured, fused decode step of a GPU against the generic path, against transformers, and against itself."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Decode attention that reads shared pages once, in the captured steps of a GPU: as exact as without, and as steady."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A draft model on a GPU: captured, without a wait, and it changes no bit of what deterministic steps draw."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -9,8 +9,6 @@ later, by 0.1 to 0.8 ms, so the meter is asked without the profiler. Its share i
 high, in steps of 4 to 6 ms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

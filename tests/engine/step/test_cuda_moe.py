@@ -1,7 +1,5 @@
 """Mixtures of experts through the engine on a GPU: captured fused steps beside generic ones and transformers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

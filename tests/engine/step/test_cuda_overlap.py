@@ -3,8 +3,6 @@
 What one kernel reads too early shows at sizes at which it takes long enough for the one before it to be late.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

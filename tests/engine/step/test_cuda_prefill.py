@@ -1,7 +1,5 @@
 """Prefill on Hopper at the widths of real models: padded experts and gathered attention, beside steps without them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Likeliest tokens and prompt log-probs on a GPU: transformers', without a synchronisation, a compilation or a gap."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Verify steps in the captured steps of a GPU: the same bits as plain ones, no wait, nothing compiled while serving."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels.step import draft_by_ngrams

@@ -1,7 +1,5 @@
 """What the rows of measured steps are like."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.support.engine.harness import Bench

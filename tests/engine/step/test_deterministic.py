@@ -1,7 +1,5 @@
 """`deterministic` through the engine: refused where it cannot be kept, and on a GPU the same bits in any batching."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 Equal bits say so where they can be had. On a GPU in its fast mode, steps of other sizes round differently.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

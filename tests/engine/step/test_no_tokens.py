@@ -1,7 +1,5 @@
 """`max_tokens` 0: the prompt is computed and scored, and no token is drawn."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

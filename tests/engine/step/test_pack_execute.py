@@ -1,7 +1,5 @@
 """A step is its upload: an executor that is sent the bytes of header and buffer computes the tokens of the engine."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import msgpack

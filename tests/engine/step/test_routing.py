@@ -1,7 +1,5 @@
 """Experts that tokens took, as the engine tells them: transformers' own, whatever the scheduler does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -4,8 +4,6 @@ The reference is what transformers hands to its experts, so it holds for every r
 no record: transformers gives it no index, and an index of ours for it would be one that no router can choose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

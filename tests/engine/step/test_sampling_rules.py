@@ -1,7 +1,5 @@
 """The table of the sampling rules: a default changes nothing, and a new entry reaches the torch twin by itself."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sampling settings that live in the rows: penalties, bias, min_tokens, stops; through preemption and resumption."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor

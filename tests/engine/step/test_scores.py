@@ -1,7 +1,5 @@
 """Top tokens and prompt log-probs equal those of transformers; a step without such a request does no extra work."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

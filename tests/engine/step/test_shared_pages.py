@@ -1,7 +1,5 @@
 """What rows share is found from their pages: every segment of every step is true, and finding it costs little."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The packed upload of a step."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

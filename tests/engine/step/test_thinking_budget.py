@@ -1,7 +1,5 @@
 """Budgets for thoughts: ends are forced exactly where the budget is used up, whatever the engine does meanwhile."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Drafts on the device: draft rows and accepted drafts are what a loop over rows says, by torch and by the kernels."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

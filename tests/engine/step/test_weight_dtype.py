@@ -1,7 +1,5 @@
 """An engine with quantized weights: its tokens and log-probs equal those of the dequantized weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

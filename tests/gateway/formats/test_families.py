@@ -1,7 +1,5 @@
 """Model families: which formats are found, and that what their templates write is read again and goes on unchanged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

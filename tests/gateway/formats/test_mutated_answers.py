@@ -3,8 +3,6 @@
 No answer fails, a whole one and a stream are equal in every field, and calls are JSON that every parser takes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """A response template that the tokenizer brings comes first, and reads what transformers' own parser reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

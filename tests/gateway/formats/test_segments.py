@@ -1,7 +1,5 @@
 """Reasoning, content and calls in text: the same however the text is cut, and nothing is lost."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The views of a completion: what is shown where one of them cannot be made."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A few lines of Python with the command line of a worker, for tests of what starts and ends workers."""
 
-from __future__ import annotations
-
 #: Says so in its log and reports ready, then answers `shutdown` (or, with --deaf, nothing).
 FAKE_WORKER = """
 import json, os, sys, msgpack, zmq

@@ -1,7 +1,5 @@
 """The tests' end of `fault_server`: children that come to grief, forks of a process that has imported everything."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

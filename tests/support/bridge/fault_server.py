@@ -12,8 +12,6 @@ Each line is answered with the child's pid. A publisher does to itself what `fau
 ranks of a trainer only those with `publishes` take part in the update; each writes what it saw as JSON.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

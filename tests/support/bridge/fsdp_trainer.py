@@ -10,8 +10,6 @@ broadcast some buckets, "corrupt": a bit of what it broadcasts changes on its wa
 rank 0 the whole tensors of each version, which are what a worker must serve.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

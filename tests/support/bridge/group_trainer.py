@@ -4,8 +4,6 @@ The group is made as SGLang's, slime's and AReaL's trainers make theirs: the sto
 name, and torch.distributed's own helper. `custom_group` may be replaced by one of their functions (`HELPER`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -22,8 +22,6 @@ a rank:
 Each rank writes what it saw as JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

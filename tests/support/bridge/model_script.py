@@ -1,7 +1,5 @@
 """A scripted worker whose tokens are a function of seed and position, as a real one's are; it fails on demand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

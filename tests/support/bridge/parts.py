@@ -1,7 +1,5 @@
 """Publishers and table entries with a part of the test's own: a payload that counts, a group that breaks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

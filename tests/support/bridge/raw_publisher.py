@@ -1,7 +1,5 @@
 """A publisher whose every byte the test chooses."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

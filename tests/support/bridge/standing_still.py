@@ -4,8 +4,6 @@ ZeroMQ calls a function of ours when it has written a message and wants its memo
 and writes all sockets of the message's context. A function that waits there holds that thread, and nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import threading

@@ -1,7 +1,5 @@
 """A tiny model in shards, and a worker around a real WeightReceiver whose followers are threads, without an engine."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ The worker has the address that ends in 2, the trainer the one that ends in 1. T
 and prints `TRANSPORT VERSION` if the tokens of the next completion are those of the version that it names.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

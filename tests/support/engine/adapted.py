@@ -1,7 +1,5 @@
 """What tests of adapters share: weights, what PEFT makes of them, engines that know them, checks of what was said."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

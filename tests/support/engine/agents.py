@@ -1,7 +1,5 @@
 """Agents that come back: every turn's prompt is all that was said before, and what a tool has answered."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A conversation with an engine: the prompt of a turn is the whole conversation so far and new tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from rollout.engine.kv.allocator import Reusable

@@ -1,7 +1,5 @@
 """What tests on a GPU share: a bf16 model there, a check of steady steps, and a watch on compilation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

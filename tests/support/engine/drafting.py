@@ -1,7 +1,5 @@
 """Engines that draft from recorded completions, with some of the drafts wrong."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Mapping

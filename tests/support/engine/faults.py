@@ -1,7 +1,5 @@
 """Steps that fail."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.engine.device.streams import DeviceError

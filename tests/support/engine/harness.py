@@ -1,7 +1,5 @@
 """Drives a real engine in the test's own thread: no sockets, no mocks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path

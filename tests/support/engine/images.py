@@ -1,7 +1,5 @@
 """Prompts with images for an engine in the test's own thread."""
 
-from __future__ import annotations
-
 from hashlib import blake2b
 
 import numpy as np

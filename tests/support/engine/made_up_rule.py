@@ -5,8 +5,6 @@
 Prints the names of the places at which the value arrived.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines whose pool is smaller than their requests need, with host memory; six requests and their right tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Torch's operations are the CPU's. Hopper's own kernels are not asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The tokens of a completion, computed anew from what it reports."""
 
-from __future__ import annotations
-
 import torch
 from transformers import DynamicCache
 

@@ -1,7 +1,5 @@
 """The experts that tokens took, against those that transformers' router chooses."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Scores of prompts beside those of transformers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

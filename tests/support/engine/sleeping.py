@@ -1,7 +1,5 @@
 """Shared by tests of sleep: memory that detects writes while it is released, and commands with their answers."""
 
-from __future__ import annotations
-
 import torch
 
 from rollout.engine.device.streams import CpuDevice

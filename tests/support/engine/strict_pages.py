@@ -1,7 +1,5 @@
 """Memory that detects writes while it is given back."""
 
-from __future__ import annotations
-
 import mmap
 
 import numpy as np

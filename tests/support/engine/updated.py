@@ -1,7 +1,5 @@
 """Engines whose weights change while agents talk to them, watched by a `KVShadow`."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

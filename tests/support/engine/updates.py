@@ -1,7 +1,5 @@
 """Updates of an engine without a receiver: whole checkpoints, and the mailbox in which the loop finds them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from rollout.models.cut import kept_values

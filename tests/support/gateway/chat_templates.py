@@ -4,8 +4,6 @@ Most are the templates that TRL has of published models. Of families that it lac
 theirs write around questions, answers, calls and results.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Answers cut by a format, in one piece and in many."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A gateway in a thread of the test's process, and its clients."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Bytes of connections that no client sends."""
 
-from __future__ import annotations
-
 #: Bytes of a connection that are no request, or never become one.
 RAW = (
     b"",

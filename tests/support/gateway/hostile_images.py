@@ -1,7 +1,5 @@
 """Requests with images for the fuzzer of the gateway: valid ones, and what takes the place of their parts."""
 
-from __future__ import annotations
-
 import base64
 import io
 import struct

@@ -1,7 +1,5 @@
 """Adds to a tiny model of text and images: a tokenizer of words, a chat template, an image processor."""
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ so no two runs are equal. Each prompt ends with a token that says how many resul
 The template leaves the thoughts of earlier turns out: only kept tokens can be right.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

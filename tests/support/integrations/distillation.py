@@ -1,7 +1,5 @@
 """A student and a teacher of one tokenizer, and the divergence between them by transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

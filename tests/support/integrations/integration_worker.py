@@ -1,7 +1,5 @@
 """Workers for the tests of integrations: without settings of the environment, without W&B."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

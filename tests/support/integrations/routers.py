@@ -1,7 +1,5 @@
 """Stock HTTP routers in processes of their own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Imports nothing of `scripts`: verl installs a package of that name.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether a worker serves the weights of TRL's trainer, and attention for that trainer on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Qwen's own processors need a package of videos, which not every machine has.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

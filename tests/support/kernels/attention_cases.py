@@ -1,7 +1,5 @@
 """What tests of attention share: contexts in shuffled pages, queries, and attention in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

@@ -1,7 +1,5 @@
 """Grids of parameters: the values of a default run, and the values that a nightly run adds."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

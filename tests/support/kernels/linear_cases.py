@@ -1,7 +1,5 @@
 """What tests of matrix products share: operands with their exact product, and the relative error of a result."""
 
-from __future__ import annotations
-
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

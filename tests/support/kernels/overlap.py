@@ -1,7 +1,5 @@
 """Kernels in a graph on a GPU that begin before their predecessors have ended, and the same kernels one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

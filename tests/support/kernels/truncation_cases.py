@@ -1,7 +1,5 @@
 """Logits and limits of rows that are truncated."""
 
-from __future__ import annotations
-
 import torch
 from rollout_kernels import SamplingRows
 

@@ -1,7 +1,5 @@
 """Steps of rows that use different adapters, and the logits that merged models have after the same tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

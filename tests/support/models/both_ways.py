@@ -1,7 +1,5 @@
 """A checkpoint folder loaded by the worker and by transformers, and random changes of its config.json."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """EAGLE-3 heads for small targets: checkpoints of them, and their forward in plain torch, written on its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

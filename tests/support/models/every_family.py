@@ -1,7 +1,5 @@
 """A tiny random checkpoint of every architecture that runs natively, by one name each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ under test choose, and those beside them take the same experts; `ExpertChoices.t
 worse than its own a choice is in the eyes of the computation that takes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

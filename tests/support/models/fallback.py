@@ -1,7 +1,5 @@
 """Tiny random checkpoints of architectures that run through transformers' own code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny random checkpoints of every supported family, with sizes that no real model has."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

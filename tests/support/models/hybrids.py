@@ -1,7 +1,5 @@
 """Tiny random checkpoints of families that mix attention with linear attention."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny random models of text and images, prompts with made-up pixels, and what transformers makes of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

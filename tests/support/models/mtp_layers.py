@@ -5,8 +5,6 @@ names of published tensors): a norm of the embedding of the next token, a norm o
 product of both side by side, the layer, a last norm, the model's output layer.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass

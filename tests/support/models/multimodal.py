@@ -1,7 +1,5 @@
 """Tiny random checkpoints of models of text and images, by transformers' own classes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of gpt-oss with experts in MXFP4, and what transformers decodes them to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A minimal driver of a model over the paged cache: the part of an engine that tests of models need."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

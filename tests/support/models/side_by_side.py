@@ -1,7 +1,5 @@
 """Steps of one model by the fused kernels, by the torch modules, and in float32."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

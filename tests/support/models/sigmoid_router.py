@@ -3,8 +3,6 @@
 Otherwise it is Qwen3-MoE. transformers' Qwen3-MoE, with its routers replaced, is what it is held against.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny random checkpoints of families that differ from Llama in a few facts of their declaration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

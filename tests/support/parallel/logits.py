@@ -1,7 +1,5 @@
 """Logits of the whole vocabulary, joined from the parts of the ranks."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

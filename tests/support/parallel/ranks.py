@@ -5,8 +5,6 @@ The functions are at the top of their modules, so that a spawned process finds t
 test, and ends the processes: the other ranks may wait for it.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

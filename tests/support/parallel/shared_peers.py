@@ -1,7 +1,5 @@
 """Peer buffers in memory that processes share: what NVLink is to GPUs, for kernels in Triton's interpreter."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -11,8 +11,6 @@ Each message comes with the id of its one answer: `id` is the first key of the h
 may be valid, if absurd; none pauses or ends a worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

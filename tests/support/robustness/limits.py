@@ -1,7 +1,5 @@
 """Limits under which hostile input is read: little memory, and little time of a core."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

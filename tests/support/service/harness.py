@@ -1,7 +1,5 @@
 """A real server and real clients, with a test in the engine's place: it takes commands and hands over events."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Right messages with made-up images, for a server without a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

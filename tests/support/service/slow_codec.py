@@ -1,7 +1,5 @@
 """A tokenizer that waits for the test."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -6,8 +6,6 @@ Takes the arguments of `rollout serve`. At the first decode step in which a row 
 page that holds the row's newest keys and values is overwritten, on the compute stream, right before that step.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """A Hugging Face hub of one model, on this machine: enough of its API for `snapshot_download`, at a chosen speed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -10,8 +10,6 @@ A file in FOLDER that is named after a fault makes it happen once:
     service, receiver, metrics    end a thread
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from array import array

@@ -1,7 +1,5 @@
 """Real workers for tests: starting them, waiting for a state, checking the tokens that they count."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -6,8 +6,6 @@ It asks for `REQUESTS` and writes their tokens and log-probs to OUT (npz). With 
 the journal and half of the next one, and is gone.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

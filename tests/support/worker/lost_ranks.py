@@ -1,7 +1,5 @@
 """Workers of several ranks that lose one: followers that stand at a point, and the errors that clients must get."""
 
-from __future__ import annotations
-
 import signal
 import time
 from dataclasses import dataclass

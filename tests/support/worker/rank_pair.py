@@ -1,7 +1,5 @@
 """A worker of one rank and one of several, of the same model: what they generate must be the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A worker that gets new weights, and the book of what each version counts in."""
 
-from __future__ import annotations
-
 from tests.support.worker.harness import check, tensors
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess

@@ -3,8 +3,6 @@
 `python -m tests.support.worker.small_shared_memory FOLDER` must run in a mount namespace of its own, which it changes.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reads what a W&B run wrote: a log of 32 KiB blocks, each piece with a header of checksum, length and kind."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any

@@ -14,8 +14,6 @@ A worker that needs another environment than the tests have cannot be forked: li
 Tests of the start itself use `start_worker`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

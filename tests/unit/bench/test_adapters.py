@@ -1,7 +1,5 @@
 """The benchmark of many adapters at a toy shape."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The benchmark of agents that come back: traces, what is counted of them, the floor, and replays on a CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Charts and tables of docs/benchmarks: the committed files are what the script makes of the committed summaries."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """The cost model: its formulas, its two regimes, and the figures that were published for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts.bench.cost_model import StepParts, points, zombie_share

@@ -1,7 +1,5 @@
 """The GPU scripts at toy shapes on a CPU: they run and write their results, and the check detects faults."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

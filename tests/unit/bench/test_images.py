@@ -1,7 +1,5 @@
 """The benchmark of prompts with images, at a tiny size on a CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The time line of a layer: what overlaps counts once, and layers that differ are refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts.bench.layer_timeline import KernelTime, layer_timeline

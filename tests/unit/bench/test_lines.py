@@ -1,7 +1,5 @@
 """Curves with bands, as SVG text."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

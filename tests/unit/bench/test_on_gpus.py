@@ -1,7 +1,5 @@
 """Runs that share the GPUs of a host: their order, their GPUs, their limits, and the report about them."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

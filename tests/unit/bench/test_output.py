@@ -1,7 +1,5 @@
 """The summaries that benchmarks write."""
 
-from __future__ import annotations
-
 import json
 import re
 from fnmatch import fnmatch

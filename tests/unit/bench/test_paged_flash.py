@@ -1,7 +1,5 @@
 """The stand-in for flash-attn: what transformers gets from it is attention."""
 
-from __future__ import annotations
-
 import torch
 
 from scripts.bench.peers.paged_flash import PagedDecode, append, varlen_attention

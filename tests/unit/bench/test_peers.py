@@ -1,7 +1,5 @@
 """Benchmarks against peers: the same work for all, honest floors, and scripts that run before they cost GPU time."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """From a profiler's kernels to the steps that they belong to."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts.bench.profiled_steps import summarise

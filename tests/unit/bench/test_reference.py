@@ -1,7 +1,5 @@
 """The reference of the checks is the model of its config, whatever attention its class claims to support."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Gemma2PreTrainedModel

@@ -1,7 +1,5 @@
 """Measuring the parts of a step changes no token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

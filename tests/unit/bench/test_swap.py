@@ -1,7 +1,5 @@
 """The benchmark of swaps: what it reads off the steps, weights that show their version, whole runs at a toy shape."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

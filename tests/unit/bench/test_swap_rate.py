@@ -1,7 +1,5 @@
 """The benchmark of updates that keep coming."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The times of updates that send changes, at a toy shape on a CPU: the script itself compares the result bit by bit."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

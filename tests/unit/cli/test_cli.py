@@ -3,8 +3,6 @@
 What a client command says to a worker is checked against a real ROUTER socket that answers with fixed replies.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

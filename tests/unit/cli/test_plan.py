@@ -1,7 +1,5 @@
 """`rollout plan`: the plan of a worker as text and as JSON, advice that helps, and the pages of a real worker."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

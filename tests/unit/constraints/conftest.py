@@ -1,7 +1,5 @@
 """The grammars that a test compiles."""
 
-from __future__ import annotations
-
 import pytest
 import xgrammar
 

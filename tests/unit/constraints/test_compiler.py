@@ -1,7 +1,5 @@
 """Compiled constraints: the tokens that they allow, and the errors for constraints that cannot be used."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Constraints that begin after a marker: where that is found, what is barred before it, and what may follow it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The shadow meter counts what equality would have accepted."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Rows draft only where the expected tokens are worth the step."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The suffix index finds what a search over all texts finds."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

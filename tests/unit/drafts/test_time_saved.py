@@ -1,7 +1,5 @@
 """What verify steps save is counted against the costs of plain ones, as it was expected and as it was."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.engine.features.drafts.counts import DraftCounts

@@ -1,7 +1,5 @@
 """Caches of e4m3 codes: writing them, and attention against float64 attention over the same dequantised values."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Attention over gathered keys and values: the copy in the interpreter; the attention on a Hopper GPU."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

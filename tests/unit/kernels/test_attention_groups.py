@@ -1,7 +1,5 @@
 """Decode attention that reads shared pages once: the plan, and results against float64 and rows on their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

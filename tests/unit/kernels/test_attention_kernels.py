@@ -1,7 +1,5 @@
 """The Triton attention kernels against float64 and the torch twins, in Triton's interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Latent attention: the Triton kernel, its twin and attention by expanded keys, against attention in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

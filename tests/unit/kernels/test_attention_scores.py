@@ -1,7 +1,5 @@
 """Twins of attention with bounded scores, sinks, and values of another dimension, against attention written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels import paged_decode_attention, paged_prefill_attention, write_kv

@@ -1,7 +1,5 @@
 """The torch twins of attention against attention written out row by row."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention with softcaps and sinks: the kernels and the torch twins against float64."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

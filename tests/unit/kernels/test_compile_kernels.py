@@ -3,8 +3,6 @@
 Compiled kernels show which thread owns which element. Neither their source nor Triton's interpreter shows this.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Gated DeltaNet: twins and kernels against the recurrence in float64, token by token."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """Decode steps with drafts: outputs and states are those of plain steps with one token each, whatever is accepted."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any, NamedTuple
 

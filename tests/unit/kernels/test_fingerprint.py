@@ -1,7 +1,5 @@
 """The fingerprint of bytes: the kernel against the twin, the twin against plain Python."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

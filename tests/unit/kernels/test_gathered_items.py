@@ -1,7 +1,5 @@
 """The work list of gathered prefill attention, and the steps that run by it."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Scores of an indexer by the kernel, against float64; and sparse attention over the tokens that they choose."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

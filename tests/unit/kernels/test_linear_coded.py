@@ -1,7 +1,5 @@
 """Products of few tokens with weights as e4m3 codes, against float64 with the values that the codes stand for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels.linear.coded import CodedMatrix, scales_shape

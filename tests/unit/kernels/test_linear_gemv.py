@@ -1,7 +1,5 @@
 """The kernel for one to four rows against float64, in Triton's interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels import gated

@@ -1,7 +1,5 @@
 """Start-up compiles every kernel that a product can need: each number of rows uses a kernel of a start-up size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

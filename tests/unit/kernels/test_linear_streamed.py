@@ -1,7 +1,5 @@
 """Streamed products: on a Hopper GPU against float64; elsewhere the kernel is only compiled for Hopper."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

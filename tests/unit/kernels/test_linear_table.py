@@ -1,7 +1,5 @@
 """The table of configurations: every entry fits its shape, and deterministic entries have one order of reduction."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels.linear.table import DETERMINISTIC, FAST, linear_config

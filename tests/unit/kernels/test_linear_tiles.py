@@ -1,7 +1,5 @@
 """Matrix products in tiles against float64, in Triton's interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels import gated as activate

@@ -1,7 +1,5 @@
 """Corrections of low-rank adapters, by the kernels and by their torch twin, against float64."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The plans of a layer of experts, and a whole layer by each kind of plan."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from functools import partial

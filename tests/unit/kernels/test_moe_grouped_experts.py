@@ -1,7 +1,5 @@
 """The kernels for many tokens against float64, in Triton's interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

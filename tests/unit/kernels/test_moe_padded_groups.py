@@ -1,7 +1,5 @@
 """Experts over padded groups: sorting, copying and summing in the interpreter; the products on a Hopper GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels.moe.gluon_experts import all_rows, dense, padded_down, padded_gate_up

@@ -1,7 +1,5 @@
 """Formats of expert weights: representable weights are exact, and the device quantises as torch does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels.moe.formats import FORMATS, ExpertWeights

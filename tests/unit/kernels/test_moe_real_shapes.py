@@ -1,7 +1,5 @@
 """The experts' kernels at real shapes, on a GPU: accuracy, independence of rows, overlapping launches, graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

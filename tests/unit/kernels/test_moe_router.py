@@ -1,7 +1,5 @@
 """The router and the sorting of pairs by expert, in Triton's interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels import route

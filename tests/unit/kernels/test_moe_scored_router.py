@@ -1,7 +1,5 @@
 """Routers with biases, sigmoids, groups and factors, in one launch: as in the torch code beside transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels.moe.formats import NO_SHARED, Shared

@@ -1,7 +1,5 @@
 """The torch twins of router and experts against a loop over tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels import moe_experts, route

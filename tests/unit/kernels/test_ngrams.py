@@ -1,7 +1,5 @@
 """Guesses by n-grams are what a loop over the text says, by torch and by the kernel."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels between the matrix products of a decode step, against float64 and their torch twins."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

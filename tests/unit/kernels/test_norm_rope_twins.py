@@ -1,7 +1,5 @@
 """Norms, rotary embedding and gated activation against their definitions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels import apply_rope, head_rms_norm, rms_norm, rope_cos_sin, silu_mul

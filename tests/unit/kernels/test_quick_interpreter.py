@@ -1,7 +1,5 @@
 """The faster interpreter of the tests leaves Triton's language and functions as the original does."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

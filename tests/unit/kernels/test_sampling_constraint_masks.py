@@ -1,7 +1,5 @@
 """The mask of a constraint: the kernel and the twin against plain Python."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels import SamplingRows, sample

@@ -1,7 +1,5 @@
 """The draw on a GPU against its torch twin: the same tokens, log-probabilities and row state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels import SamplingRows, gumbel_noise, sample

@@ -1,7 +1,5 @@
 """Philox against its authors' published test vectors and against Triton's implementation."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Truncation without a sort keeps the same tokens as its twin, which sorts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

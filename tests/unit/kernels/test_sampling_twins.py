@@ -1,7 +1,5 @@
 """The torch sampler against transformers' logits processors, and against the probabilities themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels import PROMPT_BIT, SamplingRows, sample

@@ -1,7 +1,5 @@
 """The kernels at the begin of a decode step equal their torch twins."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

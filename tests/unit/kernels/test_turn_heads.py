@@ -1,7 +1,5 @@
 """Turning heads in place is what transformers does in vision towers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rollout_kernels import turn_heads

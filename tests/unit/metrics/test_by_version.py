@@ -1,7 +1,5 @@
 """Rows by weights version: rows that are not taken in time are dropped, with one warning."""
 
-from __future__ import annotations
-
 import logging
 
 from rollout.metrics.by_version import MOST_ROWS, ByVersion

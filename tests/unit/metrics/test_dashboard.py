@@ -1,7 +1,5 @@
 """The dashboard: its layout has every metric that declares a panel; it becomes a W&B view and a picture."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

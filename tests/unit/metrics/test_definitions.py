@@ -1,7 +1,5 @@
 """The declarations of the metrics: consistent in themselves, and enough to show a metric everywhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Histograms of lengths and rows by version: what they count, and how each sink shows them."""
 
-from __future__ import annotations
-
 import json
 import random
 import urllib.request

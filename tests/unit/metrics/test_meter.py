@@ -1,7 +1,5 @@
 """The meter: what each metric counts, and that it stays small and quick."""
 
-from __future__ import annotations
-
 import random
 import time
 import tracemalloc

@@ -1,7 +1,5 @@
 """The metrics port: its paths, and what `/health` answers."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 

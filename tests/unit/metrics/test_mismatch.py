@@ -1,7 +1,5 @@
 """How far a trainer's log-probs are from the worker's: the estimator, what counts, and how it reaches the report."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

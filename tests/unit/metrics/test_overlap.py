@@ -1,7 +1,5 @@
 """Who works when: spans of host and device from step records, their overlap, and the picture of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.metrics.overlap import active_share, device_intervals, host_intervals, merged, overlap, write_overlap

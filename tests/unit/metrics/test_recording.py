@@ -1,7 +1,5 @@
 """Recorded steps as columns, as a Chrome trace, and as shares of who worked when."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

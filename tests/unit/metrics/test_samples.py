@@ -1,7 +1,5 @@
 """Quantiles, speed-ups and samples of completions."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

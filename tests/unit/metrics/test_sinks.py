@@ -1,7 +1,5 @@
 """Sinks: nothing that one does reaches the loop or another sink; what was reported can be read back."""
 
-from __future__ import annotations
-
 import json
 import logging
 import statistics

@@ -1,7 +1,5 @@
 """The meter against the stream threads' own clock: what the compute stream was really busy with, step by step."""
 
-from __future__ import annotations
-
 import bisect
 import statistics
 import time

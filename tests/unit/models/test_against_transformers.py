@@ -1,7 +1,5 @@
 """Every family, in float32, against transformers' own implementation of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of transformers' architectures: what it says of each of them is what a worker does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """config.json as transformers' models read it: keys that win, absent ones, older forms; and which keys are known."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

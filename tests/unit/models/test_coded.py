@@ -1,7 +1,5 @@
 """Weights kept as codes: the model equals a plain one with the decoded weights."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

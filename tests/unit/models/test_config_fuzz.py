@@ -1,7 +1,5 @@
 """Configs with keys that are deleted, renamed, null, older or strange: as transformers, or refused, never different."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections import Counter

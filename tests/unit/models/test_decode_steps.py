@@ -1,7 +1,5 @@
 """200 decode steps of every native family after prompts in chunks: the logits of transformers' model in float32."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

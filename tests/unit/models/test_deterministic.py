@@ -4,8 +4,6 @@ The interpreter leaves the order of a tile's sums to numpy, which has another or
 tensor cores do: 16 products at a time, in order.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Draft models: their checkpoints, layouts of names, the tensors of updates, and errors that say what to change."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A step's record of its experts: of the torch modules and, in Triton's interpreter, of the kernels of every path."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

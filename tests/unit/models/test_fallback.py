@@ -1,7 +1,5 @@
 """Models through transformers' own code: which ones are refused, what is read off them, names, checks at start."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

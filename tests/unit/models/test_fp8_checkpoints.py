@@ -1,7 +1,5 @@
 """Checkpoints in fp8 as DeepSeek and Qwen publish them: codes, and a scale for each block of 128 x 128."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole steps by the fused kernels, in Triton's interpreter, compared with generic steps and transformers."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Gemma 4: layers that read the KV of others, inputs of layers, heads by layer, and what is not native."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

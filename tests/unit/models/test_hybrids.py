@@ -1,7 +1,5 @@
 """Families with linear attention: their steps are those of transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

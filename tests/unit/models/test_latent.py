@@ -1,7 +1,5 @@
 """Models with latent attention: their steps, names and adapters are those of transformers and PEFT."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

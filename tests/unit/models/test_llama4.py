@@ -1,7 +1,5 @@
 """Llama 4: tokens see those of their own chunk of positions, and experts read weighted inputs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

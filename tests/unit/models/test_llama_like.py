@@ -1,7 +1,5 @@
 """Families that differ from Llama in a few facts of their declaration: they run as transformers runs them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Loading: layouts of files, names, shapes and types, and the errors for wrong ones."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

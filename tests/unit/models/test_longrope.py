@@ -1,7 +1,5 @@
 """LongRoPE: the frequencies of transformers on both sides of the original context."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters in slots, compared with models into which PEFT has merged them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

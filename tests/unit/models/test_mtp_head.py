@@ -1,7 +1,5 @@
 """Layers for multi-token prediction as draft models: their forward, tensors, updates, and errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models of text and images: their language model runs as transformers' whole model runs text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A family is one declaration: families declared here, dense and with experts, run as transformers runs them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random weights give text that is neither noise nor a repetition of one token."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every native family loads and serves what transformers' `save_pretrained` writes, and takes a trainer's names."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The check of logits at the start: for configs with keys that are not read, and only for those."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Whether the output layer is the embedding: what transformers makes of config.json and the tensors of a checkpoint."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Vision towers: configs, files and updates. Their outputs are held against transformers in `engine/test_images`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

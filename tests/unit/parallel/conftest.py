@@ -1,7 +1,5 @@
 """Ranks that the tests of a process share; they are started when the first test needs them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

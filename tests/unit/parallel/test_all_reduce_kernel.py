@@ -1,7 +1,5 @@
 """The kernel that adds rows over ranks, in Triton's interpreter: processes that write to each other's memory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A shard of a model whose weights are codes of blocks: its parts of codes and scales, from files and from updates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shards run by the fused kernels, in Triton's interpreter: sums over gloo, and over memory that processes share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

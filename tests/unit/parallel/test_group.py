@@ -1,7 +1,5 @@
 """Ranks exchange tensors: sums have the same bits on every rank, and are those of float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

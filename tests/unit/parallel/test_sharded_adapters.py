@@ -1,7 +1,5 @@
 """Adapters of a shard: the parts of A and B that belong to what the shard keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

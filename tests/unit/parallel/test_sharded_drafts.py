@@ -4,8 +4,6 @@ Every rank has the whole draft model, and all draft the same tokens. Every rank 
 attention, and all go on after the same drafts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that have parts of the vocabulary draw the tokens that one rank draws, and agree in every bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

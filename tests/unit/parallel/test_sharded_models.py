@@ -1,7 +1,5 @@
 """Shards of every family that can be cut compute the logits of the whole model, and are filled from whole tensors."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules of sampling over parts of the vocabulary: what ranks keep and draw is what one rank keeps and draws."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

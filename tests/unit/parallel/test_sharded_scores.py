@@ -1,7 +1,5 @@
 """Likeliest tokens and log-probs of prompts where each rank has the logits of a part of the vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 

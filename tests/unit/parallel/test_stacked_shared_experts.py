@@ -1,7 +1,5 @@
 """Shared experts that a checkpoint has as one block: stored as several of the others, alone and with two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

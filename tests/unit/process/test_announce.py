@@ -1,7 +1,5 @@
 """What a worker announces: on stdout for a launcher, in the log under a supervisor."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

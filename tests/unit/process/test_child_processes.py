@@ -1,7 +1,5 @@
 """A worker ends with the process that launched it; checked with real processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

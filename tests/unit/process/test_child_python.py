@@ -1,7 +1,5 @@
 """Children look for imports where their parent does, and nowhere else."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compilations whose end Triton reports, and those whose end it does not report."""
 
-from __future__ import annotations
-
 from rollout.process.compiling import MOST_S, Compilations
 
 

@@ -1,7 +1,5 @@
 """Of several threads that end a process, one decides."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Log lines as text and as JSON: what they hold, and that nothing else gets in between."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

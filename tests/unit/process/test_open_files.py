@@ -1,7 +1,5 @@
 """A worker raises its limit of open files; if the hard limit is too low, an error says what to change."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

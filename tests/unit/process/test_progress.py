@@ -1,7 +1,5 @@
 """What a worker's start shows."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """How many threads compute a tensor operation on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A process whose main thread is stuck still hears signals and still ends; checked with real processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

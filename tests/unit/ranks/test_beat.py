@@ -1,7 +1,5 @@
 """What a follower reports of its device: steps that are complete, and a wait in vain."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What a rank says that NCCL cannot connect with the others."""
 
-from __future__ import annotations
-
 import math
 
 from rollout.ranks.processes import connect_error

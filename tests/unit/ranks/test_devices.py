@@ -1,7 +1,5 @@
 """Which device each rank has, and settings that give it none of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollout.ranks.devices import check_devices, rank_device

@@ -1,7 +1,5 @@
 """Files of KV of two ranks: a page is written or read when both have done it, and failed if one of them failed."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

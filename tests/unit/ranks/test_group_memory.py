@@ -1,7 +1,5 @@
 """Memory of two ranks that goes and comes back together: real memory, ring and reports, the follower in a thread."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The rules by which rank 0 finds a lost rank, and by which a slow one stays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The threads of a follower that carry out orders."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

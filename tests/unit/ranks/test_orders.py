@@ -1,7 +1,5 @@
 """Orders: a follower takes none of another version, and what one follower has done is not done by all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace

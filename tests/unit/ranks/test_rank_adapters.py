@@ -1,7 +1,5 @@
 """Adapters of a tensor group in one process: real memory, ring and reports; followers are called by the test."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """The memory by which pieces of an update go to followers: whose memory is used again, and in which order they go."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

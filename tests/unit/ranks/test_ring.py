@@ -1,7 +1,5 @@
 """The ring: order, wrap-around, overrun, readers in other processes, damaged memory."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """The rules by which rank 0 finds a rank that hangs at the start, and by which a slow one stays."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

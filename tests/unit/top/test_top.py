@@ -1,7 +1,5 @@
 """`rollout top` without a worker: keys, sorting, widths, and what a hostile client could write into a terminal."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -23,8 +23,6 @@ While there is a file `drift`, followers draw other tokens than rank 0.
 loading, an update, a swap and a sleep takes a while. The parts are small.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
