@@ -1,7 +1,5 @@
 """How to install the optional packages: the extras of pyproject.toml, as messages name them."""
 
-from __future__ import annotations
-
 
 def install(*extras: str) -> str:
     """The commands that install extras of this distribution: in a clone, and from a package index."""

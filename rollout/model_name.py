@@ -1,7 +1,5 @@
 """The name of a model for people: in `/v1/models` of a gateway, and of runs in W&B."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

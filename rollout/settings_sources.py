@@ -12,8 +12,6 @@ Invariants:
   line are text; `none` leaves an optional setting out, and commas separate the items of a list.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -13,8 +13,6 @@ SIGTERM drains all workers, a second SIGTERM ends them at once. The workers belo
 and end with it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

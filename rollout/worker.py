@@ -18,8 +18,6 @@ weights. Whatever ends a worker otherwise takes `Worker.end` first, which says w
     HUNG     the loop hangs                                                       by the watchdog's thread
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """What a worker is made of, before it runs: device and sinks, facts of its model, sources of adapters."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

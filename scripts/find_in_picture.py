@@ -8,8 +8,6 @@
 Each answer is a line of JSON with places in pixels; `--out` gets the picture with all answers drawn into it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The reference page of the gateway's endpoints, made from the table `ENDPOINTS` and the classes of the bodies."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """The reference page of the hooks of features, made from their base classes and the list of features."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Callable, Iterator

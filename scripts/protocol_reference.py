@@ -4,8 +4,6 @@ The page has a mark for each part, `<!-- NAME -->`, and `<!-- end -->` after it;
 meaning of a field is the comment beside it, or the `#:` comment above it, in the class that declares it.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

@@ -6,8 +6,6 @@
 A page is one function in `PAGES`. Of `protocol.md` the lists of messages and fields are made from the code.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re

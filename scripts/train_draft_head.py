@@ -17,8 +17,6 @@ before it, and attention sees
 Legend: N rows, T positions, H hidden, D head dimension, V vocabulary.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

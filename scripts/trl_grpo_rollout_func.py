@@ -6,8 +6,6 @@
 Without `--model` it trains the demo's tiny model from random weights: GRPO teaches it to write sevens.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -6,8 +6,6 @@ Importing this package imports nothing heavy. Each name below is loaded when it 
 msgpack and numpy only; a `WeightPublisher` also needs torch and xxhash (the extra `publish`).
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module, metadata
 from importlib.abc import MetaPathFinder

@@ -10,8 +10,6 @@ Both divisions round to nearest. CPU and GPU give the same bits.
 Needs torch alone.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -6,8 +6,6 @@ Folders without such a file, and files of another user, are never touched. On a 
 removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

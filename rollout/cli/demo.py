@@ -1,7 +1,5 @@
 """`rollout demo`: runs a worker and a trainer on the CPU and checks every token."""
 
-from __future__ import annotations
-
 import argparse
 
 DESCRIPTION = "Count to thousands with a tiny model, change its weights on the way, and check every token."

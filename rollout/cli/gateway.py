@@ -1,7 +1,5 @@
 """`rollout gateway`: serves OpenAI's, vLLM's and SGLang's HTTP dialects for workers; a process of its own."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

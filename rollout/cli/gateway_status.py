@@ -7,8 +7,6 @@
 Redirections are not followed: they would take the token elsewhere.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ DIR/clients/NAME.key       for workers: --curve-client-keys DIR/clients
 DIR/NAME.key_secret        for that client alone
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or settings. A user's mistake prints
 The module of a command is imported when the command is run: `rollout --help` needs only the standard library.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import contextlib

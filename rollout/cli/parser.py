@@ -1,7 +1,5 @@
 """An argument parser whose errors are one line and suggest a flag for a misspelled one."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`rollout serve`: runs a worker, with a flag for every setting."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -3,8 +3,6 @@
 Their values are text here, and `rollout.settings_sources` parses them like values of the environment.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

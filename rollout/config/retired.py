@@ -3,8 +3,6 @@
 `section.name` -> a clause that says what holds now. `tests/unit/test_settings.py` compares the numbers with the code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """The base of all groups of settings."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 

@@ -1,7 +1,5 @@
 """The settings of the request socket and of requests: a small group for each feature, and `ServiceSettings`."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from rollout.config.section import SettingsSection

@@ -9,8 +9,6 @@ way to write a shorter character, or half of a surrogate pair; the text would th
 characters in JSON strings of a bounded length. Masks exclude both.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections import OrderedDict

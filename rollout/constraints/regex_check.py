@@ -5,8 +5,6 @@ the letter itself. In a JSON string it writes quotes, backslashes and control ch
 lookaround. It cuts counts of repetitions to 32 bits.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 

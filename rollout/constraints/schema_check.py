@@ -3,8 +3,6 @@
 xgrammar (0.2.8) silently ignores keywords that it does not enforce, and completions could then break the schema.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

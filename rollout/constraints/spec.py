@@ -1,7 +1,5 @@
 """A constraint as a client states it: plain data; equal constraints compare equal."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Literal

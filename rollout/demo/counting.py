@@ -16,8 +16,6 @@ The prompt and the version runs determine every token; the check compares the to
 boundary that is off by one, unless both steps give the same token there. `scripts/train_tiny.py` trains to this rule.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

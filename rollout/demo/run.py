@@ -6,8 +6,6 @@ The models count: the first continues `17:` with ` 18 19 20`, the second in twos
 be checked, also across the change of weights. The demo ends with status 1 if a single token is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

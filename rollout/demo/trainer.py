@@ -7,8 +7,6 @@ It knows only the endpoint of the worker. It writes a JSON report, and ends with
     after `--publish-at` of all tokens       the weights of the checkpoint `--twos` become version 1
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Puts an engine together from settings and a loaded model, and refuses settings that the model does not have."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

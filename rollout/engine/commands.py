@@ -9,8 +9,6 @@
 Each command is carried out at once, except that a sleep takes several ticks.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from queue import Empty

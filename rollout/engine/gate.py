@@ -41,8 +41,6 @@ lock is held. A change by the receiver for which the loop has something to do al
 be waiting for a command.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -7,8 +7,6 @@ The second group does not ask the loop and does not wait. It copies lists and de
 sequence (lengths, versions) may be a step newer than the sequence next to it.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

@@ -13,8 +13,6 @@ At depth 2 the step just launched runs while the step before it is committed. Be
 where nothing runs: for the copy of an adapter, the end of a swap, or a copy of KV.
 """
 
-from __future__ import annotations
-
 import time
 
 from rollout.config import EngineSettings

@@ -7,8 +7,6 @@
 `Swapper`, `Sleeper` and `Commands` act on the parts between two steps. They outlive a fault, as the engine does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass

@@ -20,8 +20,6 @@ Invariants:
 - A sleep that is refused loses no offloaded KV: rows get it back from the host or from the pool.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -3,8 +3,6 @@
 Legend: C rows with tops, K tops (MAX_TOP_LOGPROBS, or the vocabulary if that is smaller), N scored positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar

@@ -8,8 +8,6 @@ needs no copy here: its copy is part of the adapter table. Two things change els
 its command, and weights that an update writes in place while generation is held.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

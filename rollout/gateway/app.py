@@ -1,7 +1,5 @@
 """The application: its life from the first status of a worker to its close, and its answer to an unknown path."""
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 from collections.abc import AsyncIterator, Callable, Sequence

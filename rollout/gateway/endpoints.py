@@ -1,7 +1,5 @@
 """The table of all endpoints, from which the application and the reference page are made: the rows of each dialect."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs a gateway: binds the socket, makes the client of the workers, runs uvicorn, and ends it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ A version serves from the report of the swap that brought it until the report of
 one step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from dataclasses import dataclass, replace

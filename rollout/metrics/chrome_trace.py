@@ -4,8 +4,6 @@
 microseconds after the recording's origin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -14,8 +14,6 @@ The loop reports a swap or an offload when it learns of it. That may be after th
 takes its part from the stretch that was counted last. Times are seconds on the meter's clock.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

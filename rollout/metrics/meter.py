@@ -5,8 +5,6 @@ the meter's clock (`time.perf_counter`); the caller has converted times of a CUD
 when it is committed, so a report lags by the step in flight.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

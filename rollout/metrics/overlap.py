@@ -8,8 +8,6 @@ the arrival of the outputs that it commits next. The style is that of Hugging Fa
 continuous batching". matplotlib is in the extra `plot`; it is imported when a picture is drawn.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ Threads of their own answer from the last report. A scrape never touches the loo
 sink that blocks (W&B, a file) does not delay the page. Histograms count since the start.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from http.server import ThreadingHTTPServer

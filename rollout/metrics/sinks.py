@@ -5,8 +5,6 @@ queue full is dropped and counted. A sink that raises is logged once and gets no
 whose `write` is an assignment (`at_once`) gets each report in `put`, however long the others take.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import queue

@@ -1,7 +1,5 @@
 """When one step, or one swap of the weights, happened: plain data that the loop hands to the meter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 #: (begin, end), seconds.

@@ -4,8 +4,6 @@ This reads the places in which W&B itself looks for credentials. Its own look-up
 none.
 """
 
-from __future__ import annotations
-
 import netrc
 import os
 from collections.abc import Mapping

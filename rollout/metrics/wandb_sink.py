@@ -7,8 +7,6 @@ the summary            metrics over the whole time of this process, and `total/.
 Offline every process writes a folder of its own. All of them have the id of the run, so `wandb sync` makes one run.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -17,8 +17,6 @@ A config is in the known form if all its keys are (`registry.known_keys`). For o
 transformers' own model at the start (`rollout.models.start_check`).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

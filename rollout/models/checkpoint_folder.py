@@ -3,8 +3,6 @@
 A folder is untrusted. Code in it is never run, and no link leads out of it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from fnmatch import fnmatch

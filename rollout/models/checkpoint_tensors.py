@@ -6,8 +6,6 @@ the model keeps them in this format; else they are decoded.
 All names and shapes are checked before the first tensor is read, so a wrong checkpoint leaves the model as it was.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

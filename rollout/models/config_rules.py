@@ -1,7 +1,5 @@
 """Rules for the values of a config.json. Their bounds are several times the values of the largest models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

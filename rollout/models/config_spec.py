@@ -1,7 +1,5 @@
 """From a transformers config to a `ModelSpec`, by the declaration of its family."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: T tokens of a step, S selected tokens, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, cast
 
 import torch

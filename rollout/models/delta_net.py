@@ -6,8 +6,6 @@
 Legend: T tokens, H hidden, N outputs of the input product, C channels of the convolution, W its width.
 """
 
-from __future__ import annotations
-
 import torch
 from rollout_kernels.delta import Spans, drafted_conv, drafted_delta, gated_delta, gated_norm, short_conv
 from rollout_kernels.parallel import ONE_RANK, TensorGroup

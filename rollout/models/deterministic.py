@@ -17,8 +17,6 @@ tokens wait for the state after the one before.
 Legend: T tokens, Q query heads, D head dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

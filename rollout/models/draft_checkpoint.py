@@ -6,8 +6,6 @@
 The folder is untrusted, as that of a model: values and shapes are checked before any memory is taken.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

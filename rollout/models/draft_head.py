@@ -19,8 +19,6 @@ a GPU, in 16 bits, the fused kernels run all that is between its products, and i
 Legend: T tokens, S selected tokens, H hidden, F width of the hidden states that are read, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

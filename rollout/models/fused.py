@@ -27,8 +27,6 @@ corrected in place.
 Legend: T tokens, S selected tokens, H hidden, K inputs, N outputs, I intermediate, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple, cast
 
 import torch

@@ -12,8 +12,6 @@ Source: DeepSeek-V3.2 (arXiv 2512.02556, section 2.1). Legend: T tokens, H heads
 positions of a context, K chosen tokens, Q query heads, L what the cache keeps of a token, R width of the latent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple

@@ -10,8 +10,6 @@ Legend: T tokens, B rows, H heads, K and V dimensions of a key and a value, N pl
 the convolution, W its width.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from rollout_kernels.delta import Spans, short_conv

@@ -4,8 +4,6 @@ Both are called with the tokens of a step, and have `spec`, `embed`, `experts`, 
 `hf_regions` and `hf_views`. The second one is imported only where it is used: it needs most of transformers.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from rollout.models.decoder import Decoder

@@ -11,8 +11,6 @@ Legend: T tokens, H hidden, Q query heads, X dimensions of a head, R width of th
 keys and values that a head makes of a latent, V dimension of a head's values.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

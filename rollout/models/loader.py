@@ -3,8 +3,6 @@
 A native family is a `Decoder`. Any other causal LM runs through transformers' own code (`rollout.models.fallback`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -14,8 +14,6 @@ In a config with two equal sets, one set serves all lengths. `long` makes such a
 one to have equal log-probs for short sequences.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

@@ -11,8 +11,6 @@ Legend: T tokens, H heads, G groups, K dimensions of a state, V of a head, I tok
 convolution, W its width.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from rollout_kernels.delta import short_conv

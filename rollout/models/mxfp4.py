@@ -6,8 +6,6 @@ A tensor `name` is two in the file. They hold it with its last two dimensions ex
     name_scales   uint8 [..., outputs, inputs / 32]       exponent of 2, plus 127
 """
 
-from __future__ import annotations
-
 import torch
 
 from rollout.models.cut import CutView

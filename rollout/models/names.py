@@ -5,8 +5,6 @@ exactly, such as one tensor an expert, or all experts stacked. A set of names is
 whole alternative of every region, and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 

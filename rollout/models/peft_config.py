@@ -4,8 +4,6 @@ The file is untrusted. A field that may change the results of the adapter and is
 adapter is either served as PEFT runs it or not at all.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ A softcap of the logits takes their lead from the likely tokens: with a softcap 
 5.7 nats or more at every s. Then a few tokens only are likely, and the output layer has shorter rows for all others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 `config_rules` collects the rules of a family for the check of an untrusted config.json.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Legend: T tokens, D dimensions of a head that turn, F = D / 2 frequencies.
 """
 
-from __future__ import annotations
-
 import torch
 from rollout_kernels import rope_cos_sin
 from torch import nn

@@ -13,8 +13,6 @@
 Each block reads the whole hidden state, which is the same on all ranks, and makes a part of a sum over the ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rollout.models.spec import (

@@ -17,8 +17,6 @@ A new variant is a field with a default where a block changes a little, and a cl
 another one. Specs also hold the names of their tensors in checkpoints: module names, after the prefix of the layer.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

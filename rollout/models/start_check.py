@@ -15,8 +15,6 @@ The check costs the import of transformers' modelling code, and reads, in float3
 ends of the model. In the known form nothing of it is done.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence

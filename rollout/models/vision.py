@@ -8,8 +8,6 @@ wait for the device. Its attention and the embedding of patches are replaced by 
 Legend: N patches, V numbers of a patch, H hidden of the language model; in attention A heads of D numbers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

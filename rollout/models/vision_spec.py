@@ -11,8 +11,6 @@ Sources: P. Wang et al., "Qwen2-VL", arXiv 2409.12191 (positions by axis); L. Me
 2406.04334.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

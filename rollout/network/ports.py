@@ -4,8 +4,6 @@ Ports of numeric addresses are checked, and paths of `ipc`: ZeroMQ would take th
 file of a killed worker does no harm. Host names and interfaces fail later, when their socket is bound.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 

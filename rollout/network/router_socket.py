@@ -1,7 +1,5 @@
 """A bound ROUTER socket, such as the one for requests, and the signal that wakes the thread polling it."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Mapping

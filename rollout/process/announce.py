@@ -3,8 +3,6 @@
 The lines of a supervised worker have no reader of their own: they are lines of its log.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -9,8 +9,6 @@ On the parent's end the process sends itself SIGTERM, for an orderly end, and `g
 takes effect even if the main thread hangs.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

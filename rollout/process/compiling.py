@@ -5,8 +5,6 @@ Triton does not report the end of a compilation that fails, so one counts for `M
 run at once in threads count together, until `MOST_S` after the last one that ended.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from collections.abc import Callable, Iterator

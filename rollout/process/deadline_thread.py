@@ -4,8 +4,6 @@ Python cannot stop a thread. So a call that misses its deadline keeps its thread
 gets a new thread. The threads are daemons: a stuck one does not delay the end of the process.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue

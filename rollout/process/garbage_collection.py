@@ -1,7 +1,5 @@
 """Garbage collection: none while large libraries such as torch load, and later not of the objects they leave."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 from collections.abc import Iterator

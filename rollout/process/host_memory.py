@@ -1,7 +1,5 @@
 """How much memory the host has left."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

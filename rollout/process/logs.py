@@ -14,8 +14,6 @@ Invariants:
   traceback that ends the process. Only native code (an abort in a driver) can write other lines.
 """  # noqa: E501
 
-from __future__ import annotations
-
 import io
 import json
 import logging

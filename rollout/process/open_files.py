@@ -4,8 +4,6 @@ Where no more can be opened, libzmq ends its process, and other libraries fail w
 raises its limit as far as it may, and does not start if that is too low.
 """
 
-from __future__ import annotations
-
 import contextlib
 import resource
 

@@ -9,8 +9,6 @@ A stage of less than two seconds prints nothing. A stage that fails prints no cl
 is for launchers and results.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The threads of a worker's process: how long one waits for Python's lock, and how many compute on a CPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 

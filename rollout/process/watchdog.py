@@ -9,8 +9,6 @@ Python runs a signal's handler on the main thread between two bytecodes. A main 
 gets there. The C handler writes a byte into the wakeup pipe, so this thread learns of every signal at once.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import select

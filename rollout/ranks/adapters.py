@@ -12,8 +12,6 @@ All parts of an adapter have the same layout: shards are of one size. A part is 
 every rank; only then is its place used again.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import threading

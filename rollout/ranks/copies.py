@@ -14,8 +14,6 @@ Pieces of an update that rank 0 has dropped may still be on their way into stagi
 order of a sleep waits for the thread of updates.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from pathlib import Path

@@ -7,8 +7,6 @@ CUDA does not define what happens to memory that is freed while another process 
 before all followers have unmapped it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

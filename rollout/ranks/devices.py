@@ -1,7 +1,5 @@
 """The device of each rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

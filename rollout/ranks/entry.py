@@ -4,8 +4,6 @@ It first makes sure that it ends with rank 0: the imports take seconds. Then it 
 stdin means that rank 0 has ended.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

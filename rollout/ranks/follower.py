@@ -9,8 +9,6 @@ It has the shard of the model, KV pages, row state and slots that rank 0 has, ma
 A follower ends with rank 0 (the kernel sees to it), and at any error: rank 0 then ends the group.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

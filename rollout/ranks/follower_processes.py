@@ -6,8 +6,6 @@
 Libraries take seconds to import, so all ranks do it at once. This module imports none that take long.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ It works in the order of rank 0's orders, which the main thread hands on. The ma
 the swap, and until that swap is reported rank 0 begins no update, so nothing is written meanwhile.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

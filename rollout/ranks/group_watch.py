@@ -27,8 +27,6 @@ A healthy group must not be ended, however slow it is:
   A stopped rank 0 is found by the followers (`beat.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args

@@ -1,7 +1,5 @@
 """A thread of a follower for a lane whose orders take longer than a step may wait. It carries them out in order."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -31,8 +31,6 @@ Every order has the weights version that is in use at it; a follower with anothe
 none: other threads than the loop give them, before or after a swap.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

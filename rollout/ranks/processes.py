@@ -10,8 +10,6 @@ A group cannot be made whole: the others wait for the lost rank in a collective 
 back and ends, and a supervisor starts it again. The kernel ends the followers when rank 0 ends.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -12,8 +12,6 @@ A piece's memory is used again when all followers have taken it, and this rank h
 order in which they were reserved; one that a device writes is given when its copy is done.
 """
 
-from __future__ import annotations
-
 import mmap
 import threading
 from collections import deque

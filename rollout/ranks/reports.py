@@ -10,8 +10,6 @@ acknowledged in the same way:
     end          it is carried out; or it failed, and a text says why
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import numpy as np

@@ -20,8 +20,6 @@ On a GPU a rank may compute on its CPU in a stage, or wait for threads of its dr
 limit (15 times `engine.rank_stall_s`) is long: no client waits for tokens yet, and a start that is ended begins anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The state of a thread and its CPU time, as the system reports them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple

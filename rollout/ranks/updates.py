@@ -12,8 +12,6 @@ Bytes are verified on rank 0, or by the rank that reads them from the publisher'
 followers use them in their swap only. An update that is dropped before its swap leaves no trace.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import time

@@ -3,8 +3,6 @@
 message --path below the root--> executor --read, check--> service thread --PutAdapter--> loop --Done or Failed--> reply
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a worker serves: its engine and model as the service reaches them, and its capabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue

@@ -7,8 +7,6 @@ A message goes to the backlog only when the pipe is full. When the backlog is fu
 then drops the stream and keeps the final result.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable

@@ -11,8 +11,6 @@ Each order gets one reply. The number of orders without a reply is bounded. Prom
 `drain_s` together, since a supervisor kills the worker later.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

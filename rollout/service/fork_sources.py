@@ -8,8 +8,6 @@ the most kept requests loses its oldest one, as in the store of results. An ackn
 tokens.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -12,8 +12,6 @@ Invariants:
 - After a stop string nothing more of its completion is sent, even if more deltas arrive.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -5,8 +5,6 @@ closed. Its requests end `lease_s` later, unless another message of it arrives. 
 connection; it cannot return, so its lease ends at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 _NAMED, _UNNAMED = "client:", "connection:"

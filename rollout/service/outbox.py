@@ -4,8 +4,6 @@
 thread polls for the signal and the request socket together.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 

@@ -9,8 +9,6 @@ answered with an error, a fault of ours with `internal`; neither ends the thread
 `Controls` orders, `Shutdowns` the end, `MismatchReports` the trainer's log-probs, `WorkerStatus` the status.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """The replies to `status` and `trace`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

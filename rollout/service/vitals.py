@@ -4,8 +4,6 @@ The loop calls `tick` and `refresh`. The service and `/health` read `latest` and
 also while the loop hangs.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

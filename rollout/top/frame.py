@@ -5,8 +5,6 @@ lines of metrics and the legend are made from the declarations in `rollout.metri
 verified drafts has lines for these.
 """
 
-from __future__ import annotations
-
 import textwrap
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Polls the status of one worker on a thread of its own, so that a silent worker delays no other."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -6,8 +6,6 @@
 A row is identified by (endpoint, owner, id, index), so the selection stays with its row when the order changes.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import sys

@@ -6,8 +6,6 @@ The bytes go to host memory of their own. Once all are verified, the receiver's 
 adapter slots, and the loop takes the adapter between two steps. Generation never stops for an adapter.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ used only after all of them are verified. Bytes that land in place change the se
 from then on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Host memory that torch did not allocate: pinned with CUDA, in blocks that take pages as they are filled."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import mmap

@@ -4,8 +4,6 @@ They come before the `begin` of an update by the transport `torch_group`, which 
 checked against the model's parameters after they were received, so that a wrong update leaves the group in step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@
 the ready update from a deque (`take_ready`).
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

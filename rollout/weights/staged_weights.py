@@ -1,7 +1,5 @@
 """A whole, checked update that the engine's loop copies into the model, and how far the copies of a swap are."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Sequence

@@ -27,8 +27,6 @@ Invariants:
 - While the memory has a content, by `verified`, it holds those bytes and no others: changes to them can be made there.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import functools

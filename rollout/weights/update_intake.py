@@ -20,8 +20,6 @@ Invariants:
 - Every control message gets exactly one reply.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

@@ -14,8 +14,6 @@ adapters. Lengths are spread evenly from half of --new to all of it. `switches` 
 `rows_mean` is the mean number of decode rows of a step, and steps of prompts have none.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -13,8 +13,6 @@ with the matrix rate of a large product.
 Every configuration is first checked against float64; decode also in a graph whose lengths change between replays.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

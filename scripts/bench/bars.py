@@ -5,8 +5,6 @@
 Each group has a bar for each series, and a line across its bars for the floor. A missing figure has no bar.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape

@@ -5,8 +5,6 @@ are replaced: they write a constant token. Medians over the steps around several
 with the length.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

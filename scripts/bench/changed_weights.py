@@ -11,8 +11,6 @@ A row has the share of changed values, and the bytes of a delta in the form that
 over the bytes of the weights.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ python -m scripts.bench.charts            write docs/benchmarks
 python -m scripts.bench.charts --check    fail if a file there differs from what this script writes
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -16,8 +16,6 @@ share the work, as the client spreads it.
 speculation by what was said before, on text that repeats: the same weights make it in all engines.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -12,8 +12,6 @@ is the wall time between commits; `held_ms` is the mean time that the device wai
 takes milliseconds per mask.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools

@@ -11,8 +11,6 @@ zombies only: rows whose sequence had ended before the step was committed. The m
 GPU bubble". Times are seconds of one step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

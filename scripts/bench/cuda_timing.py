@@ -4,8 +4,6 @@ The read bandwidth is measured by a kernel that only reads. A sum over a large t
 additions and is some percent slower; the floor would be too high, and results would look too good.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -20,8 +20,6 @@ With --truncate each number of rows is measured without and then with top-k 50, 
 deterministic=true. The floor uses the dtypes of weights and KV.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -1,7 +1,5 @@
 """Drives an engine in the caller's thread, without a service or sockets, and collects its tokens."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

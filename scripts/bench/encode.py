@@ -8,8 +8,6 @@ that comes for the first time: a backend may have to plan for it. The floor coun
 attention at `--tflops`. Each backend of torch's attention is measured on its own; `default` is what the tower takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -15,8 +15,6 @@ On few cores the worker, the gateway and the client compete: then the gateway's 
 time of a token is reported as well: of the client (`zmq`, `http`), and of the gateway.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

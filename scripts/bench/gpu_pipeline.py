@@ -14,8 +14,6 @@ All rows end together by a stop token (the first run finds a suitable one), so t
 `--device cpu --shapes toy` tries it out.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import statistics

@@ -8,8 +8,6 @@ Every prompt has one image and some text, and `n` completions of a fixed length.
 advance: its time includes only what its engine does with the pixels. Rows are printed, and merged into FILE.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ Kernels that are launched early overlap with their predecessor, so durations add
 the time from the end of all its predecessors to its own end. These times add up to the time of the layer.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

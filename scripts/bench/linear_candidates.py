@@ -1,7 +1,5 @@
 """Products of decode steps, and candidate configurations for the tuning."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

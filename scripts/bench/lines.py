@@ -5,8 +5,6 @@
 The runs of a series are interpolated at the same places, as far as the shortest of them goes; the line is their median.
 """
 
-from __future__ import annotations
-
 import statistics
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The clients of the load benchmark, in their own process: streams, long results, long chats."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Memory is measured early, when all buffers of a step exist, and then at equal distances to the end.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 import time

@@ -5,8 +5,6 @@ acknowledges the results. The worker's resident set is read from /proc after eac
 grows by more than `MOST_GROWTH` over the second half.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

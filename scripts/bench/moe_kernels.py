@@ -9,8 +9,6 @@ with sorting and grouped GEMMs that keep bf16 between their steps. vLLM's fused 
 importable. Rows are printed and written at once; TB/s are only printed.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict

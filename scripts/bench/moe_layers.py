@@ -8,8 +8,6 @@ Legend: T tokens, E experts, K experts a token, H hidden, D distinct experts.
 # A kernel collects tiles in a tuple, whose type changes as it grows.
 # mypy: disable-error-code="assignment,misc"
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

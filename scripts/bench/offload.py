@@ -10,8 +10,6 @@ moving KV: the gap between two decode steps on the device, and the time of a ste
 many rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

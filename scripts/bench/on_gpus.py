@@ -15,8 +15,6 @@ with all its processes. What ended how is printed at once, and written to FOLDER
 run failed, was ended or did not begin.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -14,8 +14,6 @@ row, so a change of one figure is a change of one line:
     }
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -5,8 +5,6 @@ until the work would be done. It has no threads. Copies happen when they are enq
 slot is not used again before its step is committed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Each turn is a worker process and a trainer process, as in `rollout demo`; every
 shares its cores with the host's bookkeeping, so the gain is a lower bound for a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -6,8 +6,6 @@ Two processes in torch.distributed's default group (NCCL between two GPUs, other
 the other, without packing or checks. Rank 0 prints the seconds of the best of a few runs.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

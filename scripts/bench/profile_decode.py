@@ -8,8 +8,6 @@ end of all its predecessors, its duration, the time that it adds, and its floor:
 bandwidth of this run. The floors do not include KV and activations.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import statistics

@@ -4,8 +4,6 @@ A captured step is one graph launch; all its kernels have the correlation id of 
 (prefill, copies) are left out.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections import defaultdict

@@ -6,8 +6,6 @@ The weights are random. A step is (t(new) - t(1)) / (new - 1), as a client sees 
 while a completion runs, and the time is taken until the client knows.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

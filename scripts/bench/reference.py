@@ -7,8 +7,6 @@ lost page.
 Legend: K tokens of a completion, V vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

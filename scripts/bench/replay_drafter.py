@@ -4,8 +4,6 @@ A drafter whose tokens are right with probability p, each on its own, has k draf
 verify step yields AL = 1 + p + p^2 + ... + p^k tokens on average: the accepted length, the step's own token included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, cast

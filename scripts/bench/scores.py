@@ -18,8 +18,6 @@ With `--batch N` it measures a teacher instead: N sequences of `--long` tokens, 
 `of_plain` is a way's rate over that of `plain`, its ceiling; `computed` has the tokens that were read.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

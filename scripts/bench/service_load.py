@@ -13,8 +13,6 @@ time between two steps in which the device has no work. A commit that is late by
 the next step runs meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

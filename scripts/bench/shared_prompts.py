@@ -5,8 +5,6 @@ pattern of arrival: tokens computed over distinct tokens (those of a trie of all
 completions decode, beside those of one request with as many completions. Nothing is timed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -16,8 +16,6 @@ same random weights arrive as an update. The exit status is 1 if a token differs
 cpu --shape toy` tries the script on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -10,8 +10,6 @@
 No part runs the pipeline, and none is derived from the loop's period that the model predicts.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time

@@ -3,8 +3,6 @@
 A summary of `compare_peers` may hold several runs of the same work. Then the latest run counts, for each row alone.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -26,8 +26,6 @@ compared with the version in its completion. The exit status is 1 if an update o
 memory grew.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -8,8 +8,6 @@ weights, minus the usual time between the ends of two steps. It includes the cop
 extra time of the first step.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

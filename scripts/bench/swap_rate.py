@@ -14,8 +14,6 @@ the update is applied. All rows begin anew for each measurement. Prompts are ran
 so a load of the machine that changes slowly affects all of them alike.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

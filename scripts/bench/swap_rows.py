@@ -1,7 +1,5 @@
 """Rows that decode during a benchmark of something else."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -13,8 +13,6 @@ It ends with its input. With several ranks, each has its part of every tensor as
 some layers only sends their tensors under the names of all layers (`scripts.bench.swap_weights`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

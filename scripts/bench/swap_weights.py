@@ -12,8 +12,6 @@ A trainer without memory for a whole model holds its first layers only. Layer i 
 the same memory under another name. Every name is sent, so an update has as many bytes as that of the whole model.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping

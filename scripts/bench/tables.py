@@ -4,8 +4,6 @@ A page has a topic, a table one figure. Below a table of figures stands how it w
 Aims are targets of this project; they are in no summary, so they stand here.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

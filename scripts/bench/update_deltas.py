@@ -16,8 +16,6 @@ Gbit/s; changes are faster up to `pays_below_gbit`.
 With `--worker` the trainer's process is this one. Each row is the median of `--repeat` updates.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import statistics

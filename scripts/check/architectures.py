@@ -10,8 +10,6 @@ in float32 on the CPU. `--write` writes `architectures.json`, from which the pag
 An architecture is decoder-only if it has no encoder and no token sees a later one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

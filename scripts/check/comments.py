@@ -4,8 +4,6 @@ Half a sentence, such as `x: int  # of its upload`, leaves its subject to the re
 these words is one, unless it goes on a comment of the line before.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -8,8 +8,6 @@ kernel instead of running it. It prints the registers and the stack (spilled byt
 of a program. It does not check results or speed. Another version of the compiler may give other figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

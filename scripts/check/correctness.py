@@ -20,8 +20,6 @@ With `--fallback` the models run through transformers' own code, with the same b
 one shape instead and checks for leaks. `--device cpu --size toy --dtype float32` tries the script on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys

@@ -15,8 +15,6 @@ checked, whatever the head says; how many drafts are accepted follows the head:
 Exit status 1 if a token is wrong, or if acceptance does not follow.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

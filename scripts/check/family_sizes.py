@@ -5,8 +5,6 @@ changes: windows are shorter than the prompts of the check, so that they matter;
 that a card holds its layers in three copies; logits of Granite are not divided, for the entropy of random weights.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

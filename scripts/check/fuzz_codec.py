@@ -10,8 +10,6 @@ it raises is a bug. Inputs that reach new code are kept in build/fuzz/corpus, wh
 fails is kept in build/fuzz.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import math

@@ -7,8 +7,6 @@ for tokens that are known. The run fails for a status from 500 on (except 501), 
 answer that does not come within 30 s, a wrong token, requests or rows that stay, or memory that grows.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

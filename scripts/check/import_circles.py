@@ -1,7 +1,5 @@
 """A contract for import-linter: no module imports itself through others. Imports for type checking count too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from grimp import ImportGraph

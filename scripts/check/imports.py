@@ -4,8 +4,6 @@ It reads sources only. So a compiled file of a deleted module does not hide the 
 below `TYPE_CHECKING` count, too.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

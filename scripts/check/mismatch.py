@@ -11,8 +11,6 @@ script reports the bf16 log-probs to the worker as a trainer does, and the worke
 status 1 if the K3 KL against bf16 is above --most-k3.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -5,8 +5,6 @@ the methods of named tuples do not count. The product has no such access. Tests 
 `private_access_allowed.txt` lists, a line each: `file: expression`. A line that no test needs is an error, too.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import defaultdict

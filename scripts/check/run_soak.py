@@ -7,8 +7,6 @@
 The exit status is 1 if a token was wrong, a request was lost, a resource leaked, or memory grew.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from collections.abc import Sequence

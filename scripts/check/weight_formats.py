@@ -14,8 +14,6 @@ Log-probs are those of the next token of the text. The ratio is exp(log-prob - r
 token that a worker drew and a trainer in float32 scores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -4,8 +4,6 @@
 the same panels in the same order. `rollout/metrics/definitions.py` declares a panel with its metrics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -7,8 +7,6 @@ W&B's: a LevelDB log of protobuf records. W&B has no public reader for it. Readi
 because its process was killed.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import re

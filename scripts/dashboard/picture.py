@@ -5,8 +5,6 @@
 It needs the extra `plot` (matplotlib). The layout is in `scripts/dashboard/layout.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

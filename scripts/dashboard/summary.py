@@ -6,8 +6,6 @@
 Also for processes that were killed: their runs have what they had done a few seconds before.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

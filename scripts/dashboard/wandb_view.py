@@ -6,8 +6,6 @@ It prints the address of the view. It needs the extra `dashboard` (wandb-workspa
 `scripts/dashboard/layout.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

@@ -7,8 +7,6 @@ The command starts its own worker beside the trainer. It prints a line for each 
 and the worker's log and metrics to --out; with --save-every checkpoints, too, from which --resume goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

@@ -5,8 +5,6 @@
 A folder gets this name when all of it is written; then older ones are deleted.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

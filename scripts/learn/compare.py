@@ -19,8 +19,6 @@ The file of --json has one line for each run, and is written again every few sec
 points.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -3,8 +3,6 @@
 python -m scripts.learn.curves learn.json learn.svg
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -7,8 +7,6 @@ these tokens. The trainer lowers the reverse KL divergence (arXiv 2306.13649) an
 have one tokenizer. With --turns both workers use one device: each sleeps while the other works.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ worker does. Logits are float32: bfloat16 would round those of likely tokens by 
 Shape suffixes: N samples, T tokens, S = T - 1 positions, each of which predicts the next token.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Every field of `Recipe` is a flag. Replace what you need: `Recipe(model=..., task="chain_sum", lr=1e-5)`.
 """
 
-from __future__ import annotations
-
 import argparse
 import typing
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ steps.jsonl, with a line for each step and each evaluation, run.json, its summar
 `save_every` checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

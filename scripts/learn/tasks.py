@@ -13,8 +13,6 @@ A `Task` is plain functions, so your own is a few lines:
 Problems and verifiers of chain_sum, countdown and calculator are those of the package reasoning-gym.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

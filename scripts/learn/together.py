@@ -4,8 +4,6 @@ A worker measures the free memory while it starts, so nothing may start beside i
 lock file, waits until each has said that it is ready, and then tells all of them how long to train.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import sys

@@ -1,7 +1,5 @@
 """A tiny model with random weights for the task `counting`, with a tokenizer: it runs anywhere in seconds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -9,8 +9,6 @@ weights are float32, with bfloat16 autocast on a GPU, as the recipe's. The comma
 form. Needs the extra `trl`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -12,8 +12,6 @@ are codes, and cuBLAS multiplies the decoded weights of the same step. Where act
 codes`), the exact product is that of the rounded activations.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

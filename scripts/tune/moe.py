@@ -9,8 +9,6 @@ number. Every timed layer is checked against float64. The table starts as a copy
 written after each shape and format, so that no results are lost when `--seconds` run out.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -4,8 +4,6 @@ For each completion the chunks come in order and without gaps; between completio
 begin where the last one ended, or that comes after the end, is a `ProtocolError`: tokens are never lost silently.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ If a worker's queue is full, the request is sent again after the time that the w
 request's outcome.
 """
 
-from __future__ import annotations
-
 import heapq
 import sys
 import time

@@ -9,8 +9,6 @@ its value. It calls `wake` when something has come. The clients wait:
 A call that is closed or fails is given up: what it has in flight is cancelled at the workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar

@@ -3,8 +3,6 @@
 A call goes `start -> (chunks) -> done`, with a result or an error. The generators of `calls.py` say how long to wait.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

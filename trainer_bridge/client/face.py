@@ -1,7 +1,5 @@
 """The parts of clients, streams and sessions that never wait; both clients inherit them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal

@@ -4,8 +4,6 @@ Both clients use it. The worker checks values against its model and its limits; 
 misspelt or cannot be put into a message.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -14,8 +14,6 @@ One client at a time has the file (a lock that ends with the process); without o
 records are cleared out by writing the file anew once they are more than half of it. Nothing in it is ever executed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -4,8 +4,6 @@ A request is known once it is sent: its prompt, if the client has its token ids,
 Those of ended requests are known until they take too much memory; then the oldest are forgotten.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -15,8 +15,6 @@ A worker holds a prompt once a request with it was sent there. New weights drop 
 with the prompt then fills the cache again, at the same worker.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -12,8 +12,6 @@ Replies never trigger a send directly: a lost leg only puts its completions amon
 client calls `remaining_wait_s`, which sends them. With a journal, tokens are written before the caller gets them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

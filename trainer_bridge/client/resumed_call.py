@@ -11,8 +11,6 @@ therefore knows the seeds of all its completions before the first token, and ano
 them.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 import time

@@ -9,8 +9,6 @@ A line is a point (`x y`) or an object (`x y size`); an outline is a point a lin
 stands between them. They show how a constraint walks in cycles.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@
 The futures are those of `concurrent.futures`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence

@@ -4,8 +4,6 @@ request socket    status --> weights_endpoint      once, and again after the con
 weight socket     begin, commit, abort, status     the worker's receiver answers by itself
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

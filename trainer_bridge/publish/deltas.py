@@ -12,8 +12,6 @@ Comparing runs where the tensors are: on a GPU by torch, at the speed of its mem
 in host memory, from where each bucket crosses to the GPU and back.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import threading

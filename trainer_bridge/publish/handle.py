@@ -1,7 +1,5 @@
 """The handle of an update: when the trainer may change its tensors, and which workers use the new weights."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ packed, into one buffer for all updates: from the first to the last byte of a ne
 An update that is refused before its first byte does not change the kept one.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter

@@ -23,8 +23,6 @@ Invariants:
 - Either all ranks lend, or none: if one cannot, all parts of the update come through host memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -19,8 +19,6 @@ in two dimensions after the first. At most one bucket, or one such tensor, is ga
 Supported are DTensors with Shard and Replicate placements, as FSDP2 makes them, and plain tensors, which rank 0 sends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -19,8 +19,6 @@ breaks that group, all workers meet in one new group. Each group has its own sen
 `nccl/1`, ...
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence

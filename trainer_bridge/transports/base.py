@@ -12,8 +12,6 @@ The control messages (`begin`, `commit`, `abort`) are the same for all transport
 A transport moves bytes and finds damage. Its caller checks names, shapes and versions, and applies all or nothing.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import ABC, abstractmethod

@@ -3,8 +3,6 @@
 `zmq_stream` shows the messages; `shm` sends the same ones without the bytes of the buckets.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any

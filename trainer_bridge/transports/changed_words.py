@@ -15,8 +15,6 @@ bytes. Codes are stored as bfloat16, like weights, so that every transport takes
 way. A part that needs an odd number of bytes ends with one more: 255 in gaps, 0 in bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -17,8 +17,6 @@ Invariants of the reader:
 - It never maps a file: one that shrinks while it is read is an error, not a crash.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -7,8 +7,6 @@ it. Sums of integers don't depend on their order: every device gives the same nu
 against a forger.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ copies to pinned memory on a side stream, ordered after all work that was on the
 was called.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import functools

@@ -14,8 +14,6 @@ answer to a `begin` whose `sections` is empty. Later ones have the digest of the
 refuses it. The digest covers the manifest's layout, every cut, and the plan with the order of its buckets.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import json

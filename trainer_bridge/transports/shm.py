@@ -17,8 +17,6 @@ Invariants:
   It checks its own copy of the bytes, which the publisher cannot change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import mmap

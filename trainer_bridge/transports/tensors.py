@@ -1,7 +1,5 @@
 """Tensors in a packed stream: the dtypes that may be sent, as torch has them, views of a stream's bytes, and rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

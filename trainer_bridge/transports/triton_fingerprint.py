@@ -1,7 +1,5 @@
 """Triton kernel that adds up a fingerprint of bytes on a GPU; `fingerprint` is its torch twin."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -16,8 +16,6 @@ Invariants:
 - Buckets that arrive before they may land wait in memory: at most `window` of them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Hosts and ports: how addresses are written, and which address of this host a peer sees. IPv6 as well as IPv4."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Iterable

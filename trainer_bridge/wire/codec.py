@@ -16,8 +16,6 @@ Invariants:
 Both sides of every socket use this file. It imports msgpack and numpy only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ of a whole update do. Their names are BUCKET.PART: the number of a bucket of the
 (`transports.changed_words`). Buckets come in ascending order; one that is left out does not change.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The finish reasons of completions."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "repetition", "cancelled", "deadline", "stale", "error"]

@@ -7,8 +7,6 @@ The format is the one of ZeroMQ's own certificate tools (ZPL), so their files wo
 that exists is ever overwritten. Needs ZeroMQ only.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -15,8 +15,6 @@ CRC-32 (11 GB/s a core). It does not defend against forgery: a client that may t
 anyway. BLAKE2b digests fix the manifest and the list of all checksums.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

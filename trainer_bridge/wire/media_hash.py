@@ -6,8 +6,6 @@
 `pixel_values` a piece is named: the worker has it from an earlier message. `hash` is `media_hash` of the piece.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any

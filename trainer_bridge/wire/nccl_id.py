@@ -7,8 +7,6 @@ structure:
     _ctypes._unpickle ( ncclUniqueId of vLLM, ( {}, 128 bytes ) )
 """
 
-from __future__ import annotations
-
 import pickletools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A repr that fits on a line: arrays by their type and shape, long texts by their beginning."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Any

@@ -19,8 +19,6 @@ met, `gather` once all its tensors have come; `missing` lists some of the tensor
 messages go to the worker's weight socket (`weights_endpoint` in its status); the request socket passes them on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

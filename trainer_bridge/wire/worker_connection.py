@@ -16,8 +16,6 @@ A worker that refuses the connection (CURVE keys) is not asked again by ZeroMQ: 
 Sending never blocks (no high-water mark: the number of requests in flight is the caller's business). Not thread-safe.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import select

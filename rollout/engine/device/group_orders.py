@@ -1,7 +1,5 @@
 """Orders of rank 0 to the other ranks of a tensor group, which these acknowledge; the first: to release memory."""
 
-from __future__ import annotations
-
 import time
 from typing import Any, Protocol
 

@@ -13,8 +13,6 @@ Invariants:
 - `working` and `parts` tell other threads that a sleep or wake is under way, and whether it makes progress.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 from collections.abc import Iterable, Iterator

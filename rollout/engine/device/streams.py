@@ -12,8 +12,6 @@ A closure that raises poisons its stream, as a fault poisons a CUDA context: lat
 that no thread waits forever, and `check()` raises the first fault.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """The list of optional features. A new feature is a folder next to this file, and an entry here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 

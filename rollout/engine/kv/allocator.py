@@ -15,8 +15,6 @@ A sequence gets its pages from these sources, in `try_admit` and afterwards in `
 is settled, its pages go to its session (`keep_turn`), to the offload books or back to the pool (`release`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 
 from rollout.engine.kv.fetches import Fetch

@@ -1,7 +1,5 @@
 """Decides whether KV is copied or computed, by the measured times of both."""
 
-from __future__ import annotations
-
 from collections import deque
 
 #: The longest copy of a page, relative to its computation. Copies run during steps, and most of the measured time is

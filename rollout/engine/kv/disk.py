@@ -15,8 +15,6 @@ The subfolder is locked while its worker lives. It is deleted when the worker en
 has the same folder.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -8,8 +8,6 @@ A file is used only if its header is the expected one and the digest is right: i
 of weights that were given up.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -5,8 +5,6 @@ nothing else gives way, leased KV does, too. What has lost its lease gives way n
 device, pages on the host.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Set

@@ -15,8 +15,6 @@ Preempted sequences come first: kept pages have only the room that these leave. 
 way first; pages of sessions with a lease give way last.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ device to the host and on to disk, `fetches` what comes back; `offload` does bot
 and `disk` carry it out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass

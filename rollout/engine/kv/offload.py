@@ -33,8 +33,6 @@ Only `wait` waits; it is for when no step can be launched before a copy is compl
 offloaded sequences are computed again, and so are those that are preempted later.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Data of features that accompanies KV, page by page, on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 
 

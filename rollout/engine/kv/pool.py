@@ -28,8 +28,6 @@ The half-full last page of a finished turn is known by such a key, too. It is ca
 each sequence that goes on from it.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ The pages are cached then, as the newest ones, so they may be evicted again. The
 no row and no session gives way.
 """
 
-from __future__ import annotations
-
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.sequence.sequence_kv import PrefixKeys

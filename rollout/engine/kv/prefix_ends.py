@@ -3,8 +3,6 @@
 A full page is found by the key of its content. To find a half-full one, a lookup has to know how many tokens to hash.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 

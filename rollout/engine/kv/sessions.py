@@ -19,8 +19,6 @@ Invariants:
 - A session with neither a turn nor a page is forgotten.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass

@@ -18,8 +18,6 @@ Invariants:
 - The cache has only snapshots of the present weights version, or at most `engine.max_kv_age` versions older.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple

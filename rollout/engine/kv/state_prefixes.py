@@ -5,8 +5,6 @@ is searched for prefixes that end at a snapshot. Every prefill saves a snapshot 
 there is a place.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from rollout.engine.kv.pool import PagePool

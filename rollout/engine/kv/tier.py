@@ -20,8 +20,6 @@ Invariants:
 - After `forget_all`, the results of copies under way are discarded.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence as Seq
 

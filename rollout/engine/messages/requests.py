@@ -1,7 +1,5 @@
 """A request in the engine, and the bounds of its fields."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An engine in numbers, for `status`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

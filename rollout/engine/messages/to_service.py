@@ -1,7 +1,5 @@
 """Events: from the engine to the service."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict

@@ -1,7 +1,5 @@
 """From a sequence's state to the events that the service sees, and the totals that the meter reads."""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Sequence as Seq

@@ -17,8 +17,6 @@ the row is not known, and `start` is the highest that it can be.
 A step of hundreds of rows loops over its spans four times at every token, so these loops are kept short.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol

@@ -15,8 +15,6 @@ first token, and a prompt whose log-probs are requested. Other sequences use KV 
 half-prefilled prompt too.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 

@@ -11,8 +11,6 @@ stops, the first sequence that waited computes the tokens, and the others wait f
 (`newcomer_waits`).
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Callable
 from typing import NamedTuple

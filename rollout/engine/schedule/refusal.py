@@ -1,7 +1,5 @@
 """Limits of the scheduler, refusals of requests, and the deadlines of admitted ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rollout.engine.messages.requests import Request

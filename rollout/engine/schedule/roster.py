@@ -15,8 +15,6 @@
 that gives back what a sequence has.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq

@@ -17,8 +17,6 @@ Rules that keep it right:
 - Steps of prompts and of decode rows alternate while there are both, so that no decode waits longer than one chunk.
 """
 
-from __future__ import annotations
-
 import functools
 from bisect import insort
 from collections.abc import Callable

@@ -13,8 +13,6 @@ The stages of a step call these hooks of every feature that their worker has. Th
     between   weights_changed, memory_leaves
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import ClassVar, TypeVar
 

@@ -4,8 +4,6 @@ A pattern of p tokens that stands there c times in a row: the last p * (c - 1) t
 So one counter for each p is enough: the number of tokens in a row for which that is true.
 """
 
-from __future__ import annotations
-
 from array import array
 
 import numpy as np

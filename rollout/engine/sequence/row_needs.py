@@ -1,7 +1,5 @@
 """The needs of a row beyond a plain forward and draw, as bits. A step serves the union of its rows' needs."""
 
-from __future__ import annotations
-
 from enum import IntFlag, auto
 
 from rollout.constraints.matcher import ANYTHING

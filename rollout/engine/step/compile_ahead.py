@@ -6,8 +6,6 @@ each launch only asks for its kernel, and threads compile the requested kernels.
 then, so new tensors hold zeros: code that uses them as indices stays inside its tables.
 """
 
-from __future__ import annotations
-
 import contextvars
 import logging
 import os

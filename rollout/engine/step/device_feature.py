@@ -13,8 +13,6 @@ read only their arguments, and memory at fixed addresses. After a fault an engin
 object and its large memory stay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ forward's results before the draw, and may copy their own results to the host.
 and words, and has the same model, KV and row state, computes the same tokens.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq

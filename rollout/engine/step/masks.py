@@ -21,8 +21,6 @@ obeys its constraint, which happens only without stop tokens, the completion end
 Legend: R rows, C constrained rows of a step, W words of a mask.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

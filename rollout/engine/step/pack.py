@@ -9,8 +9,6 @@ Both also set up the rows whose sequence runs its first step.
 The bound on the size of an upload is here, too, next to the code that fills it; the scheduler plans by it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 
 import numpy as np

@@ -10,8 +10,6 @@ Rules:
 - at most `depth` steps are in flight.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 

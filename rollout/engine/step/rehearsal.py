@@ -5,8 +5,6 @@ such steps will take. On a GPU they first run without kernels, and threads compi
 row 0 and all pages page 0; both are as before afterwards.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import dataclass

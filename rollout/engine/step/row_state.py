@@ -19,8 +19,6 @@ row up, from the `init_*` and list sections of that step's upload (`pack.py` wri
 the row current by itself. Everything here runs on the compute stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 
 import torch

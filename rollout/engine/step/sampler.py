@@ -6,8 +6,6 @@ On a GPU the draw is a Triton kernel that writes token, log-probs and row state;
 Legend: S rows that sample, V vocabulary, I and F columns of the row state.
 """
 
-from __future__ import annotations
-
 import torch
 from rollout_kernels import Sampled, SamplingRows, change_logits, sample
 from rollout_kernels.sampling import VocabShard, sample_shard

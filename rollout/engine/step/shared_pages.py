@@ -11,8 +11,6 @@ Reading shared pages once costs time, too: more parts to combine, and neighbours
 time find them in the L2 cache anyway. Below `shared_saved_bytes` of `EngineConstants` the segments share nothing.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from rollout_kernels.attention.segments import SHARED_TILES, make_segments, no_segments, rows_at_once
 

@@ -19,8 +19,6 @@ A slot is taken from acquire until the commit that read its host outputs has ret
 buffers in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple

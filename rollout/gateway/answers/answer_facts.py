@@ -1,7 +1,5 @@
 """Fields of a completion that several dialects share, apart from its text: how it ended, its tokens, its versions."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -6,8 +6,6 @@ Only the tokens are what the model wrote. No view can fail a request: where one 
 text is content, and the completion arrives with its tokens and log-probs.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Anthropic's Messages API: `/v1/messages` and its `/count_tokens`, on the way of every chat."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """`/v1/chat/completions` and its `/render`: conversations with tools, reasoning and images."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from typing import Any
 

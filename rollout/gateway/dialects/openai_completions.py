@@ -1,7 +1,5 @@
 """`/v1/completions`: text or token ids, one prompt or several, with `n`, `echo`, log-probs and streaming."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, ClassVar

@@ -1,7 +1,5 @@
 """OpenAI's Responses API: `/v1/responses`, on the way of every chat, and stored responses."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing

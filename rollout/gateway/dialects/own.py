@@ -1,7 +1,5 @@
 """The gateway's own endpoints: health, models, configuration, metrics, the tokens of sessions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ The answer to one prompt is an object, to several prompts or `n` > 1 a list of o
 whole text up to this event, as in SGLang.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import AsyncGenerator, Iterable

@@ -1,7 +1,5 @@
 """Admin endpoints that the worker extensions of SkyRL, prime-rl and AReaL add to vLLM's."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from pydantic import Field

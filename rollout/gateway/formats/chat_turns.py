@@ -6,8 +6,6 @@
 Only what a template renders is known of it: fine-tunes change templates and keep their names.
 """
 
-from __future__ import annotations
-
 import json
 import os.path
 import re

@@ -9,8 +9,6 @@ is for those that do not. To add a format, add an entry; nothing else changes. T
 - the `close` of the content outside of all regions is not used: the text of special tokens is not in a completion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

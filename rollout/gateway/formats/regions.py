@@ -1,7 +1,5 @@
 """Regions: the marks of a format that text is searched for, compiled from the fields of a response template."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

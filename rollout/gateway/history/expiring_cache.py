@@ -1,7 +1,5 @@
 """Values by name in memory, within a limit of bytes and of age. The value unused for the longest goes first."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Callable

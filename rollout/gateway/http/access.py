@@ -5,8 +5,6 @@ A gateway that other hosts can reach needs tokens: its requests can pause worker
 requests of web pages: any page in a browser could reach a loopback address.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 from pathlib import Path

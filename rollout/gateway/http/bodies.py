@@ -8,8 +8,6 @@ A body class declares its fields. Two tables list further fields of other server
 A declared field with a default may also be null, which means its default.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -11,8 +11,6 @@ The system asks a silent client whether it is still there (TCP keepalive). So a 
 also while it waits for an answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import select
 import socket

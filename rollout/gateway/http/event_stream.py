@@ -4,8 +4,6 @@ A client may leave at any time, also before its first token. A client that reads
 off, so that unread events cannot fill the memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping

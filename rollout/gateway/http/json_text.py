@@ -4,8 +4,6 @@ Streams have thousands of small events a second, which consist mostly of such te
 U+FFFD: UTF-8 has no bytes for it.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

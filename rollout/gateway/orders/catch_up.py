@@ -9,8 +9,6 @@ The gateway remembers the orders that it was given. Weights from a folder are re
 Weights that came another way are not kept; then `/health` and the log say what an operator can do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -10,8 +10,6 @@ tensors, such as correction biases and draft models. During a pause it waits for
 Requests go on meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 The admin endpoints of all dialects (`requests/admin.py`, `requests/process_groups.py`) are names for these orders.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal

@@ -8,8 +8,6 @@ The tokens of an earlier answer may be known: the gateway has kept them, or the 
 and only the text after them is tokenized. So a conversation never drifts from the tokens that the model drew.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@
 there, an action of an unknown type has no effect: it is a hint. `kv.retain` 1 is carried out as a lease.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

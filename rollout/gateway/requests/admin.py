@@ -1,7 +1,5 @@
 """Admin endpoints that several dialects have, under names and answers of their own."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """One request of a client on its way through the workers: its prompts, and their results or their streams."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field

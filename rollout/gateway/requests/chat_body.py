@@ -5,8 +5,6 @@
     text, image, reasoning, call, result --> messages, and the client's name of each of their fields, for errors
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 ChatBody --> prompt, which goes on with kept tokens --> call --> views of each completion, which is kept at its end
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any

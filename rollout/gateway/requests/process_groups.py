@@ -1,7 +1,5 @@
 """Weights updates through a process group, as SGLang, slime, AReaL, vLLM and SkyRL order them: bodies and handlers."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 from dataclasses import dataclass, field

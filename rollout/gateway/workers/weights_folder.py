@@ -1,7 +1,5 @@
 """Folders of weights: which files a folder has, and whether they have changed since."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

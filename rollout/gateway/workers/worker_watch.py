@@ -7,8 +7,6 @@
 A lost connection is known at once, from ZeroMQ. A worker that is connected and has not answered for some seconds hangs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

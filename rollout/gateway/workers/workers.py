@@ -7,8 +7,6 @@ A request enters by `generate`, `generate_all` or `stream`, which count it, may 
 waits), and cancel it at the worker when the handler's task is cancelled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

@@ -10,8 +10,6 @@ No mask function is registered under this name. transformers then makes no mask,
 Legend: T tokens of the step, Q query heads, G KV heads, D dimension of queries and keys, V of values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The class comes from transformers' own table of causal LMs. Code of a checkpoint is never run.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from contextlib import nullcontext

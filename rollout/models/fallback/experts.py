@@ -8,8 +8,6 @@ refuses some widths, one expert after the other.
 Legend: T tokens, K experts a token, H hidden, E experts, I intermediate.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

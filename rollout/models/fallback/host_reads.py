@@ -3,8 +3,6 @@
 They are found by running the step once and watching its operations, on the device that it will run on.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

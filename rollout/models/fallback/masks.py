@@ -6,8 +6,6 @@ these forms is asked of the function itself, at positions near and far, because 
 window of thousands.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

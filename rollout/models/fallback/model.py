@@ -9,8 +9,6 @@ no mask; for other ways see `ways`.
 Legend: T tokens of a step, S selected tokens, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,6 @@ these masks it got. A layer whose mask is none of them made one itself, which th
 layer be served that passes more tensors to the function: choices of positions, or biases.
 """
 
-from __future__ import annotations
-
 import inspect
 from contextvars import ContextVar
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ hides what lies before a row's first token.
 Legend: T tokens of the step, B rows of a piece, N tokens of each of them, L tokens of the longest context, C chunks.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

@@ -6,8 +6,6 @@ what a way does not pass on, such as biases by position or an earlier state, the
 is tried. A model that is right in no way is refused, and not served wrongly.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -10,8 +10,6 @@ A module gets the first way in which its log-probs are those of its own eager fo
     gathered   its layers compute attention themselves, with keys and values gathered from pages, under its own masks
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 

@@ -9,8 +9,6 @@ A parameter has two sets of names where the two differ: that of the checkpoint, 
 and that of the module, which `named_parameters()` of a trainer's model has.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

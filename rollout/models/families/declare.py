@@ -7,8 +7,6 @@ A family reads no key without a rule: a `Key` has the rule of its field, a funct
 `registry` has those of all families.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
 from types import SimpleNamespace

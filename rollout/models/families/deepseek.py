@@ -1,7 +1,5 @@
 """DeepSeek, and models that load as DeepSeek."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rollout.models.families.declare import (

@@ -1,7 +1,5 @@
 """GLM."""
 
-from __future__ import annotations
-
 from rollout.models.families.declare import (
     ATTENTION_BIAS,
     GATE_UP,

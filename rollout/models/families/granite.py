@@ -1,7 +1,5 @@
 """Granite."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rollout.models.families.declare import (

@@ -1,7 +1,5 @@
 """Llama, and models of its form by many makers."""
 
-from __future__ import annotations
-
 from rollout.models.families.declare import (
     ATTENTION_BIAS,
     GATE_UP,

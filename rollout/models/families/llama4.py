@@ -1,7 +1,5 @@
 """Llama 4."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollout.models.config_rules import FLAG, NUMBER, integer, layer_list

@@ -1,7 +1,5 @@
 """Mistral, Mixtral and Ministral."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rollout.models.families.declare import (

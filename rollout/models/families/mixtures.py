@@ -1,7 +1,5 @@
 """Models with experts whose makers have one family here."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rollout.models.families.declare import (

@@ -1,7 +1,5 @@
 """Nemotron-H: each layer is a mixer, or a feed-forward block without a gate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OLMo."""
 
-from __future__ import annotations
-
 from rollout.models.families.declare import (
     ATTENTION_BIAS,
     NORMS_AFTER,

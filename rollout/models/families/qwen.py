@@ -1,7 +1,5 @@
 """Qwen."""
 
-from __future__ import annotations
-
 from rollout.models.families.declare import (
     ATTENTION_BIAS,
     INSIDE,

@@ -11,8 +11,6 @@ A completion without a token (`max_tokens` 0) has the entries of the prompt exce
 A chunk with tokens t..u-1 has the entries of the tokens before each of them, so chunks join without a gap.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One request in flight, as the service keeps it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from rollout.engine.messages.requests import Request, RequestKey

@@ -6,8 +6,6 @@ The comparison runs on a background thread; neither the loop nor the service thr
 completion of a report is wrong, the whole report is refused.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

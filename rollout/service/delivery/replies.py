@@ -1,7 +1,5 @@
 """The headers of replies; `docs/reference/protocol.md` lists them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The tokens of one completion with their log-probs and versions, as columns that grow in place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ Chunks of waiters with `joins` wait until `Delivery.flush`, and for one connecti
 many streams that a step has made reach the client together, and are cheaper to write and to read.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

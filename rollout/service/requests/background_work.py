@@ -5,8 +5,6 @@ The outcome continues on the service thread. Requests of one client continue in 
 one needs no work and its predecessor does. Clients take turns, however much work one of them has.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Every check raises ValueError with a message that says what to send; `schema` turns it into a `bad_request`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise

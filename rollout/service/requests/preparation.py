@@ -6,8 +6,6 @@ client still waits: requests of one client reach the engine in the order in whic
 Waiting work holds the request's key only. A request that is dropped meanwhile costs neither memory nor time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial

@@ -8,8 +8,6 @@ does not have (any more) is answered with `media_needed` and their hashes; the c
 The store has a limit in bytes. Pieces that requests in flight need stay; of the others the least recently used go.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import OrderedDict

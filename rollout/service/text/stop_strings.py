@@ -5,8 +5,6 @@ stop string ends the completion. If it completes several, the one that begins fi
 request names first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

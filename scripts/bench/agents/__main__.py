@@ -23,8 +23,6 @@ token's staleness is how many weights versions behind the newest it is when its 
 With --bandwidth the floor is computed (`scripts.bench.agents.floor`): weights, KV read once a step, distinct prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

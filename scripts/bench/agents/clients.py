@@ -6,8 +6,6 @@ WorkerGauge   figures of this service's workers: `status`, and their metrics por
 PageGauge     figures of vLLM: its `/metrics`
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import itertools

@@ -7,8 +7,6 @@ prompt tokens take two operations for each weight, over the rate of the matrix u
 runs out, and nothing is computed in the background.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Replays trajectories in a closed loop: N agents at once, each of which asks, waits for its tool, and asks again."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

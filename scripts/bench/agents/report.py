@@ -1,7 +1,5 @@
 """The figures of a replay, as a map for JSON and as lines of a table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

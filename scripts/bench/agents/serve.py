@@ -1,7 +1,5 @@
 """The workers, the gateway and the trainer of the benchmark: this project's own processes, with random weights."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

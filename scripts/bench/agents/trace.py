@@ -8,8 +8,6 @@ its answer and its time, which may be left out, are not used. The first six fiel
 benchmark for TPUs replays.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence

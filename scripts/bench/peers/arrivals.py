@@ -1,7 +1,5 @@
 """Requests that arrive at given times, and when their tokens came: the clock of the experiment `arrivals`."""
 
-from __future__ import annotations
-
 import time
 
 from scripts.bench.peers.experiments import Served

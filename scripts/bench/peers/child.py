@@ -3,8 +3,6 @@
 Lines on stdout that begin with `ROW ` are for the parent: a JSON object each. Other lines are output of the engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

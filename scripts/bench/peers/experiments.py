@@ -14,8 +14,6 @@
 Every row names the experiment and its sizes. Times are seconds unless the name says ms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, product

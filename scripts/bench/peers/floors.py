@@ -3,8 +3,6 @@
 A step of a mixture of experts reads the experts that its rows choose.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The engine of this project in the benchmark's process, driven as in a worker."""
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

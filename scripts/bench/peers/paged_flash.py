@@ -7,8 +7,6 @@ Without flash-attn, transformers falls back to dense masks and is several times 
 comparison. Its cache, scheduler, graphs and sampling are unchanged. On a CPU both have a slow equivalent for tests.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

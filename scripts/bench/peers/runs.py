@@ -1,7 +1,5 @@
 """The parent process: runs the children one after the other, adds floors to their rows, writes one summary."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -1,7 +1,5 @@
 """The service as a trainer uses it: a worker process, or several that share the work, and the project's client."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ Decoding uses its fast path over a block table, which needs the flash-attn packa
 the package. Prefixes are not shared, as its documentation advises for unique prompts and long completions.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import tempfile

@@ -4,8 +4,6 @@ Token ids are uniform over the vocabulary except its first ten, so no prompt is 
 has new prompts, so that a prefix cache cannot skip a timed prefill; only the experiment on prefixes repeats them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ All workers but the last are killed again and again. The last one is killed only
 can be observed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

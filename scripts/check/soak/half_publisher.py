@@ -3,8 +3,6 @@
 It prints `half` once half of the buckets are sent, and then waits to be killed.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Invalid messages made from a seed, each with the id that its error reply must have."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

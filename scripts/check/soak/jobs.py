@@ -4,8 +4,6 @@ A job ends when it has its completions, also after faults of workers and connect
 themselves; other jobs use `attach` and `continue_from`.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Awaitable, Callable

@@ -5,8 +5,6 @@ published completely: a version whose publisher was killed half-way must never a
 first complaints only, so a long run needs no more memory than a short one.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence

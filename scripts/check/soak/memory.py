@@ -1,7 +1,5 @@
 """Samples the resident memory of a soak's processes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """A TCP proxy in front of one worker. It can cut its connections, like a network that fails."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

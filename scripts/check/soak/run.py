@@ -7,8 +7,6 @@ r"""One soak: supervised workers, clients and faults for a given time; afterward
 the same times; how they interleave depends on the machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -8,8 +8,6 @@ Joining and leaving may hang inside NCCL, which has no deadline for them. `run` 
 too long, when a member has given up, or when the publisher closes.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import deque

@@ -7,8 +7,6 @@
 A broken group is never kept. A member leaves a group without waiting for the others.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 

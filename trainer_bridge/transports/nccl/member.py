@@ -10,8 +10,6 @@ Invariants:
 - A failure is stored in `error` and in the store (`give_up`), so that no member waits for this worker.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

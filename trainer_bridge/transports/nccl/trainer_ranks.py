@@ -10,8 +10,6 @@ columns if a worker is of a release that does not know them. Rank 0 sends everyt
 does not support, or if only some ranks are on a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -24,8 +24,6 @@ Invariants:
   hang with a group.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

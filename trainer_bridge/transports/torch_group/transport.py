@@ -23,8 +23,6 @@ Invariants:
 - The receiver's thread never waits for a group.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from typing import Any

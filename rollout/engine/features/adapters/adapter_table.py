@@ -19,8 +19,6 @@ Invariants:
 - A newer version of an adapter in use is written by the compute stream, between two steps.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections import deque

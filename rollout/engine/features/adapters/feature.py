@@ -3,8 +3,6 @@
 Section of rows that a step sets up: init_adapters, int32 [rows]: the slot of each row's adapter, 0 for none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Totals of drafts since the start, and the metrics computed from them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ and no row reads KV or a state that it has not written. Where the model has stat
 for one are drafts.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 

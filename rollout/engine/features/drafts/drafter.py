@@ -9,8 +9,6 @@ those that equal the tokens drawn are accepted. A wrong draft costs time and cha
                      learns these drafts with the tokens of their step
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Seq
 from enum import StrEnum

@@ -18,8 +18,6 @@ The part on the device is `verifier.DraftVerifier`. Sections:
                   device
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple

@@ -18,8 +18,6 @@ Where the KV of the draft model is missing or from other tokens, such as at the 
 Legend: B places of a decode step, R rows, T tokens of a prefill, G drafts of a row.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

@@ -12,8 +12,6 @@ Token ids are stored by page, like KV. So a prompt from the prefix cache brings 
 back from host memory. All ranks of a tensor group hold equal ids, so their drafts are equal.
 """
 
-from __future__ import annotations
-
 import torch
 from rollout_kernels.step import draft_by_ngrams
 

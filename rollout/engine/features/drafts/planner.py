@@ -16,8 +16,6 @@ right for each row, and by the costs of steps. While no row drafts, the drafter 
 only, and the drafter on the device runs now and then. So all rows are measured, also those without drafts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ only plain steps run, so that old costs do not keep rows from drafting. A contex
 attention reads shared pages once. What the drafter on the device takes after a step is a table of its own, by rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

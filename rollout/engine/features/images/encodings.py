@@ -10,8 +10,6 @@ If a request needs one again, it is encoded again from the pixels, which request
 Encodings belong to the weights of the tower: an update that changes these drops all of them.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq

@@ -8,8 +8,6 @@ Sections of a prefill of prompts with images:
 Images that the step encodes first are an extra: their pixels are too large for the words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 import numpy as np

@@ -14,8 +14,6 @@ Legend: N tokens, H pages on the host, L sparse layers, K experts a token, E the
 W words of an entry.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from rollout.engine.messages.requests import RoutingShape

@@ -4,8 +4,6 @@ Entries of KV that came back from the host go to the pool's pages only when all 
 before: one of them may still have to copy from those page numbers.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence as Seq
 

@@ -23,8 +23,6 @@ Legend: S rows that sample, C of them with tops, K tops, N scored positions, P o
 request names at a position, V vocabulary or the rank's part of it, R ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

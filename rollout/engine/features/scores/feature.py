@@ -8,8 +8,6 @@ Sections:
     wide_chosen                int32 [n, M]: tokens whose log-probs each gives; padded
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

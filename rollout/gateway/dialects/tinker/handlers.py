@@ -1,7 +1,5 @@
 """The handlers of Tinker's endpoints. Errors have OpenAI's body; clients send requests again for 408, 429 and 5xx."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from contextlib import suppress
