@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, IpcMemory
+from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, IpcMemory, release_each
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,7 @@ class DeviceBacking:
         if not self._old or self._answers(self._order) is None:
             return 0
         old, self._old = self._old, []
-        for memory in old:
-            self._memory.free(memory)
+        release_each(self._memory.free, old)
         return sum(memory.numel() for memory in old)
 
     def _put_off(self) -> None:

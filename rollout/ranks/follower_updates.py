@@ -22,6 +22,7 @@ from rollout.weights.staged_weights import Copy
 from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports.base import OfferedMemory
 from trainer_bridge.transports.cuda_ipc import READ_BYTES, IpcMemory, IpcReader
+from trainer_bridge.transports.fingerprint import prepare_fingerprints
 from trainer_bridge.transports.registry import TRANSPORTS
 from trainer_bridge.transports.sections import section_of
 from trainer_bridge.wire.errors import RolloutError
@@ -49,6 +50,7 @@ class FollowerUpdates:
         self._map, self.staging = parameters, staging
         self._relayed, self._manifest, self._reports, self._number = relayed, manifest, reports, number
         self._device = next(iter(parameters.views.values())).device
+        prepare_fingerprints(self._device)
         self._view = PinnedView(self._device)
         self.work = OrderedWork("updates", self._device, reports, number)  # all that writes to the staging memory
         self._lock = threading.Lock()

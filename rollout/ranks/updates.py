@@ -13,9 +13,7 @@ followers use them in their swap only. An update that is dropped before its swap
 """
 
 import bisect
-import functools
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -83,6 +81,7 @@ class RankUpdates(UpdateMemories):
         if on_device is not None:
             place = DeviceBacking(on_device, self._tell_relay, self._relay_answers)
             self._device = relay(place, on_device=True)
+        self._withdrawn = 0  # number of the last order to close what a publisher had offered
         self._last = 0  # number of the last update that followers were told of
         self._opened = self._prepared = 0  # numbers of its orders
 
@@ -162,6 +161,15 @@ class RankUpdates(UpdateMemories):
         """Have the followers open memory of the publisher, or none; returns the number of the order."""
         return self._orders().give("updates", "offer", transport, dict(options))
 
+    def withdraw_offer(self) -> None:
+        """Have the followers close it."""
+        self._withdrawn = self.offer("", {})
+
+    @property
+    def offer_open(self) -> bool:
+        """As `UpdateMemories.offer_open`."""
+        return not self._reports.done("updates", self._withdrawn) and not self._lost()
+
     def can_read(self, offer: int) -> bool | None:
         """Whether all followers can read what was offered; None: that is not known yet."""
         if not self._reports.done("updates", offer):
@@ -238,7 +246,7 @@ class GroupDestination(UpdateMemory):
         self._offered: tuple[str, Mapping[str, Any]] | None = None
         self._offer = 0  # number of the order to open it
         self._direct: bool | None = None  # whether the ranks can read it; None: that is not known yet
-        self._left: deque[tuple[int, int, int]] = deque()  # buckets that others read: rank, order, bytes
+        self._left: list[tuple[int, int, int]] = []  # buckets that others read: rank, order, bytes
 
     @property
     def dirty(self) -> bool:
@@ -292,11 +300,15 @@ class GroupDestination(UpdateMemory):
         self._left.append((rank, self._updates.order_read(index, start, end - start, check), end - start))
         return True
 
-    def wait_read(self) -> int:
-        """As `Destination.wait_read`. Raises `WeightsRejected` for a damaged bucket."""
+    def left_read(self) -> int | None:
+        """As `Destination.left_read`; waits a moment before it returns None."""
+        if self._left:
+            self._updates.check()
+            self._updates.check_alive()
+        if not all(self._updates.done(order, rank) for rank, order, _ in self._left):
+            time.sleep(_POLL_S)
+            return None
         nbytes = sum(nbytes for *_, nbytes in self._left)
-        for rank, order, _ in self._left:
-            self._wait(functools.partial(self._updates.done, order, rank))
         self._left.clear()
         self._updates.check()
         return nbytes
@@ -365,6 +377,5 @@ class GroupDestination(UpdateMemory):
         for relay in self._relays:
             relay.drop()
         super().abandon()
-        if self._offer:  # no rank has the publisher's memory open, which may be freed now
-            closed = self._updates.offer("", {})
-            self._wait(lambda: self._updates.can_read(closed) is not None)
+        if self._offer:
+            self._updates.withdraw_offer()

@@ -65,7 +65,7 @@ class UpdateMemory:
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
         return False
 
-    def wait_read(self) -> int:
+    def left_read(self) -> int | None:
         return 0
 
     def copied(self) -> bool:
@@ -106,6 +106,11 @@ class UpdateMemories:
     def busy(self) -> bool:
         """Whether the memory for the next update still holds one that may be read."""
         return self.staging.busy
+
+    @property
+    def offer_open(self) -> bool:
+        """Whether a rank may still have memory open that the publisher of a dropped update has offered."""
+        return False
 
     def cuts(self) -> Sequence[RankCuts] | None:
         """What each rank keeps of each tensor; None if there is one rank, or if that is not known."""

@@ -8,6 +8,7 @@
 the ready update from a deque (`take_ready`).
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -218,11 +219,10 @@ class WeightReceiver:
         with self._post_lock:
             self._ended = True
         self._run_commands()
-        self._intake.close()
-        for receiver in self.receivers.values():
-            receiver.close()
-        self._socket.close()
-        self._wake.close()
+        with contextlib.ExitStack() as closing:
+            for close in (self._wake.close, self._socket.close, *(each.close for each in self.receivers.values())):
+                closing.callback(close)
+            self._intake.close()
 
 
 class WeightSocket:

@@ -161,6 +161,7 @@ class UpdateIntake:
         self.current: ReceivedUpdate | None = None
         self.committed: tuple[StagedWeights | AdapterUpdate, PendingCommit] | None = None  # ready or being applied
         self.waiting: dict[str | None, tuple[Mapping[str, Any], Reply]] = {}  # begins, by adapter; None: the model's
+        self._ended: list[tuple[Reply, dict[str, Any]]] = []  # answers to aborts that wait
         self.failure: tuple[bytes, dict[str, Any]] | None = None  # token and error reply of the last rejected update
         self._parameters = targets.parameters
         self._destinations = targets.destinations
@@ -193,6 +194,8 @@ class UpdateIntake:
     def poll_ms(self) -> int | None:
         """How long the thread may wait for messages; None: without limit."""
         current = self.current
+        if self._ended:
+            return _BUSY_POLL_MS
         if current is None:
             if self.waiting and self.committed is None:
                 return _BUSY_POLL_MS
@@ -203,18 +206,19 @@ class UpdateIntake:
 
     def advance(self) -> bool:
         """Let each transport do a piece of work; true when there may be more. Raises `RolloutError`."""
-        incoming, its_receiver = None, None
+        incoming, its_receiver, busy = None, None, False
         if self.current is not None:
             incoming, its_receiver = self.current.incoming, self.current.begin.receiver
-            if incoming.open.is_set() and not self.current.destination.wait_for_room():
-                return True  # its data waits, which would wake this thread at once
-        busy = False
+            if incoming.open.is_set():
+                incoming.room = self.current.destination.wait_for_room()
+                busy = not incoming.room
         for receiver in self.receivers.values():
             busy |= receiver.advance(incoming if receiver is its_receiver else None)
         return busy
 
     def follow_up(self) -> None:
         """Make a complete update ready, begin one that waited, drop one without data. Raises `RolloutError`."""
+        self._answer_aborts()
         self._try_commit()
         self._retry_begin()
         self._drop_idle()
@@ -263,6 +267,8 @@ class UpdateIntake:
             reply(error_reply(ended()))
         if self.committed is not None:
             self.committed[1].reply(error_reply(ended()))
+        for reply, answer in self._ended:
+            reply(answer)
 
     # --- control messages --------------------------------------------------------------------------------------------
 
@@ -348,7 +354,7 @@ class UpdateIntake:
         incoming = IncomingUpdate(arrives, receiver.name, secrets.token_bytes(16), destination)
         try:
             grant = receiver.begin(incoming, begin.options)
-        except RolloutError:
+        except Exception:
             receiver.drop(incoming, None)
             raise
         self.current = ReceivedUpdate(begin, incoming, destination, begun_s)
@@ -422,12 +428,27 @@ class UpdateIntake:
         current.commit = PendingCommit(token, options, reply, current.incoming.transport, phases, now_s)
 
     def _abort(self, header: Mapping[str, Any], reply: Reply) -> None:
+        """Drop an update. The publisher may free its memory after the answer: so no rank has it open then."""
+        try:
+            self._drop_aborted(header)
+            answer: dict[str, Any] = {"op": "ok"}
+        except RolloutError as error:
+            answer = error_reply(error)
+        self._ended.append((reply, answer))
+        self._answer_aborts()
+
+    def _answer_aborts(self) -> None:
+        if not self._destinations.offer_open:
+            ended, self._ended = self._ended, []
+            for reply, answer in ended:
+                reply(answer)
+
+    def _drop_aborted(self, header: Mapping[str, Any]) -> None:
         token, newer = read_token(header["token"]), header.get("newer")
         if newer is not None and type(newer) is not int:
             raise BadRequest("newer must be the version of the update that follows", field="newer")
         if self.committed is not None and self.committed[1].token == token:
             if newer is not None and self._gives_way(newer) and self._replace(newer):
-                reply({"op": "ok"})
                 return
             raise WeightsRejected("the update is committed and will be applied; it is too late to abort it")
         if newer is not None:
@@ -437,7 +458,6 @@ class UpdateIntake:
         if self.current is None or self.current.incoming.token != token:
             raise NotFound("no update with this token is being received", field="token")
         self.reject(WeightsRejected("the publisher aborted this update"))
-        reply({"op": "ok"})
 
     def _status(self, header: Mapping[str, Any], reply: Reply) -> None:
         gate, current = self._gate, self.current

@@ -45,8 +45,8 @@ class Destination(Protocol):
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
         """Have the rank that keeps a bucket read it from the offered memory; false if this process is to take it."""
 
-    def wait_read(self) -> int:
-        """Return when all buckets that were left to their owners are read and verified; returns their bytes."""
+    def left_read(self) -> int | None:
+        """The bytes of the buckets that were left to their owners, once all are read and verified; None before that."""
 
 
 #: Takes bytes (uint8) at a place of the stream. Returns the event after which they are read, or None if they are.
@@ -75,8 +75,14 @@ class IncomingUpdate:
     token: bytes  # 16 random bytes that mark this update's data
     destination: Destination
     open: threading.Event = field(default_factory=threading.Event)  # set, between two rounds, once bytes may land
+    room: bool = True  # whether the destination has room for a piece
     arrived_bytes: int = 0
     last_data_s: float = field(default_factory=time.monotonic)  # time of the last data, on the monotonic clock
+
+    @property
+    def may_land(self) -> bool:
+        """Whether a piece may land in this round."""
+        return self.open.is_set() and self.room
 
     def memory(self, start: int, end: int) -> np.ndarray:
         """Host memory (uint8) for these bytes of the stream; `arrived` hands it over."""
@@ -91,6 +97,13 @@ class IncomingUpdate:
         """Count bytes that have arrived."""
         self.arrived_bytes += nbytes
         self.last_data_s = time.monotonic()
+
+    def others_read(self) -> bool:
+        """Whether all buckets that were left to their owners are read; then their bytes are counted."""
+        nbytes = self.destination.left_read()
+        if nbytes:
+            self.note(nbytes)
+        return nbytes is not None
 
     def summary(self) -> dict[str, Any]:
         """The update as `status` reports it."""
@@ -120,8 +133,8 @@ class TransportReceiver(ABC):
     def advance(self, incoming: IncomingUpdate | None) -> bool:
         """Do one piece of work; return true when there may be more to do at once.
 
-        `incoming` is None while this transport carries no update. Nothing may land before `incoming.open` is set, which
-        does not happen during a call: the receiver's thread sets it, between two rounds.
+        `incoming` is None while this transport carries no update. Bytes may land only if `incoming.may_land`, which the
+        receiver's thread sets between two rounds: one piece a call. Messages are read all the same.
         Raises `RolloutError` when the update cannot succeed.
         """
 

@@ -21,12 +21,13 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -57,6 +58,7 @@ _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say where the memory is
 _LIBRARY = re.compile(r"/\S*libcudart[^/\s]*\.so[^/\s]*")
 _OPTIONS = {"boot_id": str, "handles": list, "slot_bytes": int}
+_Memory = TypeVar("_Memory")
 
 
 class IpcMemory(Protocol):
@@ -211,6 +213,13 @@ def forget_last_error() -> None:
         ctypes.CDLL(path).cudaGetLastError()
 
 
+def release_each(release: Callable[[_Memory], object], memories: Iterable[_Memory]) -> None:
+    """Release all of them, also after one that fails; then raise its error."""
+    with contextlib.ExitStack() as releases:
+        for memory in memories:
+            releases.callback(release, memory)
+
+
 def _low_words(fingerprints: Sequence[torch.Tensor]) -> list[int]:
     """The lowest 32 bits of each; waits for everything on the current stream."""
     return [total & 0xFFFFFFFF for total in torch.stack(list(fingerprints)).tolist()] if fingerprints else []
@@ -260,10 +269,10 @@ class CudaIpcReceiver(TransportReceiver):
 
     def close(self) -> None:
         slots, self._slots, self._taken = self._slots, [], []
-        if slots and slots[0].is_cuda:
-            torch.cuda.current_stream(slots[0].device).synchronize()  # copies in progress read the slots
-        for slot in slots:
-            self._memory.close(slot)
+        with contextlib.ExitStack() as closing:
+            closing.callback(release_each, self._memory.close, slots)
+            if slots and slots[0].is_cuda:
+                torch.cuda.current_stream(slots[0].device).synchronize()  # copies in progress read the slots
 
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Begin to copy a bucket to its place."""
@@ -275,14 +284,14 @@ class CudaIpcReceiver(TransportReceiver):
         self._taken.append((index, check, fingerprint(data)))
         return False
 
-    def wait_copied(self, incoming: IncomingUpdate) -> None:
-        """Wait for the copies in progress. Raises `WeightsRejected` for a damaged bucket."""
+    def copied(self, incoming: IncomingUpdate) -> bool:
+        """Wait for the copies in progress; false while other ranks read. Raises `WeightsRejected` for damage."""
         taken, self._taken = self._taken, []
         for (index, check, _), found in zip(taken, _low_words([found for *_, found in taken]), strict=True):
             _check_bucket(index, found, check)
             start, end = incoming.manifest.bucket_span(index)
             incoming.note(end - start)
-        incoming.note(incoming.destination.wait_read())
+        return incoming.others_read()
 
 
 class OpenSlots:
@@ -319,8 +328,7 @@ class OpenSlots:
     def close(self) -> None:
         """Unmap them; all reads have run."""
         slots, self._slots = self._slots, []
-        for slot in slots:
-            slot.close()
+        release_each(lambda slot: slot.close(), slots)
 
 
 def _check_bucket(index: int, found: int, check: int) -> None:
@@ -399,12 +407,12 @@ class CudaIpcSender(TransportSender):
         """Free the slots of given-up workers, which have been told to abort. Free all if no worker used them."""
         if not self._used:
             self.close()
-        self._free(self._left)
-        self._left = []
+        left, self._left = self._left, []
+        self._free(left)
 
     def close(self) -> None:
-        self._free(self._left + self._slots)
-        self._left, self._slots = [], []
+        slots, self._left, self._slots = self._left + self._slots, [], []
+        self._free(slots)
 
     def pack(self, payload: Payload, indices: range, slots: int) -> list[tuple[int, memoryview | None]]:
         """Put buckets into their slots; returns a check of each, and None: their content is in the slots."""
@@ -428,6 +436,6 @@ class CudaIpcSender(TransportSender):
                 count = max(2, count // 2)
 
     def _free(self, slots: Sequence[torch.Tensor]) -> None:
-        for slot in slots:
+        if slots:
             assert self._memory is not None
-            self._memory.free(slot)
+            release_each(self._memory.free, slots)

@@ -97,7 +97,7 @@ class DiskReceiver(TransportReceiver):
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
         """Read one piece of one file."""
-        if incoming is None or not incoming.open.is_set() or (self._file is None and not self._todo):
+        if incoming is None or not incoming.may_land or (self._file is None and not self._todo):
             return False
         try:
             if self._file is None:

@@ -38,6 +38,11 @@ def fingerprint(data: torch.Tensor, first: int = 0) -> torch.Tensor:
     return total + data.numel()
 
 
+def prepare_fingerprints(device: torch.device) -> None:
+    """Compile the kernel now, not while rows decode."""
+    fingerprint(torch.zeros(4, dtype=torch.uint8, device=device))
+
+
 def _sum(words: torch.Tensor, first: int) -> torch.Tensor:
     """The sum over words (int32), the first of which has number `first`."""
     weights = torch.arange(min(len(words), _WORDS), device=words.device).mul_(2).add_(1).mul_(_K)

@@ -68,10 +68,9 @@ def _cuda_ipc_receiver(worker: WorkerSetup) -> TransportReceiver | None:
     if worker.device.type != "cuda":
         return None
     from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver
-    from trainer_bridge.transports.fingerprint import fingerprint
+    from trainer_bridge.transports.fingerprint import prepare_fingerprints
 
-    # Compiles the kernel now, not while rows decode.
-    fingerprint(torch.zeros(4, dtype=torch.uint8, device=worker.device))
+    prepare_fingerprints(worker.device)
     try:
         return CudaIpcReceiver(worker.buckets, CudaIpcMemory(worker.device))
     except OSError:  # the CUDA runtime library is missing; the other transports do not need it

@@ -113,9 +113,9 @@ class ShmReceiver(TransportReceiver):
         incoming.arrived(start, end)
         return True
 
-    def wait_copied(self, incoming: IncomingUpdate) -> None:
-        """Wait for the buckets that other ranks read."""
-        incoming.note(incoming.destination.wait_read())
+    def copied(self, incoming: IncomingUpdate) -> bool:
+        """Whether other ranks have read the buckets that were left to them."""
+        return incoming.others_read()
 
 
 class OpenSegment:

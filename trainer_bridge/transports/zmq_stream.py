@@ -51,10 +51,10 @@ class SharedBuckets(Protocol):
     """Copies buckets from shared memory to their destination. Raises `RolloutError` for a damaged one."""
 
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
-        """Copy one bucket; false if it is complete and verified only after `wait_copied`."""
+        """Copy one bucket; false if it is complete and verified only once `copied` is true."""
 
-    def wait_copied(self, incoming: IncomingUpdate) -> None:
-        """Wait for all copies in progress."""
+    def copied(self, incoming: IncomingUpdate) -> bool:
+        """Whether all buckets that were taken are copied and verified; may wait a moment."""
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class ZmqReceiver(TransportReceiver):
         """
         if incoming is None and self._shared is not None:
             return False
-        if incoming is not None and self._early and incoming.open.is_set():
+        if incoming is not None and self._early and incoming.may_land:
             self._take_bucket(incoming, *self._early.popleft())
             return True
         message = self._socket.receive()
@@ -128,7 +128,7 @@ class ZmqReceiver(TransportReceiver):
         token = BUCKET.unpack(frames[0])[1]
         if incoming is None or token != incoming.token:
             self._refuse_bucket(sender, token, incoming)
-        elif incoming.open.is_set():
+        elif incoming.may_land:
             self._take_bucket(incoming, sender, frames)
         elif len(self._early) < self._most_early:
             self._early.append(message)
@@ -139,6 +139,8 @@ class ZmqReceiver(TransportReceiver):
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """Verify that every bucket has arrived and is the one that was sent."""
         self._acknowledge(incoming)
+        if self._unacknowledged:
+            return False
         missing = [i for i, check in enumerate(self._checksums) if check is None]
         if missing:
             raise WeightsRejected(
@@ -173,11 +175,12 @@ class ZmqReceiver(TransportReceiver):
             self._unacknowledged.append(index)
 
     def _acknowledge(self, incoming: IncomingUpdate) -> bool:
-        """Acknowledge buckets from shared memory once they are copied; False if none is."""
+        """Acknowledge buckets from shared memory, if they are copied; False if there are none."""
         if not self._unacknowledged:
             return False
         assert self._shared is not None and self._sender is not None
-        self._shared.wait_copied(incoming)
+        if not self._shared.copied(incoming):
+            return True
         for index in self._unacknowledged:
             self._socket.send(self._sender, ACK.pack(ACK_MAGIC, incoming.token, index))
         self._unacknowledged = []

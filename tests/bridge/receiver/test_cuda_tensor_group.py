@@ -8,15 +8,19 @@ import pytest
 import torch
 
 from rollout.models.cut import Cut, CutView
-from rollout.weights.parameter_map import ManifestFit
+from rollout.ranks.follower_updates import FollowerUpdates
+from rollout.ranks.reports import RankReports
+from rollout.ranks.ring import SharedMemory
+from rollout.weights.parameter_map import ManifestFit, ParameterMap
 from rollout.weights.pinned_memory import PinnedMemory
 from rollout.weights.staging import WeightStaging
 from tests.support.bridge.harness import TinyModel, new_tensors
-from tests.support.bridge.tensor_group import GroupWorker
+from tests.support.bridge.tensor_group import GroupWorker, TinyShard
 from tests.support.worker.harness import check, launch, tensors
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.triton_fingerprint import _fingerprint_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -76,6 +80,15 @@ def test_large_tensors_are_cut_on_their_way(staging: str, source: str) -> None:
             kept_part = view.kept_part if isinstance(view, CutView) else view
             assert torch.equal(kept_part, part), name
             kept_part.zero_()
+
+
+def test_a_follower_compiles_the_check_of_buckets_at_its_start() -> None:
+    _fingerprint_kernel.device_caches.clear()
+    views = TinyShard(1, 2, device="cuda").views
+    pieces, manifest = (SharedMemory.create(name, 1 << 12) for name in ("pieces", "manifest"))
+    reports = RankReports(SharedMemory.create("lines", RankReports.line_bytes()), 1)
+    FollowerUpdates(ParameterMap(views), WeightStaging(views, shard=True), pieces, manifest, reports, 0)
+    assert _fingerprint_kernel.device_caches
 
 
 def test_memory_is_pinned_until_it_is_collected_and_a_refusal_is_no_error_of_later_kernels() -> None:

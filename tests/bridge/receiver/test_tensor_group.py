@@ -375,6 +375,28 @@ def test_no_byte_of_the_next_update_comes_while_a_rank_still_copies_the_one_befo
     assert late.commit()["op"] == "ok" and group.serve(tensors_of(2))
 
 
+@pytest.mark.parametrize("transport", ["shm", "cuda_ipc"])
+def test_a_hung_rank_delays_the_answer_to_an_abort_and_no_other_one(tmp_path: Path, transport: str) -> None:
+    """It may have the publisher's memory open, which is freed after that answer. The receiver's thread goes on."""
+    peers = [FileMemory(tmp_path) for _ in range(2)]
+    with GroupWorker(2, shared=tmp_path, peers=peers) as worker:
+        publisher = WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=SMALL)
+        share_from(publisher, tmp_path)
+        for version in (1, 2, 3):  # after the first one, each rank reads its part
+            publisher.publish(middle := tensors_of(version), version).applied(60)
+        worker.reading.clear()
+        publisher.publish(tensors_of(4), 4)
+        wait_for(lambda: worker.status()["state"] == "receiving", "the begin")
+        publisher.close()  # it waits a second for the answer
+        wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
+        late = worker.ask(action="abort", token="0" * 32)
+        assert worker.status()["version"] == 3 and late.empty()
+        worker.reading.set()
+        assert late.get(timeout=60)["code"] == "not_found"
+        assert worker.serve(middle) and peers[1].readers == (transport == "cuda_ipc"), "of the relay alone"
+        assert worker.serve(good(worker, transport, tmp_path, 5))
+
+
 @pytest.mark.parametrize("transport", ["shm", *nightly("zmq", "nccl", "cuda_ipc", "disk")])
 @pytest.mark.parametrize(
     ("phase", "fault"),

@@ -27,7 +27,7 @@ from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports import bucket_link, cuda_ipc
 from trainer_bridge.transports.base import IncomingUpdate, Recipient, TransferRules
 from trainer_bridge.transports.bucket_link import ACK, BUCKET, REFUSAL_MAGIC, SHARED_MAGIC, send_buckets
-from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver, CudaIpcSender
+from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver, CudaIpcSender, OpenSlots
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.zmq_stream import ZmqReceiver
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
@@ -227,9 +227,9 @@ def test_buckets_are_acknowledged_once_they_have_settled_and_not_before() -> Non
             taken.append(index)
             return super().take(incoming, index, check)
 
-        def wait_copied(self, incoming: IncomingUpdate) -> None:
+        def copied(self, incoming: IncomingUpdate) -> bool:
             waits.append(len(taken))
-            super().wait_copied(incoming)
+            return super().copied(incoming)
 
     with ByHand(receiver_type=Noted) as hand:
         checksums = hand.pack(range(3))
@@ -309,6 +309,52 @@ def test_slots_are_closed_when_copies_out_of_them_have_run_though_taking_one_fai
             hand.announce(0, check)  # its copy is on the stream
         hand.receiver.drop(hand.incoming, WeightsRejected("it failed"))
         assert events == ["wait"] + ["close"] * 16
+
+
+class FailsOnce(HostMemory):
+    """Once `broken`, one slot of all can be neither closed nor freed."""
+
+    broken = False
+
+    def close(self, memory: torch.Tensor) -> None:
+        super().close(memory)
+        self._fail()
+
+    def free(self, memory: torch.Tensor) -> None:
+        super().free(memory)
+        self._fail()
+
+    def reader(self, handle: bytes, nbytes: int) -> Any:
+        driver, memory = self, self.open(handle, nbytes)
+
+        class Reader:
+            def close(self) -> None:
+                driver.close(memory)
+
+        return Reader()
+
+    def _fail(self) -> None:
+        failed, self.broken = self.broken, False
+        if failed:
+            raise OSError(1, "cudaErrorInvalidValue")
+
+
+def test_a_slot_that_cannot_be_closed_or_freed_keeps_no_other_one() -> None:
+    memory = FailsOnce()
+    with ByHand(memory) as hand:
+        count = memory.opened
+        slots = OpenSlots(hand.sender.prepare(hand.payload), torch.device("cpu"), memory)
+        assert memory.opened == 2 * count
+        for close in (slots.close, hand.receiver.close):
+            memory.broken = True
+            with pytest.raises(OSError, match="InvalidValue"):
+                close()
+            close()  # closes nothing twice
+        assert memory.opened == 0 and len(memory.allocated) == count
+        memory.broken = True
+        with pytest.raises(OSError, match="InvalidValue"):
+            hand.sender.close()
+        assert memory.allocated == {}
 
 
 def test_a_damaged_bucket_leaves_a_worker_in_place_stale_until_a_whole_update() -> None:

@@ -40,7 +40,7 @@ class FilesReceiver(TransportReceiver):
         return {}
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
-        if incoming is None or not incoming.open.is_set():
+        if incoming is None or not incoming.may_land:
             return False
         index = len(self._checksums)
         file = self._folder / str(index)

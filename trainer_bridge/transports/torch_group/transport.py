@@ -141,7 +141,7 @@ class TorchGroupReceiver(TransportReceiver):
         for task in [task for task in self._tasks if task.over.is_set()]:
             self._tasks.remove(task)
             task.then(task.result, task.error)
-        if incoming is None or not incoming.open.is_set() or self._at[0] == len(self._data):
+        if incoming is None or not incoming.may_land or self._at[0] == len(self._data):
             return False
         index, start = self._at
         entry, data = incoming.manifest.tensors[index], self._data[index]
