@@ -136,6 +136,12 @@ class WeightFormatSettings(SettingsSection):
         description="format of projections and experts; bf16: model.dtype; the others: e4m3 with a scale for 128 x "
         "128, an output, or 32 inputs; auto: the checkpoint's",
     )
+    fp8_activations_from: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of a step from which on activations of attention and MLP products are rounded to e4m3, "
+        "with a scale for 128; needs weights in fp8_block and a Hopper GPU; none: never",
+    )
 
     @property
     def weight_format(self) -> Literal["auto", "plain", "fp8_block", "fp8_row", "mxfp8"]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from queue import SimpleQueue
 
 import torch
+from rollout_kernels.common.device import is_hopper
 from rollout_kernels.linear.coded import CodedMatrix
 
 from rollout.config import EngineSettings, Settings
@@ -194,6 +195,7 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
                 f"{model.spec.architecture} has layers whose states cannot follow drafts: set speculation = off"
             )
         _check_format(engine, model)
+        _check_activations(engine, model)
         _check_deterministic(engine, model)
     else:
         _check_fallback(engine, model.spec.architecture, model.spec.way.attention == "gathered")
@@ -207,6 +209,7 @@ def _check_fallback(engine: EngineSettings, architecture: str, gathered: bool) -
         "deterministic = false": engine.deterministic,
         "speculation = off": engine.speculation != "off",
         "weight_dtype = auto": engine.weight_format not in ("auto", "plain"),
+        "fp8_activations_from = none": engine.fp8_activations_from is not None,
     }
     if wrong := [setting for setting, is_asked in asked.items() if is_asked]:
         raise ValueError(
@@ -227,6 +230,21 @@ def _check_format(engine: EngineSettings, model: Decoder) -> None:
             f"weight_dtype = {model.format}, and the fused kernels don't run {model.spec.architecture} in "
             f"{model.embed.dtype} with the biases of this checkpoint: use weight_dtype = bf16, or bfloat16"
         )
+
+
+def _check_activations(engine: EngineSettings, model: Decoder) -> None:
+    """Raise ValueError if activations are to be codes, and no kernel multiplies these."""
+    if engine.fp8_activations_from is None:
+        return
+    reason = None
+    if model.format != "fp8_block":
+        reason = "needs weight_dtype = fp8_block"
+    elif engine.deterministic:
+        reason = "and deterministic exclude each other: the result of a token would depend on its step"
+    elif not supports(model) or not is_hopper(model.embed.device):
+        reason = f"needs a Hopper GPU and a model that the fused kernels run; here is {model.embed.device.type}"
+    if reason is not None:
+        raise ValueError(f"fp8_activations_from {reason}; unset it, or change that")
 
 
 def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:

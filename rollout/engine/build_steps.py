@@ -136,7 +136,7 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
     settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
     context = context_limit(settings.engine, model)
     kv = memory.kv or allocate_kv(model, _LEAST_PAGES, engine, memory.states)
-    forward = make_forward(model, engine.deterministic)
+    forward = make_forward(model, engine.deterministic, engine.fp8_activations_from)
     step = DeviceStep(model, forward, kv, rows, engine.deterministic, _shares_pages(site), memory.features)
     captured = engine.cuda_graphs and capturable(model)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else 0

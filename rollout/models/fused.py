@@ -15,6 +15,9 @@ residual stream they come in parts, float32 where there are several. The other p
 residual stream at once (`ADDED_FROM`); codes are decoded for them first. On Hopper the gated product of many tokens is
 our own again (`GATED`). The residual stream is kept in the model's dtype.
 
+From `codes_from` tokens on, activations that meet codes of blocks are rounded to codes, too, and the tensor cores
+multiply these (`triton_code_rows`).
+
 A step with adapters has a small kernel beside each product, and the activation is then a kernel of its own: the kernel
 that reads a product adds its correction. With many tokens, before experts, or where queries and keys are normalised all
 heads together, products are corrected in place. Where such heads belong to several ranks, the operations between the
@@ -32,7 +35,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from rollout_kernels.linear.coded import CodedMatrix
-from rollout_kernels.linear.products import dense
+from rollout_kernels.linear.products import dense, product_of_codes
 from rollout_kernels.linear.table import Config, Kind, last_rows, linear_config
 from rollout_kernels.linear.triton_linear import gated_linear, linear, linear_parts
 from rollout_kernels.lora import Correction
@@ -145,22 +148,31 @@ class FormattedProduct(NamedTuple):
     product: KernelProduct
     format: Format
     by_kernels: bool
+    takes_codes: bool
 
 
 def _formatted(module: Linear, kind: Kind, dtype: torch.dtype) -> FormattedProduct:
     stored = module.stored
     by_kernels = not isinstance(stored, CodedMatrix) or stored.kernels_take(dtype)
-    return FormattedProduct(kernel_product(module.spec, kind), module.format, by_kernels)
+    takes_codes = isinstance(stored, CodedMatrix) and stored.takes_codes
+    return FormattedProduct(kernel_product(module.spec, kind), module.format, by_kernels, takes_codes)
 
 
 class FusedDecoder:
     """Runs steps of a `Decoder` with the fused kernels; shares its parameters and stands in for it.
 
     With `deterministic` a token's results do not depend on the step that it is in; see `rollout.models.deterministic`.
-    Experts choose their kernels by `plans`.
+    Experts choose their kernels by `plans`. `codes_from` is the least number of tokens whose activations are rounded to
+    codes where weights are codes of blocks; none: they never are.
     """
 
-    def __init__(self, model: Decoder, deterministic: bool = False, plans: ExpertPlans = PLANS) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        deterministic: bool = False,
+        plans: ExpertPlans = PLANS,
+        codes_from: int | None = None,
+    ) -> None:
         architecture, inputs = model.spec.architecture, model.spec.token_inputs
         if inputs or not all(layer.mixer and layer.feed_forward and not layer.factor for layer in model.spec.layers):
             raise ValueError(
@@ -171,7 +183,7 @@ class FusedDecoder:
             if not model.group.one_order:
                 raise ValueError(f"deterministic is not possible with {model.group.size} GPUs a worker: use one or two")
         self._model = model
-        self._deterministic = deterministic
+        self._deterministic, self._codes_from = deterministic, codes_from
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
         dtype, layers = model.embed.dtype, [cast(DecoderLayer, layer) for layer in model.layers]
         mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec)}
@@ -200,6 +212,7 @@ class FusedDecoder:
         self._kinds = tuple(dict.fromkeys(self._products.values()))
         # Parts of the step that is being launched:
         self._configs: dict[FormattedProduct, Config | None] = {}
+        self._codes = False  # whether activations become codes
         self._tiles: PaddedGroups | None = None  # tiles of its rows, if our own kernel runs the gated products
 
     @torch.inference_mode()
@@ -240,7 +253,8 @@ class FusedDecoder:
         A step of a size between two of these may compile a kernel while serving, unless the next larger one ran before.
         """
         gated = {GATED.start - 1, GATED.stop - 1} if self._gates else set()
-        return sorted({*last_rows(), ADDED_FROM - 1, *gated, *([] if self._experts is None else self._experts.sizes())})
+        own = {ADDED_FROM - 1} if self._codes_from is None else {ADDED_FROM - 1, max(1, self._codes_from - 1)}
+        return sorted({*last_rows(), *own, *gated, *([] if self._experts is None else self._experts.sizes())})
 
     def take_chosen(self) -> list[torch.Tensor]:
         """Experts of each sparse layer, int32 [T, K], of the step that was just captured; a replay writes them anew."""
@@ -267,8 +281,12 @@ class FusedDecoder:
 
     def _begin(self, tokens: int) -> None:
         """Choose how `tokens` tokens are computed, from here on."""
+        self._codes = self._codes_from is not None and tokens >= self._codes_from
+        how = tokens, self._deterministic
         self._configs = {
-            kind: linear_config(*kind.product, tokens, self._deterministic, kind.format) if kind.by_kernels else None
+            kind: linear_config(*kind.product, *how, kind.format, self._codes and kind.takes_codes)
+            if kind.by_kernels
+            else None
             for kind in self._kinds
         }
         device = self._model.embed.device
@@ -367,6 +385,14 @@ class FusedDecoder:
             return all_reduce_rows(parts_STH, peers, dtype)[None]
         return group.all_reduce(sum_of_parts(parts_STH, dtype))[None]
 
+    def _many(self, x_TK: torch.Tensor, module: Linear) -> torch.Tensor:
+        """`x W^T`, [T, N], where no kernel of ours was chosen."""
+        weight = module.stored
+        if self._codes and self._products[module].takes_codes:
+            assert isinstance(weight, CodedMatrix)
+            return product_of_codes(x_TK, weight)
+        return F.linear(x_TK, dense(weight, x_TK.dtype))
+
     def _product(
         self,
         name: Product,
@@ -381,7 +407,7 @@ class FusedDecoder:
         beside = later and not module.partial and adapters is not None and _adds_later(adapters, layer, name)
         weight = module.stored
         if config is None:
-            parts = F.linear(x_TK, dense(weight, x_TK.dtype))[None]
+            parts = self._many(x_TK, module)[None]
         else:
             parts = linear_parts(x_TK, weight, config, beside)
         return Unsummed(parts, _correct(adapters, layer, name, parts[0], x_TK, beside), module.partial)
@@ -405,7 +431,8 @@ class FusedDecoder:
         else:
             assert isinstance(layer.feed_forward, DenseFeedForward)
             block, module, norms = layer.feed_forward, layer.feed_forward.down_proj, layer.feed_forward_norms
-        cublas = self._configs[self._products[module]] is None
+        product = self._products[module]
+        cublas = self._configs[product] is None and not (self._codes and product.takes_codes)
         plain = norms.after is None and layer.spec.residual_scale == 1.0
         if cublas and plain and adapters is None and len(x_TK) >= ADDED_FROM and not module.partial:
             if module.bias is not None:
@@ -428,17 +455,18 @@ class FusedDecoder:
         if adapters is not None:  # they correct the input of the activation, so it cannot be a part of the product
             beside = _adds_later(adapters, block.layer, "gate_up")
             if config is None:
-                gate_up = F.linear(x_TH, dense(weights, x_TH.dtype))
+                gate_up = self._many(x_TH, block.gate_up_proj)
             else:
                 gate_up = linear(x_TH, weights, config, beside=beside)
             correction = _correct(adapters, block.layer, "gate_up", gate_up, x_TH, beside)
             return gated(gate_up, correction, activation)
         if config is not None:
             return gated_linear(x_TH, weights, config, activation)
-        weight_2IH = dense(weights, x_TH.dtype)
-        if self._tiles is not None and _gates_many(block.spec, x_TH.device, x_TH.dtype):
+        codes = self._codes and self._products[block.gate_up_proj].takes_codes
+        if self._tiles is not None and not codes and _gates_many(block.spec, x_TH.device, x_TH.dtype):
+            weight_2IH = dense(weights, x_TH.dtype)
             return gluon_experts.dense(x_TH, self._tiles, weight_2IH, silu=True, at_once=8)
-        return gated(F.linear(x_TH, weight_2IH), None, activation)
+        return gated(self._many(x_TH, block.gate_up_proj), None, activation)
 
     def _queries(self, attention: Attention, x_TH: torch.Tensor, context: StepContext) -> Queries:
         """Queries of the attention block and their gates; writes this layer's keys and values."""

@@ -9,6 +9,7 @@ it is given the values that the codes stand for:
 
     float32    the error of the format alone
     bfloat16   with activations in bf16, as a worker computes; the row `bf16` is a worker without codes
+    codes      with activations in bf16, rounded to codes before coded products, as with `fp8_activations_from = 1`
 
 Log-probs are those of the next token of the text. The ratio is exp(log-prob - reference): the importance weight of a
 token that a worker drew and a trainer in float32 scores.
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rollout_kernels.linear.coded import rounded_rows
 from rollout_kernels.moe.formats import Format
 
 from rollout.config import ModelSettings
 from rollout.models import AttentionBatch, Decoder, KVCache, PromptChunk, load_model
 from rollout.models.coded import CodedView
+from rollout.models.layers import Linear
 from scripts.bench.output import write_results
 from scripts.bench.shapes import model_config
 
@@ -57,6 +60,20 @@ def decode_into(plain: Decoder, coded: Decoder) -> Decoder:
             if isinstance(view, CodedView):
                 views[name].copy_(view.decoded_values())
     return plain
+
+
+def round_inputs(plain: Decoder, coded: Decoder) -> Decoder:
+    """Make a plain model round the activations of the products that are codes in another one; returns it."""
+    for name, module in coded.named_modules():
+        if isinstance(module, Linear) and module.format != "plain":
+            _round_inputs_of(plain.get_submodule(name))  # type: ignore[arg-type]
+    return plain
+
+
+def _round_inputs_of(linear: Linear) -> None:
+    product, add_to = linear.product, linear.add_to
+    linear.product = lambda x_TK: product(rounded_rows(x_TK))  # type: ignore[method-assign]
+    linear.add_to = lambda residual_TN, x_TK: add_to(residual_TN, rounded_rows(x_TK))  # type: ignore[method-assign]
 
 
 @torch.inference_mode()
@@ -113,7 +130,7 @@ def measure(
     """A row for each format and dtype."""
     exact = load(folder, "float32", "plain", random, device)
     exact_TH = hidden_states(exact, tokens, length)
-    cases: list[tuple[Format, str]] = [("plain", "bfloat16")]
+    cases: list[tuple[Format, str]] = [("plain", "bfloat16"), ("fp8_block", "codes")]
     cases += [(format, dtype) for dtype in ("float32", "bfloat16") for format in _FORMATS]
     for format, dtype in cases:
         try:
@@ -121,7 +138,9 @@ def measure(
         except ValueError as error:
             print(f"{format}: {error}", flush=True)
             continue
-        model = decode_into(load(folder, dtype, "plain", random, device), coded)
+        model = decode_into(load(folder, "bfloat16" if dtype == "codes" else dtype, "plain", random, device), coded)
+        if dtype == "codes":
+            round_inputs(model, coded)
         del coded
         figures = compare(model, hidden_states(model, tokens, length), exact, exact_TH, tokens, length)
         yield {"format": "bf16" if format == "plain" else format, "computed_in": dtype, **figures}

@@ -18,6 +18,22 @@ from tests.support.engine.offloading import counts, offloading, submit_six
 FORMATS = ["fp8_row", "fp8_block"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"weight_dtype": "bf16"}, "weight_dtype = fp8_block"),
+        ({"weight_dtype": "fp8_block", "deterministic": True}, "exclude each other"),
+        ({"weight_dtype": "fp8_block"}, "Hopper"),
+    ],
+)
+def test_activations_become_codes_only_where_kernels_multiply_them(changes, reason, folders):
+    settings = ModelSettings(path=str(folders[0]), dtype="float32")
+    format = "plain" if changes["weight_dtype"] == "bf16" else changes["weight_dtype"]
+    model = load_model(settings, torch.device("cpu"), weights=format).model
+    with pytest.raises(ValueError, match=reason):
+        Bench(model, fp8_activations_from=64, **changes)
+
+
 @pytest.fixture(scope="module", params=FORMATS)
 def pair(request, folders):
     """A model with codes, its settings, and a plain model with the weights of these codes."""

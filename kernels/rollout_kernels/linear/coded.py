@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout_kernels.moe.formats import BLOCK, SCALE_BLOCKS, ExpertWeights, Format, scale_shape
-from rollout_kernels.moe.quantize import quantize_to
+from rollout_kernels.moe.quantize import quantize, quantize_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,11 @@ class CodedMatrix:
         """Whether the kernels multiply these weights with activations of `dtype`."""
         return self.in_step and not (self.format == "mxfp8" and dtype == torch.float16)
 
+    @property
+    def takes_codes(self) -> bool:
+        """Whether they can be multiplied with activations that are codes, too (`triton_code_rows`)."""
+        return self.format == "fp8_block" and self.in_step and self.inputs % BLOCK == 0
+
     def parts(self) -> Iterator[ExpertWeights]:
         """Each module by itself, [1, N of the module, K], as a view."""
         rows, scale_rows = 0, 0
@@ -80,6 +85,11 @@ Weights = torch.Tensor | CodedMatrix
 def stored(weights: Weights) -> torch.Tensor:
     """The matrix [N, K] that is in memory: the weights themselves, or their codes."""
     return weights.codes_NK if isinstance(weights, CodedMatrix) else weights
+
+
+def rounded_rows(x_MK: torch.Tensor) -> torch.Tensor:
+    """Activations rounded to codes with a scale for 128 neighbours, in their own dtype: twin of `triton_code_rows`."""
+    return quantize(x_MK[:, None], "fp8_block").dequantized(torch.float32)[:, 0].to(x_MK.dtype)
 
 
 def scales_shape(widths: Sequence[int], inputs: int, format: Format) -> tuple[int, ...]:

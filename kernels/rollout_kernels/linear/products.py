@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels.linear.coded import Weights
+from rollout_kernels.common.device import is_hopper
+from rollout_kernels.linear.coded import CodedMatrix, Weights, rounded_rows
 
 
 def dense(weights: Weights, dtype: torch.dtype) -> torch.Tensor:
@@ -30,6 +31,18 @@ def product(x_MK: torch.Tensor, weights: Weights, bias: torch.Tensor | None = No
     if by_kernel is None:
         return F.linear(x_MK, dense(weights, x_MK.dtype), bias)
     return by_kernel if bias is None else by_kernel + bias
+
+
+def product_of_codes(x_MK: torch.Tensor, weights: CodedMatrix) -> torch.Tensor:
+    """`x @ w.T`, [M, N], with activations rounded to codes: of many tokens. `weights.takes_codes` must be true.
+
+    On Hopper the tensor cores multiply codes; elsewhere torch multiplies what they stand for.
+    """
+    if is_hopper(x_MK.device) and x_MK.dtype == torch.bfloat16 and weights.inputs % 512 == 0:
+        from rollout_kernels.linear.triton_code_rows import scaled_product
+
+        return scaled_product(x_MK, weights)
+    return F.linear(rounded_rows(x_MK), dense(weights, x_MK.dtype))
 
 
 def add_product(

@@ -3,11 +3,12 @@
 Qwen3 was measured on an H200, Qwen3.5 on an H100.
 
 An entry is a list of bands: a number of rows, and the configuration for products with up to that many rows. Above the
-last band cuBLAS computes the product. There are three columns:
+last band cuBLAS computes the product. There are four columns:
 
     fast           for each band the configuration with which whole decode steps were fastest: `triton_gemv` for one
                    row, otherwise tiles, mostly streamed (`gluon_linear`)
     coded          as fast, for weights that are codes
+    both coded     as fast, where activations are codes, too
     deterministic  all configurations of an entry split K in the same way, so the order in which the products of a row
                    are added does not depend on the batch
 
@@ -51,10 +52,10 @@ def _streamed(split: int, *bands: tuple[int, int, int, int, int], stagger: bool 
     )
 
 
-def _streamed_codes(*bands: tuple[int, int, int, int, int, int], stagger: bool = False) -> Bands:
+def _streamed_codes(*bands: tuple[int, int, int, int, int, int], stagger: bool = False, both: bool = False) -> Bands:
     """Streamed bands of codes: rows, BLOCK_N, split, warps, stages, programs."""
     return tuple(
-        (rows, LinearConfig(n, 128, split, warps, stages, programs, True, stagger))
+        (rows, LinearConfig(n, 128, split, warps, stages, programs, True, stagger, both))
         for rows, n, split, warps, stages, programs in bands
     )
 
@@ -145,6 +146,8 @@ CODED: dict[tuple[int, int, Kind], Bands] = {
         *_streamed_codes((64, 128, 8, 4, 3, 264), (MOST_ROWS, 128, 4, 8, 4, 132)),
     ),
 }
+#: `fp8_block`, and activations as codes, measured on an H200.
+BOTH_CODED: dict[tuple[int, int, Kind], Bands] = {}
 DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): _pipelined(1),
@@ -166,7 +169,13 @@ DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
 
 
 def linear_config(
-    outputs: int, inputs: int, kind: Kind, rows: int, deterministic: bool = False, format: Format = "plain"
+    outputs: int,
+    inputs: int,
+    kind: Kind,
+    rows: int,
+    deterministic: bool = False,
+    format: Format = "plain",
+    codes: bool = False,
 ) -> Config | None:
     """The configuration for a product with weights [outputs, inputs] and `rows` rows, or None to use cuBLAS.
 
@@ -180,8 +189,12 @@ def linear_config(
         rows: tokens of the product.
         deterministic: use the deterministic column.
         format: of the weights. Sums of `fp8_block` depend on the inputs of a tile, too.
+        codes: activations are codes, too; weights are then in `fp8_block`.
     """
     shape = (outputs, inputs, kind)
+    if codes:
+        bands = BOTH_CODED.get(shape) or _other_both_coded(*shape)
+        return next((config for most, config in bands if rows <= most), None)
     if format != "plain" and not deterministic:
         measured = CODED.get(shape) if format == "fp8_block" else None
         bands = measured or _other_coded(*shape, streamed=format != "mxfp8")
@@ -211,9 +224,16 @@ def _other_coded(outputs: int, inputs: int, kind: Kind, streamed: bool) -> Bands
     return *_alone_coded(inputs, kind), *few, *many
 
 
-def _fullest_split(outputs: int, inputs: int, kind: Kind) -> int:
-    """The least split of K that leaves the fewest of three places on a multiprocessor without an item."""
-    tiles, programs = -(-outputs // 64), 3 * _PROGRAMS
+def _other_both_coded(outputs: int, inputs: int, kind: Kind) -> Bands:
+    """As `_other_coded`, for activations that are codes, too."""
+    few, many = (_fullest_split(outputs, inputs, kind, places) for places in (3, 2))
+    sizes = (64, 64, few, 4, 4, 3 * _PROGRAMS), (MOST_ROWS, 64, many, 8, 4, 2 * _PROGRAMS)
+    return _streamed_codes(*sizes, stagger=kind == "silu", both=True)
+
+
+def _fullest_split(outputs: int, inputs: int, kind: Kind, places: int = 3) -> int:
+    """The least split of K that leaves the fewest places on a multiprocessor without an item."""
+    tiles, programs = -(-outputs // 64), places * _PROGRAMS
 
     def filled(split: int) -> float:
         items = tiles * split

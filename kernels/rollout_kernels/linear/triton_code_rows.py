@@ -12,11 +12,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_fp8 import e4m3_code
 from rollout_kernels.common.triton_math import follow_options, let_next_begin, wait_for_last
+from rollout_kernels.linear.coded import CodedMatrix
 from rollout_kernels.moe.formats import BLOCK
 
 _PADDING = 16
@@ -72,3 +74,14 @@ def code_rows(x_MK: torch.Tensor) -> CodedRows:
         **follow_options(x_MK.device),
     )
     return CodedRows(codes_MK.view(torch.float8_e4m3fn), scales_BM, rows)
+
+
+def scaled_product(x_MK: torch.Tensor, weights: CodedMatrix) -> torch.Tensor:
+    """`x @ w.T` by cuBLAS, bf16 [M, N], with activations rounded to codes; K is a multiple of 512."""
+    rows = code_rows(x_MK)
+    blocks = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    codes_KN = weights.codes_NK.view(torch.float8_e4m3fn).T
+    out = F.scaled_mm(
+        rows.codes_MK, codes_KN, rows.scales_BM.T, blocks[0], weights.scales.T, blocks[1], output_dtype=x_MK.dtype
+    )
+    return out[: rows.rows]

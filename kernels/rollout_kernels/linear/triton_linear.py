@@ -31,7 +31,7 @@ import triton.language as tl
 from rollout_kernels.common.triton_coded_tiles import tile_operand
 from rollout_kernels.common.triton_math import Activation, activated, dot, follow, follow_options, narrow
 from rollout_kernels.linear import gluon_linear, triton_gemv
-from rollout_kernels.linear.coded import CodedMatrix, Weights, stored
+from rollout_kernels.linear.coded import CodedMatrix, Weights, rounded_rows, stored
 from rollout_kernels.linear.triton_gemv import GemvConfig
 
 #: Shared memory of a Hopper multiprocessor that programs may use, in bytes, and the multiprocessors of an H200.
@@ -249,6 +249,7 @@ def multiply_into(
             gluon_linear.stream(x_MK, weights, out, outputs, *shape, activation, beside, config.stagger, config.codes)
             return
         config = replace(config, block_n=config.block_n & -config.block_n)  # `_linear_kernel` needs a power of two
+        x_MK = rounded_rows(x_MK) if config.codes else x_MK
     outputs_a_tile = config.block_n if activation is None else config.block_n // 2
     tiles = triton.cdiv(outputs, outputs_a_tile)
     items = tiles * config.split

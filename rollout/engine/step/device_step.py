@@ -40,12 +40,14 @@ Outputs = Mapping[str, Any]
 _NO_OUTPUTS: Outputs = {}
 
 
-def make_forward(model: LanguageModel, deterministic: bool) -> LanguageModel | FusedDecoder:
+def make_forward(
+    model: LanguageModel, deterministic: bool, codes_from: int | None = None
+) -> LanguageModel | FusedDecoder:
     """The executor of a model's forwards: the fused kernels if they support it, else the model itself."""
     if not isinstance(model, Decoder):
         return model
     if supports(model):
-        return FusedDecoder(model, deterministic)
+        return FusedDecoder(model, deterministic, codes_from=codes_from)
     if model.embed.is_cuda:
         log.warning("%s runs by torch and not by the fused kernels: %s", model.spec.architecture, obstacle(model))
     return model

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_kernels.linear import gluon_linear, triton_gemv, triton_half_rows, triton_linear
+from rollout_kernels.linear import gluon_linear, triton_code_rows, triton_gemv, triton_half_rows, triton_linear
 from rollout_kernels.linear.coded import CodedMatrix, Weights, scales_shape
 from rollout_kernels.linear.table import DETERMINISTIC, FAST, MOST_ROWS, last_rows, linear_config
 
@@ -33,6 +33,8 @@ def launched(monkeypatch) -> list[Any]:
         (triton_linear, "_linear_kernel"),
         (gluon_linear, "_stream_kernel"),
         (gluon_linear, "_coded_kernel"),
+        (gluon_linear, "_block_kernel"),
+        (triton_code_rows, "_code_rows_kernel"),
         (triton_half_rows, "_half_rows_kernel"),
         (triton_gemv, "_gemv_kernel"),
     ):
@@ -52,20 +54,30 @@ def test_rows_up_to_a_size_take_the_kernel_of_that_size(shape, adapted, determin
     check_sizes(shape, w, silu, deterministic, launched)
 
 
+@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[2] != "whole"], ids=str)
-def test_so_do_products_of_codes(shape, launched):
+def test_so_do_products_of_codes(shape, both, launched):
+    """Where activations are codes, too, a product whose inputs are no whole blocks has no kernel."""
     outputs, inputs, kind = shape
     scales = torch.empty(scales_shape((outputs,), inputs, "fp8_block"), device="meta")
     codes = CodedMatrix(torch.empty(outputs, inputs, dtype=torch.uint8, device="meta"), scales, "fp8_block", (outputs,))
-    check_sizes(shape, codes, kind == "silu", False, launched)
+    if not both or codes.takes_codes:
+        check_sizes(shape, codes, kind == "silu", False, launched, both)
 
 
-def check_sizes(shape: tuple[int, int, Any], w: Weights, silu: bool, deterministic: bool, launched: list[Any]) -> None:
+def check_sizes(
+    shape: tuple[int, int, Any],
+    w: Weights,
+    silu: bool,
+    deterministic: bool,
+    launched: list[Any],
+    both: bool = False,
+) -> None:
     outputs, inputs, kind = shape
     format = w.format if isinstance(w, CodedMatrix) else "plain"
 
     def kernel(rows: int) -> Any:
-        config = linear_config(*shape, rows, deterministic, format)
+        config = linear_config(*shape, rows, deterministic, format, both)
         if config is None:
             return None
         x, whole = (torch.empty(rows, width, dtype=torch.bfloat16, device="meta") for width in (inputs, outputs))

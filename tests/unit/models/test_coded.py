@@ -11,13 +11,14 @@ from rollout_kernels.moe.formats import Format
 from rollout.config import ModelSettings
 from rollout.models import Decoder, load_model
 from rollout.models.coded import CodedView
+from rollout.models.fused import FusedDecoder
 from rollout.models.fused_experts import ExpertPlans
 from rollout.models.layers import SparseFeedForward
-from scripts.check.weight_formats import decode_into
+from scripts.check.weight_formats import decode_into, round_inputs
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
-from tests.support.models.side_by_side import MODELS, SEEDS, coarse, errors, save_rounded, side_by_side, tokens
+from tests.support.models.side_by_side import MODELS, SEEDS, coarse, error, errors, save_rounded, side_by_side, tokens
 from tests.support.settings import settings_of
 
 CPU = torch.device("cpu")
@@ -140,3 +141,41 @@ def test_an_impossible_format_is_refused_before_weights_are_read(tmp_path):
     make_checkpoint("mixtral", tmp_path / "odd")
     with pytest.raises(ValueError, match="multiples of 32, not 36"):
         load(tmp_path / "odd", "float32", "mxfp8")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.parametrize("begin", [1, 3, 100])
+def test_activations_become_codes_from_a_number_of_tokens_on(begin, tmp_path):
+    """As in transformers' model, whose products get rounded inputs; with few tokens and with many."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+    reference = make_checkpoint("qwen3", tmp_path, **sizes, head_dim=64, num_hidden_layers=2)
+    coded = load(tmp_path, "float32", "fp8_block")
+    decoded = {name: view for name, view in coded.hf_views().items() if isinstance(view, CodedView)}
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if name in decoded:
+                parameter.copy_(decoded[name].decoded_values())
+
+    def rounded(module, args):
+        blocks = args[0].unflatten(-1, (-1, 128))
+        scales = blocks.abs().amax(-1, keepdim=True) / 448
+        return ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
+
+    ids = tokens(150, coded.spec.vocab, 3)
+    prompts = [ids[:2], ids[:20], ids]
+    with torch.no_grad():
+        whole = [reference(torch.tensor([ids])).logits[0] for ids in prompts]
+        for name, module in reference.named_modules():
+            if f"{name}.weight" in decoded:
+                module.register_forward_pre_hook(rounded)
+        by_codes = [reference(torch.tensor([ids])).logits[0] for ids in prompts]
+    forward = FusedDecoder(coded, codes_from=begin)
+    assert begin == 1 or begin - 1 in forward.kernel_sizes()
+    modules = round_inputs(decode_into(load(tmp_path, "float32"), coded), coded)
+    by_modules = PagedRunner(modules, rows=1, max_tokens=150).prefill({0: prompts[-1]})[0]
+    assert error(by_modules, by_codes[-1]) < 0.3 * error(by_modules, whole[-1])
+    for ids, with_codes, without in zip(prompts, by_codes, whole, strict=True):
+        got = PagedRunner(coded, rows=1, max_tokens=len(ids), forward=forward).prefill({0: ids})[0]
+        right, wrong = (with_codes, without) if len(ids) >= begin else (without, with_codes)
+        # A value that is near the middle of two codes may be rounded to either.
+        assert error(got, right) < 0.3 * error(got, wrong) and error(wrong, right) > 0.01
