@@ -31,8 +31,8 @@ from rollout_kernels.norm_rope import (
     head_rms_norm,
     rms_norm,
     rope_cos_sin,
+    rotate_heads,
     silu_mul,
-    turn_heads,
 )
 from rollout_kernels.sampling import (
     PROMPT_BIT,
@@ -66,7 +66,7 @@ __all__ = [
     "route",
     "sample",
     "silu_mul",
-    "turn_heads",
+    "rotate_heads",
     "truncate",
     "write_kv",
 ]

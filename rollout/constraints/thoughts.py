@@ -71,17 +71,17 @@ class Thoughts:
         self.count = 0  # tokens of the completion
         reach = max(len(rule.start), len(rule.end))
         self._last = deque(before, maxlen=reach + MOST_UNDONE)
-        self._turns = [] if known is None else [-known]  # counts at which thoughts began and ended, in turn
+        self._bounds = [] if known is None else [-known]  # counts at which thoughts began and ended
 
     @property
     def inside(self) -> bool:
-        return len(self._turns) % 2 == 1
+        return len(self._bounds) % 2 == 1
 
     def accept(self, token: int) -> None:
         self.count += 1
         self._last.append(token)
         if token in self.rule.lasts:
-            self._turn()
+            self._note_bound()
 
     def follow(self, tokens: Sequence[int]) -> None:
         if self.rule.lasts.isdisjoint(tokens):
@@ -95,37 +95,37 @@ class Thoughts:
         self.count -= tokens
         for _ in range(tokens):
             self._last.pop()
-        while self._turns and self._turns[-1] > self.count:
-            self._turns.pop()
+        while self._bounds and self._bounds[-1] > self.count:
+            self._bounds.pop()
 
     @property
     def due(self) -> int:
         """The count at which a token is forced, if the thought does not end before; `NEVER` outside of a thought."""
-        return self._turns[-1] + self.rule.budget if self.inside else NEVER
+        return self._bounds[-1] + self.rule.budget if self.inside else NEVER
 
     @property
     def forced(self) -> int | None:
         """The next token, if it is forced."""
         if self.count < self.due:
             return None
-        end, thought = self.rule.end, self._since_turn()
+        end, thought = self.rule.end, self._since_bound()
         begun = next(part for part in range(len(end) - 1, -1, -1) if _ends_with(thought, end[:part]))
         return end[begun]
 
     def copy(self) -> Thoughts:
         other = copy.copy(self)
-        other._last, other._turns = self._last.copy(), self._turns.copy()
+        other._last, other._bounds = self._last.copy(), self._bounds.copy()
         return other
 
-    def _turn(self) -> None:
+    def _note_bound(self) -> None:
         """Begin or end a thought if the last token does so."""
-        if _ends_with(self._since_turn(), self.rule.end if self.inside else self.rule.start):
-            self._turns.append(self.count)
+        if _ends_with(self._since_bound(), self.rule.end if self.inside else self.rule.start):
+            self._bounds.append(self.count)
 
-    def _since_turn(self) -> list[int]:
+    def _since_bound(self) -> list[int]:
         """The last tokens since a thought began or ended: a mark has no token of the mark before it."""
         last = list(self._last)
-        return last[max(len(last) - self.count + self._turns[-1], 0) :] if self._turns else last
+        return last[max(len(last) - self.count + self._bounds[-1], 0) :] if self._bounds else last
 
 
 @dataclass(frozen=True)

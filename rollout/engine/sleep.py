@@ -16,7 +16,7 @@ Invariants:
 
 - While memory is given back, no step is launched, no update is received and nothing is copied to an adapter slot.
 - The only KV that outlives a sleep is on the host and belongs to weights that return unchanged: of rows, and known
-  pages. The cache in the pool, sessions and shares are empty.
+  pages. The cache in the pool, sessions and shared prompts are empty.
 - A sleep that is refused loses no offloaded KV: rows get it back from the host or from the pool.
 """
 

@@ -129,36 +129,36 @@ def shares(stretches: Sequence[tuple[Interval, str]]) -> dict[str, float]:
 
 
 def write_overlap(
-    lanes: Mapping[str, tuple[Sequence[Interval], Sequence[Interval]]], path: str | Path, title: str
+    tracks: Mapping[str, tuple[Sequence[Interval], Sequence[Interval]]], path: str | Path, title: str
 ) -> None:
-    """Draw lanes of (device intervals, host intervals) into a PNG, top to bottom; each begins at its own first one.
+    """Draw tracks of (device intervals, host intervals) into a PNG, top to bottom; each begins at its own first one.
 
     Raises:
-        ValueError: a lane is empty, or matplotlib is not installed.
+        ValueError: a track is empty, or matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    if not all(device or host for device, host in lanes.values()):  # one side may be empty
-        raise ValueError("nothing to draw: each lane needs at least one step")
+    if not all(device or host for device, host in tracks.values()):  # one side may be empty
+        raise ValueError("nothing to draw: each track needs at least one step")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ValueError(f"a picture of the overlap needs matplotlib: {install('plot')}") from error
-    figure = Figure(figsize=(14, 1.4 + 0.9 * len(lanes)), layout="constrained")
+    figure = Figure(figsize=(14, 1.4 + 0.9 * len(tracks)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for lane, (device, host) in enumerate(lanes.values()):
+    for track, (device, host) in enumerate(tracks.values()):
         stretches = overlap(device, host)
         origin = stretches[0][0][0]
         for who in ("both", "device", "host"):
             colour = COLOURS[who].hexadecimal
             bars = [(1e3 * (b - origin), 1e3 * (e - b)) for (b, e), of in stretches if of == who]
             # Without edges: they would widen bars that are shorter than a pixel.
-            axes.broken_barh(bars, (lane - 0.38, 0.76), facecolors=colour, linewidth=0, snap=False)
-    axes.set_yticks(range(len(lanes)), list(lanes))
+            axes.broken_barh(bars, (track - 0.38, 0.76), facecolors=colour, linewidth=0, snap=False)
+    axes.set_yticks(range(len(tracks)), list(tracks))
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_ylim(len(tracks) - 0.5, -0.5)
     axes.set_xlabel("ms")
     axes.margins(x=0.005)
     axes.spines[["top", "right"]].set_visible(False)

@@ -130,7 +130,7 @@ def join_pieces(tensors: dict[str, StoredTensor], regions: Sequence[Region]) -> 
     return joined
 
 
-def turn(
+def transposed(
     tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], endings: tuple[str, ...]
 ) -> dict[str, StoredTensor]:
     """The tensors, those with these endings turned round unless their file has the shape of the model."""

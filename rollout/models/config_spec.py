@@ -565,7 +565,7 @@ def _check_width(rope: RopeSpec, head_dim: int) -> None:
 
 def _rope_axes(config: Any, family: Family, params: dict[str, Any], rope: RopeSpec) -> tuple[int, ...]:
     """The axis of each frequency; empty for families whose tokens have one position."""
-    default = family.rope_turns or family.rope_blocks
+    default = family.rope_alternating or family.rope_blocks
     if default is None:
         return ()
     count, given = rope.width(_head_dim(config)) // 2, params.get("mrope_section") or default

@@ -36,7 +36,7 @@ from rollout.models.checkpoint_tensors import (
     join_pieces,
     list_tensors,
     stored_dtype,
-    turn,
+    transposed,
 )
 from rollout.models.coded import SCALES, check_format
 from rollout.models.config_spec import is_block_fp8, spec_from_config
@@ -278,7 +278,7 @@ def _load_native(source: _Source, format: Format) -> Decoder:
     unused = spec.unused
     stored = _needed(stored, spec.tied_names, lambda name: name not in used and name.startswith(unused))
     stored = join_pieces(stored, outline.hf_regions())
-    tensors = turn(stored, outline.hf_views(), spec.turned_files) if spec.turned_files else stored
+    tensors = transposed(stored, outline.hf_views(), spec.turned_files) if spec.turned_files else stored
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
     if source.config.unknown and group.rank == 0 and not source.outline:

@@ -30,7 +30,7 @@ from transformers.initialization import no_init_weights
 
 from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.checkpoint_config import CheckpointConfig
-from rollout.models.checkpoint_tensors import StoredTensor, copy_tensors, first_names, turn
+from rollout.models.checkpoint_tensors import StoredTensor, copy_tensors, first_names, transposed
 from rollout.models.cut import kept_values
 from rollout.models.decoder import Decoder
 from rollout.models.fallback.probe import probe_layers
@@ -247,7 +247,7 @@ def _tensors_of(
         in_a_layer = any(name.startswith(one.partition("{}")[0]) for one in spec.names.spellings(spec.names.layer))
         if mine in views and (prefix is not None or not in_a_layer):
             found[mine] = replace(stored, name=stored.name or name)
-    return turn(found, views, spec.turned_files) if spec.turned_files else found
+    return transposed(found, views, spec.turned_files) if spec.turned_files else found
 
 
 def _prefixes(name: str) -> Iterator[str]:

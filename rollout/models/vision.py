@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels import turn_heads
+from rollout_kernels import rotate_heads
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -140,7 +140,7 @@ def _attend(
     are a quarter of the time of a tower.
     """
     qkv_N3AD = attention.qkv(hidden_NH).view(len(hidden_NH), 3, attention.num_heads, -1)
-    turn_heads(qkv_N3AD[:, :2].flatten(1, 2), *(part.float() for part in position_embeddings))
+    rotate_heads(qkv_N3AD[:, :2].flatten(1, 2), *(part.float() for part in position_embeddings))
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
     parts, start = [], 0
     for length, equal in itertools.groupby(lengths):

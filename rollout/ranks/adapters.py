@@ -57,7 +57,7 @@ class PartTensor(NamedTuple):
     columns: int
 
 
-class _Share(SharedParts):
+class _SharedAdapter(SharedParts):
     """The place of an adapter, which the weights of rank 0 refer to: after the last reference it may be used again."""
 
     def __init__(self, number: int, place: int, layout: list[PartTensor]) -> None:
@@ -102,7 +102,7 @@ class RankAdapters(AdapterPacker):
         # Filled wherever the last reference ends, also amid a garbage collection.
         self._unused: SimpleQueue[_Unused] = SimpleQueue()
         self._number = 0
-        self._asked: _Share | None = None  # the share that the followers are preparing
+        self._asked: _SharedAdapter | None = None  # the adapter that the followers are preparing
         threading.Thread(target=self._give_places_back, name="adapter-places", daemon=True).start()
 
     def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
@@ -125,22 +125,22 @@ class RankAdapters(AdapterPacker):
             for rank, spec in reversed(list(enumerate(self._specs))):  # the weights of rank 0 come last
                 part = _Part(self._map, begin + rank * self.part_bytes, self.part_bytes)
                 weights = plan.of(spec).pack(tensors, zeros=part.zeros)
-            share = _Share(number, place, _layout(weights, begin, self._map))
+            shared = _SharedAdapter(number, place, _layout(weights, begin, self._map))
             if self._pins:
                 unused = unused._replace(pinned=_pin(self._map, begin, self.part_bytes, self._device))
         except BaseException:
             self._unused.put(unused)
             raise
-        weakref.finalize(share, self._unused.put, unused)
-        return AdapterWeights(weights.rank, weights.parts, share)
+        weakref.finalize(shared, self._unused.put, unused)
+        return AdapterWeights(weights.rank, weights.parts, shared)
 
     def ready(self, weights: AdapterWeights) -> bool:
         """Whether all ranks can copy their parts; asks them at the first call. One adapter is asked about at a time.
 
         Raises CheckpointError with the reason if one of them cannot, `InternalError` if the group is lost.
         """
-        share = weights.shared
-        assert isinstance(share, _Share)
+        shared = weights.shared
+        assert isinstance(shared, _SharedAdapter)
         check_alive(self._lost)
         with self._lock:
             orders = self._orders()
@@ -149,13 +149,13 @@ class RankAdapters(AdapterPacker):
             if (asked := self._asked) is not None and orders.done("adapters", asked.order):
                 asked.answered, asked.failures = True, orders.failures("adapters", asked.order)
                 self._asked = None
-            if share.order == 0 and self._asked is None:
-                begin = share.place * self.place_bytes
-                share.order = orders.give("adapters", "prepare", share.number, begin, self.part_bytes, share.layout)
-                self._asked = share
-            if share.failures:
-                raise CheckpointError(share.failures[0])
-            return share.answered
+            if shared.order == 0 and self._asked is None:
+                begin = shared.place * self.place_bytes
+                shared.order = orders.give("adapters", "prepare", shared.number, begin, self.part_bytes, shared.layout)
+                self._asked = shared
+            if shared.failures:
+                raise CheckpointError(shared.failures[0])
+            return shared.answered
 
     def _give_places_back(self) -> None:
         """Have the followers forget each unused adapter, then free its place. Runs in a thread of its own."""

@@ -130,7 +130,7 @@ class DeviceProgress:
             return None
         if self._copy is None:
             self._copy = _FlagCopy(self._device, self._peers.fault)
-        return self._copy.turn()
+        return self._copy.read()
 
 
 class _FlagCopy:
@@ -143,7 +143,7 @@ class _FlagCopy:
         self._fault, self._host = fault, device.host_buffer((1,), torch.int32)
         self._begin()
 
-    def turn(self) -> int | None:
+    def read(self) -> int | None:
         """The rank in the last finished copy, or None; begins the next copy."""
         if not self._copied.query():
             return None

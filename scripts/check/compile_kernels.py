@@ -44,7 +44,7 @@ from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
 from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.moe.triton_scored_router import ScoreRule, choose_scored
-from rollout_kernels.norm_rope import triton_elementwise, triton_turn
+from rollout_kernels.norm_rope import triton_elementwise, triton_rotate
 from rollout_kernels.parallel import TensorGroup
 from rollout_kernels.parallel.group import HISTOGRAM_WORDS
 from rollout_kernels.parallel.peer_buffers import PeerBuffers, buffer_layout
@@ -243,7 +243,7 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
             yield f"norm over {ranks} ranks, {form}", lambda a=normed: all_reduce_norm(*a)
             yield f"sum over {ranks} ranks, {form}", lambda a=(residual[None], peers): all_reduce_rows(*a)
     tower = empty(rows, 3, 16, 72)[:, :2].flatten(1, 2), floats(rows, 72), floats(rows, 72)
-    yield "turn heads", lambda: triton_turn.turn_heads(*tower)
+    yield "rotate heads", lambda: triton_rotate.rotate_heads(*tower)
     gate_up = empty(rows, 2 * shape.inner)
     yield "gated", lambda: triton_elementwise.gated(gate_up, None, shape.activation)
     for coded in (False, True):

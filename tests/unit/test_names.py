@@ -1,13 +1,35 @@
 """The rule that one name means one thing: public classes, and modules, of all packages."""
 
 import ast
+import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = "rollout", "trainer_bridge", "kernels"
 #: Each folder of a feature has a module `feature`: the class that the engine knows.
 FEATURES = ROOT / "rollout/engine/features"
+#: Words with one meaning: where it is at home, files or folders. No name that is defined elsewhere has the word.
+AT_HOME = {
+    # one request of a conversation
+    "turn": (
+        "rollout/constraints/thoughts.py",
+        "rollout/engine/kv/",
+        "rollout/engine/messages/statuses.py",
+        "rollout/engine/sequence/",
+        "rollout/gateway/",
+        "rollout/service/fork_sources.py",
+        "trainer_bridge/client/",
+        "trainer_bridge/integrations/trl_generation.py",
+    ),
+    # the orders of one kind that the ranks of a tensor group carry out
+    "lane": ("rollout/engine/device/group_orders.py", "rollout/engine/kv/", "rollout/ranks/", "rollout/worker.py"),
+    # where a member sits in a process group of a transport
+    "seat": ("trainer_bridge/transports/nccl/",),
+    # a row in flight whose token is dropped
+    "zombie": ("rollout/engine/", "rollout/metrics/"),
+}
 
 
 def modules() -> list[Path]:
@@ -33,3 +55,38 @@ def test_no_module_has_a_name_that_three_have() -> None:
         if file.name != "feature.py" or FEATURES not in file.parents:
             homes[file.stem].append(str(file.relative_to(ROOT)))
     assert not {name: files for name, files in homes.items() if len(files) > 2}
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """The names of classes, functions, parameters, attributes and constants that a module defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.arg():
+                yield node.arg if isinstance(node, ast.arg) else node.name
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.Assign():
+                yield from (each.id for each in node.targets if isinstance(each, ast.Name) and each.id.isupper())
+
+
+def words(name: str) -> set[str]:
+    """The words of a name, each without an s at its end."""
+    return {word.lower().removesuffix("s") for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+
+
+def test_names_are_split_into_words() -> None:
+    assert words("_LaneProgress_of_turns") == {"lane", "progres", "of", "turn"} and words("TURNS_2B") == {"turn", "b"}
+
+
+def test_a_word_with_one_meaning_names_nothing_elsewhere() -> None:
+    wrong, at_home = [], set()
+    for file in modules():
+        path = file.relative_to(ROOT).as_posix()
+        for name in defined(ast.parse(file.read_text(encoding="utf-8"))):
+            for word in AT_HOME.keys() & words(name):
+                if path.startswith(AT_HOME[word]):
+                    at_home.add((word, next(home for home in AT_HOME[word] if path.startswith(home))))
+                else:
+                    wrong.append((word, name, path))
+    assert not wrong
+    assert at_home == {(word, home) for word, homes in AT_HOME.items() for home in homes}, "a home has no such name"

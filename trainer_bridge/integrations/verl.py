@@ -106,7 +106,7 @@ class VerlServer:
         self._numbers = itertools.count()
         self._under_way: set[str] = set()
         self._rejecting = self._asleep = self._paused = False
-        self._turns = asyncio.Lock()  # orders sleep, wake, pause and resume
+        self._order = asyncio.Lock()  # orders sleep, wake, pause and resume
         self._global_steps: int | None = None
         self._steps: dict[int, int | None] = {}  # the trainer's global steps, by weights version
 
@@ -172,7 +172,7 @@ class VerlServer:
         replica leaves the load balancer; their client goes on elsewhere.
         """
         if not reject_request:
-            async with self._turns:
+            async with self._order:
                 await self._connected().pause("keep")
                 self._paused = True
             return {"aborted_count": 0, "request_ids": []}
@@ -188,7 +188,7 @@ class VerlServer:
 
     async def resume_generation(self) -> None:
         """End the pause or the rejection of requests."""
-        async with self._turns:
+        async with self._order:
             self._rejecting = False
             if self._paused:
                 await self._connected().resume()
@@ -201,7 +201,7 @@ class VerlServer:
         """
         if not self._config.free_cache_engine or self._mode == RolloutMode.STANDALONE:
             return
-        async with self._turns:
+        async with self._order:
             if not self._asleep:
                 hybrid = self._mode == RolloutMode.HYBRID
                 await self._connected().sleep(2 if hybrid else 1, mode="keep", requests="wait")
@@ -209,7 +209,7 @@ class VerlServer:
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """End the sleep. The worker takes memory for weights and KV at once, whatever the `tags`."""
-        async with self._turns:
+        async with self._order:
             if self._asleep:
                 await self._connected().wake()
                 self._asleep = False

@@ -10,10 +10,10 @@ _PROGRAMS = 1056  # eight for each of 132 multiprocessors
 
 @triton.jit(do_not_specialize=["words", "first"])
 def _fingerprint_kernel(data_ptr, total_ptr, words, first, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
-    lane = tl.arange(0, BLOCK).to(tl.int64)
+    offset = tl.arange(0, BLOCK).to(tl.int64)
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, words, tl.num_programs(0) * BLOCK):
-        at = start + lane
+        at = start + offset
         word = tl.load(data_ptr + at, mask=at < words, other=0)
         total += word.to(tl.int64) * ((2 * (at + first) + 1) * FACTOR)
     tl.atomic_add(total_ptr, tl.sum(total))

@@ -37,7 +37,7 @@ REFUSED_S = 3.0
 _RECONNECT_MAX_MS = 1000
 _HEARTBEATS_MISSED = 3
 _LEAST_HEARTBEAT_S, _MOST_HEARTBEAT_S = 0.05, 3600.0
-_TURN_S = 0.1  # time between two changes of the family
+_SWITCH_S = 0.1  # time between two changes of the family
 _OTHER_FAMILY_MS = 2000  # time of an attempt by IPv6, which may get no answer at all
 _EVENTS = (
     zmq.EVENT_CONNECTED
@@ -77,7 +77,7 @@ class WorkerConnection:
         self.refused_at_s = 0.0  # the last time
         self._reached = False  # a worker has been there
         self._by_name, self._ipv6 = is_name(host_of(endpoint)), "[" in endpoint
-        self._turned_s = 0.0
+        self._switched_s = 0.0
         self._context = context
         self._curve = curve
         self._unsent: dict[str, Sequence[bytes]] = {}  # filled only while not connected, or while ending
@@ -108,11 +108,11 @@ class WorkerConnection:
             how = "write it as tcp://HOST:PORT, an IPv6 address in brackets"
             raise ValueError(f"{self.endpoint!r} is not a ZeroMQ endpoint; {how} ({error})") from error
 
-    def _turn(self) -> None:
+    def _switch_family(self) -> None:
         """Try the other family of the name's addresses. Nothing is lost: no message goes out without a connection."""
-        if self._descriptor is not None or time.monotonic() < self._turned_s + _TURN_S:
+        if self._descriptor is not None or time.monotonic() < self._switched_s + _SWITCH_S:
             return
-        self._turned_s, self._ipv6 = time.monotonic(), not self._ipv6
+        self._switched_s, self._ipv6 = time.monotonic(), not self._ipv6
         self.socket.disconnect(self.endpoint)
         self.socket.set(zmq.IPV6, self._ipv6)
         self.socket.set(zmq.CONNECT_TIMEOUT, _OTHER_FAMILY_MS if self._ipv6 else 0)
@@ -190,7 +190,7 @@ class WorkerConnection:
                 if self.refusing_since_s is None and not self._reached:
                     self.refusing_since_s = self.refused_at_s
             elif event["event"] == zmq.EVENT_CONNECT_RETRIED:
-                self._turn()
+                self._switch_family()
             elif event["event"] == zmq.EVENT_CONNECTED:
                 self._descriptor = event["value"]
                 self._reached, self.refusing_since_s = True, None

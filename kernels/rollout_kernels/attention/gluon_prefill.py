@@ -5,12 +5,12 @@
     1 warp          producer: asks the copy engine for queries, and for tiles of keys and values
 
 An item is 128 queries of a chunk and one query head. A consumer starts the scores of a tile and the sums of the tile
-before it, and computes the softmax while the tensor cores work on the sums. With TURNS, the two consumers start their
-products in turns, so that one computes its softmax while the products of the other run. Tiles are taken from the
+before it, and computes the softmax while the tensor cores work on the sums. With PINGPONG, the two consumers start
+their products alternately: one computes its softmax while the products of the other run. Tiles are taken from the
 diagonal down, so only the first tiles need a mask; with a window all of them have one.
 
-Programs are persistent and take the items of `triton_gathered_items`, the longest first, in turns: in the order
-0 .. P - 1, P - 1 .. 0 and so on.
+Programs are persistent and take the items of `triton_gathered_items`, the longest first, in the order 0 .. P - 1,
+P - 1 .. 0 and so on.
 
 Legend: T tokens, B blocks of queries, W words of an item, H query heads, G KV heads, D head dimension, N gathered rows,
 P programs.
@@ -54,7 +54,7 @@ def _item(index, items_ptr, blocks, H: gl.constexpr):
 
 
 @gluon.jit
-def _turn(step, programs, program):
+def _snake(step, programs, program):
     return step * programs + gl.where(step % 2 == 0, program, programs - 1 - program)
 
 
@@ -83,7 +83,7 @@ def _produce(
     count = 0
     steps = (H * blocks + programs - 1) // programs
     for step in range(steps):
-        head, token, left, position, row, begin, end = _item(_turn(step, programs, program), items_ptr, blocks, H)
+        head, token, left, position, row, begin, end = _item(_snake(step, programs, program), items_ptr, blocks, H)
         mbarrier.wait(q_bars.index(1), (step & 1) ^ 1)
         mbarrier.expect(q_bars.index(0), LOADED)
         load_tile(q_desc, [token, head * D], q_bars.index(0), q_smem.index(0))
@@ -136,15 +136,15 @@ def _soften(
 
 
 @gluon.jit
-def _start_turn(turn_bars, count, HALF: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        mbarrier.wait(turn_bars.index(HALF), (count & 1) ^ (1 - HALF))
+def _start_products(pingpong_bars, count, HALF: gl.constexpr, PINGPONG: gl.constexpr):
+    if PINGPONG:
+        mbarrier.wait(pingpong_bars.index(HALF), (count & 1) ^ (1 - HALF))
 
 
 @gluon.jit
-def _end_turn(turn_bars, TURNS: gl.constexpr, HALF: gl.constexpr):
-    if TURNS:
-        mbarrier.arrive(turn_bars.index(1 - HALF))
+def _end_products(pingpong_bars, PINGPONG: gl.constexpr, HALF: gl.constexpr):
+    if PINGPONG:
+        mbarrier.arrive(pingpong_bars.index(1 - HALF))
 
 
 @gluon.jit
@@ -154,7 +154,7 @@ def _advance(
     v_smem,
     k_bars,
     v_bars,
-    turn_bars,
+    pingpong_bars,
     count,
     weight,
     acc,
@@ -168,19 +168,19 @@ def _advance(
     MASKED: gl.constexpr,
     HALF: gl.constexpr,
     STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    PINGPONG: gl.constexpr,
 ):
     """Scores of the tile `count`, and meanwhile the sums of the tile before it, whose weights are `weight`."""
     S: gl.constexpr = acc.type.layout
     stage = count % STAGES
     last = (count + STAGES - 1) % STAGES
     mbarrier.wait(k_bars.index(stage), (count // STAGES) & 1)
-    _start_turn(turn_bars, count, HALF, TURNS)
+    _start_products(pingpong_bars, count, HALF, PINGPONG)
     zero = gl.zeros([64, 128], gl.float32, S)
     score = warpgroup_mma(q_tile, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_bars.index(last), ((count - 1) // STAGES) & 1)
     acc = warpgroup_mma(weight, v_smem.index(last), acc, is_async=True)
-    _end_turn(turn_bars, TURNS, HALF)
+    _end_products(pingpong_bars, PINGPONG, HALF)
     score = warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(k_bars.index(STAGES + stage))
     soft, peak, total, keep = _soften(score, peak, total, scale_log2, tile, position, window, HAS_WINDOW, MASKED, HALF)
@@ -199,7 +199,7 @@ def _consume(
     q_bars,
     k_bars,
     v_bars,
-    turn_bars,
+    pingpong_bars,
     out_ptr,
     items_ptr,
     blocks,
@@ -209,7 +209,7 @@ def _consume(
     H: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    PINGPONG: gl.constexpr,
 ):
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -221,19 +221,19 @@ def _consume(
     count = 0
     steps = (H * blocks + programs - 1) // programs
     for step in range(steps):
-        head, token, left, position, row, begin, end = _item(_turn(step, programs, program), items_ptr, blocks, H)
+        head, token, left, position, row, begin, end = _item(_snake(step, programs, program), items_ptr, blocks, H)
         mbarrier.wait(q_bars.index(0), step & 1)
         if end > begin:
             # The first tile has no sums before it.
             stage = count % STAGES
             mbarrier.wait(k_bars.index(stage), (count // STAGES) & 1)
-            _start_turn(turn_bars, count, HALF, TURNS)
+            _start_products(pingpong_bars, count, HALF, PINGPONG)
             acc = gl.zeros([64, D], gl.float32, S)
             score = warpgroup_mma(
                 q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, 128], gl.float32, S), use_acc=False,
                 is_async=True,
             )  # fmt: skip
-            _end_turn(turn_bars, TURNS, HALF)
+            _end_products(pingpong_bars, PINGPONG, HALF)
             score = warpgroup_mma_wait(0, deps=(score,))
             mbarrier.arrive(k_bars.index(STAGES + stage))
             peak = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, S))
@@ -250,15 +250,15 @@ def _consume(
             for back in range(seen, end - 1):
                 tile = end - 2 - (back - seen)
                 weight, acc, peak, total = _advance(
-                    q_tile, k_smem, v_smem, k_bars, v_bars, turn_bars, count, weight, acc, peak, total, scale_log2,
-                    tile, position, window, HAS_WINDOW, True, HALF, STAGES, TURNS,
+                    q_tile, k_smem, v_smem, k_bars, v_bars, pingpong_bars, count, weight, acc, peak, total, scale_log2,
+                    tile, position, window, HAS_WINDOW, True, HALF, STAGES, PINGPONG,
                 )  # fmt: skip
                 count += 1
             for back in range(begin, seen):
                 tile = seen - 1 - (back - begin)
                 weight, acc, peak, total = _advance(
-                    q_tile, k_smem, v_smem, k_bars, v_bars, turn_bars, count, weight, acc, peak, total, scale_log2,
-                    tile, position, window, HAS_WINDOW, False, HALF, STAGES, TURNS,
+                    q_tile, k_smem, v_smem, k_bars, v_bars, pingpong_bars, count, weight, acc, peak, total, scale_log2,
+                    tile, position, window, HAS_WINDOW, False, HALF, STAGES, PINGPONG,
                 )  # fmt: skip
                 count += 1
             last = (count + STAGES - 1) % STAGES
@@ -292,7 +292,7 @@ def _attention_kernel(
     H: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    PINGPONG: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_shape, q_desc.layout)
@@ -302,11 +302,11 @@ def _attention_kernel(
     q_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     v_bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    turn_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    pingpong_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_bars.index(0), count=1)
     mbarrier.init(q_bars.index(1), count=2)
     for i in gl.static_range(2):
-        mbarrier.init(turn_bars.index(i), count=1)
+        mbarrier.init(pingpong_bars.index(i), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_bars.index(stage), count=1)
         mbarrier.init(v_bars.index(stage), count=1)
@@ -318,15 +318,15 @@ def _attention_kernel(
             (
                 _consume,
                 (
-                    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turn_bars, out_ptr, items_ptr, blocks,
-                    window, scale_log2, 0, H, HAS_WINDOW, STAGES, TURNS,
+                    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, pingpong_bars, out_ptr, items_ptr, blocks,
+                    window, scale_log2, 0, H, HAS_WINDOW, STAGES, PINGPONG,
                 ),
             ),
             (
                 _consume,
                 (
-                    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turn_bars, out_ptr, items_ptr, blocks,
-                    window, scale_log2, 1, H, HAS_WINDOW, STAGES, TURNS,
+                    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, pingpong_bars, out_ptr, items_ptr, blocks,
+                    window, scale_log2, 1, H, HAS_WINDOW, STAGES, PINGPONG,
                 ),
             ),
             (
@@ -351,7 +351,7 @@ def gathered_attention(
     scale: float,
     window: int | None,
     stages: int = 2,
-    turns: bool = True,
+    pingpong: bool = True,
     programs: int = 132,
 ) -> torch.Tensor:
     """Causal attention of chunks of prompts over their contexts, [T, H, D]; undefined for tokens of no chunk.
@@ -364,7 +364,7 @@ def gathered_attention(
         scale: positive factor of the scores.
         window: how many positions a query sees, or None for all.
         stages: tiles of keys, and of values, in shared memory.
-        turns: consumers start their products in turns.
+        pingpong: consumers start their products in turns.
         programs: multiprocessors to use.
     """
     tokens, heads, dim = q_THD.shape
@@ -387,7 +387,7 @@ def gathered_attention(
         H=heads,
         HAS_WINDOW=window is not None,
         STAGES=stages,
-        TURNS=turns,
+        PINGPONG=pingpong,
         num_warps=4,
     )
     return out_THD

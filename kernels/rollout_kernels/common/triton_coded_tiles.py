@@ -1,10 +1,10 @@
-"""Tiles of stored weights: decoded into an operand of the tensor cores, or multiplied and added by the lanes of a warp.
+"""Tiles of stored weights: decoded into an operand of the tensor cores, or multiplied and added by a warp's threads.
 
 Codes are decoded to bf16 or f16 without loss. An `mxfp8` scale is multiplied into the bf16 weight; a power of two costs
 no precision (down to 2^-117, where the smallest code times the scale is no longer a normal bf16; a scale above 2^7
 makes the weight infinite). f16 cannot represent such scales. Scales of blocks are applied to a tile's float32 sums.
 
-Where the lanes of a warp multiply, a lane has 16 codes of a row. They share one scale (in every format the scale is
+Where the threads of a warp multiply, a thread has 16 codes of a row. They share one scale (in every format the scale is
 constant over 16 neighbours), so a scale costs one product in 16.
 
 Legend: N outputs, K inputs, M tokens; R rows, W stored elements and A partial sums of a row.
@@ -18,8 +18,8 @@ import triton.language as tl
 from rollout_kernels.common.triton_fp8 import power_of_two
 from rollout_kernels.common.triton_math import INTERPRETED, dot, narrow, two_floats, widen
 
-#: Codes that a lane loads at once.
-LANE_CODES = tl.constexpr(16)
+#: Codes that a thread loads at once.
+THREAD_CODES = tl.constexpr(16)
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def add_products(acc, w, x, scale, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         return acc
     else:
         values = w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        sums = tl.sum(tl.reshape(values * widen(x), [acc.shape[0], acc.shape[1], LANE_CODES]), axis=2)
+        sums = tl.sum(tl.reshape(values * widen(x), [acc.shape[0], acc.shape[1], THREAD_CODES]), axis=2)
         if FORMAT == "fp8_row":
             return acc + sums
         else:
@@ -131,12 +131,12 @@ def load_scales(
     R: tl.constexpr,
     A: tl.constexpr,
 ):
-    """Scales [R, A] of R rows from `row0` and A lanes from code `k0`. `scale_ptr` points to the expert (or half)."""
-    # Load one row of R * A scales: Triton distributes them over the lanes in the same order as `_load` does the codes.
+    """Scales [R, A] of R rows from `row0` and A threads from code `k0`. `scale_ptr` points to the expert (or half)."""
+    # Load one row of R * A scales: Triton distributes them over the threads in the same order as `_load` the codes.
     # A load of [R, A] has another order, and every scale then passes through shared memory between two barriers.
-    lane = tl.arange(0, R * A)
-    row = tl.minimum(row0 + lane // A, OUTPUTS - 1)
-    k = tl.minimum(k0 + lane % A * LANE_CODES, INPUTS - 1)
+    thread = tl.arange(0, R * A)
+    row = tl.minimum(row0 + thread // A, OUTPUTS - 1)
+    k = tl.minimum(k0 + thread % A * THREAD_CODES, INPUTS - 1)
     if FORMAT == "mxfp8":
         scale = power_of_two(tl.load(scale_ptr + row * (INPUTS // 32) + k // 32))
     elif FORMAT == "fp8_block":

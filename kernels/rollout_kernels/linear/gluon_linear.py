@@ -125,8 +125,8 @@ def _code_layout(block_n, num_warps):
     registers = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [8, 0]]
     registers += [[row, 0] for row in (64, 128, 256) if 16 * num_warps <= row < block_n]
     warps = [[row, 0] for row in (16, 32, 64, 128) if row < 16 * num_warps]
-    lanes = [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [block_n, 128])
+    threads = [[0, 32], [0, 64], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, threads, warps, [], [block_n, 128])
 
 
 @gluon.jit

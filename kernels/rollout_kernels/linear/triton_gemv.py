@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.common.triton_coded_tiles import LANE_CODES, add_products, load_scales
+from rollout_kernels.common.triton_coded_tiles import THREAD_CODES, add_products, load_scales
 from rollout_kernels.common.triton_math import (
     TRITON_DTYPES,
     Activation,
@@ -33,7 +33,7 @@ from rollout_kernels.linear.coded import CodedMatrix, Weights, stored
 
 #: The largest number of tokens.
 MOST_ROWS = 4
-#: What a warp loads at once, 16 bytes a lane: pairs of values, or codes.
+#: What a warp loads at once, 16 bytes a thread: pairs of values, or codes.
 _WIDTH = 128
 _CODES = 512
 
@@ -75,7 +75,7 @@ def _gemv_kernel(
     PART: tl.constexpr = STORED // SPLIT
     n = block * (ROWS * NEURONS) + tl.arange(0, ROWS)
     k = split * PART + tl.arange(0, WIDTH)[None, :]
-    SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // LANE_CODES
+    SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // THREAD_CODES
     SCALED: tl.constexpr = FORMAT == "fp8_block" or FORMAT == "mxfp8"
     # Every row of the tile loads x for itself, so that x has the layout of the weights.
     x_row = x_ptr + n[:, None] * 0

@@ -8,7 +8,7 @@ order that depends only on the shape and the configuration. So a row's result is
 A token reads the weights of all its experts, so the cost grows with the number of tokens, even if they share experts;
 for many tokens use `triton_grouped_experts`.
 
-A lane loads 16 bytes of weights at once. A tile is [R, W]: W stored elements of each of R output rows. 16-bit weights
+A thread loads 16 bytes of weights at once. A tile is [R, W]: W stored elements of each of R output rows. 16-bit weights
 are read as int32, two values each, because one shift or mask converts a bf16 to float32. Codes are read as uint8.
 
 Source: Cursor's post "Better MoE model inference with warp decode" (2026).
@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.common.triton_coded_tiles import LANE_CODES, add_products, load_scales
+from rollout_kernels.common.triton_coded_tiles import THREAD_CODES, add_products, load_scales
 from rollout_kernels.common.triton_math import (
     TRITON_DTYPES,
     follow,
@@ -38,8 +38,8 @@ from rollout_kernels.common.triton_math import (
 )
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 
-#: Bytes that a lane loads at once.
-_LANE_BYTES = 16
+#: Bytes that a thread loads at once.
+_THREAD_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _gate_up_kernel(
     UP: tl.constexpr = 1 if CLAMPED else INNER
     DTYPE: tl.constexpr = h_ptr.dtype.element_ty
     STORED: tl.constexpr = H // 2 if FORMAT == "plain" else H
-    SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // LANE_CODES
+    SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // THREAD_CODES
     SCALED: tl.constexpr = FORMAT == "fp8_block" or FORMAT == "mxfp8"
     BLOCKS: tl.constexpr = (INNER + ROWS * NEURONS - 1) // (ROWS * NEURONS)
     pair, block = _split(tl.program_id(0), pairs, BLOCKS, ACROSS)
@@ -166,7 +166,7 @@ def _down_kernel(
     EVICT: tl.constexpr,
 ):
     STORED: tl.constexpr = INNER // 2 if FORMAT == "plain" else INNER
-    SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // LANE_CODES
+    SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // THREAD_CODES
     SCALED: tl.constexpr = FORMAT == "fp8_block" or FORMAT == "mxfp8"
     BLOCKS: tl.constexpr = (H + ROWS * NEURONS - 1) // (ROWS * NEURONS)
     token, block = _split(tl.program_id(0), tokens, BLOCKS, ACROSS)
@@ -241,7 +241,7 @@ def _load(pointers, at, STORED: tl.constexpr, WIDTH: tl.constexpr, EVICT: tl.con
         return tl.load(pointers, mask=at < STORED, other=0, eviction_policy=EVICT)
 
 
-#: The most loads of 16 bytes, 4 registers each, that a lane has in flight in `moe_down`.
+#: The most loads of 16 bytes, 4 registers each, that a thread has in flight in `moe_down`.
 _MOST_LOADS = 24
 #: The most tiles of less than 512 bytes in a row.
 _MOST_NARROW = 8
@@ -253,7 +253,7 @@ def _tile(weights: ExpertWeights) -> tuple[int, int]:
     A warp loads 512 bytes of one row, 256 bytes of each of 2 rows or 128 of each of 4, so that tiles divide the row.
     Loops over tiles are unrolled, and many of them spill all registers: then the last tile of a row is cut by a mask.
     """
-    plain, whole = weights.format == "plain", 32 * _LANE_BYTES
+    plain, whole = weights.format == "plain", 32 * _THREAD_BYTES
     element_bytes = 4 if plain else 1
     row_bytes = weights.values_ENK.shape[2] * weights.values_ENK.element_size()
     for rows in (1, 2, 4):

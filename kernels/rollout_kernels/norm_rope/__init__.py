@@ -2,7 +2,7 @@
 
 elementwise         the torch ops: the CPU path, and the twins of the kernels
 triton_elementwise  the same on a GPU, fused: one kernel between two products
-triton_turn         position embedding alone, in place
+triton_rotate         position embedding alone, in place
 """
 
 from rollout_kernels.norm_rope.elementwise import (
@@ -11,8 +11,8 @@ from rollout_kernels.norm_rope.elementwise import (
     head_rms_norm,
     rms_norm,
     rope_cos_sin,
+    rotate_heads,
     silu_mul,
-    turn_heads,
 )
 
-__all__ = ["apply_rope", "gated", "head_rms_norm", "rms_norm", "rope_cos_sin", "silu_mul", "turn_heads"]
+__all__ = ["apply_rope", "gated", "head_rms_norm", "rms_norm", "rope_cos_sin", "silu_mul", "rotate_heads"]

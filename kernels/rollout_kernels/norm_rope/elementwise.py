@@ -92,7 +92,7 @@ def apply_rope(
     return torch.addcmul(float_THD * cos_T1R, other_THD, sin_T1R).to(x_THD.dtype)
 
 
-def turn_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:
+def rotate_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:
     """Turn all heads in place: halves of a head turn together, by the angles of the token. Computed in float32.
 
     Args:
@@ -101,9 +101,9 @@ def turn_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tens
         sin_TD: sines, likewise.
     """
     if heads_TAD.is_cuda:
-        from rollout_kernels.norm_rope import triton_turn
+        from rollout_kernels.norm_rope import triton_rotate
 
-        triton_turn.turn_heads(heads_TAD, cos_TD, sin_TD)
+        triton_rotate.rotate_heads(heads_TAD, cos_TD, sin_TD)
         return
     first, second = sin_TD.chunk(2, dim=-1)
     heads_TAD.copy_(apply_rope(heads_TAD, cos_TD[:, None], torch.cat((-first, second), dim=-1)[:, None]))

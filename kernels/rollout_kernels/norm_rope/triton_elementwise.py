@@ -144,7 +144,7 @@ def add_rms_norm(
     block = triton.next_power_of_2(hidden)
     # At most four values of a part a thread. With more, the compiler serialises the loads of parts to save registers.
     warps = min(block // 128, 16) if correction is None else 4 if hidden <= 1024 else 8 if hidden <= 2048 else 16
-    # No more lanes than values. Otherwise two warps own the same value, and one may read what the other has stored.
+    # No more threads than values. Otherwise two warps own the same value, and one may read what the other has stored.
     warps = max(min(warps, block // 32), 1)
     out_MH = residual_MH if weight_H is None else torch.empty_like(residual_MH)
     _add_rms_norm_kernel[(rows,)](

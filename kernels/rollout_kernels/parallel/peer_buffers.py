@@ -1,9 +1,9 @@
 """Memory that the ranks of a host write to each other: each rank's buffer, and the addresses of all of them.
 
-    buffer of rank 1   [2 turns, ranks, rows, words]
+    buffer of rank 1   [2 halves, ranks, rows, words]
                             |      |
                             |      from rank 0 | from rank 1 (unused) | from rank 2 ...
-                            exchanges of a row use both turns alternately
+                            exchanges of a row use both halves alternately
 
 A buffer has one of two forms:
 
@@ -15,10 +15,10 @@ A buffer has one of two forms:
 Invariants:
 
 - A rank ends an exchange of a row when it has all parts of it, so its peers have begun it, and have read all of the
-  exchange before, in whatever buffer. An exchange writes to the turn that the exchange before it did not use. Nothing
+  exchange before, in whatever buffer. An exchange writes to the half that the exchange before it did not use. Nothing
   is overwritten unread.
 - The number of an exchange is counted for each row, on the device: graphs can be replayed. All ranks exchange the same
-  rows in the same order, so the counters agree. Buffers that are used by turns share their counters. After 2^31
+  rows in the same order, so the counters agree. Buffers that are used alternately share their counters. After 2^31
   exchanges of a row, which take half a day or more, numbers begin anew: a place is only believed wrongly if it was
   unused for exactly as long.
 - A negative number says that the sender knows the row to be wrong.
@@ -35,8 +35,8 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-#: Turns: how many exchanges of a row have a place in a buffer.
-TURNS = 2
+#: Exchanges of a row that have room in a buffer.
+HALVES = 2
 #: Int32 values after the data of a flagged row. The first is the flag; the others keep rows aligned.
 TAIL = 16
 
@@ -107,8 +107,8 @@ class PeerBuffers:
 def buffer_layout(ranks: int, rows: int, words: int, flagged: bool) -> tuple[tuple[int, int, int, int], torch.dtype]:
     """Shape and dtype of `PeerBuffers.memory_2RMW` for rows of `words` pieces of four bytes."""
     if flagged:
-        return (TURNS, ranks, rows, -(-words // TAIL) * TAIL + TAIL), torch.int32
-    return (TURNS, ranks, rows, words), torch.int64
+        return (HALVES, ranks, rows, -(-words // TAIL) * TAIL + TAIL), torch.int32
+    return (HALVES, ranks, rows, words), torch.int64
 
 
 def connect_peers(

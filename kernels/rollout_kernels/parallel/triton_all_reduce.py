@@ -41,7 +41,7 @@ MOST_SPINS = 20_000_000
 
 @triton.jit
 def next_number(exchanges_at):
-    """The number of a row's next exchange. After 2^31 - 1 comes 2, which has the other turn, and is not negative."""
+    """The number of a row's next exchange. After 2^31 - 1 comes 2, which has the other half, and is not negative."""
     number = tl.load(exchanges_at)
     return tl.where(number == 0x7FFFFFFF, 2, number + 1)
 
@@ -109,13 +109,13 @@ def receive_flag(at, number, fault_ptr, most_spins, RANK: tl.constexpr):
 
 
 @triton.jit
-def _from(memory, rank, turn, row, rows, row_words, RANKS: tl.constexpr, FLAGGED: tl.constexpr):
-    """Where a buffer has the row that rank `rank` sent at this turn."""
+def _from(memory, rank, half, row, rows, row_words, RANKS: tl.constexpr, FLAGGED: tl.constexpr):
+    """Where this half of a buffer has the row that rank `rank` sent."""
     if FLAGGED:  # addresses and sizes of rows are multiples of 16 bytes
         first = tl.multiple_of(memory.to(tl.pointer_type(tl.int32)), 16)
-        return tl.multiple_of(first + ((turn * RANKS + rank) * rows + row) * row_words, 16)
+        return tl.multiple_of(first + ((half * RANKS + rank) * rows + row) * row_words, 16)
     else:
-        return memory.to(tl.pointer_type(tl.int64)) + ((turn * RANKS + rank) * rows + row) * row_words
+        return memory.to(tl.pointer_type(tl.int64)) + ((half * RANKS + rank) * rows + row) * row_words
 
 
 @triton.jit
@@ -177,10 +177,10 @@ def _all_reduce_kernel(
         data = low | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     else:
         data = own.to(tl.int32, bitcast=True)
-    turn = (number & 1).to(tl.int64)
+    half = (number & 1).to(tl.int64)
     for step in tl.static_range(1, RANKS):
         peer = tl.load(addresses_ptr + (RANK + step) % RANKS)
-        to = _from(peer, RANK, turn, row, most_rows, row_words, RANKS, FLAGGED)
+        to = _from(peer, RANK, half, row, most_rows, row_words, RANKS, FLAGGED)
         if FLAGGED:
             if number > 0:  # a row that is wrong is not sent: a late peer may still read an earlier one, with its flag
                 tl.store(to + w, data, mask=live_W)
@@ -191,7 +191,7 @@ def _all_reduce_kernel(
         tl.debug_barrier()  # all threads have written
         for step in tl.static_range(1, RANKS):
             peer = tl.load(addresses_ptr + (RANK + step) % RANKS)
-            to = _from(peer, RANK, turn, row, most_rows, row_words, RANKS, FLAGGED)
+            to = _from(peer, RANK, half, row, most_rows, row_words, RANKS, FLAGGED)
             tl.atomic_xchg(to + row_words - TAIL, number, sem="release", scope="sys")
     if NORM:
         x = tl.load(_row_at(residual_ptr + row * H, w, halves, PAIRS), mask=live, other=0.0).to(tl.float32)
@@ -202,7 +202,7 @@ def _all_reduce_kernel(
         if rank == RANK:
             total += own.to(tl.float32)
         else:
-            at = _from(mine, rank, turn, row, most_rows, row_words, RANKS, FLAGGED)
+            at = _from(mine, rank, half, row, most_rows, row_words, RANKS, FLAGGED)
             if FLAGGED:
                 came, missed = receive_flag(at + row_words - TAIL, number, fault_ptr, most_spins, rank)
                 data = tl.load(at + w, mask=live_W, other=0, cache_modifier=".cg")

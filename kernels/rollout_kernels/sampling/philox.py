@@ -28,9 +28,9 @@ def philox_4x32(even_2N: torch.Tensor, odd_2N: torch.Tensor, key_2N: torch.Tenso
     output words in the same arrangement: even words, odd words.
     """
     device = key_2N.device
-    lanes = (2,) + (1,) * (key_2N.dim() - 1)
-    multipliers = torch.tensor(_MULTIPLIERS, device=device).view(lanes)
-    weyl = torch.tensor(_WEYL, device=device).view(lanes)
+    shape = (2,) + (1,) * (key_2N.dim() - 1)
+    multipliers = torch.tensor(_MULTIPLIERS, device=device).view(shape)
+    weyl = torch.tensor(_WEYL, device=device).view(shape)
     rounds = torch.arange(_ROUNDS, device=device).view((_ROUNDS,) + (1,) * key_2N.dim())
     for key in ((key_2N + weyl * rounds) & _MASK).unbind(0):
         product = even_2N * multipliers

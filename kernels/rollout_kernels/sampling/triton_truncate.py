@@ -265,11 +265,11 @@ def _merge_kernel(
             live = tl.where(searches, digit, -1) >= 0
             one = digit == 0
             number = next_number(exchanges_ptr + row)
-            turn = (number & 1).to(tl.int64)
+            half = (number & 1).to(tl.int64)
             stamp = number.to(tl.int64) << 32
             for step in tl.static_range(1, RANKS):
                 peer = tl.load(addresses_ptr + (RANK + step) % RANKS).to(tl.pointer_type(tl.int64))
-                to = peer + ((turn * RANKS + RANK) * most_rows + row) * row_words
+                to = peer + ((half * RANKS + RANK) * most_rows + row) * row_words
                 if FIRST:
                     send_words(to + 2 * _BINS + digit, tl.zeros_like(own) + (best_key | stamp), one)
                 send_words(to + digit, (own & 0xFFFFFFFF) | stamp, live)
@@ -280,7 +280,7 @@ def _merge_kernel(
             for rank in tl.static_range(RANKS):
                 part = own
                 if rank != RANK:
-                    at = mine + ((turn * RANKS + rank) * most_rows + row) * row_words
+                    at = mine + ((half * RANKS + rank) * most_rows + row) * row_words
                     low, came, missed = receive_words(at + digit, live, number, fault_ptr, most_spins, rank)
                     lost = lost | missed
                     part = tl.where(live, low.to(tl.int64) & 0xFFFFFFFF, 0)

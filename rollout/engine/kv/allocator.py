@@ -2,7 +2,7 @@
 
 A sequence gets its pages from these sources, in `try_admit` and afterwards in `try_grow`:
 
-    group share      the prompt that another completion of its group has prefilled: the full pages are shared; the page
+    shared prompt    the prompt that another completion of its group has prefilled: the full pages are shared; the page
                      of the last token is copied, because the sequence writes there; only that token is computed again
     session          what the turn before has left, as far as its tokens are the same: the full pages are shared; the
                      page in which the tokens begin to differ is copied
@@ -47,7 +47,7 @@ class PageAllocator:
         self.prefixes = prefixes
         self.tier = prefixes.tier
         self.offload_books = offload_books  # KV of preempted sequences
-        self.sharing: list[Group] = []  # groups that hold a share, oldest first
+        self.sharing: list[Group] = []  # groups with a shared prompt, oldest first
         self._given_way = 0  # sessions and snapshots that made room for others, since start
         self._mirrors = mirrors
 
@@ -333,28 +333,28 @@ class PageAllocator:
         if seq.kv.is_offloaded and not seq.kv.pages:
             self.offload_books.drop(seq)
 
-    # --- group shares ------------------------------------------------------------------------------------------------
+    # --- shared prompts -----------------------------------------------------------------------------------------------
 
-    def open_share(self, seq: Sequence, version: int) -> bool:
+    def share_prompt(self, seq: Sequence, version: int) -> bool:
         """Retain the prompt pages of a prefilled leader for its group; False if `version` cannot use them."""
         if seq.kv.oldest < self.prefixes.oldest_for(seq.group, version) or not self.prefixes.of_use(seq, version):
             return False
-        share = self.prefixes.share(seq, seq.kv.pages[: pages_for(seq.prompt_len, self.page_size)])
-        if share is None:
+        shared = self.prefixes.share(seq, seq.kv.pages[: pages_for(seq.prompt_len, self.page_size)])
+        if shared is None:
             return False
-        for page in share.pages:
+        for page in shared.pages:
             self.pool.retain(page)
-        seq.group.share = share
+        seq.group.shared_prompt = shared
         self.sharing.append(seq.group)
         return True
 
-    def close_share(self, group: Group) -> None:
+    def close_shared_prompt(self, group: Group) -> None:
         """Release a group's prompt pages."""
-        if group.share is not None:
-            for page in group.share.pages:
+        if group.shared_prompt is not None:
+            for page in group.shared_prompt.pages:
                 self.pool.release(page)
-            self.prefixes.unshare(group.share)
-            group.share = None
+            self.prefixes.unshare(group.shared_prompt)
+            group.shared_prompt = None
             self.sharing.remove(group)
 
     def expire(self, now_s: float) -> None:
@@ -365,9 +365,9 @@ class PageAllocator:
     # --- all sequences -----------------------------------------------------------------------------------------------
 
     def end_sharing(self) -> None:
-        """Close all shares and empty all sessions. After that only rows and offloaded sequences use pages."""
+        """Close all shared prompts and empty all sessions. After that only rows and offloaded sequences use pages."""
         for group in list(self.sharing):
-            self.close_share(group)
+            self.close_shared_prompt(group)
         self._empty_older(VERSION_END)
 
     def forget_older(self, oldest: int) -> None:
@@ -380,12 +380,12 @@ class PageAllocator:
         self.prefixes.forget_older(oldest)
 
     def forget_all(self) -> None:
-        """Drop cache, shares and sessions, and their KV on the host, because it is no longer valid."""
+        """Drop cache, shared prompts and sessions, and their KV on the host, because it is no longer valid."""
         self.empty_pool()
         self.tier.forget_all()
 
     def empty_pool(self) -> None:
-        """Drop cache, shares and sessions; KV on the host stays."""
+        """Drop cache, shared prompts and sessions; KV on the host stays."""
         self.end_sharing()
         self.prefixes.frontiers.clear()
         self.pool.forget_all()

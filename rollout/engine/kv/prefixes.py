@@ -17,7 +17,7 @@ import numpy as np
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.tier import HostTier
-from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
+from rollout.engine.sequence.sequence import Group, Sequence, SharedPrompt
 from rollout.engine.sequence.sequence_kv import NO_KEYS, NO_POINT, PrefixEnd, PrefixHit, PrefixKeys, Snapshot
 
 
@@ -43,7 +43,7 @@ class Reusable:
     awaited: tuple[Sequence, int] | None = None  # a sequence that computes a longer prefix, and its end
     place: int = 0  # place of the snapshot to load, of the state after these tokens
     hit: PrefixHit = "pages"  # source of the KV
-    oldest: int = 0  # weights version of a share's, a session's or a snapshot's KV
+    oldest: int = 0  # weights version of a shared prompt's, a session's or a snapshot's KV
 
     @property
     def pages(self) -> list[int]:
@@ -85,12 +85,12 @@ class Prefixes:
 
     def find(self, seq: Sequence, version: int) -> Reusable:
         """KV that `seq` need not compute: the prompt of its group, else KV of its session or, if more, of the cache."""
-        tokens, share = seq.identity(seq.history()), seq.group.share
+        tokens, shared = seq.identity(seq.history()), seq.group.shared_prompt
         full = (len(tokens) - 1) // self.page_size  # the page of the last token is never shared: it is written again
-        if share is not None and share.oldest >= self.oldest_for(seq.group, version) and not seq.tokens:
-            keys = share.keys.fork(full) if share.keys else NO_KEYS
-            found = Reusable(share.pages[:full], share.pages[full], len(tokens) - 1, keys=keys, place=share.place)
-            found.hit, found.oldest = "group", share.oldest
+        if shared is not None and shared.oldest >= self.oldest_for(seq.group, version) and not seq.tokens:
+            keys = shared.keys.fork(full) if shared.keys else NO_KEYS
+            found = Reusable(shared.pages[:full], shared.pages[full], len(tokens) - 1, keys=keys, place=shared.place)
+            found.hit, found.oldest = "group", shared.oldest
             return found
         if seq.scores_prompt:  # the lookup ends at the first token with scored logits
             tokens = tokens[: seq.scores_after + 1]
@@ -220,8 +220,8 @@ class Prefixes:
         return self.max_age > 0 and self.of_use(seq, version) and seq.kv.oldest >= self.oldest_for(seq.group, version)
 
     def too_old(self, group: Group, version: int) -> bool:
-        """True if a group cannot use its share under this version."""
-        return group.share is not None and group.share.oldest < self.oldest_for(group, version)
+        """True if a group cannot use its shared prompt under this version."""
+        return group.shared_prompt is not None and group.shared_prompt.oldest < self.oldest_for(group, version)
 
     def versions(self, found: Reusable) -> list[list[int]]:
         """Runs of [oldest weights version, tokens] of the found KV, by page."""
@@ -354,11 +354,11 @@ class Prefixes:
     def left(self, seq: Sequence) -> None:
         """Note that a sequence gives its pages back."""
 
-    def share(self, seq: Sequence, pages: list[int]) -> PromptShare | None:
+    def share(self, seq: Sequence, pages: list[int]) -> SharedPrompt | None:
         """The prompt of a prefilled leader for its group; None if it cannot be shared."""
-        return PromptShare(pages, seq.kv.oldest, seq.kv.keys)
+        return SharedPrompt(pages, seq.kv.oldest, seq.kv.keys)
 
-    def unshare(self, share: PromptShare) -> None:
+    def unshare(self, shared: SharedPrompt) -> None:
         """Release the prompt of the group."""
 
     def forget_older(self, oldest: int) -> None:

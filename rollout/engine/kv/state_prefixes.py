@@ -1,8 +1,8 @@
 """Prefixes of models with states of linear attention: KV of a prefix is usable only with the state after it.
 
-So a group share has a snapshot of the state, a session has snapshots of its prompt and of its end, and the prefix cache
-is searched for prefixes that end at a snapshot. Every prefill saves a snapshot before the last token of its prompt, if
-there is a place.
+So a shared prompt has a snapshot of the state, a session has snapshots of its prompt and of its end, and the prefix
+cache is searched for prefixes that end at a snapshot. Every prefill saves a snapshot before the last token of its
+prompt, if there is a place.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from rollout.engine.kv.prefixes import HostPrefix, Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.tier import HostTier
-from rollout.engine.sequence.sequence import PromptShare, Sequence
+from rollout.engine.sequence.sequence import Sequence, SharedPrompt
 from rollout.engine.sequence.sequence_kv import NO_KEYS, NO_POINT, NO_SNAPSHOT, PrefixEnd, PrefixHit, Snapshot
 from rollout.metrics.definitions import percent
 
@@ -245,18 +245,18 @@ class StatePrefixes(Prefixes):
             self.snapshots.release(place)
         seq.kv.planned_snapshot = seq.kv.snapshot = NO_SNAPSHOT
 
-    def share(self, seq: Sequence, pages: list[int]) -> PromptShare | None:
+    def share(self, seq: Sequence, pages: list[int]) -> SharedPrompt | None:
         """See `Prefixes`; the snapshot before the last token of the prompt belongs to it."""
         if seq.prompt_len == 1:  # no state exists before the only token of the prompt
             return super().share(seq, pages)
         if seq.kv.snapshot.tokens != seq.prompt_len - 1:
             return None
         self.snapshots.retain(seq.kv.snapshot.place)
-        return PromptShare(pages, seq.kv.oldest, seq.kv.keys, seq.kv.snapshot.place)
+        return SharedPrompt(pages, seq.kv.oldest, seq.kv.keys, seq.kv.snapshot.place)
 
-    def unshare(self, share: PromptShare) -> None:
-        if share.place:
-            self.snapshots.release(share.place)
+    def unshare(self, shared: SharedPrompt) -> None:
+        if shared.place:
+            self.snapshots.release(shared.place)
 
     def forget_older(self, oldest: int) -> None:
         self.snapshots.forget_older(oldest)

@@ -40,13 +40,13 @@ _PREEMPTED = -1.0  # virtual time of preempted sequences: first in line
 class WaitingQueue:
     """Sequences without a row. A sequence is in it once; pushing and removing take O(log n).
 
-    The sequences of each adapter, and those without one, have a lane of their own: an adapter that has no slot delays
-    its lane alone. The lanes of a client share its virtual time.
+    The sequences of each adapter, and those without one, have a line of their own: an adapter that has no slot delays
+    its line alone. The lines of a client share its virtual time.
     """
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}  # key: priority
-        self._lanes: dict[Adapter, SweptHeap[_Head]] = {}  # the first sequence of each client; a key may be too small
+        self._lines: dict[Adapter, SweptHeap[_Head]] = {}  # the first sequence of each client; a key may be too small
         self._in_order: list[Sequence] | None = None  # the heads, until the queue changes
         self._costs = _Costs()  # costs of all clients
         self._serial = count()
@@ -67,21 +67,21 @@ class WaitingQueue:
         self._renew(seq)
 
     def heads(self) -> list[Sequence]:
-        """The first sequence of each lane, in the order of the queue. They stay in it; the list is the queue's own."""
+        """The first sequence of each line, in the order of the queue. They stay in it; the list is the queue's own."""
         if self._in_order is not None:
             return self._in_order
         found = []
-        for lane in list(self._lanes):
-            head = self._first(self._lanes[lane])
+        for line in list(self._lines):
+            head = self._first(self._lines[line])
             if head is None:
-                del self._lanes[lane]
+                del self._lines[line]
             else:
                 found.append(head)
         self._in_order = [head.seq for head in sorted(found, key=lambda head: head.key)]
         return self._in_order
 
     def take(self, seq: Sequence) -> None:
-        """Remove a head of a lane: it gets a row. Its client pays if it is its first row."""
+        """Remove a head of a line: it gets a row. Its client pays if it is its first row."""
         level = self._levels[seq.priority]
         client = level.clients[seq.group.client]
         if not seq.begun:
@@ -90,7 +90,7 @@ class WaitingQueue:
         self.withdraw(seq)
 
     def withdraw(self, seq: Sequence) -> float:
-        """Remove a head of a lane, without a row; returns its client's virtual time, for `push`."""
+        """Remove a head of a line, without a row; returns its client's virtual time, for `push`."""
         client = self._levels[seq.priority].clients[seq.group.client]
         client.waiting[seq.group.adapter].pop()
         self._renew(seq)
@@ -100,7 +100,7 @@ class WaitingQueue:
         """Remove these sequences of one group."""
         client = self._client(seqs[0]) if seqs else None
         if client is not None:
-            client.of_lane(seqs[0]).remove({seq.rank for seq in seqs})
+            client.of_line(seqs[0]).remove({seq.rank for seq in seqs})
             self._renew(seqs[0])
 
     def ended(self, seq: Sequence) -> None:
@@ -117,28 +117,28 @@ class WaitingQueue:
         return self._levels.get(seq.priority, _NO_LEVEL).clients.get(seq.group.client)
 
     def _renew(self, seq: Sequence) -> None:
-        """Bring the head of a sequence's client and lane up to date: the client's sequences of it have changed."""
+        """Bring the head of a sequence's client and line up to date: the client's sequences of it have changed."""
         self._in_order = None
-        level, lane = self._levels[seq.priority], seq.group.adapter
+        level, line = self._levels[seq.priority], seq.group.adapter
         client = level.clients[seq.group.client]
-        if first := client.of_lane(seq).first():
+        if first := client.of_line(seq).first():
             self._place(client, first)
             return
-        client.heads.pop(lane, None)
-        client.waiting.pop(lane, None)
+        client.heads.pop(line, None)
+        client.waiting.pop(line, None)
         if not client.waiting:
             del level.clients[seq.group.client]
             if not level.clients:
                 del self._levels[seq.priority]
 
     def _place(self, client: _WaitingClient, first: Sequence) -> None:
-        lane, key = first.group.adapter, client.key(first)
-        if (old := client.heads.get(lane)) is None or old.key != key:
-            client.heads[lane] = head = _Head(key, first, client)
-            self._lanes.setdefault(lane, SweptHeap(_Head.outdated)).push((*key, next(self._serial)), head)
+        line, key = first.group.adapter, client.key(first)
+        if (old := client.heads.get(line)) is None or old.key != key:
+            client.heads[line] = head = _Head(key, first, client)
+            self._lines.setdefault(line, SweptHeap(_Head.outdated)).push((*key, next(self._serial)), head)
 
     def _first(self, heads: SweptHeap[_Head]) -> _Head | None:
-        """The first head of a lane. A client's virtual time only grows, so a key that is too small comes to the top."""
+        """The first head of a line. A client's virtual time only grows, so a key that is too small comes to the top."""
         while (head := heads.first()) is not None and head.key != head.client.key(head.seq):
             heads.pop()
             self._place(head.client, head.seq)
@@ -157,7 +157,7 @@ _NO_LEVEL = _Level()
 
 
 class _WaitingClient:
-    """One client's waiting sequences of one priority, by lane: never empty between two calls."""
+    """One client's waiting sequences of one priority, by line: never empty between two calls."""
 
     __slots__ = ("costs", "heads", "time", "waiting")
 
@@ -167,12 +167,12 @@ class _WaitingClient:
         self.waiting: dict[Adapter, SweptHeap[Sequence]] = {}
         self.heads: dict[Adapter, _Head] = {}
 
-    def of_lane(self, seq: Sequence) -> SweptHeap[Sequence]:
-        """The waiting sequences of its lane."""
+    def of_line(self, seq: Sequence) -> SweptHeap[Sequence]:
+        """The waiting sequences of its line."""
         return self.waiting.get(seq.group.adapter, _NONE_WAIT)
 
     def key(self, first: Sequence) -> tuple[int, float, int]:
-        """The place of its first sequence of a lane among the first sequences of all clients."""
+        """The place of its first sequence of a line among the first sequences of all clients."""
         return -first.priority, _PREEMPTED if first.begun else self.time, first.arrival
 
 
@@ -192,7 +192,7 @@ class _Costs:
 
 @dataclass(eq=False, slots=True)
 class _Head:
-    """A client's first sequence of a lane, in the order of all clients."""
+    """A client's first sequence of a line, in the order of all clients."""
 
     key: tuple[int, float, int]
     seq: Sequence
@@ -250,57 +250,58 @@ class SweptHeap(Generic[_Item]):
 _NONE_WAIT = SweptHeap[Sequence](_finalized)
 
 
-class PromptTurns:
+class PromptOrder:
     """Keeps the rows with prompts of a roster in their order: fair between clients, within a client by admission.
 
     Rows may be free for hundreds of prompts, of which a step computes a few. So a place in the queue is not enough: one
-    prompt would wait for all that another client sent before. A row gets its turn when it is admitted, in tokens:
+    prompt would wait for all that another client sent before. A row is *due* at a time that is counted in tokens. It
+    gets this time when it is admitted:
 
-        turn = max(now, the turn of its client's last row) + tokens of its prompt that are to be computed
+        due = max(now, due time of its client's last row) + tokens of its prompt that are to be computed
 
-    `now` is the latest turn that has begun. Rows go by their turns, and a prompt that has begun goes on to its end.
+    `now` is the latest due time of a row that has begun. A prompt that has begun goes on to its end.
     Every row that is admitted and begins moves `now` on, so a row waits for a bounded number of others, whatever
     clients come. A row that was preempted, or whose KV is computed again, costs its client nothing. With one client,
     or without fair queueing, this is the order of admission.
 
-    A sequence may wait for the prefill of another client's row (`QueueFeed.join`). If its own turn would be earlier,
-    the row takes that turn, and the client of the sequence pays: it is served as if the sequence computed the prompt
+    A sequence may wait for the prefill of another client's row (`QueueFeed.join`). If it would be due earlier itself,
+    the row gets that time, and the client of the sequence pays: it is served as if the sequence computed the prompt
     itself. This is self-clocked fair queueing, too, here with costs that are known.
     """
 
     def __init__(self, prefilling: list[Sequence]) -> None:
         self._prefilling = prefilling
         self._now = 0
-        self.last_turns: dict[str, int] = {}  # client -> its last row's turn; past turns may be missing
+        self.last_due: dict[str, int] = {}  # client -> due time of its last row; past ones may be missing
 
     def admit(self, seq: Sequence, tokens: int) -> None:
         """Add a sequence that has got a row, and has to compute this many tokens of its prompt."""
-        if seq.group.client not in self.last_turns:
-            self.last_turns = {client: turn for client, turn in self.last_turns.items() if turn > self._now}
-        seq.turn = self.last_turns[seq.group.client] = self._next(seq, tokens)
+        if seq.group.client not in self.last_due:
+            self.last_due = {client: due for client, due in self.last_due.items() if due > self._now}
+        seq.due = self.last_due[seq.group.client] = self._next(seq, tokens)
         self._insert(seq)
 
     def begin(self, seq: Sequence) -> None:
         """Note that the first chunk of a row is launched."""
-        self._now = max(self._now, seq.turn)
+        self._now = max(self._now, seq.due)
 
     def hasten(self, other: Sequence, seq: Sequence, tokens: int) -> None:
         """Note that `seq`, which has no row and would compute this many tokens, waits for the prefill of `other`."""
-        turn = self._next(seq, tokens)
-        if turn < other.turn and not other.row_ready:
-            other.turn = self.last_turns[seq.group.client] = turn
+        due = self._next(seq, tokens)
+        if due < other.due and not other.row_ready:
+            other.due = self.last_due[seq.group.client] = due
             self._prefilling.remove(other)
             self._insert(other)
 
     def _next(self, seq: Sequence, tokens: int) -> int:
         cost = 0 if seq.begun else tokens
-        return max(self._now, self.last_turns.get(seq.group.client, 0)) + cost
+        return max(self._now, self.last_due.get(seq.group.client, 0)) + cost
 
     def _insert(self, seq: Sequence) -> None:
         rows = self._prefilling
         begun = next((place for place in range(len(rows), 0, -1) if rows[place - 1].row_ready), 0)
-        insort(rows, seq, lo=begun, key=_turn)
+        insort(rows, seq, lo=begun, key=_due)
 
 
-def _turn(seq: Sequence) -> int:
-    return seq.turn
+def _due(seq: Sequence) -> int:
+    return seq.due

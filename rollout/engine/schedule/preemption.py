@@ -1,6 +1,6 @@
 """Preemption: sequences lose their row because pages run short, weights change, or all KV leaves.
 
-**Pages run short** (`grow_rows`). Idle sessions give way first, then group shares, then a row of the lowest priority:
+**Pages run short** (`grow_rows`). Idle sessions give way first, then shared prompts, then a row of the lowest priority:
 the youngest row of the client that has most of them, so a client with few rows does not pay for others. Where the KV
 of preempted sequences is kept on the host, their pages are free only after they are copied. So a row is preempted a
 little before its pages are needed, and a row whose page is not free yet is left out of one step.
@@ -41,7 +41,7 @@ def _grow(roster: Roster, seq: Sequence) -> None:
     allocator = roster.allocator
     while seq.state is SequenceState.DECODE and not allocator.try_grow(seq):
         if allocator.sharing:
-            allocator.close_share(allocator.sharing[-1])
+            allocator.close_shared_prompt(allocator.sharing[-1])
         elif roster.ending or allocator.making_room:
             return  # pages are already being copied back
         else:
@@ -88,11 +88,11 @@ def change_weights(roster: Roster, version: int, recompute: bool, names: Collect
     roster.feed.queue_early(version)
     prefixes = roster.allocator.prefixes
     if prefixes.max_age and not again:
-        roster.feed.close_shares(lambda group: prefixes.too_old(group, version))
+        roster.feed.close_shared_prompts(lambda group: prefixes.too_old(group, version))
         roster.allocator.forget_older(version - prefixes.max_age)
         stopped = [seq for seq in roster.prefilling if not prefixes.of_use(seq, version)]
     else:
-        roster.feed.close_shares()
+        roster.feed.close_shared_prompts()
         roster.allocator.forget_all()
         stopped = roster.prefilling
     for seq in stopped:
@@ -129,7 +129,7 @@ def restart_prompts(roster: Roster, seqs: list[Sequence], recompute: bool) -> tu
 
 def release_pool(roster: Roster, keep: bool) -> None:
     """All KV leaves the pool; with `keep` it is offloaded, in the order of rank as long as the host has room."""
-    roster.feed.close_shares()
+    roster.feed.close_shared_prompts()
     roster.allocator.end_sharing()
     if not keep:
         restart_prompts(roster, roster.unfinished(), recompute=True)

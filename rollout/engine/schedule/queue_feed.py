@@ -1,8 +1,8 @@
 """Sequences without a row: what enters the queue, and what waits for a leader, another prefill or newer weights.
 
 One member of a group, the leader, is queued first. The followers are queued when its prefill is launched, and take the
-prompt's pages from the share that opens then. A request with a `min_version` enters the queue when the weights have
-that version.
+prompt's pages, which the group shares from then on. A request with a `min_version` enters the queue when the weights
+have that version.
 
 A sequence whose KV is on the host leaves the queue until that is back in the pool.
 
@@ -132,8 +132,8 @@ class QueueFeed:
         misfit, least_running, most_available = self._misfit
         return misfit is seq and running >= least_running and available <= most_available
 
-    def close_shares(self, of: Callable[[Group], bool] = lambda group: True) -> None:
-        """Close the shares of some groups: in each, one member that has not started prefills the prompt again."""
+    def close_shared_prompts(self, of: Callable[[Group], bool] = lambda group: True) -> None:
+        """Close shared prompts of some groups: in each, one member that has not started prefills the prompt again."""
         self._misfit = _FITS
         for group in list(self._allocator.sharing):
             if of(group):
@@ -143,7 +143,7 @@ class QueueFeed:
         """A leader's last chunk is launched: queue its followers if they can share its pages, else the next leader."""
         group = leader.group
         group.leader = None
-        if group.followers and self._allocator.open_share(leader, version):
+        if group.followers and self._allocator.share_prompt(leader, version):
             for seq in group.followers:
                 seq.may_share = True
                 self.queue.push(seq)
@@ -169,12 +169,12 @@ class QueueFeed:
                 self.queue.push(waiting.seq, waiting.time)
 
     def _started(self, seq: Sequence) -> None:
-        """Note that a sequence got a row or ended: it no longer needs the share."""
+        """Note that a sequence got a row or ended: it no longer needs the shared prompt."""
         if seq.may_share:
             seq.may_share = False
             seq.group.unstarted -= 1
             if seq.group.unstarted == 0:
-                self._allocator.close_share(seq.group)
+                self._allocator.close_shared_prompt(seq.group)
 
     def _next_leader(self, group: Group) -> None:
         if group.followers:
@@ -182,7 +182,7 @@ class QueueFeed:
             self.queue.push(group.leader)
 
     def _lead_again(self, group: Group) -> None:
-        """Close the share of a group: the first member that has not started is its leader again."""
+        """Close the shared prompt of a group: the first member that has not started is its leader again."""
         unstarted = [seq for seq in group.sequences if seq.may_share]
         for seq in unstarted:
             self._started(seq)

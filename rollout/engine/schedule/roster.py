@@ -24,7 +24,7 @@ from rollout.engine.kv.fetches import Fetch
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.messages.to_service import Event, Finish
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
-from rollout.engine.schedule.fair_queue import PromptTurns
+from rollout.engine.schedule.fair_queue import PromptOrder
 from rollout.engine.schedule.queue_feed import QueueFeed
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.drawn_tokens import NO_TOPS
@@ -52,7 +52,7 @@ class Roster:
         self.events: list[Event] = []  # events not sent to the service yet
         self.groups: dict[RequestKey, Group] = {}
         self.prefilling: list[Sequence] = []  # ordered as their prompts are computed
-        self.turns = PromptTurns(self.prefilling)
+        self.prompt_order = PromptOrder(self.prefilling)
         self.decoding: list[Sequence] = []
         self.ending: list[Sequence] = []
         self.waiting = 0  # sequences with no row, including the followers of a leader
@@ -105,7 +105,7 @@ class Roster:
         self.counters.snapshot_loads += seq.kv.load_from > 0
         seq.adapter_use.note_version(seq.launched)
         tokens = len(seq.kv.prefill_tokens) - seq.kv.length
-        self.turns.admit(seq, tokens)
+        self.prompt_order.admit(seq, tokens)
         if not seq.begun:
             seq.computed = tokens
         group, cached_tokens = seq.group, min(seq.kv.length, seq.prompt_len)
@@ -275,6 +275,6 @@ class Roster:
             feature.check()
         assert self.idle and not (self.prefilling or self.decoding or self.ending), "sequences are left"
         assert sorted(self.free_rows) == list(range(1, self.max_rows + 1)), "a row is in use"
-        assert self.waiting == 0 and not self.allocator.sharing, "a queue or a share is left"
+        assert self.waiting == 0 and not self.allocator.sharing, "a queue or a shared prompt is left"
         assert not self.feed.joined and not self.feed.has_room_waiters, "a sequence waits for a prefill, or for room"
         assert self.feed.queue.clients == 0, "the queue remembers a client"

@@ -123,7 +123,7 @@ class Scheduler:
             reusable = allocator.find_reusable(seq, roster.version)
             if reusable.awaited is not None:
                 other, awaited = reusable.awaited
-                roster.turns.hasten(other, seq, awaited - reusable.tokens)
+                roster.prompt_order.hasten(other, seq, awaited - reusable.tokens)
                 feed.join(seq, other, awaited)
             elif isinstance(usable := allocator.fetch_for(seq, reusable, roster.version, spare=running), Fetch):
                 feed.join(seq, usable)
@@ -135,7 +135,7 @@ class Scheduler:
                 feed.note_misfit(seq, running, allocator.admissible)  # noted now: sessions may have lost their pages
                 return True
             else:
-                allocator.close_share(allocator.sharing[0])  # nothing runs that could give pages back
+                allocator.close_shared_prompt(allocator.sharing[0])  # nothing runs that could give pages back
         return True
 
     def _plan_prompts(self) -> Plan | None:
@@ -182,7 +182,7 @@ class Scheduler:
     def _prompt_launched(self, seq: Sequence, start: int, end: int, version: int) -> None:
         roster, kv = self.roster, seq.kv
         if not seq.row_ready:
-            roster.turns.begin(seq)
+            roster.prompt_order.begin(seq)
         seq.row_ready = True
         roster.counters.prefilled_tokens += end - start
         kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)

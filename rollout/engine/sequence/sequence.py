@@ -68,7 +68,7 @@ def row_seed(seed: int, index: int) -> int:
 
 
 @dataclass(slots=True)
-class PromptShare:
+class SharedPrompt:
     """The pages of a prefilled prompt, held for the members of a group that have not started yet."""
 
     pages: list[int]
@@ -87,10 +87,10 @@ class Group:
     sequences: list[Sequence] = field(default_factory=list)
     leader: Sequence | None = None  # prefills the prompt for all, until its last chunk is launched
     followers: list[Sequence] = field(default_factory=list)  # wait for the leader's prefill, not yet in the queue
-    share: PromptShare | None = None
+    shared_prompt: SharedPrompt | None = None
     session: KeptSession | None = None  # the session that this turn belongs to
     adapter: Adapter = NO_ADAPTER  # adapter of its rows
-    unstarted: int = 0  # members that may still want the share
+    unstarted: int = 0  # members that may still want the shared prompt
     unfinished: int = 0
     complete: int = 0  # ended by a stop or by length
     cached_tokens: int = 0
@@ -142,7 +142,7 @@ class Sequence:
         "seed",
         "state",
         "stop_ids",
-        "turn",
+        "due",
         "unmasked_end",
         "void",
         "watched",
@@ -184,7 +184,7 @@ class Sequence:
         self.row_ready = False  # a launched step has set up the row's device state
         self.may_share = False  # counted in group.unstarted
         self.computed = 0  # tokens whose KV its first prefill computes; 0 before its first row
-        self.turn = 0  # position of its prompt in the order of prompts (`PromptTurns`)
+        self.due = 0  # when its prompt is computed, on the clock of `PromptOrder`
 
     @property
     def tokens(self) -> array:

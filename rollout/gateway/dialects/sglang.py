@@ -55,29 +55,31 @@ class SglangParams(SamplingBody):
     ebnf: str | None = None
     custom_params: dict[str, Any] = {}
 
-    def thought_budget(self, place: str = "") -> tuple[int | None, str]:
+    def thought_budget(self, within: str = "") -> tuple[int | None, str]:
         """See `SamplingBody`; SGLang's name for it is `custom_params.thinking_budget`."""
-        custom = CustomParams.take(self.custom_params, f"{place}custom_params.")
+        custom = CustomParams.take(self.custom_params, f"{within}custom_params.")
         if custom.thinking_budget is None:
-            return super().thought_budget(place)
+            return super().thought_budget(within)
         if self.thinking_token_budget is not None:
-            raise bad_request("send this or 'custom_params.thinking_budget', not both", f"{place}thinking_token_budget")
+            raise bad_request(
+                "send this or 'custom_params.thinking_budget', not both", f"{within}thinking_token_budget"
+            )
         budget = None if custom.thinking_budget == -1 else custom.thinking_budget
-        return budget, f"{place}custom_params.thinking_budget"
+        return budget, f"{within}custom_params.thinking_budget"
 
-    def response_constraint(self, place: str) -> dict[str, Any] | None:
+    def response_constraint(self, within: str) -> dict[str, Any] | None:
         """SGLang's constraints."""
         kinds = (("json_schema", self.json_schema), ("regex", self.regex), ("grammar", self.ebnf))
         given = {name: value for name, value in kinds if value is not None}
         if len(given) > 1:
-            raise bad_request("send one of json_schema, regex and ebnf", place + next(iter(given)))
+            raise bad_request("send one of json_schema, regex and ebnf", within + next(iter(given)))
         return given or None
 
-    def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
+    def worker_names(self, prompt: str, within: str = "") -> dict[str, str]:
         """See `SamplingBody`."""
-        names = super().worker_names(prompt, place)
+        names = super().worker_names(prompt, within)
         names |= {
-            ours: place + theirs
+            ours: within + theirs
             for ours, theirs in (
                 ("sampling.seed", "sampling_seed"),
                 ("max_tokens", "max_new_tokens"),
@@ -85,14 +87,14 @@ class SglangParams(SamplingBody):
             )
             if getattr(self, theirs)
         }
-        if self.response_constraint(place) is not None:
-            names |= {f"constraint.{kind}": place + kind for kind in ("json_schema", "regex")}
-            names["constraint.grammar"] = f"{place}ebnf"
+        if self.response_constraint(within) is not None:
+            names |= {f"constraint.{kind}": within + kind for kind in ("json_schema", "regex")}
+            names["constraint.grammar"] = f"{within}ebnf"
         return names
 
-    def worker_fields(self, place: str = "") -> dict[str, Any]:
+    def worker_fields(self, within: str = "") -> dict[str, Any]:
         """The arguments of `generate`."""
-        fields = super().worker_fields(place)
+        fields = super().worker_fields(within)
         for ours, theirs in (("seed", "sampling_seed"), ("max_tokens", "max_new_tokens")):
             if getattr(self, theirs) is not None:
                 fields[ours] = getattr(self, theirs)

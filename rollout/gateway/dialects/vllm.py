@@ -149,13 +149,13 @@ class ChosenTokens:
     ids: np.ndarray
 
     @classmethod
-    def of_vllm(cls, ids: list[int] | list[list[int]], start: int, prompt_tokens: int, place: str) -> ChosenTokens:
+    def of_vllm(cls, ids: list[int] | list[list[int]], start: int, prompt_tokens: int, within: str) -> ChosenTokens:
         """Rows of `prompt_logprob_token_ids`, one for each token after token `start`. Raises `HttpError`."""
-        count, field = prompt_tokens - 1 - start, f"{place}prompt_logprob_token_ids"
+        count, field = prompt_tokens - 1 - start, f"{within}prompt_logprob_token_ids"
         if count < 1:
             raise bad_request(
                 f"the prompt has {prompt_tokens} tokens, and none is scored after token {start}; lower it",
-                f"{place}prompt_logprob_start",
+                f"{within}prompt_logprob_start",
             )
         rows = [row for row in ids if isinstance(row, list)]
         if ids and not rows:

@@ -35,10 +35,10 @@ class Body(BaseModel):
     may_be_empty: ClassVar[bool] = False
 
     @classmethod
-    def take(cls, fields: Any, place: str = "") -> Self:
-        """The body in decoded JSON. `place` goes in front of the names of fields in errors. Raises `HttpError`."""
+    def take(cls, fields: Any, within: str = "") -> Self:
+        """The body in decoded JSON. `within` goes in front of the names of fields in errors. Raises `HttpError`."""
         if not isinstance(fields, dict):
-            raise bad_request(f"send a JSON object{f' as {place[:-1]!r}' if place else ''}", place[:-1] or None)
+            raise bad_request(f"send a JSON object{f' as {within[:-1]!r}' if within else ''}", within[:-1] or None)
         kept = {}
         for name, value in fields.items():
             if name in cls.ignored:
@@ -47,13 +47,13 @@ class Body(BaseModel):
                 if not any(
                     value is off or (type(value) is type(off) and value == off) for off in cls.switched_off[name]
                 ):
-                    raise bad_request(f"this gateway does not offer {name!r}; remove it", place + name)
+                    raise bad_request(f"this gateway does not offer {name!r}; remove it", within + name)
             elif value is not None or name not in cls.model_fields:
                 kept[name] = value
         try:
             return cls.model_validate(kept)
         except ValidationError as error:
-            raise _first_error(error, kept, place) from None
+            raise _first_error(error, kept, within) from None
 
 
 class Query(Body):
@@ -87,10 +87,10 @@ class EmptyBody(Body):
     may_be_empty: ClassVar = True
 
 
-def _first_error(error: ValidationError, fields: dict[str, Any], place: str) -> HttpError:
+def _first_error(error: ValidationError, fields: dict[str, Any], within: str) -> HttpError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = first["loc"] if first["type"] == "missing" else _within(fields, first["loc"])
-    field = place + ".".join(f"{part!s:.80}" for part in path)
+    field = within + ".".join(f"{part!s:.80}" for part in path)
     match first["type"]:
         case "missing":
             return bad_request(f"the field {field!r} is missing; add it", field)

@@ -34,7 +34,7 @@ _MOST_FILE_BYTES = 64 << 20
 MOST_PATCHES = 262_144  # patches of all images of a request: a small file may hold a large picture
 
 #: EXIF orientation -> Pillow's operation on the picture.
-_TURNS = {
+_TRANSPOSES = {
     **{2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM"},
     **{5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"},
 }
@@ -186,16 +186,16 @@ def _as_shown(picture: Any) -> Any:
     from PIL import Image as Pillow
 
     try:
-        turn = picture.getexif().get(ExifTags.Base.Orientation)
+        orientation = picture.getexif().get(ExifTags.Base.Orientation)
     except SyntaxError:  # no EXIF data; the pixels may be right
-        turn = None
+        orientation = None
     if picture.mode.startswith("I"):  # a conversion would make white of every value above 255
         picture = Pillow.fromarray((np.asarray(picture) // 257).astype(np.uint8))
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         picture = Pillow.alpha_composite(Pillow.new("RGBA", picture.size, "white"), picture)
     picture = picture.convert("RGB")
-    return picture.transpose(Pillow.Transpose[_TURNS[turn]]) if turn in _TURNS else picture
+    return picture.transpose(Pillow.Transpose[_TRANSPOSES[orientation]]) if orientation in _TRANSPOSES else picture
 
 
 def _pillow_processor(folder: Path) -> Any:

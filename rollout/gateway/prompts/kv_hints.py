@@ -36,11 +36,11 @@ class Retain(Body):
     scope: str | None = None
     directives: list[dict[str, Any]] = Field(max_length=_MAX_ACTIONS)
 
-    def lease_s(self, place: str) -> float:
+    def lease_s(self, within: str) -> float:
         """The longest time for which tokens are protected; without an end the longest lease. 0: none is."""
         lease_s = 0.0
         for index, fields in enumerate(self.directives):
-            each = Directive.take(fields, f"{place}directives.{index}.")
+            each = Directive.take(fields, f"{within}directives.{index}.")
             if each.priority:
                 lease_s = max(lease_s, _MAX_SECONDS if each.duration is None else each.duration)
         return min(lease_s, MAX_SESSION_LEASE_S)
@@ -54,15 +54,15 @@ class Action(Body):
     action_version: str
     payload: dict[str, Any] = {}
 
-    def lease_s(self, place: str) -> float:
+    def lease_s(self, within: str) -> float:
         """The lease that it asks for; 0: none. Raises `HttpError`."""
         if self.action_type != "kv.retain":
             return 0.0
         if self.action_version.partition(".")[0] != "1":
             raise bad_request(
-                "this gateway supports only version 1 of kv.retain; send that version", f"{place}action_version"
+                "this gateway supports only version 1 of kv.retain; send that version", f"{within}action_version"
             )
-        return Retain.take(self.payload, f"{place}payload.").lease_s(f"{place}payload.")
+        return Retain.take(self.payload, f"{within}payload.").lease_s(f"{within}payload.")
 
 
 class KvHints(Body):

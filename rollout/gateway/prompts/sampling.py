@@ -66,7 +66,7 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool = False
 
-    def constraint(self, place: str) -> dict[str, Any]:
+    def constraint(self, within: str) -> dict[str, Any]:
         """The worker's `constraint`. Raises `HttpError` unless there is exactly one."""
         given: list[dict[str, Any]] = [
             {name: value}
@@ -80,7 +80,7 @@ class StructuredOutputs(Body):
             if value is not None
         ]
         if len(given) != 1:
-            raise bad_request("give exactly one of json, regex, choice, grammar and json_object", place)
+            raise bad_request("give exactly one of json, regex, choice, grammar and json_object", within)
         return given[0]
 
 
@@ -100,13 +100,13 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
-    def constraint(self, place: str) -> dict[str, Any] | None:
+    def constraint(self, within: str) -> dict[str, Any] | None:
         """The worker's `constraint`, None for plain text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
             return {"grammar": _JSON_OBJECT}
-        return {"json_schema": json.dumps(JsonSchema.take(self.json_schema, f"{place}json_schema.").schema_)}
+        return {"json_schema": json.dumps(JsonSchema.take(self.json_schema, f"{within}json_schema.").schema_)}
 
 
 class RepetitionBody(Body):
@@ -167,13 +167,13 @@ class SamplingBody(SamplerFields):
     stop: Annotated[list[str], BeforeValidator(_strings)] = []
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOP)
 
-    def thought_budget(self, place: str = "") -> tuple[int | None, str]:
+    def thought_budget(self, within: str = "") -> tuple[int | None, str]:
         """The most tokens of a thought, None for any number, and the name of the field that says so."""
         budget = self.thinking_token_budget
-        return None if budget == -1 else budget, f"{place}thinking_token_budget"
+        return None if budget == -1 else budget, f"{within}thinking_token_budget"
 
-    def worker_fields(self, place: str = "") -> dict[str, Any]:
-        """The arguments of `generate` for these fields. `place` goes in front of names in errors."""
+    def worker_fields(self, within: str = "") -> dict[str, Any]:
+        """The arguments of `generate` for these fields. `within` goes in front of names in errors."""
         fields: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -190,49 +190,49 @@ class SamplingBody(SamplerFields):
                 "ignore_eos": self.ignore_eos,
                 "min_tokens": self.min_tokens,
             },
-            "constraint": self._constraint(place),
+            "constraint": self._constraint(within),
         }
         if self.logit_bias:
             fields["logit_bias"] = self.logit_bias
         if self.prompt_logprobs is not None:
             fields["prompt_top_logprobs"] = self.prompt_logprobs
         if self.repetition_detection is not None:
-            detection = RepetitionBody.take(self.repetition_detection, f"{place}repetition_detection.")
+            detection = RepetitionBody.take(self.repetition_detection, f"{within}repetition_detection.")
             fields["repetition_detection"] = detection.model_dump()
         return fields
 
-    def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
+    def worker_names(self, prompt: str, within: str = "") -> dict[str, str]:
         """The fields of a request by the worker's names for them, for errors. `prompt`: what has the prompt."""
-        within, tokens = place.removesuffix("."), f"{place}allowed_token_ids"
-        names = {"prompt": prompt, "sampling": within, "stop": within, "max_tokens": f"{place}max_tokens"}
-        names |= {"stop.strings": f"{place}stop", "stop.token_ids": f"{place}stop_token_ids"}
-        names |= dict.fromkeys(_THINKING, self.thought_budget(place)[1])
-        names["repetition_detection"] = f"{place}repetition_detection"
-        names |= {"prompt_top_logprobs": f"{place}prompt_logprobs"}
+        body, tokens = within.removesuffix("."), f"{within}allowed_token_ids"
+        names = {"prompt": prompt, "sampling": body, "stop": body, "max_tokens": f"{within}max_tokens"}
+        names |= {"stop.strings": f"{within}stop", "stop.token_ids": f"{within}stop_token_ids"}
+        names |= dict.fromkeys(_THINKING, self.thought_budget(within)[1])
+        names["repetition_detection"] = f"{within}repetition_detection"
+        names |= {"prompt_top_logprobs": f"{within}prompt_logprobs"}
         if self.allowed_token_ids is not None:
             return names | {"constraint": tokens, "constraint.token_ids": tokens}
         kinds = {"json_schema": "json", "regex": "regex", "choices": "choice", "grammar": "grammar"}
-        given = {f"constraint.{kind}": f"{place}structured_outputs.{name}" for kind, name in kinds.items()}
-        return names | {"constraint": f"{place}structured_outputs"} | given
+        given = {f"constraint.{kind}": f"{within}structured_outputs.{name}" for kind, name in kinds.items()}
+        return names | {"constraint": f"{within}structured_outputs"} | given
 
-    def response_constraint(self, place: str) -> dict[str, Any] | None:
+    def response_constraint(self, within: str) -> dict[str, Any] | None:
         """The constraint of a `response_format`; endpoints that have this field say so."""
         return None
 
-    def _constraint(self, place: str) -> dict[str, Any] | None:
+    def _constraint(self, within: str) -> dict[str, Any] | None:
         given = {
             "structured_outputs": None
             if self.structured_outputs is None
-            else StructuredOutputs.take(self.structured_outputs, f"{place}structured_outputs.").constraint(
-                f"{place}structured_outputs"
+            else StructuredOutputs.take(self.structured_outputs, f"{within}structured_outputs.").constraint(
+                f"{within}structured_outputs"
             ),
-            "response_format": self.response_constraint(place),
+            "response_format": self.response_constraint(within),
             "allowed_token_ids": None if self.allowed_token_ids is None else {"token_ids": self.allowed_token_ids},
         }
         found = {name: constraint for name, constraint in given.items() if constraint is not None}
         if len(found) > 1:
             names = " and ".join(found)
-            raise bad_request(f"{names} cannot be combined; send one of them", place + list(found)[-1])
+            raise bad_request(f"{names} cannot be combined; send one of them", within + list(found)[-1])
         return next(iter(found.values()), None)
 
 
@@ -297,14 +297,14 @@ class OpenAiBody(SamplingBody, RequestFields):
     add_special_tokens: bool = True
     response_format: dict[str, Any] | None = None
 
-    def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
-        names = super().worker_names(prompt, place)
+    def worker_names(self, prompt: str, within: str = "") -> dict[str, str]:
+        names = super().worker_names(prompt, within)
         if self.response_format is not None:
             names |= dict.fromkeys(("constraint", "constraint.grammar"), "response_format")
             names["constraint.json_schema"] = "response_format.json_schema.schema"
         return names
 
-    def response_constraint(self, place: str) -> dict[str, Any] | None:
+    def response_constraint(self, within: str) -> dict[str, Any] | None:
         """The constraint of `response_format`."""
         if self.response_format is None:
             return None

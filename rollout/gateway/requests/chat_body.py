@@ -158,8 +158,8 @@ class ChatBody(OpenAiBody):
             options["add_generation_prompt"] = self.add_generation_prompt
         return Rendering(self.tools or None, options, self.chat_template, self.add_special_tokens)
 
-    def worker_names(self, prompt: str, place: str = "") -> dict[str, str]:
-        names = super().worker_names(prompt, place)
+    def worker_names(self, prompt: str, within: str = "") -> dict[str, str]:
+        names = super().worker_names(prompt, within)
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names if self.demand is None else names | {"constraint": "tools", "constraint.json_schema": "tools"}

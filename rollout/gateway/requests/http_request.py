@@ -76,9 +76,9 @@ class Gateway:
         adapter = await self.adapter_of(body.model)
         return {"adapter": adapter, "priority": -body.priority, "cache_salt": body.cache_salt}
 
-    def thinking_fields(self, body: SamplingBody, place: str = "") -> dict[str, Any]:
+    def thinking_fields(self, body: SamplingBody, within: str = "") -> dict[str, Any]:
         """The arguments of `generate` for a request's budget of thoughts. Raises `HttpError`."""
-        budget, name = body.thought_budget(place)
+        budget, name = body.thought_budget(within)
         if budget is None:
             return {}
         if self.model.formats.thoughts is None:

@@ -130,9 +130,9 @@ class UpdateInfo(Body):
     packed: bool | None = None
     packed_buffer_size_bytes: int | None = Field(None, ge=1, le=_WHOLE)
 
-    def rows(self, place: str) -> Rows:
-        """Name, dtype and shape of each tensor. `place`: where these fields stand in the request, for errors."""
-        return _rows(self.names, self.dtype_names, self.shapes, f"{place}dtype_names")
+    def rows(self, within: str) -> Rows:
+        """Name, dtype and shape of each tensor. `within`: where these fields stand in the request, for errors."""
+        return _rows(self.names, self.dtype_names, self.shapes, f"{within}dtype_names")
 
 
 class StartBody(Body):
@@ -162,9 +162,9 @@ class TransferState:
     tensors: Rows = field(default_factory=list)
 
 
-def _rows(names: list[str], dtypes: list[str], shapes: list[list[int]], place: str) -> Rows:
+def _rows(names: list[str], dtypes: list[str], shapes: list[list[int]], within: str) -> Rows:
     if not len(names) == len(dtypes) == len(shapes):
-        raise bad_request(f"send a dtype and a shape for each of the {len(names)} names", place)
+        raise bad_request(f"send a dtype and a shape for each of the {len(names)} names", within)
     plain = [dtype.removeprefix("torch.") for dtype in dtypes]
     return [list(row) for row in zip(names, plain, shapes, strict=True)]
 
@@ -270,19 +270,19 @@ async def start(request: HttpRequest[StartBody]) -> dict[str, Any]:
     return {"message": "Weight update started"}
 
 
-async def receive_by_engine(gateway: Gateway, update_info: Any, place: str = "") -> dict[str, Any]:
+async def receive_by_engine(gateway: Gateway, update_info: Any, within: str = "") -> dict[str, Any]:
     """Receive a part of an update, or a whole one.
 
-    `update_info`: the value of the field with this name, which stands in the request at `place`.
+    `update_info`: the value of the field with this name, which stands in the request at `within`.
     """
-    place, transfers = f"{place}update_info.", gateway.state(TransferState)
-    info, engine = UpdateInfo.take(update_info, place), transfers.engine
+    within, transfers = f"{within}update_info.", gateway.state(TransferState)
+    info, engine = UpdateInfo.take(update_info, within), transfers.engine
     if engine is None or not transfers.started:
         raise HttpError(409, "no update was started; call /start_weight_update first")
     packed = engine.packed if info.packed is None else info.packed
     packed_bytes = info.packed_buffer_size_bytes or engine.packed_buffer_size_bytes
     if info.names:
-        transfers.tensors = info.rows(place)
+        transfers.tensors = info.rows(within)
     if not transfers.tensors:
         raise bad_request("name the tensors: no earlier call has named them", "names")
     await gateway.group_updates.gather(_VLLM_GROUP, transfers.tensors, packed_bytes if packed else None)

@@ -452,7 +452,7 @@ class Family:
     one_rope_map: bool = False
     #: `mrope_section` of `rope_parameters` says how many frequencies take each of three positions: in turns, or one
     #: block of frequencies after the other. The value is what transformers takes where the key is absent.
-    rope_turns: tuple[int, int, int] | None = None
+    rope_alternating: tuple[int, int, int] | None = None
     rope_blocks: tuple[int, int, int] | None = None
     interleaved_rope: bool | Key = declared(FLAG, False)
     optional_rope: bool = False  # without a `rope_theta` no layer has a rotary embedding

@@ -17,35 +17,35 @@ Post = Callable[[Callable[[], None]], None]
 _AFTER_ALL = ""  # a name in place of a client: served after all clients
 
 
-class _Lane:
+class _Worker:
     """A thread that works for the clients in turn. May be used from any thread."""
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._lock = threading.Lock()
         # Work that has not begun, by client; the first client is next.
-        self._turns: dict[str, deque[tuple[Future, Callable[[], object]]]] = {}
+        self._waiting: dict[str, deque[tuple[Future, Callable[[], object]]]] = {}
 
     def submit(self, client: str, future: Future[Result], work: Callable[[], Result]) -> None:
-        """Set the future to the outcome of `work`; never, once the lane is closed."""
+        """Set the future to the outcome of `work`; never, once it is closed."""
         with self._lock:
-            self._turns.setdefault(client, deque()).append((future, work))
+            self._waiting.setdefault(client, deque()).append((future, work))
         try:
-            self._executor.submit(self._take_turn)
-        except RuntimeError:  # it was closed while another lane still worked
+            self._executor.submit(self._work)
+        except RuntimeError:  # it was closed while another thread still worked
             pass
 
     def close(self) -> None:
         """Begin nothing more."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _take_turn(self) -> None:
+    def _work(self) -> None:
         with self._lock:
-            client = next((client for client in self._turns if client != _AFTER_ALL), _AFTER_ALL)
-            waiting = self._turns.pop(client)
+            client = next((client for client in self._waiting if client != _AFTER_ALL), _AFTER_ALL)
+            waiting = self._waiting.pop(client)
             future, work = waiting.popleft()
             if waiting:
-                self._turns[client] = waiting
+                self._waiting[client] = waiting
         try:
             outcome = work()
         # The future carries it to the caller. A tokenizer that panics raises no Exception.
@@ -68,8 +68,8 @@ class BackgroundWork(Generic[Result]):
 
     def __init__(self, post: Post) -> None:
         self._post = post
-        self._prompts = _Lane("service-prompts")
-        self._constraints = _Lane("service-constraints")
+        self._prompts = _Worker("service-prompts")
+        self._constraints = _Worker("service-constraints")
         self._queues: dict[str, deque[_Queued[Result]]] = {}
 
     @property
@@ -90,7 +90,7 @@ class BackgroundWork(Generic[Result]):
         else:
             then(future)
 
-    def in_turn(
+    def in_order(
         self, client: str, begin: Callable[[Future[Result]], None], then: Callable[[Future[Result]], None]
     ) -> None:
         """Call `begin` with a future after the client's requests in preparation, and `then` once the future is done."""
@@ -133,8 +133,8 @@ class BackgroundWork(Generic[Result]):
 
     def close(self) -> None:
         """Drop work that has not begun. Its `then` is not called."""
-        for lane in (self._prompts, self._constraints):
-            lane.close()
+        for worker in (self._prompts, self._constraints):
+            worker.close()
 
     def _continue(self, client: str) -> None:
         queue = self._queues.get(client)

@@ -65,7 +65,7 @@ class Preparation:
         self._entries[key] = entry
         go_on = partial(self._go_on, key, then)
         if message.fork is not None:
-            self._background.in_turn(client, partial(self._ask, key, ask), go_on)
+            self._background.in_order(client, partial(self._ask, key, ask), go_on)
         elif _only_tokens(message):
             self._background.after_client(client, None, go_on)
         else:

@@ -24,8 +24,8 @@ class Case(NamedTuple):
     kernels: set[str]
 
 
-NORM = ["8 rows: norm", "dense, 8 rows: turn heads"]
-NORM_KERNELS = {"_add_rms_norm_kernel", "_norm_router_kernel", "_turn_heads_kernel"}
+NORM = ["8 rows: norm", "dense, 8 rows: rotate heads"]
+NORM_KERNELS = {"_add_rms_norm_kernel", "_norm_router_kernel", "_rotate_heads_kernel"}
 CASES = {
     "norms": Case(
         [*NORM, "dense, 8 rows: adapters later, rank 16, qkv"],

@@ -40,19 +40,19 @@ class Broadcasts:
         self,
         payload: Payload,
         store: dist.Store,
-        place: GroupSeat,
+        seat: GroupSeat,
         address: str,
         rules: TransferRules,
         kept: KeptGroup,
         runs: Runs | None = None,
         member: str = "the publisher",
     ) -> None:
-        assert (place.rank == 0) == (runs is not None), "rank 0 passes the runs, the other ranks receive them"
+        assert (seat.rank == 0) == (runs is not None), "rank 0 passes the runs, the other ranks receive them"
         self.error: str | None = None
         self.sent = 0  # buckets that were broadcast
         self.order: list[tuple[int, int]] = []
         self.fingerprints = torch.zeros(payload.manifest.bucket_count, dtype=torch.int64)
-        self._payload, self._store, self._place = payload, store, place
+        self._payload, self._store, self._seat = payload, store, seat
         self._address, self._rules, self._kept, self._runs, self._member = address, rules, kept, runs, member
         self.ended = threading.Event()
         self._stop = threading.Event()
@@ -91,19 +91,19 @@ class Broadcasts:
         self.ended.set()
 
     def _send(self) -> None:
-        place = self._place
-        group = self._kept.take(place) or self._join()
+        seat = self._seat
+        group = self._kept.take(seat) or self._join()
         try:
             runs = self._runs
             if runs is None:
-                runs = Runs.learn(self._payload.manifest, group, place, self._stop)
-            elif place.runs:
+                runs = Runs.learn(self._payload.manifest, group, seat, self._stop)
+            elif seat.runs:
                 runs.share(group, self._stop)
             self._broadcast(group, runs)
             with self._lock:
                 if self._stop.is_set():
                     raise GroupError("the publisher stopped it")
-                self._kept.keep(place, group)
+                self._kept.keep(seat, group)
         except Exception as error:
             give_up(self._store, f"{self._member} gave up: {error!s:.200}")
             self._kept.leave_broken(group)
@@ -112,11 +112,11 @@ class Broadcasts:
 
     def _join(self) -> BroadcastGroup:
         device, timeout_s = self._payload.device, self._rules.stall_s
-        return self._kept.join(self._store, self._place, self._address, device, timeout_s)
+        return self._kept.join(self._store, self._seat, self._address, device, timeout_s)
 
     def _broadcast(self, group: BroadcastGroup, runs: Runs) -> None:
         payload, buffers = self._payload, [group.buffer(runs.buffer_bytes) for _ in range(group.buffers)]
-        kept = payload.kept if self._place.runs else None  # None if rank 0 sends all: packing fills it
+        kept = payload.kept if self._seat.runs else None  # None if rank 0 sends all: packing fills it
         in_order = group.buffer(0 if kept is None else runs.buffer_bytes)
         on_their_way: deque[tuple[Bucket, list[Pending]]] = deque()
         own: dict[int, torch.Tensor] = {}
@@ -145,17 +145,17 @@ class Broadcasts:
             part.wait(self._stop)
         self.sent += 1
         self._moved_s = self._rules.clock()
-        if self._place.rank:
-            self._store.set(f"at/{self._place.rank}", str(self.sent))
+        if self._seat.rank:
+            self._store.set(f"at/{self._seat.rank}", str(self.sent))
 
     def _pack(self, bucket: Bucket, index: int, buffer: torch.Tensor, own: dict[int, torch.Tensor]) -> None:
         self._moved_s = self._rules.clock()
         for part in bucket.parts:
             self.order.append((index, part.root))
-            if part.root != self._place.rank:
+            if part.root != self._seat.rank:
                 continue
             data = buffer[part.at : part.end]
-            if self._place.runs:
+            if self._seat.runs:
                 self._payload.pack_pieces(part.pieces, buffer, part.columns)
             else:
                 self._payload.start_bucket(index, data)

@@ -1,7 +1,7 @@
 """The group of one update, kept for the next: connecting GPUs takes longer than sending the weights.
 
-    update i     joins  --> broadcasts --> keep(place, group)
-    update i+1   take(place) --> broadcasts --> keep(place, group)     if all members still have it, in the same places
+    update i     joins  --> broadcasts --> keep(seat, group)
+    update i+1   take(seat) --> broadcasts --> keep(seat, group)     if all members still have it, in the same seats
                  otherwise each member leaves it and joins a new one
 
 A broken group is never kept. A member leaves a group without waiting for the others.
@@ -37,17 +37,17 @@ class KeptGroup:
         """Meet the other members of a group. Raises `GroupError` if not all of them join within `timeout_s`."""
         return self._group_type(store, seat.name, seat.rank, seat.size, address, device, timeout_s)
 
-    def keep(self, place: GroupSeat, group: BroadcastGroup) -> None:
+    def keep(self, seat: GroupSeat, group: BroadcastGroup) -> None:
         """Keep a group with nothing in flight until the next `take`; leave the one kept before."""
         with self._lock:
             self._leave()
-            self._kept = place, group
+            self._kept = seat, group
 
-    def take(self, place: GroupSeat) -> BroadcastGroup | None:
-        """Hand over the kept group if `place` is this member's place in it; otherwise leave it and return None."""
+    def take(self, seat: GroupSeat) -> BroadcastGroup | None:
+        """Hand over the kept group if `seat` is this member's seat in it; otherwise leave it and return None."""
         with self._lock:
             kept = self._kept
-            if kept is not None and (kept[0].name, kept[0].rank, kept[0].size) == (place.name, place.rank, place.size):
+            if kept is not None and (kept[0].name, kept[0].rank, kept[0].size) == (seat.name, seat.rank, seat.size):
                 self._kept = None
                 return kept[1]
             self._leave()

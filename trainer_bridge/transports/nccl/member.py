@@ -1,6 +1,6 @@
 """A worker's part in an update by a group: a thread that joins, receives every bucket, and ends with the update.
 
-    reaches the store --> waits for its place --> joins, or continues in the kept group
+    reaches the store --> waits for its seat --> joins, or continues in the kept group
                       --> writes each bucket to its destination --> keeps the group --> `done`
 
 Invariants:
@@ -97,14 +97,14 @@ class NcclMember:
         store = connect(host, port, self._timeout_s)
         group: BroadcastGroup | None = None
         try:
-            place = self._await_place(store)
-            group = self._take(place) or self._join(store, place)
+            seat = self._await_seat(store)
+            group = self._take(seat) or self._join(store, seat)
             self._await(self._incoming.open.is_set, "the loop to hold generation")
-            runs = Runs.learn(self._incoming.manifest, group, place, self._cancelled)
-            self._take_buckets(group, store, place.rank, runs)
+            runs = Runs.learn(self._incoming.manifest, group, seat, self._cancelled)
+            self._take_buckets(group, store, seat.rank, runs)
             with self._lock:
                 self._check_present()
-                self._kept.keep(place, group)
+                self._kept.keep(seat, group)
         except Exception as error:
             give_up(store, f"a worker gave up: {error!s:.200}")
             if group is not None:
@@ -112,18 +112,18 @@ class NcclMember:
             raise
         self.done.set()
 
-    def _take(self, place: GroupSeat) -> BroadcastGroup | None:
+    def _take(self, seat: GroupSeat) -> BroadcastGroup | None:
         with self._lock:  # a later update has already granted the kept group
             self._check_present()
-            return self._kept.take(place)
+            return self._kept.take(seat)
 
     def _check_present(self) -> None:
         if self._cancelled.is_set():
             raise GroupError("the update was dropped")
 
-    def _join(self, store: dist.TCPStore, place: GroupSeat) -> BroadcastGroup:
+    def _join(self, store: dist.TCPStore, seat: GroupSeat) -> BroadcastGroup:
         address = address_towards(*self._where)
-        return self._kept.join(store, place, address, self._device, self._timeout_s)
+        return self._kept.join(store, seat, address, self._device, self._timeout_s)
 
     def _take_buckets(self, group: BroadcastGroup, store: dist.Store, rank: int, runs: Runs) -> None:
         manifest = self._incoming.manifest
@@ -156,21 +156,21 @@ class NcclMember:
         with group.on_stream():
             self.digest = fingerprints_digest(seen)
 
-    def _await_place(self, store: dist.Store) -> GroupSeat:
+    def _await_seat(self, store: dist.Store) -> GroupSeat:
         key = f"member/{self._incoming.token.hex()}"
         try:
-            self._await(lambda: store.check([key]), "a place in the group")
-            place = json.loads(store.get(key))
+            self._await(lambda: store.check([key]), "a seat in the group")
+            seat = json.loads(store.get(key))
         except (RuntimeError, ValueError) as error:
             raise (
                 error if isinstance(error, GroupError) else GroupError(f"the publisher is gone: {error!s:.200}")
             ) from error
-        if type(place) is not list or [type(part) for part in place] not in ([str, int, int, int], [str, *4 * [int]]):
-            raise GroupError("the publisher's store holds no place in the group")
-        name, rank, size, runs, columns = place if len(place) == 5 else (*place, 0)
+        if type(seat) is not list or [type(part) for part in seat] not in ([str, int, int, int], [str, *4 * [int]]):
+            raise GroupError("the publisher's store holds no seat in the group")
+        name, rank, size, runs, columns = seat if len(seat) == 5 else (*seat, 0)
         sound = 1 <= len(name) <= _MAX_NAME and 1 <= rank < size <= _MAX_MEMBERS
         if not (sound and 0 <= runs <= MAX_RUNS and 0 <= columns <= MAX_RUNS):
-            raise GroupError("the publisher's store holds no place in the group")
+            raise GroupError("the publisher's store holds no seat in the group")
         return GroupSeat(name, rank, size, runs, columns)
 
     def _await(self, happened: Callable[[], bool], what: str) -> None:

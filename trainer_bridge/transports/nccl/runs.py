@@ -100,16 +100,16 @@ class Runs:
         return cls(manifest, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
     @classmethod
-    def learn(cls, manifest: Manifest, group: BroadcastGroup, place: GroupSeat, stop: threading.Event) -> Runs:
+    def learn(cls, manifest: Manifest, group: BroadcastGroup, seat: GroupSeat, stop: threading.Event) -> Runs:
         """On members other than 0: receive the table that member 0 shares. Raises `GroupError`."""
-        if place.runs == 0:
+        if seat.runs == 0:
             return cls.alone(manifest)
-        table = group.buffer(place.runs * _ROW_BYTES)
+        table = group.buffer(seat.runs * _ROW_BYTES)
         group.broadcast(table).wait(stop)
         firsts_R, roots_R = table.cpu().numpy().view("<i8").reshape(2, -1)
         rising = firsts_R[0] == 0 and firsts_R[-1] < manifest.total_bytes and bool(np.all(np.diff(firsts_R) > 0))
-        columns = cls._learn_columns(group, place, stop) if place.columns else []
-        if not rising or np.any(firsts_R % 2) or np.any((roots_R < -len(columns)) | (roots_R >= place.size)):
+        columns = cls._learn_columns(group, seat, stop) if seat.columns else []
+        if not rising or np.any(firsts_R % 2) or np.any((roots_R < -len(columns)) | (roots_R >= seat.size)):
             raise GroupError("the publisher sent an invalid table of senders")
         sizes_R = np.append(firsts_R[1:], manifest.total_bytes) - firsts_R
         cut = [(-1 - int(root), int(size)) for root, size in zip(roots_R, sizes_R, strict=True) if root < 0]
@@ -118,8 +118,8 @@ class Runs:
         return cls(manifest, firsts_R, roots_R, columns)
 
     @staticmethod
-    def _learn_columns(group: BroadcastGroup, place: GroupSeat, stop: threading.Event) -> list[Columns]:
-        table = group.buffer(place.columns * _COLUMN_BYTES)
+    def _learn_columns(group: BroadcastGroup, seat: GroupSeat, stop: threading.Event) -> list[Columns]:
+        table = group.buffer(seat.columns * _COLUMN_BYTES)
         group.broadcast(table).wait(stop)
         columns: list[Columns] = []
         for number, rows in itertools.groupby(
@@ -132,7 +132,7 @@ class Runs:
                 number == len(columns) and firsts[0] == 0 and all(a < b for a, b in itertools.pairwise((*firsts, row)))
             )
             sound &= not any(each % 2 for each in (*firsts, row)) and {each[1] for each in listed} == {row}
-            if not sound or not all(0 <= root < place.size for root in roots):
+            if not sound or not all(0 <= root < seat.size for root in roots):
                 raise GroupError("the publisher sent an invalid table of columns")
             columns.append(Columns(row, firsts, roots))
         return columns

@@ -85,11 +85,11 @@ class OtherRanks:
         placed = [replace(each, roots=tuple(int(place_of[rank]) for rank in each.roots)) for each in columns]
         return Runs(payload.manifest, firsts_R, roots_R, placed)
 
-    def join(self, hosts: Sequence[str], port: int, place: GroupSeat, places: dict[int, int], stall_s: float) -> None:
+    def join(self, hosts: Sequence[str], port: int, seat: GroupSeat, places: dict[int, int], stall_s: float) -> None:
         """Make these ranks join the group. Raises `RolloutError` if one is gone."""
         if self._ranks is not None and places:
-            where = {"hosts": [*self.hosts, *hosts], "port": port, "group": place.name, "columns": place.columns}
-            self._ranks.join({**where, "size": place.size, "runs": place.runs, "places": places, "stall_s": stall_s})
+            where = {"hosts": [*self.hosts, *hosts], "port": port, "group": seat.name, "columns": seat.columns}
+            self._ranks.join({**where, "size": seat.size, "runs": seat.runs, "places": places, "stall_s": stall_s})
 
     def endings(self, places: dict[int, int], buckets: int, stall_s: float) -> dict[int, torch.Tensor]:
         """Fingerprints of the buckets that each place sent, int64 [buckets]. A rank that did not finish has no entry.

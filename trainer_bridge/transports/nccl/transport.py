@@ -199,14 +199,14 @@ class NcclSender(TransportSender):
         size = 1 + len(recipients) + len(places)
         before = self.kept.name
         name = self._group_of(payload, recipients, places)
-        place = GroupSeat(name, 0, size, len(runs) if places else 0, runs.column_count)
+        seat = GroupSeat(name, 0, size, len(runs) if places else 0, runs.column_count)
         for rank, recipient in enumerate(recipients, 1):
-            seat = [place.name, rank, size, place.runs, *([place.columns] if place.columns else [])]
-            server.store.set(f"member/{recipient.token.hex()}", json.dumps(seat))
+            other = [seat.name, rank, size, seat.runs, *([seat.columns] if seat.columns else [])]
+            server.store.set(f"member/{recipient.token.hex()}", json.dumps(other))
         # A second client: one that waits for members blocks every other call on it.
         watch = connect(server.local_host, server.port, rules.stall_s)
-        others.join(server.hosts, server.port, place, places, rules.stall_s)
-        job = Broadcasts(payload, server.store, place, server.hosts[0], rules, self.kept, runs)
+        others.join(server.hosts, server.port, seat, places, rules.stall_s)
+        job = Broadcasts(payload, server.store, seat, server.hosts[0], rules, self.kept, runs)
         job.run(watch)
         if job.error is not None:
             give_up(watch, job.error)  # all members end at once
@@ -224,7 +224,7 @@ class NcclSender(TransportSender):
         self._server = None  # a retry uses a new store; `server` keeps this one alive until the return
         self.kept.leave()
         why = job.error or missing[0]
-        _fail(recipients, places, watch, why, job.sent, payload.manifest.bucket_count, kept=place.name == before)
+        _fail(recipients, places, watch, why, job.sent, payload.manifest.bucket_count, kept=seat.name == before)
         return {}
 
     def release(self, payload: Payload, applied: bool) -> None:

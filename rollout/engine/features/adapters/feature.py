@@ -94,7 +94,7 @@ def put_adapter(
     adapter = adapters.table.put(name, version, weights)
     if old is None:
         return []
-    roster.feed.close_shares(lambda group: group.adapter is adapter)
+    roster.feed.close_shared_prompts(lambda group: group.adapter is adapter)
     users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
     kept, taken_off = restart_prompts(roster, users, recompute)
     for seq in kept:

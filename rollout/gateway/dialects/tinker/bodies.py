@@ -51,24 +51,24 @@ class TargetTokens:
     columns: np.ndarray
 
     @classmethod
-    def of(cls, fields: Any, prompt_tokens: int, place: str) -> TargetTokens:
+    def of(cls, fields: Any, prompt_tokens: int, within: str) -> TargetTokens:
         """The tokens in a field of a request. Raises `HttpError`."""
-        body = TensorBody.take(fields, place)
+        body = TensorBody.take(fields, within)
         count = body.shape[0]
         if count != prompt_tokens - 1:
             message = f"send a row for each of the {prompt_tokens - 1} tokens after the first one"
-            raise bad_request(message, f"{place}shape")
+            raise bad_request(message, f"{within}shape")
         data = np.array(body.data, np.int64)
         asked = np.flatnonzero(data != _NONE)
-        sparse = _sparse(body, place)
-        rows = _rows_of_cells(body, sparse, place)[asked]
+        sparse = _sparse(body, within)
+        rows = _rows_of_cells(body, sparse, within)[asked]
         if not len(asked):
-            raise bad_request("name at least one token", f"{place}data")
+            raise bad_request("name at least one token", f"{within}data")
         first = int(rows[0])
         counts = np.bincount(rows - first, minlength=count - first)
         if len(counts) * int(counts.max()) > MOST_IDS:
             message = f"{len(counts)} rows of up to {counts.max()} tokens are more than {MOST_IDS} tokens; send fewer"
-            raise bad_request(message, f"{place}data")
+            raise bad_request(message, f"{within}data")
         columns = np.arange(len(asked)) - np.repeat(np.cumsum(counts) - counts, counts)
         ids = np.zeros((len(counts), counts.max()), np.int32)
         ids[rows - first, columns] = data[asked]
@@ -93,31 +93,31 @@ class TargetTokens:
         return found
 
 
-def _sparse(body: TensorBody, place: str) -> tuple[np.ndarray, np.ndarray] | None:
+def _sparse(body: TensorBody, within: str) -> tuple[np.ndarray, np.ndarray] | None:
     """The row pointers and columns of a sparse matrix. Raises `HttpError`."""
     (count, width), size = body.shape, len(body.data)
     if body.sparse_crow_indices is None and body.sparse_col_indices is None:
         return None
     if body.sparse_crow_indices is None or body.sparse_col_indices is None:
         message = "a sparse matrix needs both 'sparse_crow_indices' and 'sparse_col_indices'"
-        raise bad_request(message, place[:-1])
+        raise bad_request(message, within[:-1])
     starts, columns = (np.array(each, np.int64) for each in (body.sparse_crow_indices, body.sparse_col_indices))
     if len(starts) != count + 1 or starts[0] != 0 or starts[-1] != size or (np.diff(starts) < 0).any():
         message = f"send {count + 1} row pointers that grow from 0 to {size}, the number of values"
-        raise bad_request(message, f"{place}sparse_crow_indices")
+        raise bad_request(message, f"{within}sparse_crow_indices")
     if len(columns) != size or (columns >= width).any():
         message = f"send a column below {width} for each of the {size} values"
-        raise bad_request(message, f"{place}sparse_col_indices")
+        raise bad_request(message, f"{within}sparse_col_indices")
     return starts, columns
 
 
-def _rows_of_cells(body: TensorBody, sparse: tuple[np.ndarray, np.ndarray] | None, place: str) -> np.ndarray:
+def _rows_of_cells(body: TensorBody, sparse: tuple[np.ndarray, np.ndarray] | None, within: str) -> np.ndarray:
     """The row of each number in the data. Raises `HttpError`."""
     (count, width), size = body.shape, len(body.data)
     if sparse is not None:
         return np.repeat(np.arange(count), np.diff(sparse[0]))
     if size != count * width:
-        raise bad_request(f"the shape {body.shape} needs {count * width} numbers, not {size}", f"{place}data")
+        raise bad_request(f"the shape {body.shape} needs {count * width} numbers, not {size}", f"{within}data")
     return np.arange(size) // max(width, 1)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request
-from rollout.engine.schedule.fair_queue import PromptTurns
+from rollout.engine.schedule.fair_queue import PromptOrder
 from rollout.engine.sequence.sequence import Group, Sequence
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.updates import Mailbox, Update
@@ -25,7 +25,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.prefilling: list[Sequence] = []
-        self.turns = PromptTurns(self.prefilling)
+        self.order = PromptOrder(self.prefilling)
         self._arrivals = count(1)
 
     def sequence(self, client: str, begun: bool = False) -> Sequence:
@@ -37,11 +37,11 @@ class Rows:
     def admit(self, client: str, *lengths: int, begun: bool = False) -> list[Sequence]:
         found = [self.sequence(client, begun) for _ in lengths]
         for seq, tokens in zip(found, lengths, strict=True):
-            self.turns.admit(seq, tokens)
+            self.order.admit(seq, tokens)
         return found
 
     def begin(self, seq: Sequence) -> None:
-        self.turns.begin(seq)
+        self.order.begin(seq)
         seq.row_ready = True
 
     def compute(self) -> Sequence:
@@ -84,21 +84,21 @@ def test_what_is_computed_again_costs_its_client_nothing():
     assert rows.prefilling == [again, own, *others]
 
 
-def test_a_row_whose_prompt_another_client_waits_for_takes_its_turn_at_its_cost():
+def test_a_row_whose_prompt_another_client_waits_for_is_due_earlier_at_its_cost():
     rows = Rows()
     a = rows.admit("a", 60, 60, 60)
-    rows.turns.hasten(a[2], rows.sequence("b"), 40)
+    rows.order.hasten(a[2], rows.sequence("b"), 40)
     assert rows.prefilling == [a[2], a[0], a[1]]
     (own,) = rows.admit("b", 30)
     assert rows.prefilling == [a[2], a[0], own, a[1]]  # at 40, 60, 70 and 120
-    rows.turns.hasten(a[1], rows.sequence("b"), 100)
-    assert rows.prefilling == [a[2], a[0], own, a[1]], "b's turn would be later"
+    rows.order.hasten(a[1], rows.sequence("b"), 100)
+    assert rows.prefilling == [a[2], a[0], own, a[1]], "b would be due later"
 
 
 def test_one_that_waits_to_be_computed_again_hastens_a_row_at_no_cost():
     rows = Rows()
     a = rows.admit("a", 60, 60)
-    rows.turns.hasten(a[1], rows.sequence("b", begun=True), 500)
+    rows.order.hasten(a[1], rows.sequence("b", begun=True), 500)
     (own,) = rows.admit("b", 10)
     assert rows.prefilling == [a[1], own, a[0]]
 
@@ -108,7 +108,7 @@ def test_clients_that_are_gone_are_forgotten():
     for i in range(1000):
         rows.admit(f"c{i}", 10)
         rows.compute()
-    assert len(rows.turns.last_turns) < 3
+    assert len(rows.order.last_due) < 3
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------

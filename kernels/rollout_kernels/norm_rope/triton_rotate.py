@@ -1,4 +1,4 @@
-"""The kernel of `turn_heads`: each pair of a head is read once and written once, the angles' tables stay in the cache.
+"""The kernel of `rotate_heads`: each pair of a head is read once and written once; the angles stay in the cache.
 
 Legend: T tokens, A heads, D head dimension.
 """
@@ -16,7 +16,7 @@ _BLOCK = 512  # pairs of a token, of a program
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _turn_heads_kernel(
+def _rotate_heads_kernel(
     heads_ptr,
     cos_ptr,
     sin_ptr,
@@ -43,13 +43,13 @@ def _turn_heads_kernel(
     tl.store(first_ptr + HALF, narrow(turned, dtype), mask=live)
 
 
-def turn_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:
-    """See `elementwise.turn_heads`."""
+def rotate_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> None:
+    """See `elementwise.rotate_heads`."""
     tokens, heads, dim = heads_TAD.shape
     assert heads_TAD.stride(1) == dim and heads_TAD.stride(2) == 1 and dim % 2 == 0
     assert cos_TD.is_contiguous() and sin_TD.is_contiguous() and cos_TD.dtype == sin_TD.dtype == torch.float32
     pairs = heads * dim // 2
-    _turn_heads_kernel[(triton.cdiv(tokens, _TOKENS), triton.cdiv(pairs, _BLOCK))](
+    _rotate_heads_kernel[(triton.cdiv(tokens, _TOKENS), triton.cdiv(pairs, _BLOCK))](
         heads_TAD,
         cos_TD,
         sin_TD,

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from rollout_kernels import turn_heads
-from rollout_kernels.norm_rope import triton_turn
+from rollout_kernels import rotate_heads
+from rollout_kernels.norm_rope import triton_rotate
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -17,9 +17,9 @@ def test_queries_and_keys_turn_and_values_stay(tokens: int, heads: int, dim: int
     angles = torch.randn(tokens, dim, generator=generator).to(DEVICE) * 30  # both halves have angles of their own
     cos, sin = angles.cos(), angles.sin()
     expected = apply_rotary_pos_emb_vision(qkv[:, 0], qkv[:, 1], cos, sin)
-    for turn in (turn_heads, triton_turn.turn_heads):
+    for rotate in (rotate_heads, triton_rotate.rotate_heads):
         found = qkv.clone()
-        turn(found[:, :2].flatten(1, 2), cos, sin)
+        rotate(found[:, :2].flatten(1, 2), cos, sin)
         for part, exact in zip(found[:, :2].unbind(1), expected, strict=True):
             torch.testing.assert_close(part, exact, rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-6)
         assert torch.equal(found[:, 2], qkv[:, 2])
