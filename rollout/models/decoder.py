@@ -61,7 +61,7 @@ class Norms(NamedTuple):
 
 
 class DecoderLayer(Block):
-    """A mixer and a feed-forward block, each with its norms and added to the residual stream."""
+    """A mixer and a feed-forward block, or one of the two; each with its norms and added to the residual stream."""
 
     def __init__(
         self,
@@ -74,25 +74,28 @@ class DecoderLayer(Block):
     ) -> None:
         super().__init__()
         self.spec = layer = spec.layers[index]
-        assert layer.mixer is not None and layer.feed_forward is not None, "else it is a `SingleBlockLayer`"
 
         def norm() -> RMSNorm:
             return RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
 
-        self.mixer_norm, self.feed_forward_norm = norm(), norm()
+        self.mixer_norm = None if layer.mixer is None else norm()
+        self.feed_forward_norm = None if layer.feed_forward is None else norm()
         around = layer.norms == "around"
+        assert layer.norms == "before" or len(layer.blocks) == 2, "a layer of one block has no other norm"
         self.mixer_output_norm = norm() if around else None
         self.feed_forward_output_norm = norm() if around else None
-        self.mixer = _mixer(spec, index, layer.mixer, dtype, device, format, group)
+        how = (dtype, device, format, group)
+        self.mixer = None if layer.mixer is None else _mixer(spec, index, layer.mixer, *how)
         inputs = spec.token_inputs
         self.token_input = None if inputs is None else TokenInput(spec, inputs, index, dtype, device)
         self.factor = None if layer.factor is None else empty_parameter(1, dtype=dtype, device=device)
-        self.feed_forward = _feed_forward(spec, index, layer.feed_forward, dtype, device, format, group)
+        feed_forward = layer.feed_forward
+        self.feed_forward = None if feed_forward is None else _feed_forward(spec, index, feed_forward, *how)
 
     @property
     def blocks(self) -> tuple[MixerBlock | FeedForwardBlock, ...]:
         """Its blocks, in their order."""
-        return self.mixer, self.feed_forward
+        return tuple(block for block in (self.mixer, self.feed_forward) if block is not None)
 
     @property
     def mixer_norms(self) -> Norms:
@@ -102,13 +105,15 @@ class DecoderLayer(Block):
     def feed_forward_norms(self) -> Norms:
         return self._norms(self.feed_forward_norm, self.feed_forward_output_norm)
 
-    def _norms(self, norm: RMSNorm, output_norm: RMSNorm | None) -> Norms:
+    def _norms(self, norm: RMSNorm | None, output_norm: RMSNorm | None) -> Norms:
         return Norms(None, norm) if self.spec.norms == "after" else Norms(norm, output_norm)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The residual stream after this layer."""
-        x_TH = self._add(x_TH, self.mixer, self.mixer_norms, context)
-        x_TH = self._add(x_TH, self.feed_forward, self.feed_forward_norms, context)
+        if self.mixer is not None:
+            x_TH = self._add(x_TH, self.mixer, self.mixer_norms, context)
+        if self.feed_forward is not None:
+            x_TH = self._add(x_TH, self.feed_forward, self.feed_forward_norms, context)
         if self.token_input is not None:
             x_TH = x_TH + self.token_input(x_TH, context)
         return x_TH if self.factor is None else x_TH * self.factor
@@ -124,12 +129,12 @@ class DecoderLayer(Block):
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under `prefix`."""
         names, factor = self.spec.names, self.spec.factor
-        regions = [
-            _norm_region(prefix, (names.mixer_norm, names.also_mixer_norm), self.mixer_norm),
-            *self.mixer.regions(prefix),
-            _norm_region(prefix, (names.feed_forward_norm, names.also_feed_forward_norm), self.feed_forward_norm),
-            *self.feed_forward.regions(prefix),
-        ]
+        regions = [region for block in self.blocks for region in block.regions(prefix)]
+        if self.mixer_norm is not None:
+            regions.append(_norm_region(prefix, (names.mixer_norm, names.also_mixer_norm), self.mixer_norm))
+        if self.feed_forward_norm is not None:
+            also = (names.feed_forward_norm, names.also_feed_forward_norm)
+            regions.append(_norm_region(prefix, also, self.feed_forward_norm))
         if self.token_input is not None:
             regions += self.token_input.regions(prefix)
         if self.factor is not None:  # a buffer of transformers' layer: trainers may send parameters alone
@@ -156,10 +161,14 @@ class TokenInput(Block):
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """What the layer adds to its residual stream `x_TH`."""
+        return self.output_norm(self.widened(x_TH, context))
+
+    def widened(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """The same before its norm."""
         assert context.token_inputs_TLD is not None
         input_TD = context.token_inputs_TLD[:, self.layer]
         gates_values_T2D = torch.cat((self.gate_proj(x_TH), input_TD), dim=1)
-        return self.output_norm(self.widen_proj(gated(gates_values_T2D, self.spec.activation)))
+        return self.widen_proj(gated(gates_values_T2D, self.spec.activation))
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
@@ -191,42 +200,6 @@ class TokenInputs(Block):
         names = self.spec.names
         embed, norm = (f"{name}.weight" for name in (names.embed, names.norm))
         return [one_name(embed, self.embed), *self.project.regions(""), one_name(norm, self.norm.weight)]
-
-
-class SingleBlockLayer(Block):
-    """A layer that has a mixer or a feed-forward block alone, with a norm before it."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        index: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: Format = "plain",
-        group: TensorGroup = ONE_RANK,
-    ) -> None:
-        super().__init__()
-        self.spec = layer = spec.layers[index]
-        assert layer.norms == "before", "a layer of one block has no other norm"
-        self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
-        self.block: MixerBlock | FeedForwardBlock
-        if layer.mixer is not None:
-            self.block = _mixer(spec, index, layer.mixer, dtype, device, format, group)
-        else:
-            assert layer.feed_forward is not None
-            self.block = _feed_forward(spec, index, layer.feed_forward, dtype, device, format, group)
-
-    @property
-    def blocks(self) -> tuple[MixerBlock | FeedForwardBlock, ...]:
-        return (self.block,)
-
-    def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The residual stream after this layer."""
-        return x_TH + self.spec.residual_scale * self.block(self.norm(x_TH), context).value()
-
-    def regions(self, prefix: str) -> list[Region]:
-        """Hugging Face tensors under `prefix`."""
-        return [one_name(f"{prefix}{self.spec.names.mixer_norm}.weight", self.norm.weight), *self.block.regions(prefix)]
 
 
 def _mixer(
@@ -261,12 +234,6 @@ def _feed_forward(
     return DenseFeedForward(block, index, dtype, device, group, format)
 
 
-def _layer(spec: ModelSpec, index: int, *how: Any) -> DecoderLayer | SingleBlockLayer:
-    layer = spec.layers[index]
-    both = layer.mixer is not None and layer.feed_forward is not None
-    return DecoderLayer(spec, index, *how) if both else SingleBlockLayer(spec, index, *how)
-
-
 def _norm_region(prefix: str, names: tuple[str, str | None], norm: RMSNorm) -> Region:
     return Region(tuple({f"{prefix}{name}.weight": norm.weight.detach()} for name in names if name is not None))
 
@@ -295,7 +262,7 @@ class Decoder(Block):
         kept = len(spec.kept_vocab)
         self.embed = empty_parameter(kept, spec.hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            _layer(spec, index, dtype, device, format, group) for index in range(len(spec.layers))
+            DecoderLayer(spec, index, dtype, device, format, group) for index in range(len(spec.layers))
         )
         self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
         # A tied output layer is the embedding itself: one parameter, one name.
@@ -391,7 +358,7 @@ class Decoder(Block):
         views: dict[str, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             prefix = self.spec.names.layer.format(index)
-            for block in cast(DecoderLayer | SingleBlockLayer, layer).blocks:
+            for block in cast(DecoderLayer, layer).blocks:
                 views |= block.scale_views(prefix)
         views = {name: view for stem, view in views.items() for name in self.spec.names.spellings(stem)}
         return views if self.draft is None else views | self.draft.scale_views()

@@ -103,8 +103,8 @@ def check_deterministic(spec: ModelSpec) -> None:
             reason = "it has latent attention"
             break
         if isinstance(mixer, AttentionSpec):
-            if layer.factor or mixer.value_norm or mixer.kv != "own":
-                reason = "its layers have factors, or its attention has normalised values or shared keys and values"
+            if layer.factor or mixer.value_norm or mixer.kv != "own" or mixer.chunk is not None:
+                reason = "its layers have factors, or its attention has chunks, normalised values or shared KV"
             if mixer.o_bias:
                 reason = "its output products have biases"
             if mixer.softcap is not None or mixer.sinks:

@@ -30,7 +30,7 @@ class Queries(NamedTuple):
 
 def takes_corrections(spec: AttentionSpec) -> bool:
     """True if the kernel adds the corrections of adapters; else the product has to be corrected before."""
-    return not spec.query_gate and spec.qk_norm != "full"
+    return not spec.query_gate and spec.qk_norm != "full" and spec.kv == "own"
 
 
 def finish_queries(
@@ -49,7 +49,7 @@ def finish_queries(
     q_TQD = finish_qkv(
         parts_STN,
         attention.qkv_proj.bias,
-        attention.qk_norm_weight if spec.qk_norm == "head" else None,
+        attention.qk_norm_weight if spec.qk_norm in ("head", "unit") else None,
         spec.eps,
         *cos_sin,
         slots_T,
@@ -64,5 +64,7 @@ def finish_queries(
         (attention.q_norm.weight, attention.k_norm.weight) if spec.qk_norm == "full" else None,
         spec.clip_qkv,
         spec.rope.interleaved,
+        spec.kv,
+        spec.value_norm,
     )
     return Queries(q_TQD, None if gates_TQD is None else gates_TQD.flatten(1))

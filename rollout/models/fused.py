@@ -6,8 +6,8 @@
 
 Each block of each layer is fused if the kernels take it, and otherwise run by its own generic code. What connects the
 blocks is the same for both: the residual stream, which only the norms read and write, and the output of the last block,
-not yet added to it (`Unsummed`). Where a block's output has a norm or a factor, that is a part of the next norm's
-kernel.
+not yet added to it (`Unsummed`). Where a block's output has a norm or a factor, or the layer has a factor, that is a
+part of the next norm's kernel.
 
 Decode and prefill differ in the attention, few and many tokens in the products. Products of few tokens are our own, as
 far as `rollout_kernels.linear.table` goes, and read codes if the weights are codes; where their sum belongs to the
@@ -83,31 +83,23 @@ def obstacle(model: Decoder) -> str | None:
     dtype, spec = model.embed.dtype, model.spec
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels are for 16 bits, and the model is in {dtype}"
-    if not all(layer.mixer and layer.feed_forward for layer in spec.layers):
-        return "it has layers of one block"
-    if spec.token_inputs is not None or any(layer.factor for layer in spec.layers):
-        return "its layers have inputs of their own, or factors"
     if spec.moe is not None:
         return None if takes_feed_forward(spec.moe, dtype) else "its experts have odd widths, or are not gated by SiLU"
-    if any(takes(block, dtype) for layer in spec.layers for block in (layer.mixer, layer.feed_forward)):
+    if any(takes(block, dtype) for layer in spec.layers for block in layer.blocks):
         return None
     return "its attention and its feed-forward blocks are variants that no kernel has"
 
 
-def takes(spec: MixerSpec | FeedForwardSpec | None, dtype: torch.dtype) -> bool:
+def takes(spec: MixerSpec | FeedForwardSpec, dtype: torch.dtype) -> bool:
     """True if the kernels run this block of a layer."""
-    if isinstance(spec, DenseSpec | MoESpec):
-        return takes_feed_forward(spec, dtype)
-    return spec is not None and takes_mixer(spec)
+    return takes_feed_forward(spec, dtype) if isinstance(spec, DenseSpec | MoESpec) else takes_mixer(spec)
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
     """True if the kernels run this mixer: attention with values as wide as keys and no factor of them, or linear."""
     if not isinstance(spec, AttentionSpec):
         return isinstance(spec, DeltaNetSpec)
-    if spec.kv != "own" or spec.value_norm:
-        return False
-    return not spec.value_dim and spec.value_scale == 1.0 and spec.chunk is None and spec.qk_norm != "unit"
+    return not spec.value_dim and spec.value_scale == 1.0
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
@@ -135,11 +127,12 @@ class Unsummed(NamedTuple):
     partial: bool = False  # one rank's part of a sum over the ranks; without a correction
     norm: RMSNorm | None = None  # norm of the result, before it is added to the residual stream
     scale: float = 1.0  # factor of what is added
+    factor_1: torch.Tensor | None = None  # factor of the residual stream after that
 
     @property
     def plain(self) -> bool:
         """True if the result is added to the residual stream as it is."""
-        return self.norm is None and self.scale == 1.0
+        return self.norm is None and self.scale == 1.0 and self.factor_1 is None
 
 
 class FormattedProduct(NamedTuple):
@@ -173,11 +166,6 @@ class FusedDecoder:
         plans: ExpertPlans = PLANS,
         codes_from: int | None = None,
     ) -> None:
-        architecture, inputs = model.spec.architecture, model.spec.token_inputs
-        if inputs or not all(layer.mixer and layer.feed_forward and not layer.factor for layer in model.spec.layers):
-            raise ValueError(
-                f"the fused kernels do not run layers of one block, with inputs of their own or factors: {architecture}"
-            )
         if deterministic:
             one_order.check_deterministic(model.spec)
             if not model.group.one_order:
@@ -186,28 +174,26 @@ class FusedDecoder:
         self._deterministic, self._codes_from = deterministic, codes_from
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
         dtype, layers = model.embed.dtype, [cast(DecoderLayer, layer) for layer in model.layers]
-        mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec)}
-        feed_forwards = {layer.feed_forward for layer in layers if takes_feed_forward(layer.feed_forward.spec, dtype)}
-        self._fused: set[Block] = {*mixers, *feed_forwards}
-        self._generic_blocks = len(self._fused) < 2 * len(layers)
+        blocks = [block for layer in layers for block in layer.blocks]
+        self._fused: set[Block] = {block for block in blocks if takes(block.spec, dtype)}
+        self._generic_blocks = len(self._fused) < len(blocks)
         if deterministic and self._generic_blocks:
             architecture = model.spec.architecture
             raise ValueError(f"deterministic is not possible for this {architecture}: not all its blocks have kernels")
-        sparse = any(isinstance(block, SparseFeedForward) for block in feed_forwards)
+        sparse = any(isinstance(block, SparseFeedForward) for block in self._fused)
         self._experts = FusedExperts.of_model(model, deterministic, plans) if sparse else None
         self._products: dict[Linear, FormattedProduct] = {}
-        for mixer in mixers:
-            if isinstance(mixer, Attention):
-                self._products[mixer.qkv_proj] = _formatted(mixer.qkv_proj, "parts", dtype)
-                self._products[mixer.o_proj] = _formatted(mixer.o_proj, "parts", dtype)
-            elif isinstance(mixer, DeltaNet):
-                self._products[mixer.in_proj] = _formatted(mixer.in_proj, "whole", dtype)
-                self._products[mixer.o_proj] = _formatted(mixer.o_proj, "parts", dtype)
-        for block in feed_forwards:
-            if isinstance(block, DenseFeedForward):
+        for block in self._fused:
+            if isinstance(block, Attention):
+                self._products[block.qkv_proj] = _formatted(block.qkv_proj, "parts", dtype)
+                self._products[block.o_proj] = _formatted(block.o_proj, "parts", dtype)
+            elif isinstance(block, DeltaNet):
+                self._products[block.in_proj] = _formatted(block.in_proj, "whole", dtype)
+                self._products[block.o_proj] = _formatted(block.o_proj, "parts", dtype)
+            elif isinstance(block, DenseFeedForward):
                 self._products[block.gate_up_proj] = _formatted(block.gate_up_proj, "silu", dtype)
                 self._products[block.down_proj] = _formatted(block.down_proj, "parts", dtype)
-        dense = [block.spec for block in feed_forwards if isinstance(block, DenseFeedForward)]
+        dense = [block.spec for block in self._fused if isinstance(block, DenseFeedForward)]
         self._gates = not deterministic and any(_gates_many(spec, model.embed.device, dtype) for spec in dense)
         self._kinds = tuple(dict.fromkeys(self._products.values()))
         # Parts of the step that is being launched:
@@ -223,7 +209,9 @@ class FusedDecoder:
         first, *others = self._ropes
         residual_TH, cos_sin = self._embed(token_ids_T, batch, first)
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
-        context = StepContext((cos_sin, *(rope(batch.rotary_positions) for rope in others)), slots_T, batch, kv)
+        inputs_TLD = None if model.token_inputs is None else model.token_inputs(token_ids_T, residual_TH)
+        all_cos_sin = (cos_sin, *(rope(batch.rotary_positions) for rope in others))
+        context = StepContext(all_cos_sin, slots_T, batch, kv, token_inputs_TLD=inputs_TLD)
         last, *before = reversed([cast(DecoderLayer, layer) for layer in model.layers])
         added = None
         for index, layer in enumerate(reversed(before)):
@@ -298,9 +286,15 @@ class FusedDecoder:
         self, layer: DecoderLayer, residual_TH: torch.Tensor, last: Unsummed | None, context: StepContext, index: int
     ) -> tuple[torch.Tensor, Unsummed | None]:
         """One layer. `last`: product of the layer before, not yet added. Returns the residual and its own `last`."""
+        taps = context.batch.taps
+        if layer.mixer is None:
+            if taps is not None:
+                residual_TH, last = self._norm(residual_TH, last, None), None
+                taps.take(index, residual_TH)
+            return self._after_mixer(layer, residual_TH, last, context)
         x_TH = self._norm(residual_TH, last, layer.mixer_norms.before)
-        if context.batch.taps is not None:  # the norm has added what was left
-            context.batch.taps.take(index, residual_TH)
+        if taps is not None:  # the norm has added what was left
+            taps.take(index, residual_TH)
         mixed: Unsummed | None
         if layer.mixer in self._fused and isinstance(layer.mixer, DeltaNet):
             mixed = self._linear_attention(layer, layer.mixer, x_TH, residual_TH, context)
@@ -310,7 +304,7 @@ class FusedDecoder:
             mixed = self._attention(layer, queries, context.batch, context.kv, residual_TH)
         else:
             mixed = _unsummed(layer.mixer(x_TH, context).value()[None], layer, layer.mixer_norms)
-        return self._feed_forward(layer, residual_TH, mixed, context)
+        return self._after_mixer(layer, residual_TH, mixed, context)
 
     def _last_layer(
         self,
@@ -331,21 +325,40 @@ class FusedDecoder:
             return residual_SH, None
         self._begin(len(residual_SH))
         mixed = self._attention(layer, queries, wanted.batch, context.kv, residual_SH)
-        return self._feed_forward(layer, residual_SH, mixed, context._replace(batch=wanted.batch))
+        inputs_TLD = context.token_inputs_TLD
+        inputs_SLD = None if inputs_TLD is None else inputs_TLD.index_select(0, wanted.at_S)
+        context = context._replace(batch=wanted.batch, token_inputs_TLD=inputs_SLD)
+        return self._after_mixer(layer, residual_SH, mixed, context)
+
+    def _after_mixer(
+        self, layer: DecoderLayer, residual_TH: torch.Tensor, last: Unsummed | None, context: StepContext
+    ) -> tuple[torch.Tensor, Unsummed | None]:
+        """The rest of a layer. Returns the residual, and what is left to add of the layer."""
+        if layer.feed_forward is not None:
+            residual_TH, last = self._feed_forward(layer, residual_TH, last, context)
+        if layer.token_input is not None:
+            x_TH = self._norm(residual_TH, last, None)
+            last = Unsummed(layer.token_input.widened(x_TH, context)[None], None, norm=layer.token_input.output_norm)
+        if layer.factor is None:
+            return residual_TH, last
+        if last is None:
+            return residual_TH.mul_(layer.factor), None
+        return residual_TH, last._replace(factor_1=layer.factor)
 
     def _feed_forward(
         self, layer: DecoderLayer, residual_TH: torch.Tensor, mixed: Unsummed | None, context: StepContext
     ) -> tuple[torch.Tensor, Unsummed | None]:
-        """The second half of a layer. Returns the residual with `mixed`, and what is left to add of the layer."""
+        """The feed-forward block. Returns the residual with `mixed`, and what is left to add of the block."""
+        assert layer.feed_forward is not None
         feed_forward, fused = layer.feed_forward, layer.feed_forward in self._fused
         norms = layer.feed_forward_norms
         experts = self._experts if fused and isinstance(feed_forward, SparseFeedForward) else None
         if experts is not None:
             normed_TH = None
             parts = None if mixed is None else mixed.parts_STN
-            if norms.before is None or (mixed is not None and not mixed.plain):
+            if mixed is None or norms.before is None or not mixed.plain:
                 normed_TH = self._norm(residual_TH, mixed, norms.before)
-            elif mixed is not None and mixed.partial:
+            elif mixed.partial:
                 if experts.joins_norm(len(residual_TH)):
                     parts = self._all_reduced(mixed.parts_STN, residual_TH.dtype)
                 else:
@@ -374,7 +387,7 @@ class FusedDecoder:
                 return all_reduce_norm(residual_TH, parts, weight_H, spec.eps, peers, spec.unit_offset)
             parts = self._all_reduced(parts, residual_TH.dtype)
         output_weight_H = None if added.norm is None else added.norm.weight
-        how = (spec.eps, added.correction, spec.unit_offset, output_weight_H, added.scale)
+        how = (spec.eps, added.correction, spec.unit_offset, output_weight_H, added.scale, added.factor_1)
         return add_rms_norm(residual_TH, parts, weight_H, *how)
 
     def _all_reduced(self, parts_STH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -164,6 +164,7 @@ class FusedExperts:
         Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
         """
         tokens, block = len(residual_TH), cast(SparseFeedForward, layer.feed_forward)
+        assert layer.feed_forward_norm is not None
         norm_H, offset = layer.feed_forward_norm.weight, self._unit_offset
         if normed_TH is None and self.joins_norm(tokens):
             assert parts_STH is not None, "so few tokens leave it"

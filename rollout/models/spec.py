@@ -909,6 +909,11 @@ class LayerSpec:
     factor: str | None = None  # the name of a factor of the residual stream after the layer
 
     @property
+    def blocks(self) -> tuple[MixerSpec | FeedForwardSpec, ...]:
+        """Its blocks, in their order."""
+        return tuple(block for block in (self.mixer, self.feed_forward) if block is not None)
+
+    @property
     def sparse(self) -> bool:
         """True if the feed-forward block is a mixture of experts."""
         return isinstance(self.feed_forward, MoESpec)

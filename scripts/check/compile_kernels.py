@@ -233,7 +233,7 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     parts = floats(2, rows, shape.hidden)
     yield "norm", lambda: triton_elementwise.add_rms_norm(residual, parts, norm, 1e-6)
     for after in (None, norm):
-        outer = (residual, parts, after, 1e-6, None, True, norm, 0.5)
+        outer = (residual, parts, after, 1e-6, None, True, norm, 0.5, norm[:1])
         yield "norm of the output", lambda a=outer: triton_elementwise.add_rms_norm(*a)
     for ranks in (2, 8):
         for flagged, form in ((False, "words"), (True, "rows")):
@@ -263,6 +263,10 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
         norms = (empty(shape.heads * shape.dim), empty(shape.kv_heads * shape.dim))
         for what, rest in (("all heads together", (norms, 8.0, False)), ("neighbours turn", (None, None, True))):
             yield f"finish q/k/v, {what}{name}", lambda a=(*biased, *rest): triton_elementwise.finish_qkv(*a)
+        for kv, outputs in (("keys", width - shape.kv_heads * shape.dim), ("shared", shape.heads * shape.dim)):
+            other = (floats(1, rows, outputs), empty(outputs), heads, *biased[3:])
+            keywords = {"kv": kv, "value_norm": True}
+            yield f"finish q/k/v, {kv}{name}", lambda a=other, b=keywords: triton_elementwise.finish_qkv(*a, **b)
         for window in (None, 1024):
             also = f"{name}{', window' if window else ''}"
             yield f"decode attention{also}", lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a)

@@ -109,7 +109,8 @@ def make_on_gpu(stem: str, folder: Path) -> Any:
 @pytest.mark.parametrize("name", TINY)
 def test_tokens_in_float32_are_transformers(name: str, tmp_path: Path) -> None:
     """Prompts in chunks, a group, and rows that come and go."""
-    reference = EVERY_FAMILY[name](tmp_path, 0)
+    # transformers 5.17 normalises all groups of Granite's Mamba-2 together; published models have one.
+    reference = EVERY_FAMILY[name](tmp_path, 0, **({"mamba_n_groups": 1} if name == "GraniteMoeHybrid" else {}))
     bench = Bench(load(tmp_path, "cuda"), make_device("cuda"), max_rows=4, prefill_chunk_tokens=48)
     vocab = reference.config.vocab_size
     prompts = {f"r{i}": prompt_of(9 + 23 * i, vocab, i) for i in range(5)}

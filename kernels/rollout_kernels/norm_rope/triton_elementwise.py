@@ -1,6 +1,7 @@
 """The operations between the matrix products of a decode step: one Triton kernel between two products.
 
-    add_rms_norm   residual += [factor *] [norm of] the sum of partial products; returns the norm of the residual
+    add_rms_norm   residual += [factor *] [norm of] the sum of partial products [, then residual *= factor]; returns the
+                   norm of the residual
     finish_qkv     sum of partial products [+ bias], q/k norm, rope; writes keys and values [and gates of the queries],
                    returns queries
     gated          activation(gate) * up
@@ -19,6 +20,8 @@ heads, V vocabulary, B rows of a step.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton
@@ -50,6 +53,7 @@ def _add_rms_norm_kernel(
     residual_ptr,
     output_weight_ptr,
     weight_ptr,
+    factor_ptr,
     out_ptr,
     low_ptr,
     b_ptr,
@@ -103,6 +107,8 @@ def _add_rms_norm_kernel(
         if SCALED:
             added = narrow(added * scale, dtype).to(tl.float32)
         stored = narrow(x + added, dtype)
+        if factor_ptr is not None:
+            stored = narrow(stored.to(tl.float32) * tl.load(factor_ptr).to(tl.float32), dtype)
         tl.store(residual_ptr + row * H + h, stored, mask=live)
         x = stored.to(tl.float32)
     if NORM:
@@ -123,6 +129,7 @@ def add_rms_norm(
     unit_offset: bool = False,
     output_weight_H: torch.Tensor | None = None,
     scale: float = 1.0,
+    factor_1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add partial products and their correction to the residual stream, and normalise it.
 
@@ -135,12 +142,15 @@ def add_rms_norm(
         unit_offset: the weights are stored less 1.
         output_weight_H: weights of a norm of the product before it is added; None: there is none.
         scale: factor of what is added.
+        factor_1: factor of the sum; None: there is none.
 
     Returns:
         The norm of the new residual, [M, H] in its dtype; without a norm the residual itself.
     """
     rows, hidden = residual_MH.shape
-    assert parts_SMH is not None or (correction is None and output_weight_H is None and scale == 1.0)
+    assert parts_SMH is not None or (
+        correction is None and output_weight_H is None and scale == 1.0 and factor_1 is None
+    )
     block = triton.next_power_of_2(hidden)
     # At most four values of a part a thread. With more, the compiler serialises the loads of parts to save registers.
     warps = min(block // 128, 16) if correction is None else 4 if hidden <= 1024 else 8 if hidden <= 2048 else 16
@@ -152,6 +162,7 @@ def add_rms_norm(
         residual_MH,
         output_weight_H,
         weight_H,
+        factor_1,
         out_MH,
         rows=rows,
         eps=eps,
@@ -234,6 +245,8 @@ def _finish_qkv_kernel(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     WHOLE_NORM: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
     CLIPPED: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -264,8 +277,10 @@ def _finish_qkv_kernel(
         at_high = d + tl.where(turns, TURNED // 2, D // 2)
     is_q = head < Q_HEADS
     is_v = head >= Q_HEADS + KV_HEADS
-    places: tl.constexpr = heads + GATED * Q_HEADS
+    places: tl.constexpr = heads + GATED * Q_HEADS - KEYS_ARE_VALUES * KV_HEADS
     place = head
+    if KEYS_ARE_VALUES:  # the product has keys alone
+        place -= tl.where(is_v, KV_HEADS, 0)
     if GATED:  # in the product a gate follows each query head
         place += tl.minimum(head, Q_HEADS)
     if R > 0:
@@ -348,8 +363,9 @@ def _finish_qkv_kernel(
         # What is not a number stays so: it must reach the logits.
         x_low, x_high = tl.clamp(x_low, -clip, clip, NANS), tl.clamp(x_high, -clip, clip, NANS)
         low, high = tl.clamp(low, -clip, clip, NANS), tl.clamp(high, -clip, clip, NANS)
-    if NORM:
+    if NORM or VALUE_NORM:
         scale = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+    if NORM:
         if UNIT_OFFSET:
             x_low = low * scale * weight_low
             x_high = high * scale * weight_high
@@ -358,6 +374,9 @@ def _finish_qkv_kernel(
             x_high = narrow(high * scale, dtype).to(tl.float32) * weight_high
         x_low = narrow(x_low, dtype).to(tl.float32)
         x_high = narrow(x_high, dtype).to(tl.float32)
+    if VALUE_NORM:  # below, `low` and `high` are those of values
+        low *= scale
+        high *= scale
     cos = tl.load(cos_ptr + row * TURNED + at_low, mask=turns, other=1.0)
     # The sine carries the sign of the rotation: minus for the first of a pair, plus for the second.
     sin_low = tl.load(sin_ptr + row * TURNED + at_low, mask=turns, other=0.0)
@@ -406,11 +425,14 @@ def finish_qkv(
     whole_norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     clip: float | None = None,
     interleaved: bool = False,
+    kv: Literal["own", "keys", "shared"] = "own",
+    value_norm: bool = False,
 ) -> torch.Tensor:
     """Finish the fused q/k/v product of M tokens: sum, bias, norms, rope. Write keys and values, return the queries.
 
     Args:
-        parts_SMW: partial sums, contiguous; W = (q_heads + 2 G) D, or (2 q_heads + 2 G) D with gates.
+        parts_SMW: partial sums, contiguous; W = (q_heads + 2 G) D, or (2 q_heads + 2 G) D with gates. `kv` may say that
+            keys or values are not in it.
         bias_W: bias of the projection, or None.
         norm_2D: weights of the query norm and the key norm over a head, or None.
         eps: of these norms.
@@ -430,12 +452,17 @@ def finish_qkv(
             correction.
         clip: bound of queries, keys and values, after such norms; None: there is none.
         interleaved: a dimension turns with its neighbour, and not with the one T / 2 further on.
+        kv: `keys`: the product has no values, they are the keys before their norm; `shared`: it has queries alone, and
+            nothing is written. Neither goes with gates, `whole_norms` or a correction.
+        value_norm: each head of the values is normalised, without weights.
 
     Returns:
         The queries, [M, q_heads, D].
     """
     parts, rows, _ = parts_SMW.shape
     kv_heads, dim = k_cache_PSGD.shape[2:]
+    kv_heads = 0 if kv == "shared" else kv_heads
+    assert kv == "own" or (gates_MHD is None and whole_norms is None and correction is None)
     assert (k_cache_PSGD.dtype == torch.uint8) == (scales_P2GS is not None) and (
         scales_P2GS is None or dtype is not None
     )
@@ -471,6 +498,8 @@ def finish_qkv(
         BIAS=bias_W is not None,
         NORM=norm_2D is not None,
         WHOLE_NORM=whole_norms is not None,
+        VALUE_NORM=value_norm,
+        KEYS_ARE_VALUES=int(kv == "keys"),
         CLIPPED=clip is not None,
         UNIT_OFFSET=unit_offset,
         INTERLEAVED=interleaved,

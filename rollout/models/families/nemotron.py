@@ -62,7 +62,7 @@ FAMILIES: dict[str, Family] = {
                 *("mixer.in_proj", "mixer.conv1d", "mixer.A_log", "mixer.dt_bias", "mixer.D", "mixer.norm"),
                 out="mixer.out_proj",
             ),
-            layer_names=LayerNames("norm"),
+            layer_names=LayerNames("norm", "norm"),
         ),
         moe=replace(
             deepseek_moe(_sparse),
@@ -86,7 +86,7 @@ FAMILIES: dict[str, Family] = {
             *("backbone.embeddings", "backbone.layers.{}.", "backbone.norm_f"),
             beginnings=(("backbone.", ("backbone.", "model.")),),
         ),
-        layer_names=LayerNames("norm"),
+        layer_names=LayerNames("norm", "norm"),
         attention_names=AttentionNames(("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), "mixer.o_proj"),
         dense_names=DenseNames(("mixer.up_proj",), "mixer.down_proj"),
     ),

@@ -240,8 +240,7 @@ def model_of(feed_forward, on_gpu, dtype):
     moe = feed_forward if isinstance(feed_forward, MoESpec) else None
     block = SimpleNamespace(spec=feed_forward, reads_host=SparseFeedForward.reads_host and moe is not None)
     layer = SimpleNamespace(blocks=(SimpleNamespace(spec=None, reads_host=False), block))
-    layers = [SimpleNamespace(mixer=SimpleNamespace(), feed_forward=feed_forward, factor=False)]
-    spec = SimpleNamespace(moe=moe, layers=layers, token_inputs=None)
+    spec = SimpleNamespace(moe=moe, layers=[SimpleNamespace(blocks=(feed_forward,))])
     return OneLayer(SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec, [layer])
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from tests.support.models import families, hybrids, latent, multimodal, variants
 
-#: From a folder and a seed to transformers' model, whose checkpoint is in the folder then.
-Make = Callable[[Path, int], Any]
+#: From a folder, a seed, and for most families other sizes, to transformers' model, whose checkpoint is in the folder
+#: then.
+Make = Callable[..., Any]
 
 
 def make_mimo(folder: Path, seed: int, **sizes: Any) -> Any:

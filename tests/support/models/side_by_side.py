@@ -64,6 +64,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Granite",
         {**_AROUND, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "embedding_multiplier": 3.0},
     ),
+    # Layers of two kinds of heads that share KV, and have inputs of their own and a factor.
+    "gemma4": (
+        "Gemma4",
+        {
+            **_WINDOWS,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "attention_k_eq_v": True,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 71,
+            "rope_parameters": None,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
     "gpt_oss": (
         "GptOss",
         {

@@ -47,9 +47,11 @@ def test_no_two_warps_of_a_norm_have_the_same_values(monkeypatch):
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize(("output_norm", "scale"), [(True, 1.0), (False, 0.22), (True, 3.5)])
+@pytest.mark.parametrize(
+    ("output_norm", "scale", "factor"), [(True, 1.0, None), (False, 0.22, None), (True, 3.5, 0.75), (False, 1.0, 2.5)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_is_normalised_and_scaled_before_it_is_added(normed, offset, output_norm, scale, dtype):
+def test_a_product_is_normalised_and_scaled_before_it_is_added(normed, offset, output_norm, scale, factor, dtype):
     """The residual is rounded once more than it would be in one sum; without a norm the kernel returns it."""
     residual = torch.randn(3, 96).to(DEVICE, dtype)
     weight, output_weight = (torch.randn(96).to(DEVICE, dtype) for _ in range(2))
@@ -59,8 +61,9 @@ def test_a_product_is_normalised_and_scaled_before_it_is_added(normed, offset, o
         return x * (x.pow(2).mean(1, keepdim=True) + 1e-6).rsqrt() * (of.double() + offset)
 
     added = norm(parts.double().sum(0), output_weight) if output_norm else parts.double().sum(0)
-    expected = residual.double() + scale * added
-    how = (1e-6, None, offset, output_weight if output_norm else None, scale)
+    expected = (residual.double() + scale * added) * (factor or 1.0)
+    factor_1 = None if factor is None else torch.tensor([factor]).to(DEVICE, dtype)
+    how = (1e-6, None, offset, output_weight if output_norm else None, scale, factor_1)
     got = add_rms_norm(residual, parts, weight if normed else None, *how)
     exact = 1e-6 if dtype == torch.float32 else 6e-3
     assert relative(residual, expected) < exact
@@ -129,6 +132,33 @@ def test_finish_qkv_is_norm_rope_and_a_write_to_the_cache(norm, offset, gated, b
     assert relative(k_cache.flatten(0, 1)[slots], qk[:, q_heads:]) < 1e-5
     assert relative(v_cache.flatten(0, 1)[slots], v) < 1e-6
     assert k_cache.flatten(0, 1).isnan().all(dim=(1, 2)).sum() == 16 - rows, "nothing else was written"
+
+
+@pytest.mark.parametrize("value_norm", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kv", ["own", "keys", "shared"])
+def test_values_are_normalised_or_the_keys_before_their_norm_or_not_written(kv, bias, value_norm):
+    rows, q_heads, kv_heads, dim = 3, 5, 2, 24
+    made = q_heads + {"own": 2, "keys": 1, "shared": 0}[kv] * kv_heads
+    partial = torch.randn(2, rows, made * dim, device=DEVICE)
+    bias_W = torch.randn(made * dim, device=DEVICE) if bias else None
+    norm_2D = torch.rand(2, dim, device=DEVICE)
+    cos, sin = torch.ones(rows, 1, dim, device=DEVICE), torch.zeros(rows, 1, dim, device=DEVICE)
+    caches = [torch.full((4, 4, kv_heads, dim), float("nan"), device=DEVICE) for _ in range(2)]
+    slots = torch.tensor([3, 14, 8], device=DEVICE)
+    got = finish_qkv(
+        partial, bias_W, norm_2D, 1e-6, cos, sin, slots, *caches, q_heads, kv=kv, value_norm=value_norm
+    )  # fmt: skip
+    heads = (partial.double().sum(0) + (bias_W.double() if bias else 0)).view(rows, made, dim)
+    units = heads * (heads.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    assert relative(got, units[:, :q_heads] * norm_2D[0].double()) < 1e-5
+    k_TGD, v_TGD = (cache.flatten(0, 1)[slots] for cache in caches)
+    if kv == "shared":
+        assert all(cache.isnan().all() for cache in caches)
+    else:
+        values = (units if value_norm else heads)[:, -kv_heads:]
+        assert relative(k_TGD, units[:, q_heads : q_heads + kv_heads] * norm_2D[1].double()) < 1e-5
+        assert relative(v_TGD, values) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

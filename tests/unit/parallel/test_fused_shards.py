@@ -24,7 +24,7 @@ from tests.support.parallel.shared_peers import share_buffers
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 CPU = torch.device("cpu")
-MORE = [("Qwen3_5", True), ("Gemma3", True), ("Granite", False)]
+MORE = [("Qwen3_5", True), ("Gemma3", True), ("Gemma4", True), ("Granite", False)]
 EXPERTS: dict[str, Any] = {
     "vocab_size": 89, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2,
