@@ -178,14 +178,14 @@ def _codes(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]
     found = []
     block_m = 64 if rows <= 64 else 128
     for (block_n, warps), split, on_one in itertools.product(
-        ((64, 4), (128, 4), (64, 8), (128, 8)), (1, 2, 3, 4, 6, 8), (1, 2, 3)
+        ((64, 4), (128, 4), (192, 4), (64, 8), (128, 8), (192, 8)), (1, 2, 3, 4, 6, 8), (1, 2, 3)
     ):
         items, programs, tile_bytes = -(-outputs // block_n) * split, 132 * on_one, 128 * (block_n + block_m)
         if inputs % (128 * split) or (kind != "parts" and split > 1) or 16 * warps > block_m:
             continue
         # Two sums, and some registers beside them.
         registers = 2 * block_n * block_m // (32 * warps) + 56
-        if registers > 224 or registers * 32 * warps * on_one > 65536 or 220_000 // on_one < 3 * tile_bytes:
+        if registers > 250 or registers * 32 * warps * on_one > 65536 or 220_000 // on_one < 3 * tile_bytes:
             continue
         if items >= 0.7 * programs * -(-items // programs):
             stages = min(12, 220_000 // on_one // tile_bytes)

@@ -184,7 +184,7 @@ def products(shape: Shape, rows: int) -> Iterator[Case]:
                 )
         if rows >= 32 and kind != "whole":
             codes = coded(outputs, inputs, "fp8_block", silu)
-            for block_n, warps in ((64, 4), (128, 8)):
+            for block_n, warps in ((64, 4), (128, 8), (192, 8)):
                 config = triton_linear.LinearConfig(block_n, 128, 1 if silu else 2, warps, 4, 264, True, codes=True)
                 to = empty(rows, out) if silu else floats(2, rows, out)
                 yield (

@@ -17,9 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
+from rollout_kernels.common.fp8 import codes_of, quantize_heads, values_of
 from rollout_kernels.moe.formats import BLOCK, SCALE_BLOCKS, ExpertWeights, Format, scale_shape
-from rollout_kernels.moe.quantize import quantize, quantize_to
+from rollout_kernels.moe.quantize import quantize_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,11 @@ def stored(weights: Weights) -> torch.Tensor:
 
 def rounded_rows(x_MK: torch.Tensor) -> torch.Tensor:
     """Activations rounded to codes with a scale for 128 neighbours, in their own dtype: twin of `triton_code_rows`."""
-    return quantize(x_MK[:, None], "fp8_block").dequantized(torch.float32)[:, 0].to(x_MK.dtype)
+    columns = x_MK.shape[1]
+    blocks = F.pad(x_MK.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
+    _, scales = quantize_heads(blocks)
+    values = values_of(codes_of(blocks * (1 / scales)[..., None])) * scales[..., None]
+    return values.flatten(1)[:, :columns].to(x_MK.dtype)
 
 
 def scales_shape(widths: Sequence[int], inputs: int, format: Format) -> tuple[int, ...]:

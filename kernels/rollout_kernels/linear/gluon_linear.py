@@ -43,6 +43,9 @@ from rollout_kernels.linear.coded import CodedMatrix, Weights, scale_block, stor
 from rollout_kernels.linear.triton_code_rows import code_rows
 from rollout_kernels.linear.triton_half_rows import BLOCK, half_rows
 
+#: Weight rows of a block where activations are codes: while the sums of one are added, the next products run.
+_CODES_BLOCK = 64
+
 
 @gluon.jit
 def _column(step, program, programs, tiles, STEPS: gl.constexpr, BLOCK_K: gl.constexpr, STAGGER: gl.constexpr):
@@ -241,6 +244,40 @@ def _coded_kernel(
         _store(out_ptr, total, item // SPLIT, item % SPLIT, first_row, rows, N, ACTIVATION)
 
 
+@gluon.jit
+def _both_scales(totals, scale_ptr, x_scale_ptr, m, tile, k, padded, N, K: gl.constexpr, GATED: gl.constexpr):
+    """The scales of rows `m` of activations, and those of each block of weights, with gates also of up rows."""
+    OUT: gl.constexpr = totals[0].shape[1] // 2 if GATED else totals[0].shape[1]
+    x_scale = gl.load(x_scale_ptr + k // 128 * padded + m)
+    found = totals[:0]
+    for block in gl.static_range(len(totals)):
+        row = gl.minimum((tile * len(totals) + block) * OUT, N - 1)
+        at = scale_ptr + row // 128 * (K // 128) + k // 128
+        scale = gl.load(at)
+        found = found + ((scale, gl.load(at + N // 128 * (K // 128)) if GATED else scale),)
+    return x_scale, found
+
+
+@gluon.jit
+def _add_products(totals, scales, w_smem, x_tile, place, zero, up, GATED: gl.constexpr):
+    """Add the products of a step to the totals of each block of weights: while one is added, the next ones run."""
+    products = totals[:0]
+    for block in gl.static_range(len(totals)):
+        w_tile = w_smem.index(place * len(totals) + block).reshape([zero.shape[1], x_tile.shape[1]]).permute((1, 0))
+        products = products + (warpgroup_mma(x_tile, w_tile, zero, use_acc=False, is_async=True),)
+    added = totals[:0]
+    for block in gl.static_range(len(totals)):
+        product = warpgroup_mma_wait(len(totals) - 1 - block, deps=(products[block],))
+        x_scale = scales[0]
+        scale, up_scale = scales[1][block]
+        if GATED:
+            factor = gl.expand_dims(x_scale, 1) * gl.expand_dims(gl.where(up, up_scale, scale), 0)
+        else:
+            factor = gl.expand_dims(x_scale * scale, 1)
+        added = added + (totals[block] + product * factor,)
+    return added
+
+
 @gluon.jit(do_not_specialize=["rows", "items"])
 def _block_kernel(
     w_desc,
@@ -255,6 +292,7 @@ def _block_kernel(
     K: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    BLOCKS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     SPLIT: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -268,11 +306,10 @@ def _block_kernel(
     programs = gl.num_programs(0)
     first_row = gl.program_id(1) * BLOCK_M
     GATED: gl.constexpr = ACTIVATION is not None
-    OUT: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     STEPS: gl.constexpr = K // (BLOCK_K * SPLIT)
-    LOADED: gl.constexpr = (BLOCK_N + BLOCK_M) * BLOCK_K
+    LOADED: gl.constexpr = (BLOCKS * BLOCK_N + BLOCK_M) * BLOCK_K
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 32])
-    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES * BLOCKS] + w_desc.block_shape, w_desc.layout)
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -280,48 +317,38 @@ def _block_kernel(
     if not BESIDE:
         gdc_launch_dependents()
     steps = (items - program + programs - 1) // programs * STEPS
-    for stage in gl.static_range(STAGES - 1):
+    for stage in gl.static_range(STAGES):
         tile, k = _coded_column(stage, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
         mbarrier.expect(full.index(stage), LOADED, stage < steps)
-        _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, 1, GATED)
+        _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, BLOCKS, GATED)
     gdc_wait()
     if BESIDE:
         gdc_launch_dependents()
-    for stage in gl.static_range(STAGES - 1):
+    for stage in gl.static_range(STAGES):
         tile, k = _coded_column(stage, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
         load_tile(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MMA)
     m = gl.minimum(first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA)), rows - 1)
-    up = gl.arange(0, BLOCK_N, gl.SliceLayout(0, MMA)) // 8 % 2 == 1
+    up = (gl.arange(0, BLOCK_N, gl.SliceLayout(0, MMA)) & 8) != 0
     for lap in range(steps // STEPS):
-        total = zero
+        totals = (zero,) if BLOCKS == 1 else (zero, zero) if BLOCKS == 2 else (zero, zero, zero)
         for step in range(lap * STEPS, lap * STEPS + STEPS):
             place = step % STAGES
             tile, k = _coded_column(step, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
+            scales = _both_scales(totals, scale_ptr, x_scale_ptr, m, tile, k, padded, N, K, GATED)
             mbarrier.wait(full.index(place), step // STAGES & 1)
-            w_tile = w_smem.index(place).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
-            product = warpgroup_mma(x_smem.index(place), w_tile, zero, use_acc=False, is_async=True)
-            block = scale_ptr + tile * OUT // 128 * (K // 128) + k // 128
-            x_scale = gl.load(x_scale_ptr + k // 128 * padded + m)
-            scale = gl.load(block)
-            up_scale = gl.load(block + N // 128 * (K // 128)) if GATED else scale
-            # The product of step - 1 has ended in all warps, so refill its stage.
+            totals = _add_products(totals, scales, w_smem, x_smem.index(place), place, zero, up, GATED)
+            # All products of this step have ended in all warps, so refill its stage.
             meet()
-            ahead = step + STAGES - 1
-            free = ahead % STAGES
+            ahead = step + STAGES
             tile, k = _coded_column(ahead, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
-            mbarrier.expect(full.index(free), LOADED, ahead < steps)
-            _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, 1, GATED)
-            load_tile(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
-            product = warpgroup_mma_wait(0, deps=(product,))
-            if GATED:
-                factor = gl.expand_dims(x_scale, 1) * gl.expand_dims(gl.where(up, up_scale, scale), 0)
-            else:
-                factor = gl.expand_dims(x_scale * scale, 1)
-            total = total + product * factor
+            mbarrier.expect(full.index(place), LOADED, ahead < steps)
+            _ask(w_desc, full, w_smem, place, tile, k, ahead < steps, BLOCK_N, BLOCKS, GATED)
+            load_tile(x_desc, [first_row, k], full.index(place), x_smem.index(place), ahead < steps)
         item = program + lap * programs
-        out = total.permute((1, 0))
-        _store(out_ptr, out, item // SPLIT, item % SPLIT, first_row, rows, N, ACTIVATION)
+        for block in gl.static_range(BLOCKS):
+            at = item // SPLIT * BLOCKS + block
+            _store(out_ptr, totals[block].permute((1, 0)), at, item % SPLIT, first_row, rows, N, ACTIVATION)
 
 
 @gluon.jit(do_not_specialize=["rows", "items"])
@@ -437,18 +464,18 @@ def stream(
     codes are powers of two. With `stagger`, programs are at different columns at any time, so they do not all read the
     same part of x at once. A tile of codes has 128 inputs.
 
-    With `codes` (weights in `fp8_block`) activations are rounded to codes.
+    With `codes` (weights in `fp8_block`) activations are rounded to codes; a tile then has one to three blocks of 64.
     """
     coded = weights if isinstance(weights, CodedMatrix) else None
     w_NK = stored(weights)
     if coded is not None:
         assert block_k == BLOCK, f"a tile of codes has {BLOCK} inputs, not {block_k}"
-        block_n &= -block_n
+        block_n = block_n if codes else block_n & -block_n
     rows, inputs = x_MK.shape
     block_m = min(128, max(64 if codes else 8, triton.next_power_of_2(rows)))
     tiles = triton.cdiv(w_NK.shape[0], block_n)
     items = tiles * split
-    blocks = 3 if block_n % 3 == 0 else 1
+    blocks = block_n // _CODES_BLOCK if codes else 3 if block_n % 3 == 0 else 1
     block = block_n // blocks
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     bits = 8 * w_NK.element_size()
@@ -483,7 +510,8 @@ def stream(
         flat = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
         x_desc = TensorDescriptor.from_tensor(x_codes_MK, [block_m, block_k], flat)
         padded = len(x_codes_MK)
-        _block_kernel[grid](tensor, coded.scales, x_desc, x_scales_BM, out, rows, padded, outputs, items, **options)
+        given = tensor, coded.scales, x_desc, x_scales_BM, out, rows, padded, outputs, items
+        _block_kernel[grid](*given, BLOCKS=blocks, **options)
         return
     if coded is None:
         x_desc = TensorDescriptor.from_tensor(x_MK, [block_m, block_k], layout)

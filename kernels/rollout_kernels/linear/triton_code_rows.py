@@ -1,8 +1,8 @@
 """Activations as e4m3 codes, with a float32 scale for 128 neighbours of a row: both operands of a product are codes.
 
-The rule is that of the weights (`moe.quantize`): a scale is the largest magnitude over 448, 1 if all values are zero.
-Rows are padded to a multiple of 16 with zeros, and scales are stored one block after another ([K / 128, M]), as
-cuBLAS needs them.
+A scale is the largest magnitude over 448, as for keys and values (`common.fp8`). A code is the value times the inverse
+of the scale, rounded to nearest even; a division for each value would take twice as long. Rows are padded to a multiple
+of 16 with zeros, and scales are stored one block after another ([K / 128, M]), as cuBLAS needs them.
 
 Legend: M tokens, K inputs, B blocks of 128 inputs.
 """
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from rollout_kernels.common.triton_fp8 import e4m3_code
-from rollout_kernels.common.triton_math import follow_options, let_next_begin, wait_for_last
+from rollout_kernels.common.triton_fp8 import e4m3_code, head_scale
+from rollout_kernels.common.triton_math import INTERPRETED, follow_options, let_next_begin, wait_for_last
 from rollout_kernels.linear.coded import CodedMatrix
 from rollout_kernels.moe.formats import BLOCK
 
@@ -47,8 +47,9 @@ def _code_rows_kernel(x_ptr, codes_ptr, scales_ptr, rows, padded, stride_x, K: t
     width = tl.where(row < rows, K, 0)
     x = tl.load(x_ptr + row.to(tl.int64) * stride_x + at, mask=at < width, other=0.0).to(tl.float32)
     most = tl.max(tl.abs(x), axis=1)
-    scale = tl.where(most == 0.0, 1.0, tl.div_rn(most, 448.0))
-    code = e4m3_code(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)))
+    scale = head_scale(most)
+    x *= tl.div_rn(tl.full(most.shape, 1.0, tl.float32), scale)[:, None]
+    code = e4m3_code(x) if INTERPRETED else x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     tl.store(codes_ptr + row.to(tl.int64) * K + at, code, mask=at < K)
     tl.store(scales_ptr + block * padded + row, scale, mask=block * 128 < K)
 

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rollout_kernels.linear.coded import rounded_rows
 from rollout_kernels.linear.triton_code_rows import code_rows
 from rollout_kernels.linear.triton_linear import LinearConfig, gated_linear, linear_parts
 
 from tests.support.kernels.linear_cases import DEVICE, operands, relative
 from tests.unit.kernels.test_linear_coded import case
-from trainer_bridge.quantize import quantize_fp8_block
 
 #: block_n, block_k, split, warps, stages, programs.
-SIZES = [(64, 128, 1, 4, 8, 132), (128, 128, 2, 8, 6, 40), (64, 128, 4, 8, 4, 264), (128, 128, 8, 8, 3, 7)]
+SIZES = [
+    (64, 128, 1, 4, 8, 132),
+    (128, 128, 2, 8, 6, 40),
+    (64, 128, 4, 8, 4, 264),
+    (128, 128, 8, 8, 3, 7),
+    (192, 128, 1, 8, 5, 132),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("rows", "inputs"), [(2, 128), (16, 384), (35, 2688)])
-def test_rows_get_the_codes_of_blocks_of_one_row(dtype, rows, inputs):
-    """As weights do; rows that only fill up have zeros."""
+def test_rows_become_codes_with_a_scale_for_128_neighbours(dtype, rows, inputs):
+    """As the twin rounds them, and as near as a code can be; rows that only fill up have zeros."""
     x, _, _ = operands(rows, 8, inputs)
     x = (x * torch.arange(1, rows + 1, device=DEVICE)[:, None]).to(dtype)
     x[0, 3:70], x[0, 100] = 0, 1e-3
     x[rows // 2, :128] = 0
     made = code_rows(x)
     assert made.codes_MK.shape == (-(-rows // 16) * 16, inputs) and made.codes_MK.dtype == torch.float8_e4m3fn
-    for row in {0, rows // 2, rows - 1}:
-        codes, scales = quantize_fp8_block(x[row : row + 1])
-        assert torch.equal(made.codes_MK[row].view(torch.uint8), codes[0].view(torch.uint8))
-        assert torch.equal(made.scales_BM[:, row], scales[0])
+    assert torch.equal(made.dequantized().float(), rounded_rows(x.float()))
+    exact, scales = x.double(), made.scales_BM.T.double().repeat_interleave(128, dim=1)[:rows]
+    largest = exact.abs().unflatten(1, (-1, 128)).amax(2).repeat_interleave(128, dim=1)
+    assert (((largest / 448).clamp(min=2.0**-126) - scales).abs() <= 2e-7 * scales).all()
+    # Half the distance of two codes: of normal codes, and of the smallest ones.
+    assert ((made.dequantized() - exact).abs() <= (exact.abs() * 2.0**-4).clamp(min=2.0**-10 * scales)).all()
     assert not made.codes_MK[rows:].float().any()
     assert relative(made.dequantized(), x.double()) < 0.03
 
