@@ -19,10 +19,9 @@ from rollout.engine.device.releasable import HostPages, PermanentMemory, Releasa
 from rollout.engine.device.streams import Device
 from rollout.engine.features.all import FEATURES, MakeFeature
 from rollout.engine.gate import Gate
-from rollout.engine.kv.offload import Offload
 from rollout.engine.loop import Engine
 from rollout.engine.messages.to_service import Event
-from rollout.engine.parts import EngineLinks, EngineParts, NoOffload, NoReceiver, Receiver
+from rollout.engine.parts import EngineLinks, EngineParts, NoReceiver, Receiver
 from rollout.engine.schedule.refusal import SchedulerLimits
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
@@ -166,14 +165,11 @@ def _build_parts(
     features = _host_features(executor, version, totals.features)
     allocator = build_allocator(site, executor, features, totals)
     roster = Roster(allocator, engine.max_rows, version, time.perf_counter, totals.counters, features)
-    step, movers = executor.step, executor.movers
-    offload: Offload | NoOffload = NoOffload()
-    if movers.kv is not None:
-        offload = Offload(roster, allocator.offload_books, allocator.tier, movers.kv, movers.states)
+    step = executor.step
     shared = make_shared_pages(model, step.kv, engine, step.shares_pages)
     packer = Packer(executor.graphs.sizes, shared, allocator.prefixes.has_states, features)
     scheduler = Scheduler(limits, roster, functools.partial(upload_words, features=step.features))
-    return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
+    return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, allocator.tier)
 
 
 def _host_features(executor: Executor, version: int, before: Seq[StepFeature]) -> list[StepFeature]:

@@ -14,17 +14,19 @@ from rollout.engine.device.group_orders import GroupOrders
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.all import keeps_token_ids
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
-from rollout.engine.kv.host_pages import HostEntryCounts, HostPageBooks
-from rollout.engine.kv.offload import OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mirror import PageMirror
-from rollout.engine.kv.page_mover import HostMemory, PageMover
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.prefixes import Prefixes
 from rollout.engine.kv.sessions import SessionCounts, Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.state_prefixes import StatePrefixes
-from rollout.engine.kv.tier import HostTier
+from rollout.engine.kv.tier import NO_TIER, KVTier
+from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages, NoDisk
+from rollout.engine.kv.tiers.host_pages import HostEntryCounts, HostPageBooks
+from rollout.engine.kv.tiers.host_tier import HostTier
+from rollout.engine.kv.tiers.known import KnownBooks
+from rollout.engine.kv.tiers.offload import OffloadBooks, OffloadCounts
+from rollout.engine.kv.tiers.page_mover import HostMemory, PageMover
 from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.step_feature import StepFeature
@@ -47,9 +49,7 @@ class Totals:
 
     counters: Counters = field(default_factory=Counters)
     sessions: SessionCounts = field(default_factory=SessionCounts)
-    offload: OffloadCounts = field(default_factory=OffloadCounts)
-    kept: HostEntryCounts = field(default_factory=HostEntryCounts)
-    kept_states: HostEntryCounts = field(default_factory=HostEntryCounts)
+    tier: KVTier = NO_TIER
     features: Seq[StepFeature] = ()  # the features that have totals
 
     @classmethod
@@ -59,9 +59,7 @@ class Totals:
         return cls(
             counters=roster.counters,
             sessions=allocator.sessions.counts,
-            offload=allocator.offload_books.counts,
-            kept=allocator.tier.host.counts,
-            kept_states=allocator.tier.states.counts,
+            tier=allocator.tier,
             features=roster.features,
         )
 
@@ -128,26 +126,36 @@ def open_disk(
 
 
 def build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], totals: Totals) -> PageAllocator:
-    """The books of the KV pool: pages, sessions, adapters, offloaded KV."""
-    engine, step = site.settings.engine, executor.step
-    host_kv, host_states = map(host_memory_of, executor.movers[:2])
+    """The books of the KV pool, of sessions and, with host memory for KV, of a tier."""
+    engine, step, movers = site.settings.engine, executor.step, executor.movers
+    host_kv, host_states = map(host_memory_of, movers[:2])
     states = step.kv.states.layers
-    host = HostPageBooks(host_kv.pages, host_kv.page_bytes, totals.kept, executor.movers.disk)
+    offloads, kept, kept_states = _counts_of(totals.tier)
+    host = HostPageBooks(host_kv.pages, host_kv.page_bytes, kept, movers.disk)
     places = engine.snapshot_places if states else 0
     known = host_kv.pages > 0 and engine.prefix_cache  # known pages are kept on the host, and so are states after them
     keeps = known and (not states or (places > 0 and host_states.pages > 0))
-    pool = PagePool(step.kv.pages, host.note_evicted) if keeps else PagePool(step.kv.pages)
+    elsewhere = host.total + host.disk.total
+    pool = PagePool(step.kv.pages, host.note_evicted, elsewhere) if keeps else PagePool(step.kv.pages)
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)
-    states_on_host = HostPageBooks(
-        host_states.pages, host_states.page_bytes, totals.kept_states, executor.movers.state_disk
-    )
-    tier = HostTier(sessions, host, states_on_host, not keeps, mirrors)
+    tier: KVTier = NO_TIER
+    if host.total:
+        states_on_host = HostPageBooks(host_states.pages, host_states.page_bytes, kept_states, movers.state_disk)
+        books = KnownBooks(sessions, host, states_on_host, not keeps, mirrors)
+        offload = OffloadBooks(pool, engine.page_size, host, states_on_host, mirrors, offloads)
+        tier = HostTier(sessions, books, offload, movers.all, bool(states), mirrors)
     size, known_after, max_age = engine.page_size, engine.prefix_cache, engine.max_kv_age
     if states:
         prefixes: Prefixes = StatePrefixes(pool, tier, size, known_after, sessions, max_age, snapshots)
     else:
         prefixes = Prefixes(pool, tier, size, known_after, sessions, max_age)
-    books = OffloadBooks(pool, engine.page_size, host, states_on_host, mirrors, totals.offload)
-    return PageAllocator(sessions, prefixes, books, mirrors)
+    return PageAllocator(sessions, prefixes)
+
+
+def _counts_of(tier: KVTier) -> tuple[OffloadCounts, HostEntryCounts, HostEntryCounts]:
+    """The totals of a tier that a fault ended: of preempted sequences, known pages and known states."""
+    if isinstance(tier, HostTier):
+        return tier.offload.counts, tier.known.host.counts, tier.known.states.counts
+    return OffloadCounts(), HostEntryCounts(), HostEntryCounts()

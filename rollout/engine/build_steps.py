@@ -21,7 +21,7 @@ from rollout.engine.build_kv import (
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.all import FEATURES, MakeFeature, MeasuresSteps
 from rollout.engine.kv.allocator import pages_for
-from rollout.engine.kv.page_mover import HostMemory, PageMover
+from rollout.engine.kv.tiers.page_mover import HostMemory, PageMover
 from rollout.engine.sizing import (
     DeviceMemory,
     PoolSize,

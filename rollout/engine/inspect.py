@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout.engine.features.adapters.feature import AdaptersFeature
 from rollout.engine.loop import Engine
-from rollout.engine.messages.statuses import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
+from rollout.engine.messages.statuses import EngineStatus, SequenceStatus, SwapStatus
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.sequence.sequence import Sequence, SequenceState
@@ -41,6 +41,7 @@ class Inspector:
         engine, roster, gate, meter = self._engine, self._engine.roster, self._engine.gate, self._engine.meter
         pool, adapters, now = roster.allocator.pool, find_feature(roster.features, AdaptersFeature), time.perf_counter()
         active_pct, tokens_per_s = meter.rates(now)
+        offload, kept = roster.allocator.tier.status()
         swaps = reversed(meter.recent_swaps()[-_SWAPS_SHOWN:])
         return EngineStatus(
             state=gate.state,
@@ -56,8 +57,8 @@ class Inspector:
             pages_used=pool.used,
             pages_total=pool.total,
             sessions=replace(roster.allocator.sessions.status(), room=self._room()),
-            offload=self._offload(),
-            kept=roster.allocator.tier.status(),
+            offload=offload,
+            kept=kept,
             sleep=gate.sleep_status(),
             slots_in_flight=engine.pipeline.in_flight,
             adapters=None if adapters is None else tuple(adapters.table.registry.status()),
@@ -75,9 +76,9 @@ class Inspector:
 
     def set_gauges(self) -> None:
         """Set the gauges of the meter before a report."""
-        roster, offload = self._engine.roster, self._offload()
+        roster = self._engine.roster
+        offload, kept = roster.allocator.tier.status()
         pool, counters, prefixes = roster.allocator.pool, roster.counters, roster.allocator.prefixes
-        kept = roster.allocator.tier.status()
         self._engine.meter.set(
             {
                 "rollout/rows": roster.running,
@@ -117,9 +118,6 @@ class Inspector:
         present = roster.allocator.sessions.holding + roster.running
         available = pool.available + roster.allocator.tier.room
         return available * present // pool.used if present and pool.used else None
-
-    def _offload(self) -> OffloadStatus:
-        return self._engine.roster.allocator.offload_books.status()
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 

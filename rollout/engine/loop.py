@@ -64,7 +64,7 @@ class Engine:
         roster, scheduler, pipeline = parts.roster, parts.scheduler, parts.pipeline
         self.commands.take(parts)
         scheduler.end_overdue()
-        parts.offload.advance()
+        parts.tier.advance(roster)
         for feature in roster.features:
             feature.tick(wait=False)
         launched = not gate.blocked and self._launch_next()
@@ -86,7 +86,7 @@ class Engine:
         """True while a tick has something to do without a new command."""
         parts, gate = self.parts, self.gate
         waits = parts.roster.resting or gate.blocked != ""
-        return parts.pipeline.in_flight > 0 or gate.swapping or parts.offload.moving or not waits
+        return parts.pipeline.in_flight > 0 or gate.swapping or parts.tier.moving or not waits
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a command and carry it out while the engine is not busy; False if none came."""
@@ -159,12 +159,12 @@ class Engine:
 
     def _wait_for_copies(self, nothing_else: bool, idle: bool) -> None:
         """Wait for a copy of KV if there is nothing else to do. If requests wait meanwhile, it is a bubble."""
-        offload = self.parts.offload
-        if not nothing_else or not offload.moving:
+        tier = self.parts.tier
+        if not nothing_else or not tier.moving:
             self._waiting_since_s = None
             return
         since_s = self._waiting_since_s or time.perf_counter()
-        offload.wait(self.sleeper.copy_wait_s)
+        tier.wait(self.sleeper.copy_wait_s)
         self._waiting_since_s = None if idle else since_s
         if not idle:
             self.meter.offload(since_s, time.perf_counter())

@@ -8,14 +8,13 @@
 """
 
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 from rollout.engine.adapters import AdapterRegistry, AdapterUpdate
 from rollout.engine.gate import Gate
-from rollout.engine.kv.offload import MoveRecord, Offload
+from rollout.engine.kv.tier import KVTier
 from rollout.engine.messages.to_engine import Command
 from rollout.engine.messages.to_service import Event
 from rollout.engine.schedule.roster import Roster
@@ -99,20 +98,6 @@ class EngineLinks:
     adapters: AdapterRegistry | None = None  # None: this worker serves no adapters
 
 
-class NoOffload:
-    """The `Offload` of an engine without host memory for KV: nothing moves."""
-
-    moving = False
-    failure = ""
-    recent: Seq[MoveRecord] = ()
-
-    def advance(self) -> None:
-        """No-op."""
-
-    def wait(self, most_s: float) -> None:
-        """No-op."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """The books, slots and device state of an engine. After a fault new ones are built."""
@@ -122,4 +107,4 @@ class EngineParts:
     pipeline: Pipeline
     packer: Packer
     executor: Executor
-    offload: Offload | NoOffload  # moves KV to the host and back
+    tier: KVTier  # KV on the host

@@ -4,7 +4,7 @@
                                `-- refused: awake again
 
     falling    no step is launched, no update begins; until no step is in flight and no update is inside
-    emptying   rows are preempted. At level 1 their KV is offloaded (`offload`) as far as the host has room for it, and
+    emptying   rows are preempted. At level 1 their KV is offloaded (`tier`) as far as the host has room for it, and
                they get it back when they are admitted again; other KV is computed again. Until no page is in use
     asleep     the memory is given back; a wake that finds too little memory changes nothing
 
@@ -124,7 +124,7 @@ class Sleeper:
             if gate.sleep.level == 2:
                 self.memory.forget()
                 parts.roster.forget_offloaded()
-                parts.roster.allocator.tier.forget_all()
+                parts.roster.allocator.forget_all()
             return self._done(order, gate.sleep.freed_bytes, now_s, parts)
         if parts.pipeline.in_flight == 0 and not gate.swapping and not gate.update_inside:
             return self._fall_asleep(order, parts)
@@ -193,7 +193,7 @@ class Sleeper:
             "level": self._gate.sleep.level,
             "bytes": nbytes,
             "seconds": time.perf_counter() - began_s,
-            "parked": parts.roster.allocator.offload_books.status().sequences,
+            "parked": parts.roster.allocator.tier.status()[0].sequences,
         }
         return Done(order.token, facts)
 
@@ -202,15 +202,16 @@ def _emptied(roster: Roster) -> bool:
     """True once no page is in use or copied. Until then, pages of offloaded sequences alone are sent to the host."""
     allocator = roster.allocator
     allocator.end_sharing()  # a turn or a fetch may have ended meanwhile, and left its KV to a session or a snapshot
-    allocator.offload_books.send_unshared()
+    allocator.tier.send_unshared()
     return allocator.pool.used == 0 and not allocator.tier.copies_out
 
 
 def _forget_device_state(roster: Roster, keep: bool) -> None:
     """Empty the prefix cache and the features' device memory; `keep` the cached KV on the host."""
     assert not (roster.prefilling or roster.decoding or roster.ending), "a row has no pages"
-    roster.allocator.empty_pool()
-    if not keep:
-        roster.allocator.tier.forget_all()
+    if keep:
+        roster.allocator.empty_pool()
+    else:
+        roster.allocator.forget_all()
     for feature in roster.features:
         feature.memory_leaves()

@@ -22,8 +22,8 @@ from typing import Any
 from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
 from rollout.engine.device.streams import Event
 from rollout.engine.features.adapters.memory import AdapterMemory
-from rollout.engine.kv.disk_files import DiskFiles, DiskJob
-from rollout.engine.kv.page_mover import CopyQueue, HostMemory
+from rollout.engine.kv.tiers.disk_files import DiskFiles, DiskJob
+from rollout.engine.kv.tiers.page_mover import CopyQueue, HostMemory
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.execute import Executor
 from rollout.ranks.adapters import AdapterCopies

@@ -111,7 +111,7 @@ class Vitals:
         text = () if self._prompts is None or self._prompts.problem is None else (self._prompts.problem,)
         hung = self._engine.masks.left_behind
         masks = (f"{hung} constraints have hung a thread each",) if hung else ()
-        failure = self._engine.parts.offload.failure
+        failure = self._engine.parts.tier.failure
         moved = (failure,) if failure else ()
         return (*ended, *stale, *text, *masks, *moved)
 

@@ -26,7 +26,7 @@ from rollout.config import EngineConstants, EngineSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv.allocator import pages_for
-from rollout.engine.kv.offload import MoveRecord, Offload
+from rollout.engine.kv.tiers.host_tier import HostTier, MoveRecord
 from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
@@ -115,8 +115,8 @@ def run(mode: str, model: Decoder, args: argparse.Namespace) -> dict[str, Any]:
     driver = Driver(Settings(engine=settings_of(mode, model, args)), make_device(args.device), model)
     engine, meter = driver.engine, AllSteps()
     engine.meter = meter
-    if isinstance(engine.parts.offload, Offload):
-        engine.parts.offload.recent = deque()  # all of them
+    if isinstance(tier := engine.parts.tier, HostTier):
+        tier.recent = deque()  # all of them
     for i in range(args.rows):
         prompt = random_prompt(model.spec.vocab, args.prompt, i)
         driver.submit(f"r{i}", prompt, args.tokens, SamplingParams(seed=i))
@@ -130,7 +130,7 @@ def run(mode: str, model: Decoder, args: argparse.Namespace) -> dict[str, Any]:
             print(f"{mode}: {tokens} tokens, {tokens / (now_s - began_s):.0f} a second", flush=True)
     wall_s = time.perf_counter() - began_s
     status, counters = Inspector(engine).status().offload, engine.roster.counters
-    moves = list(engine.parts.offload.recent)
+    moves = list(tier.recent) if isinstance(tier := engine.parts.tier, HostTier) else []
     tokens = sum(len(done.tokens) for done in driver.completions.values())
     assert tokens == args.rows * args.tokens, "every row has all its tokens"
     row = {

@@ -6,8 +6,6 @@ A worker on the CPU serves a completion of token ids, under a profile of all its
 while it is idle are counted apart, after a first completion, so that caches and lazy imports are there.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -554,7 +554,7 @@ def test_after_a_failed_copy_states_are_computed_again(model, hf_models, directi
     queue._copy = fail
     submit_six(bench)
     bench.run()
-    assert "no such bus" in bench.engine.parts.offload.failure
+    assert "no such bus" in bench.engine.parts.tier.failure
     assert_six(bench, hf_models[0])
     bench.close()
 

@@ -40,16 +40,16 @@ def test_rows_whose_kv_is_on_the_host_or_on_its_way_have_the_tokens_of_a_run_tha
         bench = Sleeping(load(folders[0]), delays, kv_pages=50, host_kv_gib=0.001, host_kv_piece_mib=0.004)
         for i in range(6):
             bench.submit(f"r{i}", prompt_of(12, i), 90, sampling={"temperature": 1.0, "seed": i})
-        offload, wanted = bench.engine.parts.offload, ["out", "back", "parked"] if sleeps else []
+        tier, wanted = bench.engine.parts.tier, ["out", "back", "parked"] if sleeps else []
         while bench.engine.busy or not bench.done:
             bench.engine.tick()
-            flying = {"out": offload.mover.out.under_way, "back": offload.mover.back.under_way}
-            now = {**flying, "parked": not any(flying.values()) and offload.books.status().sequences}
+            flying = {"out": tier.mover.out.under_way, "back": tier.mover.back.under_way}
+            now = {**flying, "parked": not any(flying.values()) and tier.offload.status().sequences}
             if wanted and now[wanted[0]]:
                 wanted.pop(0)
                 assert isinstance(bench.sleep(), Done)
-                assert not offload.moving and bench.engine.roster.allocator.pool.used == 0
-                assert bench.wake().facts["parked"] == offload.books.status().sequences > 1
+                assert not tier.moving and bench.engine.roster.allocator.pool.used == 0
+                assert bench.wake().facts["parked"] == tier.offload.status().sequences > 1
         assert not wanted, "it slept in each of these states"
         assert not any(done.recomputed for done in bench.completions.values())
         tokens.append([bench.tokens(f"r{i}") for i in range(6)])

@@ -105,7 +105,7 @@ def test_a_sequence_that_ends_asleep_frees_its_host_memory(model, prompt_of, gre
     bench.ticks(16)
     assert bench.sleep().facts["parked"] == 6
     pages = host(bench).pages
-    assert pages < sum(-(-seq.kv.offloaded.length // 4) for group in bench.engine.roster.groups.values()
+    assert pages < sum(-(-seq.kv.in_tier.offloaded.length // 4) for group in bench.engine.roster.groups.values()
                        for seq in group.sequences), "what is shared is copied once"  # fmt: skip
     for end in ("group", "turn", "due"):
         if end == "due":
@@ -196,7 +196,7 @@ def test_a_sleep_whose_copies_hang_is_refused_and_all_goes_on(model, folders, pr
     monkeypatch.setattr("rollout.engine.sleep.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     bench = keeping(model, stuck.device, mailbox, sleep_kv_s=1.0)
     four(bench, prompt_of)
-    token, out = bench.order(Sleep, 1), bench.engine.parts.offload.mover.out
+    token, out = bench.order(Sleep, 1), bench.engine.parts.tier.mover.out
     while not out.under_way:
         bench.engine.tick()
     bench.ticks(2)
@@ -227,7 +227,7 @@ def test_a_fault_while_kv_leaves_ends_the_sleep_and_leaves_a_whole_engine(model,
     bench = keeping(model, stuck.device)
     four(bench, prompt_of)
     token = bench.order(Sleep, 1)
-    while not bench.engine.parts.offload.mover.out.under_way:
+    while not bench.engine.parts.tier.mover.out.under_way:
         bench.engine.tick()
     bench.engine.fail("broken")
     assert bench.answer(token).code == "internal" and not bench.engine.gate.sleep.ordered
@@ -249,7 +249,7 @@ def test_copies_that_fail_end_in_computing_again(model, prompt_of, greedy, direc
     assert bench.sleep().facts["parked"] == (0 if direction == "out" else 4)
     assert isinstance(bench.wake(), Done)
     bench.run()
-    assert "division by zero" in bench.engine.parts.offload.failure and host(bench).restored == 0
+    assert "division by zero" in bench.engine.parts.tier.failure and host(bench).restored == 0
     assert all(bench.completions[f"r{i}", 0].recomputed for i in range(4))
     assert all(bench.tokens(f"r{i}") == greedy(prompt_of(12, i), 40) for i in range(4))
     bench.close()

@@ -9,25 +9,18 @@ A sequence gets its pages from these sources, in `try_admit` and afterwards in `
     prefix cache     full pages that are found by their key; shared. If the whole prompt is there, or the end of a turn
                      in the next page, that page is copied
     own pages        new ones for the rest of its tokens, and one more; after that one at a time
-    offloaded KV     what it had before it was preempted, instead of all the above (`offload`)
+    a tier           what it had before it was preempted, instead of all the above (`tier`)
 
-`prefixes` finds the first three. What it finds on the host is first copied to the pool (`fetch_for`). When a sequence
-is settled, its pages go to its session (`keep_turn`), to the offload books or back to the pool (`release`).
+`prefixes` finds the first three. What it finds in a tier is first copied to the pool (`fetch_for`). When a sequence is
+settled, its pages go to its session (`keep_turn`), to the tier or back to the pool (`release`).
 """
 
-from collections.abc import Sequence as Seq
-
-from rollout.engine.kv.fetches import Fetch
-from rollout.engine.kv.offload import OffloadBooks
-from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.prefixes import Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
+from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import VERSION_END
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.sequence.sequence_kv import NO_HOST_STATE, NO_KEYS, NO_POINT, OffloadedKV, PrefixEnd, SessionKV
-
-#: The most fetches for one admission of a sequence. Pages that wait for a row may be evicted meanwhile.
-_MOST_FETCHES = 3
+from rollout.engine.sequence.sequence_kv import NO_KEYS, SessionKV
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -38,18 +31,14 @@ def pages_for(tokens: int, page_size: int) -> int:
 class PageAllocator:
     """Hands pages of one pool to sequences; `sessions` keep some of them between their turns."""
 
-    def __init__(
-        self, sessions: Sessions, prefixes: Prefixes, offload_books: OffloadBooks, mirrors: Seq[PageMirror] = ()
-    ) -> None:
+    def __init__(self, sessions: Sessions, prefixes: Prefixes) -> None:
         self.pool = prefixes.pool
         self.page_size = prefixes.page_size
         self.sessions = sessions
         self.prefixes = prefixes
         self.tier = prefixes.tier
-        self.offload_books = offload_books  # KV of preempted sequences
         self.sharing: list[Group] = []  # groups with a shared prompt, oldest first
-        self._given_way = 0  # sessions and snapshots that made room for others, since start
-        self._mirrors = mirrors
+        self.given_way = 0  # sessions and snapshots that made room for others, since start
 
     @property
     def available(self) -> int:
@@ -58,13 +47,8 @@ class PageAllocator:
 
     @property
     def admissible(self) -> int:
-        """Pages that a sequence without a row can get now. Pages that are being copied to the host do not count."""
+        """Pages that a sequence without a row can get now. Pages that are being copied to a tier do not count."""
         return self.available - self.tier.writing
-
-    @property
-    def making_room(self) -> bool:
-        """True while pages are being copied to the host, to be given to other sequences."""
-        return self.offload_books.outgoing > 0 or self.offload_books.send_unshared()
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -74,69 +58,20 @@ class PageAllocator:
 
     def pages_for_new(self, seq: Sequence, reusable: Reusable) -> int:
         """Pages that `seq` needs in addition to its shared ones; `reusable` was just found for it."""
-        return self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - len(reusable.shared)
+        return self.pages_wanted(seq) - len(reusable.shared)
 
     def fetch_for(self, seq: Sequence, reusable: Reusable, version: int, spare: int) -> Fetch | Reusable:
-        """The fetch that a sequence must wait for, if pages that were just found for it are on the host.
+        """The fetch that a sequence must wait for, if more of what was just found for it is in a tier.
 
-        Otherwise what it can use without one: if there are no such pages, if the sequence would not fit with `spare`
-        pages left, or if it has already had `_MOST_FETCHES` fetches: its pages are evicted before it gets a row, so it
-        is better computed. That is `reusable`, or less where sessions gave way without making enough room.
+        Otherwise what it can use without one: `reusable`, or less where sessions gave way without making enough room.
         """
         if reusable.beyond is None:
             return reusable
-        first, keys, end, half = reusable.beyond
-        more = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens)) - len(first) - len(keys)
-        oldest, begins = self.prefixes.oldest_for(seq.group, version), seq.kv.fetches < _MOST_FETCHES
-        given_way = self._given_way
-        fetch = self.fetch(keys, spare + more + half, first, oldest, begins, end)
-        # There may be room without that page, which is copied. If sessions gave way, `first` may be of one of them.
-        if fetch is None and half and self._given_way == given_way:
-            fetch = self.fetch(keys[:-1], spare + more + half, first, oldest, begins, end)
-        seq.kv.fetches += fetch is not None
-        if fetch is None and self._given_way > given_way:  # the pages that were found may have given way
+        oldest, given_way = self.prefixes.oldest_for(seq.group, version), self.given_way
+        fetch = self.tier.fetch_for(self, seq, reusable.beyond, oldest, spare)
+        if fetch is None and self.given_way > given_way:  # the pages that were found may have given way
             return self.prefixes.find(seq, version)
         return fetch or reusable
-
-    def fetch(
-        self,
-        keys: Seq[bytes],
-        spare: int,
-        first: Seq[int] = (),
-        oldest: int = 0,
-        begins: bool = True,
-        end: PrefixEnd = NO_POINT,
-    ) -> Fetch | None:
-        """Start to copy pages of a prefix from the host, if `spare` pages stay available.
-
-        `keys` are the keys of the pages after `first`; KV of a version before `oldest` is not used. With
-        `end` the state after the prefix is copied, too, and the page in which it ends if that is half full. Returns the
-        fetch to wait for, which may be another one that is under way; None if there is none. Not to be called while
-        the pool's memory is given back.
-        """
-        fetches, tier = self.tier.fetches, self.tier
-        for key in (*keys[:1], end.key):
-            if (other := fetches.of(key)) is not None:
-                return other
-        known = [self.pool.find(key, oldest) for key in keys]
-        missing = [
-            key
-            for key, page in zip(keys, known, strict=True)
-            if not page and fetches.of(key) is None and tier.has(key, oldest)
-        ]
-        if not begins or not (missing or end.key) or (end.key and not self.prefixes.has_place):
-            return None
-        half = [end.key] if end.after else []
-        retained = [*first, *(page for page in known if page)]
-        new = self._retain_and_allocate(retained, len(missing) + len(half), spare)
-        if new is None:
-            return None
-        # Last: it may cost the snapshot that was found for the sequence.
-        place = self.prefixes.take_place() if end.key else 0
-        targets = dict(zip([*missing, *half], new, strict=True))
-        pages = [targets.get(key, page) for key, page in zip(keys, known, strict=True)]
-        prefix = [*first, *(page for page in pages if page), *new[len(missing) :]]
-        return fetches.begin(prefix, list(targets.items()), oldest, end, place)
 
     def try_admit(self, seq: Sequence, reusable: Reusable, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.
@@ -145,25 +80,23 @@ class PageAllocator:
         number of tokens whose KV is in its pages, or is being copied there.
         """
         if seq.kv.is_offloaded:
-            return self._try_restore(seq, seq.kv.offloaded, version, spare)
-        tokens = seq.history()
-        wanted = self._pages_wanted(seq, len(tokens))
+            return self.tier.restore(self, seq, version, spare)
+        tokens, wanted = seq.history(), self.pages_wanted(seq)
         self.prefixes.retain(reusable)
         shared = reusable.shared
         for page in shared:  # a session that gives way, but not enough, would lose its pages without keys
             self.pool.retain(page)
-        new = self._retain_and_allocate(reusable.pages, wanted - len(shared), spare)
+        new = self.claim(reusable.pages, wanted - len(shared), spare)
         if new is None:
             self.prefixes.release(reusable)
         if new is None and reusable.copied:
             reusable = reusable.without_copy(self.page_size)  # the page to copy may be the one that is short
-            new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
+            new = self.claim(reusable.pages, wanted - len(reusable.shared), spare)
         for page in reversed(shared):
             self.pool.release(page)
         if new is None:
             return False
         kv = seq.kv
-        kv.fetches = 0
         kv.load_from = reusable.place
         kv.hit = reusable.hit if reusable.tokens else None
         kv.add_pages([*reusable.shared, *new], self.page_size)
@@ -180,36 +113,13 @@ class PageAllocator:
         self.prefixes.admitted(seq, version)
         return True
 
-    def _try_restore(self, seq: Sequence, offloaded: OffloadedKV, version: int, spare: int) -> bool:
-        """Give a preempted sequence pages for its KV; KV that has left the pool is copied back."""
-        if self.admissible <= spare and not self.offload_books.send_unshared():
-            return False
-        found = self.offload_books.pool_pages(offloaded, version)
-        shared = [page for page in found if page]
-        wanted = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens))
-        new = self._retain_and_allocate(shared, wanted - len(shared), spare)
-        if new is None:
-            return False
-        missing = [i for i, page in enumerate(found) if not page]
-        targets = list(zip(missing, new[: len(missing)], strict=True))
-        pages = [*found, *new[len(missing) :]]
-        for i, page in targets:
-            pages[i] = page
-        kv = seq.kv
-        kv.hit = None
-        kv.add_pages(pages, self.page_size)
-        kv.prefill_tokens = seq.history()
-        kv.length, kv.oldest, kv.keys = offloaded.length, offloaded.oldest, offloaded.keys
-        kv.adapter_edition = offloaded.adapter_edition
-        self.offload_books.restore(seq, targets)
-        return True
-
-    def _pages_wanted(self, seq: Sequence, tokens: int) -> int:
-        """Number of pages for a sequence of `tokens` tokens: one more than they fill, at most what it can ever need."""
+    def pages_wanted(self, seq: Sequence) -> int:
+        """Pages for a sequence at its admission: one more than its tokens fill, at most what it can ever need."""
+        tokens = seq.prompt_len + len(seq.tokens)
         most = pages_for(max(tokens, seq.prompt_len + seq.max_tokens - 1), self.page_size)
         return min(pages_for(tokens, self.page_size) + 1, most)
 
-    def _retain_and_allocate(self, retained: list[int], count: int, spare: int) -> list[int] | None:
+    def claim(self, retained: list[int], count: int, spare: int) -> list[int] | None:
         """Retain pages and allocate `count` new ones. None, without a change, if fewer than `spare` would be left."""
         for page in retained:
             self.pool.retain(page)
@@ -232,9 +142,9 @@ class PageAllocator:
         enough = self.admissible - self.sessions.count(retained) >= pages  # sessions give way only if that is enough
         while enough and pool.available - pool.being_copied < pages:
             enough = self.prefixes.evict_one()
-            self._given_way += enough
+            self.given_way += enough
         if not enough:
-            self.offload_books.send_unshared()  # pages that sessions gave up may have no other users left
+            self.tier.send_unshared()  # pages that sessions gave up may have no other users left
         return enough
 
     # --- while the sequence runs -------------------------------------------------------------------------------------
@@ -251,7 +161,8 @@ class PageAllocator:
         """Note that a step in flight computes more of the sequence's KV, up to its length."""
         self._release_copy_source(seq)
         if seq.kv.is_offloaded:
-            self._restored(seq, seq.kv.offloaded, version)
+            self.tier.restored(seq)
+            self.prefixes.restored(seq, version)
         self.prefixes.launched(seq, version)
 
     def _release_copy_source(self, seq: Sequence) -> None:
@@ -260,18 +171,6 @@ class PageAllocator:
             self.pool.release(seq.kv.copy_source)
             seq.kv.copy_source = 0
         self.prefixes.loaded(seq)
-
-    def _restored(self, seq: Sequence, offloaded: OffloadedKV, version: int) -> None:
-        """Note that the sequence continues with its restored KV."""
-        kv = seq.kv
-        for mirror in self._mirrors:
-            host_pages, pages = [host for host, _ in offloaded.restored], [page for _, page in offloaded.restored]
-            mirror.fetched(host_pages, pages)
-        if self.prefixes.findable(seq, version):
-            for i in range(len(kv.keys)):
-                self.pool.remember(kv.keys[i], kv.pages[i], kv.oldest)
-        self.offload_books.counts.restored += 1
-        self.offload_books.drop(seq)
 
     # --- when the sequence leaves its row ----------------------------------------------------------------------------
 
@@ -305,33 +204,13 @@ class PageAllocator:
         self.prefixes.turn_kept(snapshots)
 
     def release(self, seq: Sequence) -> None:
-        """Take all pages back unless they are offloaded."""
+        """Take all pages back, unless a tier takes them."""
         self._release_copy_source(seq)
         self.prefixes.left(seq)
-        if not self.offload_books.take(seq):
+        if not self.tier.take(seq):
             for page in reversed(seq.kv.pages):  # the end of a prefix is evicted before its beginning
                 self.pool.release(page)
         seq.kv.give_up_pages()
-
-    def cancel_restores(self, seq: Sequence) -> bool:
-        """Stop copying KV back for a sequence that leaves its row. True while running copies write to its pages."""
-        return seq.kv.is_offloaded and self.offload_books.cancel_restores(seq)
-
-    def copies_state(self, seq: Sequence) -> bool:
-        """True while the state of a sequence that leaves its row is being copied to the host; begins that copy."""
-        return self.prefixes.has_states and self.offload_books.copies_state(seq)
-
-    def restore_state(self, seq: Sequence) -> None:
-        """Copy the state of a sequence to its new row, if the state is on the host."""
-        if seq.kv.offloaded.state is not NO_HOST_STATE:
-            self.prefixes.row_overwritten(seq.row)
-            self.offload_books.restore_state(seq)
-
-    def drop_offloaded(self, seq: Sequence) -> None:
-        """Discard the KV that a preempted sequence has offloaded, or would offload now."""
-        seq.kv.wants_offload = False
-        if seq.kv.is_offloaded and not seq.kv.pages:
-            self.offload_books.drop(seq)
 
     # --- shared prompts -----------------------------------------------------------------------------------------------
 
@@ -357,11 +236,6 @@ class PageAllocator:
             group.shared_prompt = None
             self.sharing.remove(group)
 
-    def expire(self, now_s: float) -> None:
-        """End the leases whose time is over."""
-        self.sessions.expire(now_s)
-        self.tier.expire(now_s)
-
     # --- all sequences -----------------------------------------------------------------------------------------------
 
     def end_sharing(self) -> None:
@@ -380,12 +254,13 @@ class PageAllocator:
         self.prefixes.forget_older(oldest)
 
     def forget_all(self) -> None:
-        """Drop cache, shared prompts and sessions, and their KV on the host, because it is no longer valid."""
+        """Drop cache, shared prompts and sessions, and their KV in a tier, because it is no longer valid."""
         self.empty_pool()
+        self.pool.ends.clear()
         self.tier.forget_all()
 
     def empty_pool(self) -> None:
-        """Drop cache, shared prompts and sessions; KV on the host stays."""
+        """Drop cache, shared prompts and sessions; KV in a tier stays."""
         self.end_sharing()
         self.prefixes.frontiers.clear()
         self.pool.forget_all()
@@ -394,7 +269,6 @@ class PageAllocator:
         """Assert that the books agree, and that only sessions use pages."""
         self.pool.check()
         self.sessions.check()
-        self.offload_books.check()
         self.tier.check()
         cached = self.prefixes.check()
         used, kept = self.pool.used, self.sessions.count_alone(cached)

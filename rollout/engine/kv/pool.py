@@ -18,9 +18,9 @@ With an `engine.max_kv_age` over 0 keys lack the weights version. Then each know
 oldest one in its KV, or in the KV that this was computed from. A page that is too old is not found. It is given up when
 its key gets newer KV, or when the pool needs the page.
 
-`tier` copies the oldest cached pages to the host before they are evicted. It looks at each page once. Pages that it has
-looked at are evicted first, then the other ones, and last the pages that are being copied. A page is copied without a
-reference: if it is evicted meanwhile, the copy is discarded.
+A tier (`kv/tier.py`) copies the oldest cached pages before they are evicted. It looks at each page once. Pages that it
+has looked at are evicted first, then the other ones, and last the pages that are being copied. A page is copied without
+a reference: if it is evicted meanwhile, the copy is discarded.
 
 The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page
 is used or cached. A sequence with an equal prompt copies the page, because the first sequence goes on writing there.
@@ -29,17 +29,83 @@ each sequence that goes on from it.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
-
-from rollout.engine.kv.moves import Copies
+from collections.abc import Callable, Set
 
 DUMP_PAGE = 0
 
 
-class PagePool:
-    """Counts references to `total` pages and finds known ones by prefix key; `evicted` is called with evicted keys."""
+class Copies:
+    """Copies under way, by what they read. A copy is void when its source is given up before the end."""
 
-    def __init__(self, total: int, evicted: Callable[[bytes], object] = lambda key: None) -> None:
+    def __init__(self) -> None:
+        self._of: dict[int, object] = {}
+
+    def __contains__(self, source: int) -> bool:
+        return source in self._of
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def sources(self) -> Set[int]:
+        """The pages or places that are copied."""
+        return self._of.keys()
+
+    def begin(self, source: int, copy: object) -> None:
+        """Begin a copy of this page or place; an earlier one is void."""
+        self._of[source] = copy
+
+    def end(self, source: int, copy: object) -> bool:
+        """End the copy; False if it is void."""
+        if self._of.get(source) is not copy:
+            return False
+        del self._of[source]
+        return True
+
+    def give_up(self, source: int) -> None:
+        """Note that the content of the page or place changes, which makes its copy void."""
+        self._of.pop(source, None)
+
+    def give_up_all(self) -> None:
+        """Make all copies under way void."""
+        self._of.clear()
+
+
+class PrefixEnds:
+    """Numbers of tokens after full pages, for at most `most` digests of full pages; the least recently used are lost.
+
+    What ended there may be gone: the caller looks for it by its key.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._after: OrderedDict[bytes, set[int]] = OrderedDict()
+
+    def note(self, digest: bytes, after: int) -> None:
+        """Note that a known prefix ends this many tokens after the full pages with this digest."""
+        self._after.setdefault(digest, set()).add(after)
+        self._after.move_to_end(digest)
+        if len(self._after) > self._most:
+            self._after.popitem(last=False)
+
+    def after(self, digest: bytes) -> list[int]:
+        """Numbers of tokens after these full pages, largest first."""
+        if digest not in self._after:
+            return []
+        self._after.move_to_end(digest)
+        return sorted(self._after[digest], reverse=True)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._after.clear()
+
+
+class PagePool:
+    """Counts references to `total` pages and finds known ones by prefix key; `evicted` is called with evicted keys.
+
+    A tier has room for `elsewhere` more known pages.
+    """
+
+    def __init__(self, total: int, evicted: Callable[[bytes], object] = lambda key: None, elsewhere: int = 0) -> None:
         if total < 2:
             raise ValueError(f"a KV pool needs at least 2 pages, one of them the dump page; got {total}")
         self.total = total - 1  # pages that can be allocated
@@ -51,6 +117,7 @@ class PagePool:
         self._tail_key_of: dict[int, bytes] = {}
         self._oldest = [0] * total  # oldest weights version of a known page's KV
         self._evicted = evicted
+        self.ends = PrefixEnds(self.total + elsewhere)
         # Cached pages, oldest use first, in the order of their eviction: pages that `look` has returned, other
         # pages, and pages that are being copied to the host.
         self._seen: OrderedDict[int, None] = OrderedDict()

@@ -1,16 +1,17 @@
-"""A hint: the KV of these tokens is needed soon. Its pages on the host are copied to the pool before the turn.
+"""A hint: the KV of these tokens is needed soon. Its pages in a tier are copied to the pool before the turn.
 
 The pages are cached then, as the newest ones, so they may be evicted again. They take the place of cached pages only:
 no row and no session gives way.
 """
 
 from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.kv.tier import TierPrefix
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.sequence.sequence_kv import PrefixKeys
 
 
 def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edition: int, spare: int) -> int:
-    """Begin to copy the known beginning of a prompt from the host, and leave `spare` pages available.
+    """Begin to copy the known beginning of a prompt from a tier, and leave `spare` pages available.
 
     Returns how many of its first tokens have their KV in the pool, or on the way there: 0 for models with states, which
     cannot use pages alone. Do not call it while the pool's memory is given back.
@@ -38,7 +39,7 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edi
     pages = pages[: _fitting(allocator, pages, spare)]
     first = pages[:here]
     if len(pages) > here:
-        if allocator.fetch(names[here : len(pages)], spare, first, oldest) is None:
+        if tier.fetch(allocator, TierPrefix(first, names[here : len(pages)]), oldest, spare) is None:
             return here * size
     else:  # mark the pages as used now, so that they are evicted last, the end before the beginning
         for page in first:
@@ -49,7 +50,7 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edi
 
 
 def _fitting(allocator: PageAllocator, pages: list[int], spare: int) -> int:
-    """Number of first pages that the pool can hold without evicting sessions. 0 in the list: a page on the host."""
+    """Number of first pages that the pool can hold without evicting sessions. 0 in the list: a page in a tier."""
     pool = allocator.pool
     room = pool.available - pool.being_copied - spare
     for index, page in enumerate(pages):

@@ -10,24 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
-from rollout.engine.kv.tier import HostTier
+from rollout.engine.kv.tier import KVTier, TierPrefix
 from rollout.engine.sequence.sequence import Group, Sequence, SharedPrompt
-from rollout.engine.sequence.sequence_kv import NO_KEYS, NO_POINT, PrefixEnd, PrefixHit, PrefixKeys, Snapshot
-
-
-class HostPrefix(NamedTuple):
-    """A known prefix of which some pages, or the state after it, are on the host."""
-
-    first: list[int]  # pages of the pool
-    keys: list[bytes]  # keys of the pages after `first`
-    end: PrefixEnd = NO_POINT  # models with states: the end of the prefix, if it is on the host
-    half: bool = False  # the last key is of a half-full page, which is to be copied
+from rollout.engine.sequence.sequence_kv import NO_KEYS, PrefixHit, PrefixKeys, Snapshot
 
 
 @dataclass(slots=True)
@@ -39,7 +29,7 @@ class Reusable:
     tokens: int = 0  # tokens with KV that the sequence can use
     session_tokens: int = 0  # tokens with KV in the session
     keys: PrefixKeys = NO_KEYS  # keys of the shared pages
-    beyond: HostPrefix | None = None  # a longer known prefix, partly on the host
+    beyond: TierPrefix | None = None  # a longer known prefix, partly in a tier
     awaited: tuple[Sequence, int] | None = None  # a sequence that computes a longer prefix, and its end
     place: int = 0  # place of the snapshot to load, of the state after these tokens
     hit: PrefixHit = "pages"  # source of the KV
@@ -70,7 +60,7 @@ class Prefixes:
     has_states = False
 
     def __init__(
-        self, pool: PagePool, tier: HostTier, page_size: int, cache: bool, sessions: Sessions, max_age: int = 0
+        self, pool: PagePool, tier: KVTier, page_size: int, cache: bool, sessions: Sessions, max_age: int = 0
     ) -> None:
         self.pool = pool
         self.tier = tier
@@ -130,8 +120,8 @@ class Prefixes:
 
     def _find_beyond(
         self, seq: Sequence, keys: PrefixKeys, found: Reusable, tokens: int, oldest: int
-    ) -> HostPrefix | None:
-        """A known prefix that is longer than `found`, whose pages have `keys`; None unless it is partly on the host."""
+    ) -> TierPrefix | None:
+        """A known prefix that is longer than `found`, whose pages have `keys`; None unless it is partly in a tier."""
         keys, size, first = keys.fork(len(keys)), self.page_size, len(keys)
         while (len(keys) + 1) * size < tokens:
             key = keys.next_key(seq.content_between(len(keys) * size, (len(keys) + 1) * size))
@@ -142,7 +132,7 @@ class Prefixes:
         known = self.find_end(seq.content_between, keys, tokens, oldest)
         half = next((key for key, end in known if min(end, tokens - 1) > found.tokens), None)
         beyond += [half] if half else []
-        return HostPrefix(found.shared, beyond, half=half is not None) if beyond else None
+        return TierPrefix(found.shared, beyond, half=half is not None) if beyond else None
 
     def find_end(
         self, content: Callable[[int, int], bytes], keys: PrefixKeys, most: int, oldest: int
@@ -152,7 +142,7 @@ class Prefixes:
         `content` is that of the positions from one to another.
         """
         start = len(keys) * self.page_size
-        for after in self.tier.ends.after(keys.last):
+        for after in self.pool.ends.after(keys.last):
             if start + after <= most:
                 key = keys.tail_key(content(start, start + after), after)
                 if self.pool.find(key, oldest) or self.tier.has(key, oldest):
@@ -261,18 +251,15 @@ class Prefixes:
     def release(self, reusable: Reusable) -> None:
         """Take `retain` back."""
 
-    @property
-    def has_place(self) -> bool:
-        """Whether `take_place` would find one."""
-        return False
-
-    def take_place(self) -> int:
-        """A place for a state that is fetched; there has to be one."""
-        raise AssertionError("a model without states fetches none")
-
     def admitted(self, seq: Sequence, version: int) -> None:
         """Note that a sequence has got its found pages, and prefills the rest."""
         self._move_frontier(seq, version)
+
+    def restored(self, seq: Sequence, version: int) -> None:
+        """Make the pages that a tier has given back to a sequence findable again."""
+        kv = seq.kv
+        for index in range(len(kv.keys) if self.findable(seq, version) else 0):
+            self.pool.remember(kv.keys[index], kv.pages[index], kv.oldest)
 
     def launched(self, seq: Sequence, version: int) -> None:
         """Note that a step in flight computes more of the sequence's KV, up to its length."""
@@ -300,7 +287,7 @@ class Prefixes:
         if after and len(kv.keys) == full and self.findable(seq, version):
             key = kv.keys.tail_key(seq.content_between(known - after, known), after)
             self.pool.remember(key, kv.pages[full], kv.oldest)
-            self.tier.ends.note(kv.keys.last, after)
+            self.pool.ends.note(kv.keys.last, after)
 
     def _move_frontier(self, seq: Sequence, version: int) -> None:
         """Move the frontier to the next page; after the last launch the tail of the prompt can be found."""
@@ -343,9 +330,6 @@ class Prefixes:
 
     def turn_kept(self, snapshots: tuple[Snapshot, ...]) -> None:
         """Note that the session has taken the turn's KV."""
-
-    def row_overwritten(self, row: int) -> None:
-        """Note that the state of this row is overwritten before the next step."""
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         """States that the next step begins by saving: (row, place of a snapshot)."""

@@ -10,7 +10,7 @@ its sequence goes on writing there, so another sequence copies it; full pages ar
 A save copies a row's state to a place. It belongs to the step that continues the row, or to the next step whatever it
 does (`save_soon`): that step may begin another sequence in the row, so in a step saves come first, then loads.
 
-`tier` copies snapshots to the host before their places are needed: cached ones and those of idle sessions, when their
+A tier copies snapshots to the host before their places are needed: cached ones and those of idle sessions, when their
 sequence is settled.
 
 Invariants:
@@ -22,8 +22,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rollout.engine.kv.moves import Copies
-from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.pool import Copies, PagePool
 from rollout.engine.sequence.sequence_kv import PrefixEnd
 
 

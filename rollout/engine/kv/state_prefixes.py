@@ -8,10 +8,10 @@ prompt, if there is a place.
 import numpy as np
 
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.prefixes import HostPrefix, Prefixes, Reusable
+from rollout.engine.kv.prefixes import Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.kv.tier import HostTier
+from rollout.engine.kv.tier import KVTier, TierPrefix
 from rollout.engine.sequence.sequence import Sequence, SharedPrompt
 from rollout.engine.sequence.sequence_kv import NO_KEYS, NO_POINT, NO_SNAPSHOT, PrefixEnd, PrefixHit, Snapshot
 from rollout.metrics.definitions import percent
@@ -25,7 +25,7 @@ class StatePrefixes(Prefixes):
     def __init__(
         self,
         pool: PagePool,
-        tier: HostTier,
+        tier: KVTier,
         page_size: int,
         cache: bool,
         sessions: Sessions,
@@ -45,10 +45,10 @@ class StatePrefixes(Prefixes):
             return found
         keys, pages, known = self.no_keys(seq, version), list[int](), True
         found.keys = found.keys or keys.fork(0)
-        path, reachable, farthest = list[bytes](), True, 0  # `path`: keys of full pages, in the pool or on the host
+        path, reachable, farthest = list[bytes](), True, 0  # `path`: keys of full pages, in the pool or in a tier
         expected, oldest = found.tokens, self.oldest_for(seq.group, version)
         for start in range(0, most + 1, page_size):
-            for after in {*snapshots.tokens_after(keys.last), *self.tier.ends.after(keys.last)}:
+            for after in {*snapshots.tokens_after(keys.last), *self.pool.ends.after(keys.last)}:
                 end = start + after
                 if end > most:
                     continue
@@ -61,7 +61,7 @@ class StatePrefixes(Prefixes):
                     reused.oldest, reused.beyond, found = cached.oldest, found.beyond, reused
                 elif reachable and end > farthest and (cached or self.tier.has_end(point, end, oldest)):
                     farthest = end
-                    found.beyond = HostPrefix(list(pages), path[len(pages) :], NO_POINT if cached else point)
+                    found.beyond = TierPrefix(list(pages), path[len(pages) :], NO_POINT if cached else point)
                 elif other is not None and other.priority >= seq.priority and other.kv.oldest >= oldest:
                     if end > expected:
                         found.awaited, expected = (other, end + 1), end
@@ -122,13 +122,6 @@ class StatePrefixes(Prefixes):
     def release(self, reusable: Reusable) -> None:
         if reusable.place:
             self.snapshots.release(reusable.place)
-
-    @property
-    def has_place(self) -> bool:
-        return self.snapshots.has_place
-
-    def take_place(self) -> int:
-        return self.snapshots.take()
 
     def admitted(self, seq: Sequence, version: int) -> None:
         """See `Prefixes`; plan a snapshot within the prefill."""
@@ -229,9 +222,6 @@ class StatePrefixes(Prefixes):
     def turn_kept(self, snapshots: tuple[Snapshot, ...]) -> None:
         for snapshot in snapshots:
             self.snapshots.release(snapshot.place)
-
-    def row_overwritten(self, row: int) -> None:
-        self.snapshots.give_up_saves(row)
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         return self.snapshots.take_saves()

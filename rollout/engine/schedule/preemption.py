@@ -33,8 +33,8 @@ def grow_rows(roster: Roster, full: list[Sequence]) -> None:
     """Get one page more for each of these rows, in the order of their rank; some may go without for this step."""
     for seq in sorted(full, key=lambda seq: seq.rank):
         _grow(roster, seq)
-    if roster.allocator.offload_books.host.total:
-        _make_way(roster, roster.allocator.offload_books.outgoing)
+    if roster.allocator.tier.pages:
+        _make_way(roster, roster.allocator.tier.outgoing)
 
 
 def _grow(roster: Roster, seq: Sequence) -> None:
@@ -42,7 +42,7 @@ def _grow(roster: Roster, seq: Sequence) -> None:
     while seq.state is SequenceState.DECODE and not allocator.try_grow(seq):
         if allocator.sharing:
             allocator.close_shared_prompt(allocator.sharing[-1])
-        elif roster.ending or allocator.making_room:
+        elif roster.ending or allocator.tier.outgoing or allocator.tier.send_unshared():
             return  # pages are already being copied back
         else:
             roster.preempt(_last(roster))
@@ -108,7 +108,7 @@ def restart_prompts(roster: Roster, seqs: list[Sequence], recompute: bool) -> tu
     """Take off the rows of `seqs` that have to be computed again; returns (rows kept, rows taken off)."""
     for seq in seqs:
         if recompute or not seq.drawn.versions:
-            roster.allocator.drop_offloaded(seq)
+            roster.allocator.tier.drop(seq)
     prefixes, changed = roster.allocator.prefixes, set(seqs)
     kept: list[Sequence] = []
     taken_off: list[Sequence] = []

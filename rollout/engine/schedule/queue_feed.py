@@ -4,7 +4,7 @@ One member of a group, the leader, is queued first. The followers are queued whe
 prompt's pages, which the group shares from then on. A request with a `min_version` enters the queue when the weights
 have that version.
 
-A sequence whose KV is on the host leaves the queue until that is back in the pool.
+A sequence whose KV is in a tier leaves the queue until that is back in the pool.
 
 A sequence whose tokens another sequence is prefilling leaves the queue until these tokens are launched. If that prefill
 stops, the first sequence that waited computes the tokens, and the others wait for it. A new session may wait for room
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.kv.fetches import Fetch
+from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.schedule.fair_queue import WaitingQueue
 from rollout.engine.sequence.sequence import Group, Sequence

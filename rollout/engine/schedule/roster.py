@@ -20,7 +20,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.kv.fetches import Fetch
+from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.messages.to_service import Event, Finish
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
@@ -101,7 +101,7 @@ class Roster:
             feature.admitted(seq)
         seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, SequenceState.PREFILL
         self.waiting -= 1
-        self.allocator.restore_state(seq)
+        self.allocator.tier.started(seq)
         self.counters.snapshot_loads += seq.kv.load_from > 0
         seq.adapter_use.note_version(seq.launched)
         tokens = len(seq.kv.prefill_tokens) - seq.kv.length
@@ -210,7 +210,7 @@ class Roster:
     def take_off(self, seq: Sequence, offload: bool = False) -> None:
         """Take a sequence out of its row; it waits for a row again once its tokens in flight are committed."""
         if offload:
-            seq.kv.wants_offload = seq.row_ready or seq.kv.own
+            self.allocator.tier.preempted(seq)
         self._stop_running(seq)
         seq.state = SequenceState.LEAVING
         self.ending.append(seq)
@@ -229,7 +229,7 @@ class Roster:
     def settle(self, seq: Sequence) -> None:
         """Give row and pages back if nothing needs them; the only place that does."""
         assert 0 <= seq.inflight_refs <= 2
-        if seq.inflight_refs > 0 or self.allocator.cancel_restores(seq) or self.allocator.copies_state(seq):
+        if seq.inflight_refs > 0 or self.allocator.tier.holds_back(seq):
             return
         if seq.finalized:
             self.allocator.keep_turn(seq, self.version, self.clock())
@@ -252,7 +252,7 @@ class Roster:
             if seq.finalized or seq.state is SequenceState.LEAVING:
                 self.settle(seq)
 
-    def fetches_ended(self, fetches: list[Fetch]) -> None:
+    def fetches_ended(self, fetches: Seq[Fetch]) -> None:
         """End the wait of sequences: their KV is in the pool, or will not come."""
         for fetch in fetches:
             self.feed.fetch_ended(fetch)
@@ -260,7 +260,7 @@ class Roster:
     def forget_offloaded(self) -> None:
         """Discard offloaded KV: its sequences are computed again."""
         for seq in self.unfinished():
-            self.allocator.drop_offloaded(seq)
+            self.allocator.tier.drop(seq)
         for seq in [seq for seq in self.prefilling if seq.kv.is_offloaded]:
             self.take_off(seq)
 

@@ -21,7 +21,7 @@ import functools
 from bisect import insort
 from collections.abc import Callable
 
-from rollout.engine.kv.fetches import Fetch
+from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule import preemption
@@ -87,7 +87,7 @@ class Scheduler:
         now = self.roster.clock()
         for group in self._deadlines.take_overdue(now):
             self.roster.end(group.key, "deadline")
-        self.roster.allocator.expire(now)
+        self.roster.allocator.sessions.expire(now)
 
     # --- plan --------------------------------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class Scheduler:
     def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
         """Note a committed step: `seconds` on the device, waits for masks included, and `tokens` kept tokens."""
         if plan.kind == "prefill":
-            self.roster.allocator.tier.costs.computed(plan.tokens, seconds)
+            self.roster.allocator.tier.prefilled(plan.tokens, seconds)
         for feature in self.roster.features:
             feature.committed(plan, output, tokens, seconds)
 

@@ -1,9 +1,8 @@
 """The KV of one sequence, and of a session between its turns: plain data.
 
-`allocator` gives a sequence pages, `offload` copies its KV to the host and back.
-
-While a sequence is offloaded, its KV is in `SequenceKV.offloaded`, and it has no pages of its own. When it is admitted
-again it gets pages, and it needs the offloaded ones until its next step is launched.
+`allocator` gives a sequence pages. While a preempted sequence is offloaded, its KV is in a tier (`kv/tier.py`), and it
+has no pages of its own. When it is admitted again it gets pages, and it needs the offloaded ones until its next step is
+launched.
 """
 
 from __future__ import annotations
@@ -120,6 +119,25 @@ class KVContent:
     keys: PrefixKeys = NO_KEYS  # keys of its full pages
 
 
+class InTier:
+    """What a tier has of one sequence: nothing, without a tier."""
+
+    __slots__ = ()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """See `SequenceKV`."""
+        return False
+
+    @property
+    def restoring(self) -> bool:
+        """See `SequenceKV`."""
+        return False
+
+
+NOT_IN_TIER = InTier()
+
+
 class Prefill(NamedTuple):
     """A prefill: it computed the KV of the prompt and of these tokens."""
 
@@ -140,10 +158,7 @@ class SequenceKV(KVContent):
     drawn_again: bool = False
     copy_source: int = 0  # page to copy in the first chunk; referenced until that is launched; 0: none
     hit: PrefixHit | None = None  # source of the KV that it reused at its last admission
-    fetches: int = 0  # fetches begun since it last had a row
-    wants_offload: bool = False  # preempted, with KV that is worth keeping
-    #: KV before the preemption, until the next step is launched.
-    offloaded: OffloadedKV = field(default_factory=lambda: NOT_OFFLOADED)
+    in_tier: InTier = NOT_IN_TIER
     prefills: list[Prefill] = field(default_factory=list)
     #: (tokens of the completion, oldest weights version, tokens): runs of the KV that was found when the sequence got a
     #: row with this number of tokens. Empty where only KV of the present weights is used.
@@ -154,8 +169,6 @@ class SequenceKV(KVContent):
     load_from: int = 0  # place of the snapshot that the first chunk loads; until that is launched; 0: none
     planned_snapshot: Snapshot = NO_SNAPSHOT  # the snapshot that its prefill will save
     snapshot: Snapshot = NO_SNAPSHOT  # the snapshot that its prefill has saved
-    #: The copy of its state to the host, from the end of its last step on.
-    host_state: HostState = field(default_factory=lambda: NO_HOST_STATE)
 
     @property
     def prefilling(self) -> bool:
@@ -165,11 +178,12 @@ class SequenceKV(KVContent):
     @property
     def restoring(self) -> bool:
         """True while its prefill waits for copies from the host."""
-        return self.offloaded.restoring
+        return self.in_tier.restoring
 
     @property
     def is_offloaded(self) -> bool:
-        return self.offloaded is not NOT_OFFLOADED
+        """True while a tier has its KV from before a preemption: until the next step is launched."""
+        return self.in_tier.is_offloaded
 
     @property
     def chunk_end(self) -> int:
@@ -241,65 +255,7 @@ class SequenceKV(KVContent):
         return tuple((prefill.tokens, prefill.version) for prefill in self.prefills[one_of_prompt:])
 
 
-# --- on the host -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class OffloadedPage:
-    """The KV of one page, and where it is. A host page is set aside for it in every state."""
-
-    pool_page: int  # 0 while it is on the host only
-    host_page: int
-    owners: int = 1  # offloaded sequences that need it
-    outgoing: bool = False  # the copy to the host is queued or under way
-    copying: bool = False  # the copy to the host is under way
-    restore: Restore | None = None  # the copy from the host, queued or under way
-    also_on_host: bool = False  # the host page has the content of `pool_page`
-
-
-@dataclass(eq=False, slots=True)
-class Restore:
-    """The copy of one page from the host to the pool."""
-
-    page: OffloadedPage
-    pool_page: int  # the target
-    copying: bool = False  # the copy is under way
-
-    @property
-    def host_page(self) -> int:
-        return self.page.host_page
-
-
-@dataclass(eq=False, slots=True)
-class HostState:
-    """The copy of a row's state to the host. The sequence keeps the row until it is over."""
-
-    host_place: int
-    over: bool = False
-    failed: bool = False
-
-
-NO_HOST_STATE: HostState = HostState(-1, over=True)
-
-
-@dataclass(eq=False, slots=True)
-class OffloadedKV(KVContent):
-    """The KV of one offloaded sequence. `offload` keeps the books of it and says what the states of a page are."""
-
-    pages: list[OffloadedPage] = field(default_factory=list)
-    restores: list[Restore] = field(default_factory=list)  # incomplete copies that the sequence waits for
-    restored: list[tuple[int, int]] = field(default_factory=list)  # (host page, pool page), copied from the host
-    state: HostState = NO_HOST_STATE  # models with states: its state
-    restores_state: Literal["no", "queued", "copying"] = "no"  # the copy of its state to its row
-
-    @property
-    def restoring(self) -> bool:
-        """True while the sequence waits for copies from the host."""
-        return bool(self.restores) or self.restores_state != "no"
-
-
-#: The offloaded KV of a sequence without any.
-NOT_OFFLOADED: OffloadedKV = OffloadedKV()
+# --- of sessions ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

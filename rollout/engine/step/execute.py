@@ -21,8 +21,8 @@ import torch
 from rollout_kernels.parallel import TensorGroup
 
 from rollout.engine.device.streams import Device, Event
-from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
-from rollout.engine.kv.page_mover import CopyQueue, PageMover
+from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages, NoDisk
+from rollout.engine.kv.tiers.page_mover import CopyQueue, PageMover
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_feature import NO_REPLAYS
 from rollout.engine.step.device_step import DeviceStep

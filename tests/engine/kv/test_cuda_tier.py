@@ -9,6 +9,7 @@ from rollout.engine.device.streams import Device, make_device
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.cuda_harness import no_waiting
 from tests.support.engine.harness import Bench, load
+from tests.support.engine.offloading import host_tier
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +39,7 @@ def test_a_sessions_kv_leaves_and_returns_beside_running_steps(folders, prompt_o
 
 
 def check_return(bench: Bench, prompt_of, greedy) -> None:
-    talk, tier = Conversation(bench, "talk", prompt_of), bench.engine.roster.allocator.tier
+    talk, tier = Conversation(bench, "talk", prompt_of), host_tier(bench).known
     tier.costs.computed = lambda tokens, seconds: None  # so small a model computes quicker than copies run
     talk.say(150)
     bench.submit("runs", prompt_of(9, 3), 200)
@@ -54,7 +55,7 @@ def check_return(bench: Bench, prompt_of, greedy) -> None:
     assert talk.reused >= 152 and bench.done[talk.turn].cached_tokens >= 152
     said = list(talk.said)
     assert talk.ended() == greedy(said, 9)
-    moves = bench.engine.parts.offload.recent
+    moves = host_tier(bench).recent
     longest_s = max(move.end_s - move.start_s for move in moves)
     timings = [step for step in bench.engine.meter.recent_steps(steps) if step.kind == "decode"]
     fetched = [move for move in moves if move.direction == "in"]
@@ -70,13 +71,13 @@ def check_return(bench: Bench, prompt_of, greedy) -> None:
 def test_moving_known_pages_takes_no_memory_and_synchronises_nothing(folders, prompt_of):
     bench = tiered(folders[0], make_device("cuda"), host_kv_piece_mib=0.2)
     # A model of this size computes pages quicker than it fetches them.
-    bench.engine.roster.allocator.tier.costs.computed = lambda tokens, seconds: None
+    host_tier(bench).known.costs.computed = lambda tokens, seconds: None
     prompts = [prompt_of(120, i) for i in range(12)]
     for turn in range(2):  # kernels are loaded at their first use
         for i, prompt in enumerate(prompts):
             bench.submit(f"r{turn} {i}", prompt, 1)
             bench.run()
-    fetched = bench.engine.roster.allocator.tier.host.counts.fetched
+    fetched = host_tier(bench).known.host.counts.fetched
     assert fetched > 0
     for i, prompt in enumerate(prompts[:4]):
         bench.submit(f"again {i}", prompt, 1)
@@ -86,5 +87,5 @@ def test_moving_known_pages_takes_no_memory_and_synchronises_nothing(folders, pr
             bench.engine.tick()
     bench.run()
     assert torch.cuda.memory_reserved() == held
-    assert bench.engine.roster.allocator.tier.host.counts.fetched > fetched
+    assert host_tier(bench).known.host.counts.fetched > fetched
     bench.close()

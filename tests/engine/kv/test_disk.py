@@ -15,15 +15,15 @@ from rollout.config.engine import EngineSettings
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.inspect import Inspector
-from rollout.engine.kv import disk as disk_module
-from rollout.engine.kv.copy_costs import CopyCosts
-from rollout.engine.kv.disk import DiskPages
-from rollout.engine.kv.disk_files import DiskFiles
-from rollout.engine.kv.fetches import Fetches
-from rollout.engine.kv.host_pages import HostPageBooks
-from rollout.engine.kv.page_mover import HostMemory
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.kv.tiers import disk as disk_module
+from rollout.engine.kv.tiers.copy_costs import CopyCosts
+from rollout.engine.kv.tiers.disk import DiskPages
+from rollout.engine.kv.tiers.disk_files import DiskFiles
+from rollout.engine.kv.tiers.fetches import Fetches
+from rollout.engine.kv.tiers.host_pages import HostPageBooks
+from rollout.engine.kv.tiers.page_mover import HostMemory
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.sequence.sequence_kv import PrefixEnd
 from tests.support.engine.agents import Agents
@@ -45,14 +45,14 @@ SMALL = 110  # pages: a third of what the agents hold
 def with_disk(model, folder: Path, host_pages: int = 60, **fields) -> Bench:
     """An engine whose host memory is small, with a folder that is not."""
     bench = offloading(model, host_pages, **{"disk_kv_gib": 0.01, "disk_kv_folder": str(folder), **fields})
-    costs = bench.engine.roster.allocator.tier.costs
+    costs = bench.engine.parts.tier.known.costs
     costs.computed = lambda tokens, seconds: None  # files would be dear beside so small a model
     return bench
 
 
 def settle(bench: Bench) -> None:
     """Until all writes that are due have ended."""
-    tier = bench.engine.roster.allocator.tier
+    tier = bench.engine.parts.tier.known
     until_s = time.perf_counter() + 20
     while tier.host.short and not tier.host.disk.failure and time.perf_counter() < until_s:
         tier.use_disk()
@@ -96,7 +96,7 @@ def test_pages_that_left_the_host_come_back_from_disk(model, prompt_of, greedy, 
     bench = with_disk(model, tmp_path)
     prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
-    tier = bench.engine.roster.allocator.tier
+    tier = bench.engine.parts.tier.known
     assert tier.host.disk.pages > 100 and tier.host.counts.disk_read == 0
     assert back(bench, prompt) == 49 and tier.host.counts.disk_read == 13
     assert bench.tokens("back") == greedy(prompt, 8)
@@ -146,7 +146,7 @@ def test_the_experts_of_tokens_come_back_with_their_page(tmp_path, prompt_of):
     push_out(bench, lambda length, salt: [token % 71 for token in prompt_of(length, salt)], prompt)
     bench.submit("back", prompt, 8, routing_from=0)
     bench.run()
-    assert bench.done["back"].cached_tokens == 49 and bench.engine.roster.allocator.tier.host.counts.disk_read == 13
+    assert bench.done["back"].cached_tokens == 49 and bench.engine.parts.tier.known.host.counts.disk_read == 13
     assert_routed(hf_model, prompt, bench.tokens("back"), routing_of(bench, "back"), 0)
     bench.close()
 
@@ -159,7 +159,7 @@ def test_new_weights_use_nothing_that_is_on_disk(model, folders, prompt_of, tmp_
     page_bytes = model.spec.kv_bytes_per_token(torch.float32) * PAGE
     fields = {"kv_pages": 40, "page_size": PAGE, "host_kv_gib": 60 * page_bytes / 2**30, "disk_kv_gib": 0.01}
     bench = Sleeping(model, None, Mailbox(), disk_kv_folder=str(tmp_path), **fields)
-    bench.engine.roster.allocator.tier.costs.computed = lambda tokens, seconds: None
+    bench.engine.parts.tier.known.costs.computed = lambda tokens, seconds: None
     prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
     if level:
@@ -192,7 +192,7 @@ def test_no_kv_older_than_the_bound_comes_from_disk(model, folders, hf_models, p
     )
     agents = Load(run, rng, prompt_of, 30)
     agents.go_on()
-    assert run.bench.engine.roster.allocator.tier.host.counts.disk_written > 0
+    assert run.bench.engine.parts.tier.known.host.counts.disk_written > 0
     agents.check(hf_models)
     run.bench.close()
 
@@ -209,7 +209,7 @@ def test_a_rebuilt_engine_begins_with_an_empty_folder(model, prompt_of, greedy, 
     fail_a_step(bench)
     rebuild_engine(bench.engine, bench.settings)
     assert bench.status().kept.disk_read == 13, "totals go on"
-    assert bench.engine.roster.allocator.tier.host.disk.pages == 0 and len(list(tmp_path.iterdir())) == 1
+    assert bench.engine.parts.tier.known.host.disk.pages == 0 and len(list(tmp_path.iterdir())) == 1
     assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
     bench.close()
 
@@ -244,7 +244,7 @@ def test_a_file_with_another_content_is_not_used(model, prompt_of, greedy, tmp_p
     bench.submit("back", prompt, 8)
     bench.run()
     assert bench.tokens("back") == greedy(prompt, 8)
-    assert bench.engine.roster.allocator.tier.host.counts.disk_failed >= 1
+    assert bench.engine.parts.tier.known.host.counts.disk_failed >= 1
     Inspector(bench.engine).set_gauges()
     assert bench.engine.meter.report()["kv/disk_failed_pages"] >= 1
     bench.close()
@@ -262,7 +262,7 @@ def test_a_folder_that_is_deleted_costs_hits_alone(model, prompt_of, greedy, tmp
     bench.submit("back", prompt, 8)
     bench.run()
     assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8)
-    assert bench.engine.roster.allocator.tier.host.counts.disk_failed >= 1
+    assert bench.engine.parts.tier.known.host.counts.disk_failed >= 1
     assert ("KV is no longer written" if when == "before writes" else "KV could not be read") in caplog.text
     bench.close()
 
@@ -294,7 +294,7 @@ def test_a_full_disk_ends_writing_and_says_so(model, prompt_of, greedy, tmp_path
     prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
     assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
-    disk = bench.engine.roster.allocator.tier.host.disk
+    disk = bench.engine.parts.tier.known.host.disk
     assert "No space left" in disk.failure and disk.failure in caplog.text and disk.pages == 0
     bench.close()
 
@@ -315,7 +315,7 @@ def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, 
     bench.run()
     assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8)
     gate.set()
-    assert bench.engine.roster.allocator.tier.host.disk.failure
+    assert bench.engine.parts.tier.known.host.disk.failure
     bench.close()
 
 
@@ -342,7 +342,7 @@ def test_a_read_is_under_way_when_its_fetch_is_of_no_use_any_more(model, folders
     push_out(bench, prompt_of, prompt)
     files = HangingFiles(tmp_path)
     bench.submit("back", prompt, 8)
-    while not engine.roster.allocator.tier.host.disk.reading:
+    while not engine.parts.tier.known.host.disk.reading:
         engine.tick()
     match what:
         case "update":
@@ -352,7 +352,7 @@ def test_a_read_is_under_way_when_its_fetch_is_of_no_use_any_more(model, folders
         case "broken bus":
             engine.executor.mover.out.stream.run = lambda work: (_ for _ in ()).throw(RuntimeError("the bus is broken"))
             bench.submit("other", prompt_of(120, 77), 1)
-            while not engine.parts.offload.failure:
+            while not engine.parts.tier.failure:
                 engine.tick()
         case "cancel":
             engine.inbox.put(Cancel(("c", "back")))

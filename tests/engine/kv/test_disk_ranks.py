@@ -14,7 +14,7 @@ from rollout.config import Settings
 from rollout.engine import build_steps
 from rollout.engine.build_kv import open_disk
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.kv.page_mover import HostMemory
+from rollout.engine.kv.tiers.page_mover import HostMemory
 from rollout.ranks.copies import FollowerFiles
 from rollout.ranks.follower import Follower
 from rollout.ranks.orders import OrderWriter
@@ -65,7 +65,7 @@ def test_agents_have_the_tokens_of_an_engine_with_room(model, folders, tmp_path:
     with monkeypatch.context() as patch:
         patch.setattr(build_steps, "open_disk", second.open_disk)
         bench = offloading(model, 20, disk_kv_gib=0.01, disk_kv_folder=str(tmp_path), kv_pages=70)
-    tier, tick = bench.engine.roster.allocator.tier, bench.engine.tick
+    tier, tick = bench.engine.parts.tier.known, bench.engine.tick
     tier.costs.computed = lambda tokens, seconds: None  # files would be dear beside so small a model
 
     def tick_after_writes(*args: Any) -> Any:

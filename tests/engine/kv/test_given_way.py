@@ -27,7 +27,7 @@ def test_a_place_for_a_fetch_without_room_takes_no_snapshot_that_was_found(tmp_p
     host_gib = 200 * model.spec.state_bytes(torch.float32) / 2**30
     fields = {"kv_pages": 84, "host_kv_gib": host_gib, "page_size": PAGE, "max_rows": 4, "state_snapshots": 2}
     bench = Bench(model, InlineDevice(), **fields)
-    bench.engine.roster.allocator.tier.costs.computed = lambda tokens, seconds: None
+    bench.engine.parts.tier.known.costs.computed = lambda tokens, seconds: None
     talk = prompt_of(50, 1)
     longer = talk + prompt_of(150, 2)
     for name, prompt in (("short", talk), ("long", longer)):
@@ -52,7 +52,7 @@ def test_a_place_for_a_fetch_without_room_takes_no_snapshot_that_was_found(tmp_p
 
 def test_a_session_that_gives_way_for_a_fetch_without_room_is_not_used(model, prompt_of, greedy):
     bench = offloading(model, 400, kv_pages=81)
-    tier = bench.engine.roster.allocator.tier
+    tier = bench.engine.parts.tier.known
     tier.costs.computed = lambda tokens, seconds: None
     known, begin = prompt_of(100, 1), prompt_of(80, 2)
     bench.submit("known", known, 1)
@@ -93,7 +93,7 @@ def test_pages_without_a_key_are_not_used_once_their_session_gave_way(model, pro
 def test_a_fetch_without_its_half_full_page_begins_with_no_page_that_gave_way(model, greedy):
     """The session that the pages before the fetch are of gives way to the fetch with that page."""
     bench = offloading(model, 400, kv_pages=81)
-    bench.engine.roster.allocator.tier.costs.computed = lambda tokens, seconds: None
+    bench.engine.parts.tier.known.costs.computed = lambda tokens, seconds: None
     first = any_prompt(10, 1)
     said = first + greedy(first, 40)
     long = said + any_prompt(31, 9)

@@ -7,10 +7,10 @@ from pydantic import ValidationError
 
 from rollout.config import EngineSettings
 from rollout.engine.inspect import Inspector
-from rollout.engine.kv.host_pages import HostPageBooks
-from rollout.engine.kv.offload import OffloadBooks
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.sequence.sequence_kv import OffloadedKV, OffloadedPage, PrefixKeys
+from rollout.engine.kv.tiers.host_pages import HostPageBooks
+from rollout.engine.kv.tiers.offload import OffloadBooks, OffloadedKV, OffloadedPage
+from rollout.engine.sequence.sequence_kv import PrefixKeys
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import load, watch_prefills
 from tests.support.engine.offloading import counts, offloading
@@ -250,7 +250,7 @@ def test_offloaded_rows_go_on_beside_kv_of_other_versions(model, sources, hf_mod
                   device=random_delays(seed, 0.001))  # fmt: skip
     load = Load(run, rng, prompt_of, 30)
     load.go_on()
-    assert counts(run.bench).restored + run.bench.engine.roster.allocator.tier.host.counts.fetched > 0
+    assert counts(run.bench).restored + run.bench.engine.parts.tier.known.host.counts.fetched > 0
     load.check(hf_models)
     run.bench.close()
 

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from rollout.engine.kv.host_pages import HostPageBooks
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.kv.tiers.host_pages import HostPageBooks
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_engine import EndSession
@@ -170,7 +170,7 @@ def test_leases_of_keys_that_never_come_to_the_host_take_no_room():
 @pytest.mark.parametrize("lease_s", [LEASE_S, 0.0])
 def test_kv_under_lease_stays_on_the_host_when_others_fill_it(model, prompt_of, greedy, lease_s):
     bench = offloading(model, 40)
-    tier = bench.engine.roster.allocator.tier
+    tier = bench.engine.parts.tier.known
     tier.costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
     bench.submit("kept", prompt_of(33, 1), 9, lease_s=lease_s)
     bench.run()

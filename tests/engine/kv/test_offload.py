@@ -66,7 +66,7 @@ def test_the_tests_see_a_copy_that_is_not_waited_for(model, prompt_of, direction
         queue._spare += over
         return over
 
-    queue.finished, bench.engine.parts.offload._note = hasty, lambda *of: None  # the real one reads the end time
+    queue.finished, bench.engine.parts.tier._note = hasty, lambda *of: None  # the real one reads the end time
     submit_six(bench, prompt_of)
     bench.run()
     with pytest.raises(AssertionError):
@@ -142,7 +142,7 @@ def test_without_the_setting_nothing_is_offloaded(model, prompt_of):
     submit_six(bench, prompt_of)
     bench.run()
     engine = bench.engine
-    assert not engine.parts.offload.moving and engine.executor.mover is None
+    assert not engine.parts.tier.moving and engine.executor.mover is None
     assert engine.roster.counters.preemptions > 0 and bench.status().offload.pages_total == 0
     bench.close()
 
@@ -168,7 +168,7 @@ def test_status_and_gauges_count_moved_sequences(model, prompt_of):
     assert (status.sequences, status.pages) == (0, 0)
     assert status.parked == status.restored == bench.engine.roster.counters.preemptions and status.refused == 0
     assert status.bytes_out == counts(bench).pages_out * page_bytes >= status.bytes_in > 0
-    recent = bench.engine.parts.offload.recent
+    recent = bench.engine.parts.tier.recent
     assert sum(move.pages for move in recent if move.direction == "out") == counts(bench).pages_out
     assert all(0 < move.pages <= 3 and move.start_s <= move.end_s for move in recent)
     Inspector(bench.engine).set_gauges()

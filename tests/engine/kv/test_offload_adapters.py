@@ -187,7 +187,7 @@ def test_a_prompt_whose_adapter_changes_before_it_has_a_token_is_computed_anew(m
     bench.submit("long", prompt_of(150, 9), 20, adapter="a0")
     until(bench, lambda: counts(bench).offloaded)
     (seq,) = bench.engine.roster.groups["c", "long"].sequences
-    assert seq.kv.is_offloaded and 0 < seq.kv.offloaded.length < 150 and not seq.tokens
+    assert seq.kv.is_offloaded and 0 < seq.kv.in_tier.offloaded.length < 150 and not seq.tokens
     change(bench, adapters)
     bench.run()
     assert versions_of(bench, "long") == [1] * 20

@@ -20,8 +20,8 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
     while not counts(bench).offloaded:
         bench.engine.tick()
     (seq,) = bench.engine.roster.groups["c", "r3"].sequences
-    assert seq.kv.is_offloaded and seq.kv.offloaded.length % 8, "its last page is not half full"
-    half_full = seq.kv.offloaded.pages[-1].pool_page
+    assert seq.kv.is_offloaded and seq.kv.in_tier.offloaded.length % 8, "its last page is not half full"
+    half_full = seq.kv.in_tier.offloaded.pages[-1].pool_page
     for name in ("r0", "r1"):
         bench.engine.inbox.put(Cancel(("c", name)))
     bench.engine.tick()
@@ -54,7 +54,7 @@ def test_pages_shared_by_a_session_and_a_parked_sequence_can_be_freed(model, pro
     while not counts(bench).offloaded:
         bench.engine.tick()
     (other,) = bench.engine.roster.groups["c", "other"].sequences
-    assert other.kv.is_offloaded and not any(page.outgoing for page in other.kv.offloaded.pages[:9]), (
+    assert other.kv.is_offloaded and not any(page.outgoing for page in other.kv.in_tier.offloaded.pages[:9]), (
         "nothing is shared"
     )
     bench.submit("high", prompt_of(130, 1), 4, priority=1)
@@ -76,7 +76,7 @@ def test_a_pause_does_not_show_as_waiting_for_pages(model, prompt_of):
         bench.engine.tick()
     for i in range(3):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
-    mover, books = bench.engine.executor.mover, bench.engine.roster.allocator.offload_books
+    mover, books = bench.engine.executor.mover, bench.engine.parts.tier.offload
     while not counts(bench).pages_in:
         if mover.back.under_way or books.to_copy_in:
             pieces.release()

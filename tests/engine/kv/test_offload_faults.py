@@ -47,7 +47,7 @@ def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, 
         queue.stream.run = failing(queue.stream.run)
     submit_six(bench, prompt_of)
     bench.run()
-    assert "the bus is broken" in bench.engine.parts.offload.failure
+    assert "the bus is broken" in bench.engine.parts.tier.failure
     assert counts(bench).restored < bench.engine.roster.counters.preemptions
     bench.close()
     assert_as_if_undisturbed(bench, model, prompt_of)
@@ -79,7 +79,7 @@ def test_the_check_sees_a_leaked_host_page(model, prompt_of):
     bench = offloading(model)
     submit_six(bench, prompt_of)
     bench.run()
-    bench.engine.roster.allocator.offload_books.host.take()
+    bench.engine.parts.tier.offload.host.take()
     with pytest.raises(AssertionError, match="host page"):
         bench.engine.check_integrity()
     bench.close(check=False)

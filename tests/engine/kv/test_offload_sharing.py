@@ -41,7 +41,7 @@ def test_a_row_is_preempted_before_pages_run_out(model, prompt_of, monkeypatch, 
 
 def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy):
     bench = offloading(model, kv_pages=46)
-    books, sent = bench.engine.roster.allocator.offload_books, []
+    books, sent = bench.engine.parts.tier.offload, []
     begin = books.page_moves.next_out
 
     def watched(most):
@@ -55,7 +55,9 @@ def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy)
     while not books.counts.offloaded:
         bench.engine.tick()
     victim = next(seq for seq in bench.engine.roster.groups["c", "g"].sequences if seq.kv.is_offloaded)
-    assert all(page.pool_page and not page.outgoing for page in victim.kv.offloaded.pages[:8]), "the prompt's pages"
+    assert all(page.pool_page and not page.outgoing for page in victim.kv.in_tier.offloaded.pages[:8]), (
+        "the prompt's pages"
+    )
     bench.run()
     assert books.counts.restored == books.counts.offloaded and sent
     assert all(bench.tokens("g", i) == greedy(prompt_of(33), 50) for i in range(4))
@@ -66,7 +68,7 @@ def test_pages_that_only_offloaded_sequences_share_are_copied_once_when_others_n
     """All rows of a group are preempted for a row that needs nearly the whole pool."""
     bench = offloading(model)
     prefills = watch_prefills(bench)
-    books, sent = bench.engine.roster.allocator.offload_books, []
+    books, sent = bench.engine.parts.tier.offload, []
     begin = books.page_moves.next_out
 
     def watched(most):

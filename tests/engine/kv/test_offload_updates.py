@@ -91,7 +91,7 @@ def test_an_interrupted_prefill_goes_on_or_starts_again_under_new_weights(model,
         while not counts(bench).offloaded:
             bench.engine.tick()
         (seq,) = bench.engine.roster.groups["c", "long"].sequences
-        assert seq.kv.is_offloaded and 0 < seq.kv.offloaded.length < 150 and not seq.tokens
+        assert seq.kv.is_offloaded and 0 < seq.kv.in_tier.offloaded.length < 150 and not seq.tokens
         if update:
             mailbox.ready = Update(1, other, model)
         bench.run()

@@ -18,7 +18,7 @@ from tests.support.kernels.grids import nightly
 
 
 def host_of(bench: Bench):
-    tier = bench.engine.roster.allocator.tier
+    tier = bench.engine.parts.tier.known
     tier.costs.computed = lambda tokens, seconds: None  # copies would seem dear beside so small a model
     return tier.host
 

@@ -7,13 +7,13 @@ import pytest
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.inspect import Inspector
-from rollout.engine.kv.copy_costs import CopyCosts
-from rollout.engine.kv.host_pages import HostPageBooks
-from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.prefix_ends import PrefixEnds
+from rollout.engine.kv.pool import PagePool, PrefixEnds
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.kv.tier import HostTier
+from rollout.engine.kv.tier import TierPrefix
+from rollout.engine.kv.tiers.copy_costs import CopyCosts
+from rollout.engine.kv.tiers.host_pages import HostPageBooks
+from rollout.engine.kv.tiers.known import KnownBooks
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.sequence.sequence import SequenceState
 from tests.support.engine.agents import Agents
@@ -30,8 +30,8 @@ from tests.support.models.families import make_checkpoint
 SMALL = 110  # pages: a third of what the agents hold
 
 
-def tier_of(bench: Bench) -> HostTier:
-    tier = bench.engine.roster.allocator.tier
+def tier_of(bench: Bench) -> KnownBooks:
+    tier = bench.engine.parts.tier.known
     tier.costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
     return tier
 
@@ -195,13 +195,14 @@ def test_pages_can_be_fetched_without_a_sequence(model, prompt_of):
     pushed_out(bench, prompt_of)
     allocator = bench.engine.roster.allocator
     assert not any(allocator.pool.find(key) for key in keys)
-    assert allocator.fetch(keys, spare=30) is None, "there is no room for that"
-    assert allocator.fetch(keys, spare=0) is not None
+    tier, prefix = bench.engine.parts.tier, TierPrefix([], keys)
+    assert tier.fetch(allocator, prefix, 0, spare=30) is None, "there is no room for that"
+    assert tier.fetch(allocator, prefix, 0, spare=0) is not None
     bench.run()
     assert all(allocator.pool.find(key) for key in keys)
     bench.submit("back", prompt, 2)
     bench.run()
-    assert bench.done["back"].cached_tokens == 49 and allocator.tier.host.counts.fetched == 13
+    assert bench.done["back"].cached_tokens == 49 and allocator.tier.known.host.counts.fetched == 13
     bench.close()
 
 
@@ -225,7 +226,7 @@ def test_a_copy_that_fails_ends_in_computing_again(model, undisturbed, direction
     queue._copy = failing
     agents = Agents(bench)
     agents.run()
-    assert "the bus is broken" in bench.engine.parts.offload.failure and tier.host.kept == 0
+    assert "the bus is broken" in bench.engine.parts.tier.failure and tier.host.kept == 0
     bench.close()
     assert_equal(agents, undisturbed(0))
 
@@ -264,7 +265,7 @@ def test_preempted_rows_take_the_room_of_kept_pages(model, prompt_of, greedy):
     for i in range(6):
         bench.submit(f"r{i}", prompt_of(10, i), 60)
     bench.run()
-    counts = bench.engine.roster.allocator.offload_books.counts
+    counts = bench.engine.parts.tier.offload.counts
     assert counts.refused == 0 and counts.restored == counts.offloaded > 0
     for i in range(6):
         assert bench.tokens(f"r{i}") == greedy(prompt_of(10, i), 60)
@@ -332,7 +333,7 @@ def test_fetched_pages_have_the_experts_of_their_tokens(tmp_path, prompt_of):
 
 def test_copies_that_take_longer_than_computing_are_not_made(model, prompt_of):
     bench = offloading(model, 200)
-    tier = bench.engine.roster.allocator.tier
+    tier = bench.engine.parts.tier.known
     tier.costs.copied(1, 10.0)
     prompt = prompt_of(50, 1)
     pushed_out(bench, prompt_of, prompt)
@@ -400,11 +401,11 @@ def test_status_and_metrics_tell_what_is_kept(model, prompt_of):
 # --- the books ---
 
 
-def books(pages: int = 9, host_pages: int = 4) -> tuple[PagePool, HostPageBooks, HostTier]:
+def books(pages: int = 9, host_pages: int = 4) -> tuple[PagePool, HostPageBooks, KnownBooks]:
     host = HostPageBooks(host_pages)
     pool = PagePool(pages, host.note_evicted)
     snapshots = Snapshots(0, 0, pool)
-    return pool, host, HostTier(Sessions(pool, PAGE, 8, snapshots), host, HostPageBooks(0), closed=False)
+    return pool, host, KnownBooks(Sessions(pool, PAGE, 8, snapshots), host, HostPageBooks(0), closed=False)
 
 
 def cached(pool: PagePool, *keys: bytes) -> list[int]:

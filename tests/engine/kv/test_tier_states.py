@@ -53,7 +53,7 @@ def hosting(model, device=None, receiver=None, states: int = 100, make=Bench, **
     host_gib = 2 * states * model.spec.state_bytes(torch.float32) / 2**30
     fields = {"kv_pages": SMALL, "host_kv_gib": host_gib, "page_size": PAGE, "max_rows": 8, "state_snapshots": 8}
     bench = make(model, device, receiver, **{**fields, **engine})
-    costs = bench.engine.roster.allocator.tier.costs
+    costs = bench.engine.parts.tier.known.costs
     costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
     return bench
 
@@ -68,7 +68,7 @@ def on_disk(model, folder: Path, states: int) -> Bench:
 
 def written(bench: Bench) -> None:
     """Wait until all that leaves the host is written."""
-    tier, until_s = bench.engine.roster.allocator.tier, time.perf_counter() + 20
+    tier, until_s = bench.engine.parts.tier.known, time.perf_counter() + 20
     while any(host.short or host.disk.writing for host in (tier.host, tier.states)) and time.perf_counter() < until_s:
         tier.use_disk()
         time.sleep(0.001)
@@ -99,8 +99,8 @@ def assert_equal(mine: Agents, theirs: Agents) -> None:
 def test_agents_of_a_hybrid_find_their_states_on_the_host(model, undisturbed, sessions):
     bench = hosting(model, InlineDevice())
     agents = played(bench, sessions=sessions)
-    states = bench.engine.roster.allocator.tier.states
-    assert states.kept > 8 and bench.engine.roster.allocator.tier.host.counts.fetched > 0
+    states = bench.engine.parts.tier.known.states
+    assert states.kept > 8 and bench.engine.parts.tier.known.host.counts.fetched > 0
     assert agents.computed <= 1.2 * undisturbed(0, sessions).computed
     bench.close()
     assert_equal(agents, undisturbed(0, sessions))
@@ -117,7 +117,7 @@ def test_without_host_memory_they_compute_them_again(model, undisturbed):
 @pytest.mark.parametrize("sessions", [False, True])
 def test_agents_of_a_hybrid_find_on_disk_what_the_host_has_no_room_for(model, undisturbed, tmp_path, sessions):
     bench = on_disk(model, tmp_path, states=3)
-    tier = bench.engine.roster.allocator.tier
+    tier = bench.engine.parts.tier.known
     agents = played(bench, sessions=sessions)
     assert tier.states.counts.disk_read > 0 and tier.host.counts.disk_read > 0
     without = hosting(model, InlineDevice(), states=3)
@@ -146,7 +146,7 @@ def test_a_conversation_goes_on_from_its_state_on_disk_or_is_computed(model, tmp
         some.say(50)
     for salt in (500, 600, 700):
         crowd_out(bench, salt)
-    tier = bench.engine.roster.allocator.tier
+    tier = bench.engine.parts.tier.known
     books = tier.states if of == "states" else tier.host
     for path in (path for path in tmp_path.glob("*/*") if path.name != "lock"):
         if how != "whole" and (path.stat().st_size > 100 + 2 * tier.host.page_bytes) == (of == "states"):
@@ -192,7 +192,7 @@ def test_no_state_older_than_the_bound_comes_from_the_host(folder, tmp_path, see
     fields = {"kv_pages": 45, "max_rows": 6, "state_snapshots": 3, "device": random_delays(seed, 0.001)}
     run = Updated(load(tmp_path / "0"), sources, make=hosting, max_kv_age=age, **fields)
     agents = Load(run, rng, prompt_of, 20)
-    agents.go_on(lambda: run.bench.engine.roster.allocator.tier.states.counts.fetched > 0)
+    agents.go_on(lambda: run.bench.engine.parts.tier.known.states.counts.fetched > 0)
     agents.check(hf_models)
     run.bench.close()
 
@@ -214,7 +214,7 @@ def test_a_conversation_goes_on_from_its_state_on_the_host(model, session):
         some.say(50)
     crowd_out(bench)
     assert bench.status().sessions.evicted == session
-    tier = bench.engine.roster.allocator.tier
+    tier = bench.engine.parts.tier.known
     before = tier.host.counts.fetched
     for some in (talk, other):
         some.say(7)
@@ -232,7 +232,7 @@ def test_a_sleep_does_not_wait_for_what_a_fetch_brings_meanwhile(model, level):
     talk.say(50)
     crowd_out(bench)
     talk.submit(7)
-    while not bench.engine.roster.allocator.tier.fetches.busy:
+    while not bench.engine.parts.tier.known.fetches.busy:
         bench.engine.tick()
     assert isinstance(bench.sleep(level), Done) and isinstance(bench.wake(), Done)
     bench.close(check=False)
@@ -253,21 +253,21 @@ def test_a_state_copy_that_fails_ends_in_computing_again(model, undisturbed, dir
 
     queue._copy = failing
     agents = played(bench, sessions=True)
-    tier = bench.engine.roster.allocator.tier
-    assert "the bus is broken" in bench.engine.parts.offload.failure and tier.states.kept == tier.host.kept == 0
+    tier = bench.engine.parts.tier.known
+    assert "the bus is broken" in bench.engine.parts.tier.failure and tier.states.kept == tier.host.kept == 0
     bench.close()
     assert_equal(agents, undisturbed(0, True))
 
 
 def test_rows_that_are_preempted_take_the_room_of_kept_states(model):
     bench = hosting(model, states=4, max_rows=4)
-    tier = bench.engine.roster.allocator.tier
+    tier = bench.engine.parts.tier.known
     crowd_out(bench)
     assert tier.states.kept == 4
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(60, i), 80)
     bench.run()
-    counts = bench.engine.roster.allocator.offload_books.counts
+    counts = bench.engine.parts.tier.offload.counts
     assert counts.restored == counts.offloaded > 0
     bench.close()
 
@@ -275,5 +275,5 @@ def test_rows_that_are_preempted_take_the_room_of_kept_states(model):
 def test_an_engine_without_a_prefix_cache_keeps_no_states(model):
     bench = hosting(model, prefix_cache=False, receiver=Mailbox())
     crowd_out(bench)
-    assert bench.engine.roster.allocator.tier.states.kept == 0
+    assert bench.engine.parts.tier.known.states.kept == 0
     bench.close()

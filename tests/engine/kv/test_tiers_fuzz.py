@@ -18,7 +18,7 @@ import torch
 
 from rollout.constraints.matcher import ANYTHING
 from rollout.engine.build import rebuild_engine
-from rollout.engine.kv.copy_costs import CopyCosts
+from rollout.engine.kv.tiers.copy_costs import CopyCosts
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import Cancel, EndSession, Prefetch, PutAdapter, Sleep, WakeUp
@@ -284,7 +284,7 @@ def test_whatever_happens_agents_have_the_tokens_of_engines_without_tiers(
     play = Play(folders[0] if kind == "pages" else hybrid, tmp_path, random.Random(seed))
     for _ in range(6):
         play.round()
-    tier = play.bench.engine.roster.allocator.tier
+    tier = play.bench.engine.parts.tier.known
     assert tier.host.counts.written > 0
     play.bench.close()
     play.compare()

@@ -10,8 +10,10 @@ from itertools import pairwise
 import torch
 from transformers import DynamicCache
 
-from rollout.engine.kv.disk_files import DiskJob
-from rollout.engine.kv.fetches import KnownMove
+from rollout.engine.kv.tiers.disk_files import DiskJob
+from rollout.engine.kv.tiers.fetches import KnownMove
+from rollout.engine.kv.tiers.host_tier import HostTier
+from rollout.engine.kv.tiers.offload import in_host_tier
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence
 from tests.support.engine.harness import Bench
@@ -37,12 +39,14 @@ class KVShadow:
         self._host: dict[int, list[Slot]] = {}  # known pages on the host
         self._disk: dict[bytes, list[Slot]] = {}  # and on disk, by key
         self._allocator = bench.engine.roster.allocator
-        tier = self._allocator.tier
-        self._moves = tier.page_moves
-        tier.page_moves = tier.page_moves._replace(out_ended=self.copied_out, in_ended=self.copied_in)
-        self._disk_keep, self._disk_finished = tier.host.disk.keep, tier.host.disk.finished
-        if tier.host.disk.total:
-            tier.host.disk.keep, tier.host.disk.finished = self.disk_keep, self.disk_finished
+        tier = bench.engine.parts.tier
+        if isinstance(tier, HostTier):
+            known, disk = tier.known, tier.known.host.disk
+            self._moves = known.page_moves
+            known.page_moves = known.page_moves._replace(out_ended=self.copied_out, in_ended=self.copied_in)
+            self._disk_keep, self._disk_finished = disk.keep, disk.finished
+            if disk.total:
+                disk.keep, disk.finished = self.disk_keep, self.disk_finished
         self._launched = bench.engine.scheduler.launched
         bench.engine.scheduler.launched = self.launched
 
@@ -89,7 +93,7 @@ class KVShadow:
 
     def _check_own(self, seq: Sequence, slots: list[Slot]) -> None:
         """A restored sequence has its own KV: what does not come from the host is in the pages that it had."""
-        size, from_host = self._allocator.page_size, {page for _, page in seq.kv.offloaded.restored}
+        size, from_host = self._allocator.page_size, {page for _, page in in_host_tier(seq).offloaded.restored}
         for index, page in enumerate(seq.kv.pages[: -(-len(slots) // size)]):
             own = slots[index * size : (index + 1) * size]
             pairs = zip(self._pages[page], own, strict=False)

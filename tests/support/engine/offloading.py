@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from rollout.engine.kv.tiers.host_tier import HostTier
+from rollout.engine.kv.tiers.offload import in_host_tier
 from rollout.engine.sequence.sequence import Sequence
 from tests.support.engine.harness import Bench, Completion
 
@@ -23,13 +25,19 @@ def submit_six(bench: Bench, prompt_of) -> None:
         bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
 
 
+def host_tier(bench: Bench) -> HostTier:
+    tier = bench.engine.parts.tier
+    assert isinstance(tier, HostTier)
+    return tier
+
+
 def counts(bench: Bench):
-    return bench.engine.roster.allocator.offload_books.counts
+    return host_tier(bench).offload.counts
 
 
 def restoring(seq: Sequence) -> bool:
     """True while a copy from the host writes to a page of the sequence."""
-    return seq.kv.is_offloaded and any(restore.copying for restore in seq.kv.offloaded.restores)
+    return seq.kv.is_offloaded and any(restore.copying for restore in in_host_tier(seq).offloaded.restores)
 
 
 _undisturbed: dict[str, Completion] = {}  # of the first checkpoint, whose weights `model` has; made once

@@ -10,10 +10,10 @@ import msgpack
 import pytest
 
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.kv import disk as disk_module
-from rollout.engine.kv.disk import DiskPages
-from rollout.engine.kv.disk_files import DiskJob
-from rollout.engine.kv.page_mover import HostMemory
+from rollout.engine.kv.tiers import disk as disk_module
+from rollout.engine.kv.tiers.disk import DiskPages
+from rollout.engine.kv.tiers.disk_files import DiskJob
+from rollout.engine.kv.tiers.page_mover import HostMemory
 from rollout.ranks.copies import FollowerFiles
 from rollout.ranks.group_watch import LaneName
 from rollout.ranks.orders import OrderWriter

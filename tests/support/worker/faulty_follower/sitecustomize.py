@@ -39,7 +39,7 @@ _SLOW_S = float(os.environ.get("SLOW_S", "0.15"))
 
 def _install(folder: Path) -> None:
     from rollout.engine.device import releasable
-    from rollout.engine.kv.page_mover import PageMover
+    from rollout.engine.kv.tiers.page_mover import PageMover
     from rollout.engine.step import execute
     from rollout.models.lora_slots import AdapterSlots
     from rollout.ranks import follower

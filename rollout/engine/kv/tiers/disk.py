@@ -1,6 +1,6 @@
 """KV pages in a folder on local disk: pages that leave host memory are written there, and read back on demand.
 
-`HostTier` says what is written and read. The threads of `disk_files` do it, and no other thread waits for them. A page
+`known` says what is written and read. The threads of `disk_files` do it, and no other thread waits for them. A page
 is a file in a subfolder of this worker. States of linear attention are pages of another subfolder.
 
 With several ranks each one writes and reads its part of a page, the others in subfolders of this one. A page is written
@@ -26,8 +26,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
-from rollout.engine.kv.disk_files import FRAME_BYTES, DiskFiles, DiskJob, delete_files, delete_left, own_folder
-from rollout.engine.kv.page_mover import HostMemory
+from rollout.engine.kv.tiers.disk_files import FRAME_BYTES, DiskFiles, DiskJob, delete_files, delete_left, own_folder
+from rollout.engine.kv.tiers.page_mover import HostMemory
 
 log = logging.getLogger(__name__)
 

@@ -24,13 +24,14 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from rollout.engine.kv.copy_costs import CopyCosts
-from rollout.engine.kv.disk_files import DiskJob
-from rollout.engine.kv.host_pages import HostPageBooks
-from rollout.engine.kv.moves import Move
 from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.kv.tier import Fetch
+from rollout.engine.kv.tiers.copy_costs import CopyCosts
+from rollout.engine.kv.tiers.disk_files import DiskJob
+from rollout.engine.kv.tiers.host_pages import HostPageBooks
+from rollout.engine.kv.tiers.moves import Move
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd
 
@@ -48,12 +49,12 @@ class KnownMove(Move):
 class FetchedMove(KnownMove):
     """A page or a state that a fetch brings."""
 
-    fetch: Fetch
+    fetch: PrefixFetch
     queued: _Queued
 
 
 @dataclass(eq=False, slots=True)
-class Fetch:
+class PrefixFetch(Fetch):
     """Pages of one prefix on their way from the host to the pool."""
 
     prefix: list[int]  # all its pages in the pool, in order
@@ -70,7 +71,7 @@ class _Queued:
     def __init__(self, host: HostPageBooks) -> None:
         self.host = host
         self.to_read: deque[FetchedMove] = deque()
-        self._of: OrderedDict[Fetch, deque[FetchedMove]] = OrderedDict()
+        self._of: OrderedDict[PrefixFetch, deque[FetchedMove]] = OrderedDict()
 
     def begin(self, move: FetchedMove) -> None:
         """Queue a move, or its read from disk before that."""
@@ -123,16 +124,16 @@ class Fetches:
         self.oldest = 0  # oldest weights version of usable KV
         self._pool, self._snapshots = pool, snapshots
         self._costs, self._mirrors = costs, mirrors
-        self._of: dict[bytes, Fetch] = {}  # the fetches under way, by each key that they bring
+        self._of: dict[bytes, PrefixFetch] = {}  # the fetches under way, by each key that they bring
         self._pages, self._states = _Queued(host), _Queued(host_states)
-        self._ended: list[Fetch] = []
+        self._ended: list[PrefixFetch] = []
 
     @property
     def busy(self) -> bool:
         """True while fetches are under way, or were not returned by `take_ended`."""
         return bool(self._of or self._ended)
 
-    def of(self, key: bytes) -> Fetch | None:
+    def of(self, key: bytes) -> PrefixFetch | None:
         """The running fetch that brings the page or state with this key."""
         return self._of.get(key)
 
@@ -143,14 +144,14 @@ class Fetches:
         oldest: int = 0,
         end: PrefixEnd = NO_POINT,
         state_place: int = 0,
-    ) -> Fetch:
+    ) -> PrefixFetch:
         """Begin to copy kept pages into new pages of the pool: `targets` are their keys and these pages.
 
         Their KV has no version before `oldest`. `prefix` are all pages of the prefix. Each has a reference, which the
         fetch takes over. With an `end` the state there goes to this new place of a snapshot; if its page is half full,
         that is the last target.
         """
-        fetch = Fetch(prefix, end, state_place, [])
+        fetch = PrefixFetch(prefix, end, state_place, [])
         for key, page in targets:
             self._begin(FetchedMove(page, -1, key, oldest, end if key == end.key else NO_POINT, fetch, self._pages))
         if end.key:
@@ -163,7 +164,7 @@ class Fetches:
         move.fetch.left += 1
         move.queued.begin(move)
 
-    def take_ended(self) -> list[Fetch]:
+    def take_ended(self) -> list[PrefixFetch]:
         """The fetches that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
@@ -260,7 +261,7 @@ class Fetches:
             self._pages.host.use(done.key)
         self._ended.append(fetch)
 
-    def _end_state(self, fetch: Fetch) -> None:
+    def _end_state(self, fetch: PrefixFetch) -> None:
         if not fetch.over:
             state, page = fetch.moves[-1], fetch.prefix[-1] if fetch.end.after else 0
             self._snapshots.keep(fetch.end, fetch.state_place, page, state.oldest)

@@ -1,7 +1,7 @@
 """Offload: the KV of preempted sequences is copied to the host and back while steps run.
 
-`OffloadBooks` says where each page is; it touches no tensor. In each tick `Offload` has `page_mover` copy what these
-books name, and those of known pages (`tier`). A sequence passes through four calls:
+`OffloadBooks` says where each page is; it touches no tensor. In each tick `host_tier` has `page_mover` copy what these
+books name, and those of known pages (`known`). A sequence passes through four calls:
 
     take       it has left its row and no step in flight names it: its pages become offloaded pages
     next_out   an offloaded page without other users is copied to the host; then its pool page is free
@@ -29,39 +29,23 @@ Invariants:
 - A sequence may take a page back and write to it while the page is copied out: that copy is never used.
 - A page with several owners is never written to: it is full, and was shared before.
 
-Only `wait` waits; it is for when no step can be launched before a copy is complete. A failed copy ends offloading:
-offloaded sequences are computed again, and so are those that are preempted later.
+A failed copy ends offloading: offloaded sequences are computed again, and so are those that are preempted later.
 """
 
-import logging
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from __future__ import annotations
 
-from rollout.engine.device.streams import DeviceStream
-from rollout.engine.kv.fetches import Fetch
-from rollout.engine.kv.host_pages import HostPageBooks
-from rollout.engine.kv.moves import Move, MoveBooks
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal
+
 from rollout.engine.kv.page_mirror import PageMirror
-from rollout.engine.kv.page_mover import CopyPiece, CopyQueue, PageMover
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.tier import HostTier
+from rollout.engine.kv.tiers.host_pages import HostPageBooks
+from rollout.engine.kv.tiers.moves import Move, MoveBooks
 from rollout.engine.messages.statuses import OffloadStatus
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.sequence.sequence_kv import (
-    NO_HOST_STATE,
-    NOT_OFFLOADED,
-    HostState,
-    OffloadedKV,
-    OffloadedPage,
-    Restore,
-)
-
-log = logging.getLogger(__name__)
-
-_RECENT_MOVES = 4096
+from rollout.engine.sequence.sequence_kv import InTier, KVContent
 
 
 @dataclass(slots=True)
@@ -73,6 +57,92 @@ class OffloadCounts:
     refused: int = 0  # preempted sequences for whose KV the host had no room
     pages_out: int = 0
     pages_in: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class OffloadedPage:
+    """The KV of one page, and where it is. A host page is set aside for it in every state."""
+
+    pool_page: int  # 0 while it is on the host only
+    host_page: int
+    owners: int = 1  # offloaded sequences that need it
+    outgoing: bool = False  # the copy to the host is queued or under way
+    copying: bool = False  # the copy to the host is under way
+    restore: Restore | None = None  # the copy from the host, queued or under way
+    also_on_host: bool = False  # the host page has the content of `pool_page`
+
+
+@dataclass(eq=False, slots=True)
+class Restore:
+    """The copy of one page from the host to the pool."""
+
+    page: OffloadedPage
+    pool_page: int  # the target
+    copying: bool = False  # the copy is under way
+
+    @property
+    def host_page(self) -> int:
+        return self.page.host_page
+
+
+@dataclass(eq=False, slots=True)
+class HostState:
+    """The copy of a row's state to the host. The sequence keeps the row until it is over."""
+
+    host_place: int
+    over: bool = False
+    failed: bool = False
+
+
+NO_HOST_STATE = HostState(-1, over=True)
+
+
+@dataclass(eq=False, slots=True)
+class OffloadedKV(KVContent):
+    """The KV of one offloaded sequence."""
+
+    pages: list[OffloadedPage] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)  # incomplete copies that the sequence waits for
+    restored: list[tuple[int, int]] = field(default_factory=list)  # (host page, pool page), copied from the host
+    state: HostState = NO_HOST_STATE  # models with states: its state
+    restores_state: Literal["no", "queued", "copying"] = "no"  # the copy of its state to its row
+
+    @property
+    def restoring(self) -> bool:
+        """True while the sequence waits for copies from the host."""
+        return bool(self.restores) or self.restores_state != "no"
+
+
+#: The offloaded KV of a sequence without any.
+NOT_OFFLOADED = OffloadedKV()
+
+
+@dataclass(eq=False, slots=True)
+class InHostTier(InTier):
+    """What the tier has of one sequence."""
+
+    fetches: int = 0  # fetches begun since it last had a row
+    wants_offload: bool = False  # preempted, with KV that is worth keeping
+    #: KV before the preemption, until the next step is launched.
+    offloaded: OffloadedKV = field(default_factory=lambda: NOT_OFFLOADED)
+    #: The copy of its state to the host, from the end of its last step on.
+    host_state: HostState = field(default_factory=lambda: NO_HOST_STATE)
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self.offloaded is not NOT_OFFLOADED
+
+    @property
+    def restoring(self) -> bool:
+        return self.offloaded.restoring
+
+
+def in_host_tier(seq: Sequence) -> InHostTier:
+    """What the tier has of a sequence: made when the tier first meets it."""
+    if not isinstance(seq.kv.in_tier, InHostTier):
+        seq.kv.in_tier = InHostTier()
+    assert isinstance(seq.kv.in_tier, InHostTier)
+    return seq.kv.in_tier
 
 
 @dataclass(eq=False, slots=True)
@@ -141,9 +211,11 @@ class OffloadBooks:
 
         A sequence that was being restored has its offloaded pages already; one that has ended needs none.
         """
-        wanted, seq.kv.wants_offload = seq.kv.wants_offload and not seq.finalized, False
-        state, seq.kv.host_state = seq.kv.host_state, NO_HOST_STATE
-        if seq.kv.is_offloaded:
+        mine = in_host_tier(seq)
+        mine.fetches = 0
+        wanted, mine.wants_offload = mine.wants_offload and not seq.finalized, False
+        state, mine.host_state = mine.host_state, NO_HOST_STATE
+        if mine.is_offloaded:
             if not wanted:
                 self.drop(seq)
             return False
@@ -167,7 +239,7 @@ class OffloadBooks:
         for offloaded in reversed(pages):  # the last pages of a prefix go first: the first ones are useful longest
             if not offloaded.outgoing:
                 self._send_or_share(offloaded)
-        kv.offloaded = OffloadedKV(kv.length, kv.oldest, kv.adapter_edition, kv.keys, pages, state=state)
+        in_host_tier(seq).offloaded = OffloadedKV(kv.length, kv.oldest, kv.adapter_edition, kv.keys, pages, state=state)
         self.counts.offloaded += 1
         self._sequences += 1
         return True
@@ -191,7 +263,7 @@ class OffloadBooks:
 
     def restore(self, seq: Sequence, targets: list[tuple[int, int]]) -> None:
         """Copy pages back for a sequence that is admitted again; `targets` are (index of the page, its pool page)."""
-        kv = seq.kv.offloaded
+        kv = in_host_tier(seq).offloaded
         assert seq.kv.is_offloaded and not kv.restores
         for i, pool_page in targets:
             restore = kv.pages[i].restore = Restore(kv.pages[i], pool_page)
@@ -205,7 +277,7 @@ class OffloadBooks:
 
     def cancel_restores(self, seq: Sequence) -> bool:
         """Stop copying for this sequence alone. True while running copies write to pages that only it has."""
-        kv = seq.kv.offloaded
+        kv = in_host_tier(seq).offloaded
         if kv.restores_state == "queued":
             self._states_in = deque(move for move in self._states_in if move.seq is not seq)
             kv.restores_state = "no"
@@ -225,7 +297,8 @@ class OffloadBooks:
 
     def drop(self, seq: Sequence) -> None:
         """Release the offloaded pages of the sequence."""
-        kv, seq.kv.offloaded = seq.kv.offloaded, NOT_OFFLOADED
+        mine = in_host_tier(seq)
+        kv, mine.offloaded = mine.offloaded, NOT_OFFLOADED
         assert kv is not NOT_OFFLOADED and not kv.restoring, "a copy may still read a host page"
         self._sequences -= 1
         self._give_back(kv.state)
@@ -291,18 +364,18 @@ class OffloadBooks:
 
         The sequence has no step in flight, and keeps its row and its pages until the copy is over: then it is settled.
         """
-        kv = seq.kv
-        if kv.host_state is not NO_HOST_STATE:
-            kv.wants_offload &= not kv.host_state.failed
-            return not kv.host_state.over
-        if not kv.wants_offload or seq.finalized or kv.is_offloaded or self.closed:
+        mine = in_host_tier(seq)
+        if mine.host_state is not NO_HOST_STATE:
+            mine.wants_offload &= not mine.host_state.failed
+            return not mine.host_state.over
+        if not mine.wants_offload or seq.finalized or mine.is_offloaded or self.closed:
             return False
         if not self.host_states.room:
             self.counts.refused += 1
-            kv.wants_offload = False
+            mine.wants_offload = False
             return False
-        kv.host_state = HostState(self.host_states.take())
-        self._states_out.append(_RowState(seq.row, kv.host_state.host_place, seq))
+        mine.host_state = HostState(self.host_states.take())
+        self._states_out.append(_RowState(seq.row, mine.host_state.host_place, seq))
         return True
 
     def next_states_out(self, most: int) -> list[_RowState]:
@@ -314,12 +387,13 @@ class OffloadBooks:
         if failed:
             moves = [*moves, *self.next_states_out(len(self._states_out))]  # the copies of these states are cancelled
         for move in moves:
-            move.seq.kv.host_state.over, move.seq.kv.host_state.failed = True, failed
+            state = in_host_tier(move.seq).host_state
+            state.over, state.failed = True, failed
         return [move.seq for move in moves]
 
     def restore_state(self, seq: Sequence) -> None:
         """Copy a state back to the row that its sequence was just given."""
-        kv = seq.kv.offloaded
+        kv = in_host_tier(seq).offloaded
         assert kv.restores_state == "no"
         kv.restores_state = "queued"
         self._states_in.append(_RowState(seq.row, kv.state.host_place, seq))
@@ -328,14 +402,14 @@ class OffloadBooks:
         """Up to `most` states whose copies to their rows begin now."""
         taken = [self._states_in.popleft() for _ in range(min(most, len(self._states_in)))]
         for move in taken:
-            move.seq.kv.offloaded.restores_state = "copying"
+            in_host_tier(move.seq).offloaded.restores_state = "copying"
         return taken
 
     def states_copied_in(self, moves: list[_RowState], failed: bool) -> list[Sequence]:
         """End the copies to these rows, failed ones included; returns the sequences that wait for no other copy."""
         seqs = [move.seq for move in moves]
         for seq in seqs:
-            seq.kv.offloaded.restores_state = "no"
+            in_host_tier(seq).offloaded.restores_state = "no"
         return [seq for seq in seqs if not seq.kv.restoring]
 
     # --- copies ------------------------------------------------------------------------------------------------------
@@ -393,7 +467,7 @@ class OffloadBooks:
             if page.owners > len(waiting) and not failed:
                 self._share_again(page, restore.pool_page)
             for seq in waiting:
-                seq.kv.offloaded.restores.remove(restore)
+                in_host_tier(seq).offloaded.restores.remove(restore)
                 if not seq.kv.restoring:
                     ready.append(seq)
         if not failed:
@@ -428,126 +502,3 @@ class OffloadBooks:
         assert not self.busy and not self._in_pool and not self._shared and not self._waiting, "a page is left"
         assert self._sequences == 0 and self.host.taken == 0, "a host page is in use"
         assert self.host_states.taken == 0, "a state on the host is left"
-
-
-# --- the copies ------------------------------------------------------------------------------------------------------
-
-
-class OffloadWaiters(Protocol):
-    """The roster, as `Offload` sees it."""
-
-    def restores_ended(self, seqs: list[Sequence]) -> None:
-        """Note that no copy writes to the pages of these sequences any more."""
-
-    def forget_offloaded(self) -> None:
-        """Discard offloaded KV: its sequences are computed again."""
-
-    def fetches_ended(self, fetches: list[Fetch]) -> None:
-        """Wake sequences whose KV is in the pool, or will not come."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoveRecord:
-    """A piece that was copied. Times are seconds of the steps' clock."""
-
-    direction: Literal["out", "in"]
-    pages: int
-    start_s: float
-    end_s: float
-
-
-class Offload:
-    """Has pages copied as the books say, between two steps: pages of preempted sequences before pages of the tier.
-
-    advance:  account for complete copies --> pages are free, rows can be planned again;  then begin the next copies
-    """
-
-    def __init__(
-        self,
-        roster: OffloadWaiters,
-        books: OffloadBooks,
-        tier: HostTier,
-        mover: PageMover,
-        state_mover: PageMover | None = None,
-    ) -> None:
-        self.books = books
-        self.tier = tier
-        self.mover = mover
-        self.failure = ""  # reason why nothing is offloaded any more
-        self.recent: deque[MoveRecord] = deque(maxlen=_RECENT_MOVES)
-        self._roster = roster
-        self._movers = [mover] if state_mover is None else [mover, state_mover]
-
-    def _moves(self) -> list[tuple[PageMover, MoveBooks]]:
-        """All books with the mover of their pages or states, in the order in which they are served."""
-        books, tier = self.books, self.tier
-        of_movers = (books.page_moves, tier.page_moves), (books.state_moves, tier.state_moves)
-        return [(mover, moves) for mover, served in zip(self._movers, of_movers, strict=False) for moves in served]
-
-    @property
-    def moving(self) -> bool:
-        """True while copies are queued or under way."""
-        return self.books.busy or self.tier.busy or any(mover.moving for mover in self._movers)
-
-    def advance(self) -> None:
-        """Account for the copies that are complete, and begin others. Never waits."""
-        self.tier.use_disk()
-        if not self.moving:
-            return
-        self._take_finished()
-        if not self.failure:
-            self._begin()
-        if ended := self.tier.fetches.take_ended():
-            self._roster.fetches_ended(ended)
-
-    def wait(self, most_s: float) -> None:
-        """Block until a copy is complete, at most `most_s` seconds. No step can be launched before."""
-        moving = [mover for mover in reversed(self._movers) if mover.moving]
-        if moving:
-            moving[0].wait(most_s)
-        else:
-            self.tier.wait_for_disk(most_s)
-
-    def _take_finished(self) -> None:
-        costs = self.tier.costs
-        for mover, note in zip(self._movers, (costs.copied, costs.states_copied), strict=False):
-            for direction, queue in mover.directions:
-                for piece in queue.finished():
-                    ended, moves = piece.entries
-                    self._roster.restores_ended(ended(moves, bool(piece.failure)))
-                    if not piece.failure:
-                        self._note(direction, piece, note)
-                    elif not self.failure:
-                        self._fail(piece.failure)
-
-    def _note(self, direction: Literal["out", "in"], piece: CopyPiece, note: Callable[[int, float], None]) -> None:
-        move = MoveRecord(direction, piece.pages, piece.start.time_s, piece.end.time_s)
-        self.recent.append(move)
-        note(move.pages, move.end_s - move.start_s)
-
-    def _fail(self, why: str) -> None:
-        self.failure = f"KV is no longer offloaded, and preempted completions are computed again: {why}"
-        log.error("%s", self.failure)
-        self.books.closed = True
-        self.tier.close()
-        stopped = self.books.states_copied_out([], failed=True)
-        self._roster.forget_offloaded()
-        self._roster.restores_ended(stopped)
-
-    def _begin(self) -> None:
-        self.tier.look_at_ends()
-        for mover, books in self._moves():
-            out, back = mover.out, mover.back
-            # After the steps in flight: one of them may still copy from a page that has been free since, belong to the
-            # row's last sequence, save its state or a snapshot, or load from the place.
-            steps = mover.compute
-            while out.capacity and (moves := books.next_out(out.capacity)):
-                _start(out, moves, books.out_ended, steps if books.out_after_steps else None)
-            while back.capacity and (moves := books.next_in(back.capacity)):
-                _start(back, moves, books.in_ended, steps)
-
-
-def _start(
-    queue: CopyQueue, moves: Seq[Move], ended: Callable[[Any, bool], list[Sequence]], after: DeviceStream | None
-) -> None:
-    queue.start([move.place for move in moves], [move.host_place for move in moves], (ended, moves), after)

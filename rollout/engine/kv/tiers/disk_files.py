@@ -25,7 +25,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout.engine.kv.page_mover import HostMemory
+from rollout.engine.kv.tiers.page_mover import HostMemory
 
 log = logging.getLogger(__name__)
 

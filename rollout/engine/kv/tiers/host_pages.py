@@ -20,9 +20,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout.engine.kv.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.eviction_order import EvictionOrder
-from rollout.engine.kv.moves import Copies
+from rollout.engine.kv.pool import Copies
+from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages, NoDisk
 
 
 class HostEntry(NamedTuple):
