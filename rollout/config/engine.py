@@ -28,7 +28,7 @@ class StepSettings(SettingsSection):
     )
     pipeline_depth: Literal[1, 2] = Field(2, description="steps in flight; 1: host and device do not overlap")
     cuda_graph_rows: int = Field(
-        256,
+        1024,
         ge=0,
         le=4096,
         description="most rows of a decode step in a CUDA graph; 0: no graphs",

@@ -315,9 +315,12 @@ def _some(outputs: int, kind: Kind, split: int, block_k: int) -> Bands:
 
 def _many(outputs: int, inputs: int, kind: Kind, split: int) -> Bands:
     """The band above 64 rows. Every tile reads all rows again, so tiles are taller where that leaves enough of them."""
+    tiles = -(-outputs // 128)
     if outputs <= _MOST_SHORT_OUTPUTS:
         return _streamed(split, (MOST_ROWS, 64, 64, 8, _PROGRAMS), stagger=kind == "silu")
-    tiles, split = -(-outputs // 128), 1
+    if kind == "silu" and tiles < _PROGRAMS // 2:
+        return _streamed(split, (MOST_ROWS, 64, 64, 6, _PROGRAMS))
+    split = 1
     if kind == "parts":
         while tiles * split * 2 <= _PROGRAMS and inputs % (64 * split * 2) == 0:
             split *= 2

@@ -248,7 +248,7 @@ def draw_and_advance(
         BLOCK=_BLOCK,
         DRAWN=drawn_SV is not None,
         SHARD=shard is not None,
-        num_warps=8,
+        num_warps=4,
         **sizes,
     )
     if shard is not None:

@@ -74,8 +74,9 @@ def capturable(model: LanguageModel) -> bool:
 
 def graph_sizes(most: int) -> list[int]:
     """Batch sizes to capture, ascending up to `most`: a step wastes at most a fifth of its rows, or three of them."""
-    steps = (1, 2, 3, 4, 6, *range(8, 32, 4), *range(32, 128, 8), *range(128, 256, 16), *range(256, most, 32))
-    return [*(size for size in steps if size < most), most]
+    few = (1, 2, 3, 4, 6, *range(8, 32, 4), *range(32, 128, 8))
+    many = (*range(128, 256, 16), *range(256, 512, 32), *range(512, most, 64))
+    return [*(size for size in (*few, *many) if size < most), most]
 
 
 def forward_sizes(sizes: list[int]) -> list[int]:

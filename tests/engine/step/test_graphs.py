@@ -14,12 +14,21 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.config import EngineSettings
 from rollout.engine import build_steps
 from rollout.engine.device.streams import DeviceStream
 from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_step import DeviceStep
-from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs, capturable, capturing, forward_sizes, graph_sizes
+from rollout.engine.step.graphs import (
+    NO_GRAPHS,
+    CapturedSizes,
+    DecodeGraphs,
+    capturable,
+    capturing,
+    forward_sizes,
+    graph_sizes,
+)
 from rollout.models.decoder import Decoder
 from rollout.models.layers import SparseFeedForward
 from rollout.models.lora_slots import random_adapter
@@ -108,6 +117,19 @@ def recorder(monkeypatch) -> Recorder:
     monkeypatch.setattr(build_steps, "make_graphs", make)
     monkeypatch.setattr(build_steps, "capturable", lambda model: True)
     return recorder
+
+
+@pytest.mark.parametrize("most", [1, 5, 33, 256, 512, 1000, 4096])
+def test_a_step_wastes_at_most_a_fifth_of_its_rows_or_three(most):
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    for below, size in zip([0, *sizes], sizes, strict=False):
+        assert size - (below + 1) <= max(3, size / 5)
+
+
+def test_every_step_of_512_rows_is_captured_unless_asked_otherwise():
+    engine = EngineSettings(max_rows=512)
+    assert CapturedSizes.up_to(min(engine.step_rows, engine.cuda_graph_rows)).size_for(512) == 512
 
 
 @pytest.fixture

@@ -129,3 +129,8 @@ def test_codes_of_an_unmeasured_shape_are_streamed_and_split_until_three_program
             "no whole block"
         )
     assert linear_config(5120, 5120, "parts", 8, format="mxfp8") == LinearConfig(64, 128, 1, 4, 6, 132)
+
+
+def test_tiles_of_a_gated_product_are_short_where_tall_ones_would_leave_half_of_the_chip_idle():
+    heights = {outputs: linear_config(outputs, 1024, "silu", 128).block_n for outputs in (6144, 12288, 24576)}
+    assert heights == {6144: 64, 12288: 128, 24576: 128}
