@@ -97,7 +97,9 @@ def check_deterministic(spec: ModelSpec) -> None:
             break
         if dense is not None and dense.bias:
             reason = "its feed-forward products have biases"
-        if dense is not None and dense.activation == "gelu":
+        if isinstance(block, MoESpec) and block.inner is not None:
+            reason = "its experts work on a narrower state"
+        if dense is not None and dense.activation not in ("silu", "gelu_tanh"):
             reason = "its feed-forward blocks have another activation than SiLU or GELU with tanh"
         if isinstance(mixer, LatentSpec):
             reason = "it has latent attention"

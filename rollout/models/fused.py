@@ -84,7 +84,7 @@ def obstacle(model: Decoder) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels are for 16 bits, and the model is in {dtype}"
     if spec.moe is not None:
-        return None if takes_feed_forward(spec.moe, dtype) else "its experts have odd widths, or are not gated by SiLU"
+        return None if takes_feed_forward(spec.moe, dtype) else "its experts have odd widths, or another activation"
     if any(takes(block, dtype) for layer in spec.layers for block in layer.blocks):
         return None
     return "its attention and its feed-forward blocks are variants that no kernel has"

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast, get_args
 
 import torch
+from rollout_kernels.common.triton_math import Activation
 from rollout_kernels.linear.table import MOST_ROWS, linear_config
 from rollout_kernels.linear.triton_linear import gated_linear, linear
 from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, padded_from, run_experts, table_entry
@@ -44,7 +45,8 @@ class LayerExperts:
 
     gate_up: ExpertWeights
     down: ExpertWeights
-    glu: ClampedGLU | None = None  # None: SiLU
+    glu: ClampedGLU | None
+    activation: Activation  # where there is no clamped GLU
 
 
 def experts_of(block: SparseFeedForward) -> LayerExperts:
@@ -52,7 +54,7 @@ def experts_of(block: SparseFeedForward) -> LayerExperts:
     glu, clamped = None, block.spec.clamped
     if clamped is not None:
         glu = ClampedGLU(block.gate_up_bias.data, clamped.alpha, clamped.limit)
-    return LayerExperts(block.weights("gate_up"), block.weights("down"), glu)
+    return LayerExperts(block.weights("gate_up"), block.weights("down"), glu, cast(Activation, block.spec.activation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,9 @@ PLANS = ExpertPlans()
 
 
 def kernels_take(spec: MoESpec, dtype: torch.dtype) -> bool:
-    """True if the kernels can run these experts: 16 bits, even widths, and gated by SiLU."""
-    plain = spec.activation == "silu" and spec.inner is None and not spec.router.weights_inputs
-    return dtype in (torch.bfloat16, torch.float16) and plain and not (spec.hidden % 2 or spec.intermediate % 2)
+    """True if the kernels can run these experts: 16 bits, even widths, and an activation that they have."""
+    even = not (spec.hidden % 2 or spec.width % 2 or spec.intermediate % 2)
+    return dtype in (torch.bfloat16, torch.float16) and even and spec.activation in get_args(Activation)
 
 
 class FusedExperts:
@@ -93,7 +95,7 @@ class FusedExperts:
         self._router, self._eps, self._dtype = spec.router, eps, first.router.dtype
         self._unit_offset = unit_offset
         # None: plans for any GPU. Those for this one may have kernels that know SiLU only.
-        self._device = first.router.device if spec.clamped is None else None
+        self._device = first.router.device if spec.clamped is None and spec.activation == "silu" else None
         self._rule: ScoreRule | None = None  # the rule of routers that are not plain
         if not spec.router.plain:
             router = spec.router
@@ -104,7 +106,10 @@ class FusedExperts:
         self._all_kept = len(self._kept) == spec.experts
         self._experts = {block: experts_of(block) for block in blocks}
         self._shared, more = first.shared_choices, first.stacked_shared
-        self._shape = MoEShape(len(self._kept) + more, spec.router.top_k + more, spec.hidden, spec.intermediate)
+        # Where weights are factors of what experts read, each expert of a token has an input of its own.
+        self._inputs = spec.router.top_k + more if spec.router.weights_inputs else 1
+        top_k = (spec.router.top_k + more) // self._inputs
+        self._shape = MoEShape(len(self._kept) + more, top_k, spec.width, spec.intermediate)
         self._format = first.format
         self._scratch = router_scratch(len(first.router), first.router.device)
         self._deterministic = deterministic  # one plan, and one way to the router's logits, for any number of tokens
@@ -121,8 +126,9 @@ class FusedExperts:
     def begin_step(self, tokens: int) -> None:
         """Choose the plan for a step of `tokens` tokens, which all its layers run by. Call this before its launch."""
         shape, deterministic = self._shape, self._deterministic
+        rows = tokens * self._inputs
         self._plan = self._plans.plan(
-            shape, self._format, self._dtype, tokens, deterministic=deterministic, device=self._device
+            shape, self._format, self._dtype, rows, deterministic=deterministic, device=self._device
         )
         self._chosen = [] if self._scratch.arrived_T.is_cuda and torch.cuda.is_current_stream_capturing() else None
 
@@ -136,13 +142,13 @@ class FusedExperts:
 
     def sizes(self) -> list[int]:
         """Numbers of tokens up to which a step runs by the same kernels, ascending; above the last nothing changes."""
-        bands = [most for most, _ in table_entry(self._shape, self._format).bands[:-1]]
-        grouping = [pairs // self._shape.top_k for pairs in last_pairs()]
+        bands = [most // self._inputs for most, _ in table_entry(self._shape, self._format).bands[:-1]]
+        grouping = [pairs // (self._shape.top_k * self._inputs) for pairs in last_pairs()]
         if self._deterministic:
             return sorted({*grouping} - {0})
         padded = 1
         if self._device is not None:
-            padded = padded_from(self._shape, self._format, self._dtype, self._device) or 1
+            padded = -(-(padded_from(self._shape, self._format, self._dtype, self._device) or 1) // self._inputs)
         return sorted({*bands, *grouping, self._plans.joined_tokens, MOST_ROWS, MANY_TOKENS - 1, padded - 1} - {0})
 
     def joins_norm(self, tokens: int) -> bool:
@@ -219,7 +225,20 @@ class FusedExperts:
         weights = self._experts[block]
         if not self._all_kept:
             routing = keep_experts(routing, self._kept.start, len(self._kept), block.spec.experts)
-        parts_STH = run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True, glu=weights.glu)
+        inner_TH, (tokens, choices) = x_TH, routing.experts_TK.shape
+        if block.narrow_proj is not None:
+            inner_TH = block.narrow_proj(x_TH)
+        if self._router.weights_inputs:
+            inner_TH = (inner_TH[:, None] * routing.weights_TK[..., None]).to(x_TH.dtype).flatten(0, 1)
+            kept_TK = (routing.weights_TK != 0).float()  # experts of other ranks have a weight of 0
+            routing = Routing(routing.experts_TK.view(-1, 1), kept_TK.view(-1, 1))
+        both = (weights.gate_up, weights.down)
+        how: dict[str, Any] = {"parts": True, "glu": weights.glu, "activation": weights.activation}
+        parts_STH = run_experts(inner_TH, routing, *both, self._plan, **how)
+        if self._router.weights_inputs and choices > 1:
+            parts_STH = parts_STH.unflatten(1, (tokens, choices)).sum(2)
+        if block.widen_proj is not None:
+            parts_STH = block.widen_proj(sum_of_parts(parts_STH, x_TH.dtype))[None]
         if block.biases is not None and block.adds_bias:  # biases of the down projection: each token's sum, weighted
             bias_EH = block.down_bias.float()
             weights_TE = bias_EH.new_zeros(len(x_TH), len(bias_EH))
@@ -238,7 +257,10 @@ class FusedExperts:
         }
         gate_up, down, gate = (configs[f"shared {name}"] for name in ("gate_up", "down", "gate"))
         assert gate_up is not None and down is not None and gate is not None, "check_deterministic"
-        y_TH = linear(gated_linear(x_TH, shared.gate_up_proj.stored, gate_up), shared.down_proj.stored, down)
+        activation = shared.spec.activation
+        assert activation in ("silu", "gelu_tanh"), "check_deterministic"
+        gated_TI = gated_linear(x_TH, shared.gate_up_proj.stored, gate_up, activation)
+        y_TH = linear(gated_TI, shared.down_proj.stored, down)
         return y_TH if shared.gate is None else y_TH * torch.sigmoid(linear(x_TH, shared.gate.weight, gate))
 
 

@@ -464,6 +464,13 @@ def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
                 glu = formats.ClampedGLU(empty(shape.experts, 2 * shape.inner), 1.7, 7.0)
                 given = (x, routing, gate_up, down, plan)
                 yield f"experts, clamped, {plan.path}", lambda a=given, g=glu: dispatch.run_experts(*a, glu=g)
+            for activation in ("gelu_tanh", "relu2"):
+                first = _weights(shape.experts, shape.inner, shape.hidden, format, 1)
+                given = (x, routing, gate_up if activation == "gelu_tanh" else first, down, plan)
+                yield (
+                    f"experts, {format}, {activation}, {plan.path}",
+                    lambda a=given, b=activation: dispatch.run_experts(*a, activation=b),
+                )
         if format != "plain":
             plain = empty(shape.experts, shape.hidden, shape.inner)
             yield f"quantise, {format}", lambda a=(plain, down): triton_quantize.quantize_into(*a)

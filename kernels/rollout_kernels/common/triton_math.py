@@ -30,8 +30,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
-#: Activations of a gate that the kernels have: SiLU, and GELU with tanh in the place of erf.
-Activation = Literal["silu", "gelu_tanh"]
+#: Activations that the kernels have: SiLU, GELU with tanh in the place of erf, and, of values without a gate, the
+#: squared ReLU.
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 NANS = tl.constexpr(tl.PropagateNan.ALL)  # Bounds without it turn NaN into themselves on a GPU.
@@ -132,15 +133,12 @@ def last_to_arrive(arrived_ptr):
 
 
 @triton.jit
-def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """SiLU of the gates times the values, or, if CLAMPED, the GLU that `rollout_kernels.moe.clamped_glu` defines."""
-    if CLAMPED:
-        # What is not a number stays so: it must reach the logits.
-        gate = tl.minimum(gate, limit, NANS)
-        up = tl.clamp(up, -limit, limit, NANS) + 1.0
-        return gate / (1.0 + tl.exp(-alpha * gate)) * up
-    else:
-        return gate / (1.0 + tl.exp(-gate)) * up
+def clamped_glu(gate, up, alpha, limit):
+    """The GLU that `rollout_kernels.moe.clamped_glu` defines."""
+    # What is not a number stays so: it must reach the logits.
+    gate = tl.minimum(gate, limit, NANS)
+    up = tl.clamp(up, -limit, limit, NANS) + 1.0
+    return gate / (1.0 + tl.exp(-alpha * gate)) * up
 
 
 @triton.jit
@@ -148,6 +146,9 @@ def activated(gate, ACTIVATION: tl.constexpr):
     """The `Activation` of float32 gates."""
     if ACTIVATION == "silu":
         return gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "relu2":
+        gate = tl.maximum(gate, 0.0, NANS)
+        return gate * gate
     else:
         # (1 + tanh(u)) / 2 is the sigmoid of 2 u; here u = sqrt(2 / pi) (g + 0.044715 g^3).
         return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 
 from rollout_kernels.common.device import multiprocessors
+from rollout_kernels.common.triton_math import Activation
 from rollout_kernels.moe import gluon_experts
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights, Format
 from rollout_kernels.moe.triton_group_pairs import group_pairs
@@ -147,6 +148,7 @@ def run_experts(
     *,
     parts: bool = False,
     glu: ClampedGLU | None = None,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, [T, H] in x's dtype. The twin is `rollout_kernels.moe_experts`.
 
@@ -157,19 +159,20 @@ def run_experts(
     Args:
         x_TH: bf16 or f16, contiguous.
         routing: the experts of each token, from `moe_route` or `norm_route`.
-        gate_up: gate rows, then up rows, of all experts (2 halves).
+        gate_up: gate rows, then up rows, of all experts (2 halves); without a gate 1 half.
         down: the down projection of all experts.
         plan: from `moe_plan`.
         parts: return parts, for a consumer that adds them.
-        glu: the activation of plain weights whose gate and up rows alternate; None: SiLU. The biases of the down
-            projection are not added here.
+        glu: the activation of plain weights whose gate and up rows alternate; None: `activation`. The biases of the
+            down projection are not added here.
+        activation: of the gates, or of the values without a gate.
     """
     if isinstance(plan, WarpPlan):
-        h_TKI = moe_gate_up(x_TH, routing.experts_TK, gate_up, plan.gate_up, glu=glu)
+        h_TKI = moe_gate_up(x_TH, routing.experts_TK, gate_up, plan.gate_up, glu=glu, activation=activation)
         return moe_down(h_TKI, routing.experts_TK, routing.weights_TK, down, plan.down, parts=parts)
     experts, top_k = gate_up.values_ENK.shape[0], routing.experts_TK.shape[1]
     if isinstance(plan, PaddedPlan):
-        assert glu is None, "kernels for padded groups have SiLU only"
+        assert glu is None and activation == "silu", "kernels for padded groups have SiLU only"
         programs, places = plan.programs, pad_groups(routing.experts_TK, experts)
         x_RH = spread_rows(x_TH, places, top_k)
         h_RI = gluon_experts.padded_gate_up(x_RH, places, gate_up.values_ENK, programs=programs)
@@ -178,7 +181,7 @@ def run_experts(
         out_TH = gather_sum(out_RH, scales_RS, places, routing.weights_TK, x_TH.dtype)
         return out_TH[None] if parts else out_TH
     groups = group_pairs(routing.experts_TK, experts, plan.tile_rows)
-    h_PI = grouped_gate_up(x_TH, groups, gate_up, top_k, plan.gate_up, glu=glu)
+    h_PI = grouped_gate_up(x_TH, groups, gate_up, top_k, plan.gate_up, glu=glu, activation=activation)
     parts_KTH = grouped_down(h_PI, groups, routing.weights_TK, down, plan.down)
     return parts_KTH if parts else combine(parts_KTH, x_TH.dtype)
 

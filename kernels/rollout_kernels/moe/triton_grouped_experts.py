@@ -1,7 +1,7 @@
 """Experts for many tokens, organised by expert: a weight tile is read once for all tokens that share the expert.
 
     group_pairs          sort the pairs of token and expert by expert, and cut them into tiles (`triton_group_pairs`)
-    grouped_gate_up      h[pair] = silu(x g_e^T) * (x u_e^T)
+    grouped_gate_up      h[pair] = silu(x g_e^T) * (x u_e^T), or with another activation, or of values without a gate
     grouped_down         parts[k, t] = weights[t, k] * (h[pair] d_e^T), float32
     combine              out[t] = sum over k of parts[k, t], in the order of k
 
@@ -34,7 +34,15 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rollout_kernels.common.triton_coded_tiles import add_tile, tile_scales
-from rollout_kernels.common.triton_math import INTERPRETED, follow, follow_options, gated, narrow
+from rollout_kernels.common.triton_math import (
+    INTERPRETED,
+    Activation,
+    activated,
+    clamped_glu,
+    follow,
+    follow_options,
+    narrow,
+)
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import Groups
 
@@ -115,6 +123,8 @@ def _gate_up_kernel(
     H: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALES: tl.constexpr,
     HALF: tl.constexpr,
@@ -130,10 +140,10 @@ def _gate_up_kernel(
     expert, count, pair, live = _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M, "")
     if count == 0:
         return
-    # Gate rows come before up rows. With a clamped GLU they alternate: a row of the matrix is then a gate row, and in
-    # the columns after it its up row.
+    # Gate rows come before up rows; without a gate there are up rows alone, called gate here. With a clamped GLU they
+    # alternate: a row of the matrix is then a gate row, and in the columns after it its up row.
     CLAMPED: tl.constexpr = bias_ptr is not None
-    UP_ROWS: tl.constexpr = 0 if CLAMPED else INNER
+    UP_ROWS: tl.constexpr = INNER if GATED and not CLAMPED else 0
     UP_COLUMNS: tl.constexpr = H if CLAMPED else 0
     WIDTH: tl.constexpr = 2 * H if CLAMPED else H
     gate_row0 = expert * (INNER + UP_ROWS) + tl.program_id(0) * BLOCK_N
@@ -141,32 +151,42 @@ def _gate_up_kernel(
     gate_scale = scale_ptr + expert.to(tl.int64) * SCALES
     x_row = x_ptr + (pair // TOP_K).to(tl.int64) * H
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if GATED:
+        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # The pipeline that prefetches tiles skips loads as small as scales, so the next step's scales are loaded here.
     next_gate = tile_scales(gate_scale, row, 0, H, FORMAT, BLOCK_K)
-    next_up = tile_scales(gate_scale + SCALES // 2, row, 0, H, FORMAT, BLOCK_K)
+    if GATED:
+        next_up = tile_scales(gate_scale + SCALES // 2, row, 0, H, FORMAT, BLOCK_K)
     for k in tl.range(0, H, BLOCK_K, num_stages=STAGES):
         w_gate = _weights(w_ptr, gate_row0, gate_row, k, H, BULK, BLOCK_K, 0, WIDTH)
-        w_up = _weights(w_ptr, gate_row0 + UP_ROWS, gate_row + UP_ROWS, k, H, BULK, BLOCK_K, UP_COLUMNS, WIDTH)
+        if GATED:
+            w_up = _weights(w_ptr, gate_row0 + UP_ROWS, gate_row + UP_ROWS, k, H, BULK, BLOCK_K, UP_COLUMNS, WIDTH)
         x = _activations(x_row, live, k, H, BLOCK_K)
         scale_gate = next_gate
-        scale_up = next_up
         next_gate = tile_scales(gate_scale, row, k + BLOCK_K, H, FORMAT, BLOCK_K)
-        next_up = tile_scales(gate_scale + SCALES // 2, row, k + BLOCK_K, H, FORMAT, BLOCK_K)
         gate = add_tile(gate, w_gate, x, scale_gate, FORMAT, BLOCK_N, BLOCK_K)
-        up = add_tile(up, w_up, x, scale_up, FORMAT, BLOCK_N, BLOCK_K)
+        if GATED:
+            scale_up = next_up
+            next_up = tile_scales(gate_scale + SCALES // 2, row, k + BLOCK_K, H, FORMAT, BLOCK_K)
+            up = add_tile(up, w_up, x, scale_up, FORMAT, BLOCK_N, BLOCK_K)
     if HALF:
         x_scale = tl.load(x_scale_ptr + pair // TOP_K)[None, :]
         gate *= x_scale
-        up *= x_scale
+        if GATED:
+            up *= x_scale
     if FORMAT == "fp8_row":
         gate *= tl.load(gate_scale + row)[:, None]
-        up *= tl.load(gate_scale + SCALES // 2 + row)[:, None]
+        if GATED:
+            up *= tl.load(gate_scale + SCALES // 2 + row)[:, None]
     if CLAMPED:
         bias = bias_ptr + expert.to(tl.int64) * (2 * INNER) + 2 * row
         gate += tl.load(bias).to(tl.float32)[:, None]
         up += tl.load(bias + 1).to(tl.float32)[:, None]
-    h = gated(gate, up, alpha, limit, CLAMPED)
+        h = clamped_glu(gate, up, alpha, limit)
+    elif GATED:
+        h = activated(gate, ACTIVATION) * up
+    else:
+        h = activated(gate, ACTIVATION)
     at = h_ptr + pair[None, :].to(tl.int64) * INNER + n[:, None]
     tl.store(at, narrow(h, h_ptr.dtype.element_ty), mask=live[None, :] & (n < INNER)[:, None])
 
@@ -325,21 +345,23 @@ def grouped_gate_up(
     config: GroupedConfig,
     out_PI: torch.Tensor | None = None,
     glu: ClampedGLU | None = None,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """The gated activations of each pair, [P, I] in x's dtype, in the order of tokens and their experts.
 
     Args:
         x_TH: bf16 or f16, contiguous.
         groups: from `group_pairs`.
-        gate_up: gate rows, then up rows, of all experts (2 halves).
+        gate_up: gate rows, then up rows, of all experts (2 halves); without a gate 1 half.
         top_k: K.
         config: launch configuration.
         out_PI: memory for the result, or None to allocate it.
-        glu: for plain weights whose gate and up rows alternate; None: SiLU.
+        glu: for plain weights whose gate and up rows alternate; None: `activation`.
+        activation: of the gates, or of the values without a gate.
     """
     _check(x_TH, gate_up)
-    assert gate_up.halves == 2 and (glu is None or gate_up.format == "plain")
-    inner = gate_up.values_ENK.shape[1] // 2
+    assert glu is None or (gate_up.format == "plain" and gate_up.halves == 2)
+    inner = gate_up.values_ENK.shape[1] // gate_up.halves
     out = out_PI if out_PI is not None else x_TH.new_empty(groups.pairs_P.numel(), inner)
     factors_TH, x_scales_T = _halved(x_TH, gate_up, config)
     _gate_up_kernel[(triton.cdiv(inner, config.block_n), groups.tiles_L3.shape[0])](
@@ -356,6 +378,8 @@ def grouped_gate_up(
         H=x_TH.shape[1],
         INNER=inner,
         TOP_K=top_k,
+        ACTIVATION=activation,
+        GATED=gate_up.halves == 2,
         HALF=x_scales_T is not None,
         BLOCK_M=max(16, groups.tile_rows),
         **_options(gate_up, config, x_TH.device),

@@ -1,6 +1,7 @@
 """Experts for few tokens, organised by output: a warp owns an output neuron and streams its weight rows once.
 
-    moe_gate_up   h[t, k] = silu(x[t] g_e^T) * (x[t] u_e^T)       e = experts[t, k]
+    moe_gate_up   h[t, k] = silu(x[t] g_e^T) * (x[t] u_e^T)       e = experts[t, k]; or with another activation, or of
+                  values without a gate
     moe_down      out[t] = sum over k of weights[t, k] * (h[t, k] d_e^T)
 
 There is no padding, gathering, scattering or combining, and the only intermediate result is h. Sums are float32, in an
@@ -31,9 +32,11 @@ import triton.language as tl
 from rollout_kernels.common.triton_coded_tiles import THREAD_CODES, add_products, load_scales
 from rollout_kernels.common.triton_math import (
     TRITON_DTYPES,
+    Activation,
+    activated,
+    clamped_glu,
     follow,
     follow_options,
-    gated,
     narrow,
 )
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
@@ -69,6 +72,8 @@ def _gate_up_kernel(
     H: tl.constexpr,
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HALVES: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -79,7 +84,7 @@ def _gate_up_kernel(
     EVICT: tl.constexpr,
     FENCE: tl.constexpr,
 ):
-    # Gate rows come before up rows, or, with a clamped GLU, they alternate.
+    # Gate rows come before up rows, or, with a clamped GLU, they alternate; without a gate there are up rows alone.
     CLAMPED: tl.constexpr = bias_ptr is not None
     STEP: tl.constexpr = 2 if CLAMPED else 1
     UP: tl.constexpr = 1 if CLAMPED else INNER
@@ -94,19 +99,19 @@ def _gate_up_kernel(
     # The previous kernel chooses the experts, so no weights can be prefetched before it has ended.
     follow()
     expert = tl.load(experts_ptr + pair).to(tl.int64)
-    w = w_ptr + expert * (2 * INNER * STORED)
+    w = w_ptr + expert * (HALVES * INNER * STORED)
     scale = scale_ptr + expert * SCALES
     # Every row of the tile loads x for itself, so that x has the layout of the weights.
     x_row = x_ptr + (pair // TOP_K) * STORED + n[:, None] * 0
     sums = ()  # sums of the gate rows, then sums of the up rows, for each neuron
-    for _ in tl.static_range(2 * NEURONS):
+    for _ in tl.static_range(HALVES * NEURONS):
         sums += (tl.zeros([ROWS, SUMS], tl.float32),)
     for start in tl.static_range(0, STORED, PIECES * WIDTH):
         tiles = ()
         scales = ()
         for piece in tl.static_range(PIECES):
             at = start + piece * WIDTH + k[None, :]
-            for i in tl.static_range(2 * NEURONS):
+            for i in tl.static_range(HALVES * NEURONS):
                 row = tl.minimum(n + i % NEURONS * ROWS, INNER - 1)
                 w_row = w + (i // NEURONS * UP + row[:, None] * STEP) * STORED
                 tiles += (_load(w_row + at, at, STORED, WIDTH, EVICT),)
@@ -122,23 +127,29 @@ def _gate_up_kernel(
             at = start + piece * WIDTH + k[None, :]
             x = _load(x_row + at, at, STORED, WIDTH, "evict_last")
             added = ()
-            for i in tl.static_range(2 * NEURONS):
-                tile_scale = scales[piece * 2 * NEURONS + i] if SCALED else 0
-                added += (add_products(sums[i], tiles[piece * 2 * NEURONS + i], x, tile_scale, FORMAT, DTYPE),)
+            for i in tl.static_range(HALVES * NEURONS):
+                tile_scale = scales[piece * HALVES * NEURONS + i] if SCALED else 0
+                added += (add_products(sums[i], tiles[piece * HALVES * NEURONS + i], x, tile_scale, FORMAT, DTYPE),)
             sums = added
     for i in tl.static_range(NEURONS):
         g = tl.sum(sums[i], axis=1)
-        u = tl.sum(sums[NEURONS + i], axis=1)
+        if HALVES == 2:
+            u = tl.sum(sums[NEURONS + i], axis=1)
         neuron = n + i * ROWS
         if FORMAT == "fp8_row":
             row = tl.minimum(neuron, INNER - 1)
             g *= tl.load(scale + row)
-            u *= tl.load(scale + SCALES // 2 + row)
+            if HALVES == 2:
+                u *= tl.load(scale + SCALES // 2 + row)
         if CLAMPED:
             bias = bias_ptr + expert * (2 * INNER) + 2 * tl.minimum(neuron, INNER - 1)
             g += tl.load(bias).to(tl.float32)
             u += tl.load(bias + 1).to(tl.float32)
-        h = gated(g, u, alpha, limit, CLAMPED)
+            h = clamped_glu(g, u, alpha, limit)
+        elif HALVES == 2:
+            h = activated(g, ACTIVATION) * u
+        else:
+            h = activated(g, ACTIVATION)
         tl.store(h_ptr + pair.to(tl.int64) * INNER + neuron, narrow(h, DTYPE), mask=neuron < INNER)
 
 
@@ -289,21 +300,24 @@ def moe_gate_up(
     config: WarpConfig,
     out_TKI: torch.Tensor | None = None,
     glu: ClampedGLU | None = None,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
     """The gated activations of each token's experts, [T, K, I] in x's dtype.
 
     Args:
         x_TH: bf16 or f16, contiguous, H even.
         experts_TK: int32, contiguous.
-        gate_up: gate rows, then up rows, of all experts (2 halves); plain weights have the dtype of x.
+        gate_up: gate rows, then up rows, of all experts (2 halves), or without a gate 1 half; plain weights have the
+            dtype of x.
         config: launch configuration.
         out_TKI: memory for the result, or None to allocate it.
-        glu: for plain weights whose gate and up rows alternate; None: SiLU.
+        glu: for plain weights whose gate and up rows alternate; None: `activation`.
+        activation: of the gates, or of the values without a gate.
     """
     _check(x_TH, gate_up, experts_TK)
-    assert gate_up.halves == 2 and (glu is None or gate_up.format == "plain")
+    assert glu is None or (gate_up.format == "plain" and gate_up.halves == 2)
     (tokens, hidden), top_k = x_TH.shape, experts_TK.shape[1]
-    inner = gate_up.values_ENK.shape[1] // 2
+    inner = gate_up.values_ENK.shape[1] // gate_up.halves
     out = out_TKI if out_TKI is not None else x_TH.new_empty(tokens, top_k, inner)
     width, warp_rows = _tile(gate_up)
     rows = config.rows * warp_rows
@@ -322,6 +336,8 @@ def moe_gate_up(
         H=hidden,
         INNER=inner,
         TOP_K=top_k,
+        ACTIVATION=activation,
+        HALVES=gate_up.halves,
         FORMAT=gate_up.format,
         SCALES=0 if scales is None else scales[0].numel(),
         ROWS=rows,

@@ -54,7 +54,7 @@ class ExpertChoices:
         def take(
             rule: layers.Route, logits_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            experts_TK = next(left)[:, : router.top_k]  # without a shared expert
+            experts_TK = next(left).view(len(logits_TE), -1)[:, : router.top_k]  # without a shared expert
             assert experts_TK.shape == (len(logits_TE), router.top_k)
             scores_TE = logits_TE.float() if bias_E is None else logits_TE.float().sigmoid() + bias_E
             others_TE = scores_TE.scatter(1, experts_TK, -torch.inf)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from rollout_kernels import gated
 from rollout_kernels.moe import dispatch, gluon_experts
 from rollout_kernels.moe.dispatch import (
     Entry,
@@ -21,6 +22,7 @@ from rollout_kernels.moe.dispatch import (
     write_table,
 )
 from rollout_kernels.moe.formats import FORMATS, ClampedGLU
+from rollout_kernels.moe.quantize import quantize
 from rollout_kernels.moe.reference import clamped_glu, moe_experts
 from rollout_kernels.moe.triton_grouped_experts import GroupedConfig
 from rollout_kernels.moe.triton_router import Routing
@@ -68,6 +70,23 @@ def test_a_layer_may_have_a_clamped_glu_with_biases(plan, hidden, inner):
         (bias.float(), torch.zeros(6, hidden, device=DEVICE)),
     )
     assert relative(out, expected) < 4e-3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.path)
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2"])
+def test_a_layer_has_the_activation_that_is_asked_for(activation, plan, format):
+    """`relu2` is one of values without a gate."""
+    case = layer(3, hidden=256, inner=128, format=format)
+    halves = 1 if activation == "relu2" else 2
+    rows = case.gate_up.dequantized(torch.float32)[:, : halves * 128].contiguous()
+    first = quantize(rows.bfloat16(), format, halves=halves)
+    routing = Routing(case.experts_TK, case.weights_TK)
+    out = run_experts(case.x_TH, routing, first, case.down, plan, activation=activation)
+    both = first.dequantized(torch.float32), case.down.dequantized(torch.float32)
+    how = partial(gated, activation=activation)
+    expected = moe_experts(case.x_TH.float(), case.weights_TK, case.experts_TK.long(), *both, how)
+    assert relative(out, expected) < 5e-3
 
 
 @pytest.mark.parametrize("format", FORMATS)

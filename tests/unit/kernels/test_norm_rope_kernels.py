@@ -230,13 +230,13 @@ CLIPPED = """
 GATED = """
     import triton
     import triton.language as tl
-    from rollout_kernels.common.triton_math import gated
+    from rollout_kernels.common.triton_math import clamped_glu
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     @triton.jit
     def kernel(x_ptr, limit):
-        tl.store(x_ptr, gated(tl.load(x_ptr), tl.load(x_ptr + 1), 1.7, limit, True))
+        tl.store(x_ptr, clamped_glu(tl.load(x_ptr), tl.load(x_ptr + 1), 1.7, limit))
 
     triton.compile(ASTSource(kernel, {"x_ptr": "*fp32", "limit": "fp32"}), target=GPUTarget("cuda", 90, 32))
 """

@@ -17,6 +17,7 @@ from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.models.hybrids import HYBRIDS, make_hybrid
 from tests.support.models.paged import PROMPT, PagedRunner
+from tests.support.models.side_by_side import MODELS
 from tests.support.models.variants import CONFIGS, SIZES
 from tests.support.parallel.logits import join_logits
 from tests.support.parallel.ranks import Ranks
@@ -29,6 +30,9 @@ EXPERTS: dict[str, Any] = {
     "vocab_size": 89, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2,
 }  # fmt: skip
+
+
+_OF_MODELS = {"Llama4": "llama4", "NemotronH": "nemotron_h"}
 
 
 def _steps(model: Decoder, forward: Any) -> torch.Tensor:
@@ -83,7 +87,11 @@ def _by_both(group: TensorGroup, folder: Path) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "width"), [("Qwen2Moe", 32), *nightly(("GptOss", 64), ("Qwen3Moe", 256), ("Qwen2Moe", 256))]
+    ("name", "width"),
+    [
+        ("Qwen2Moe", 32),
+        *nightly(("GptOss", 64), ("Qwen3Moe", 256), ("Qwen2Moe", 256), ("Llama4", 32), ("NemotronH", 32)),
+    ],
 )
 def test_experts_of_shards_by_the_kernels_are_as_close_to_float32_as_by_torch(
     name: str, width: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
@@ -92,6 +100,8 @@ def test_experts_of_shards_by_the_kernels_are_as_close_to_float32_as_by_torch(
     config = EXPERTS | {"moe_intermediate_size": width, "shared_expert_intermediate_size": 2 * width}
     if name == "GptOss":  # its biases of down projections are added by expert
         config = SIZES | CONFIGS[name] | {"num_local_experts": 4, "hidden_size": 64}
+    elif name in _OF_MODELS:
+        config = MODELS[_OF_MODELS[name]][1] | {"vocab_size": 91}
     reference = make_checkpoint(name, tmp_path, **config)
     with torch.no_grad():
         for parameter in reference.parameters():
