@@ -34,6 +34,7 @@ from scripts.check.architectures import of_architectures, read_results
 from scripts.gateway_reference import endpoints_page
 from scripts.hooks_reference import hooks_page
 from scripts.protocol_reference import with_generated_parts
+from scripts.together_reference import together_page
 from trainer_bridge.wire.errors import SENT_BY_WORKERS, RolloutError
 
 _SETTINGS_INTRODUCTION = """\
@@ -201,8 +202,7 @@ eager forward; the log names it:
 Decode steps are CUDA graphs if attention has kernels and no operation waits for the device; otherwise the log gives the
 reason.
 
-**Refused at the start**, with the reason: the settings `adapter_slots`, `routing`, `deterministic`, `speculation` and
-`weight_dtype`, and `kv_dtype` where attention is gathered; encoders, attention to later tokens, quantized checkpoints;
+**Refused at the start**: [some features](together.md); encoders, attention to later tokens, quantized checkpoints;
 states that are not in transformers' cache classes; models that have their own logits in none of these ways.
 
 ## Architectures
@@ -539,6 +539,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "endpoints.md": endpoints_page,
     "hooks.md": hooks_page,
+    "together.md": together_page,
 }
 
 

@@ -194,10 +194,10 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
         _check_activations(engine, model)
         _check_deterministic(engine, model)
     else:
-        _check_fallback(engine, model.spec.architecture, model.spec.way.attention == "gathered")
+        check_fallback(engine, model.spec.architecture, model.spec.way.attention == "gathered")
 
 
-def _check_fallback(engine: EngineSettings, architecture: str, gathered: bool) -> None:
+def check_fallback(engine: EngineSettings, architecture: str, gathered: bool) -> None:
     """Raise ValueError for a setting that only native families have."""
     asked = {
         "adapter_slots = 0": engine.adapter_slots > 0,
