@@ -52,8 +52,9 @@ The later source wins:
 _MODELS_INTRODUCTION = """\
 # Models
 
-{count} native families, by `architectures` of config.json; others: [fallback](fallback.md). Checkpoints are
-safetensors in 16 or 32 bits; MXFP4 experts of gpt-oss are decoded.
+{count} native families, by `architectures` of config.json. With [transformers' code](fallback.md) a worker serves
+{served} of the {all} decoder-only causal LMs of transformers. Checkpoints are safetensors in 16 or 32 bits; MXFP4
+experts of gpt-oss are decoded. [Which features work together](together.md)
 
 - **images**: with `model.images` the worker also serves images and videos. torch runs the vision tower; updates may
   omit its tensors.
@@ -305,7 +306,10 @@ def models_page() -> str:
         for entry in entries:
             marks.setdefault(_on_gpu(*entry), {}).update(dict.fromkeys(_marks(name, entry[1])))
         families += [(way, _marked(whole.models, [*images, *of_way]), name) for way, of_way in marks.items()]
-    lines = [_MODELS_INTRODUCTION.format(count=len(FAMILIES.keys() | MULTIMODAL.keys()))]
+    best = of_architectures(read_results()[1])
+    served = sum(result.served in ("native", "fallback") for result in best)
+    count = len(FAMILIES.keys() | MULTIMODAL.keys())
+    lines = [_MODELS_INTRODUCTION.format(count=count, served=served, all=len(best))]
     for way, meaning in _WAYS.items():
         if found := sorted(family for family in families if family[0] == way):
             lines += ["", f"**{way}**: {meaning}", "", *(f"- {models}: `{name}`" for _, models, name in found)]

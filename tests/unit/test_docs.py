@@ -133,6 +133,11 @@ def test_the_page_of_models_lists_the_kinds_of_blocks():
 def test_the_readme_counts_the_native_families():
     (count,) = re.findall(r"^\| model families \| \[(\d+)\]", (ROOT / "README.md").read_text(), re.M)
     assert int(count) == len(FAMILIES.keys() | MULTIMODAL.keys())
+    served = r"(\d+)\s+of\s+(?:its|the)\s+(\d+)(?:\s+decoder-only)?\s+causal\s+LMs"
+    pages = [
+        path.read_text() for path in (ROOT / "README.md", DOCS / "reference/models.md", DOCS / "reference/fallback.md")
+    ]
+    assert len({found for page in pages for found in re.findall(served, page)}) == 1
 
 
 def test_the_map_lists_every_package():
