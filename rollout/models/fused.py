@@ -34,8 +34,8 @@ from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.linear.coded import CodedMatrix
-from rollout_kernels.linear.products import dense, product_of_codes
+from rollout_kernels.linear.coded import CodedMatrix, CodedRows
+from rollout_kernels.linear.products import cublas_takes_codes, dense, product_of_codes
 from rollout_kernels.linear.table import Config, Kind, last_rows, linear_config
 from rollout_kernels.linear.triton_linear import gated_linear, linear, linear_parts
 from rollout_kernels.lora import Correction
@@ -44,7 +44,7 @@ from rollout_kernels.moe import gluon_experts
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.moe.triton_padded_groups import PaddedGroups
 from rollout_kernels.moe.triton_router import sum_of_parts
-from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, gated
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, gated, gated_codes
 from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 
 from rollout.models import deterministic as one_order
@@ -117,6 +117,10 @@ def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
 GATED = range(4096, 8193)
 #: From this number of tokens on, the last product of a block is added to the residual stream by cuBLAS.
 ADDED_FROM = 1024
+
+
+#: Inputs of a product of many tokens.
+Rows = torch.Tensor | CodedRows
 
 
 class Unsummed(NamedTuple):
@@ -398,18 +402,19 @@ class FusedDecoder:
             return all_reduce_rows(parts_STH, peers, dtype)[None]
         return group.all_reduce(sum_of_parts(parts_STH, dtype))[None]
 
-    def _many(self, x_TK: torch.Tensor, module: Linear) -> torch.Tensor:
+    def _many(self, x_TK: Rows, module: Linear) -> torch.Tensor:
         """`x W^T`, [T, N], where no kernel of ours was chosen."""
         weight = module.stored
         if self._codes and self._products[module].takes_codes:
             assert isinstance(weight, CodedMatrix)
             return product_of_codes(x_TK, weight)
+        assert isinstance(x_TK, torch.Tensor)
         return F.linear(x_TK, dense(weight, x_TK.dtype))
 
     def _product(
         self,
         name: Product,
-        x_TK: torch.Tensor,
+        x_TK: Rows,
         module: Linear,
         layer: int,
         adapters: StepAdapters | None,
@@ -422,13 +427,14 @@ class FusedDecoder:
         if config is None:
             parts = self._many(x_TK, module)[None]
         else:
+            assert isinstance(x_TK, torch.Tensor)
             parts = linear_parts(x_TK, weight, config, beside)
         return Unsummed(parts, _correct(adapters, layer, name, parts[0], x_TK, beside), module.partial)
 
     def _output(
         self,
         name: Literal["o", "down"],
-        x_TK: torch.Tensor,
+        x_TK: Rows,
         layer: DecoderLayer,
         adapters: StepAdapters | None,
         residual_TH: torch.Tensor,
@@ -447,7 +453,8 @@ class FusedDecoder:
         product = self._products[module]
         cublas = self._configs[product] is None and not (self._codes and product.takes_codes)
         plain = norms.after is None and layer.spec.residual_scale == 1.0
-        if cublas and plain and adapters is None and len(x_TK) >= ADDED_FROM and not module.partial:
+        if cublas and plain and adapters is None and len(residual_TH) >= ADDED_FROM and not module.partial:
+            assert isinstance(x_TK, torch.Tensor)
             if module.bias is not None:
                 residual_TH += module.bias
             residual_TH.addmm_(x_TK, dense(module.stored, x_TK.dtype).T)
@@ -460,7 +467,7 @@ class FusedDecoder:
             result.parts_STN[0] += module.bias
         return result._replace(norm=norms.after, scale=layer.spec.residual_scale)
 
-    def _gated(self, x_TH: torch.Tensor, block: DenseFeedForward, adapters: StepAdapters | None) -> torch.Tensor:
+    def _gated(self, x_TH: torch.Tensor, block: DenseFeedForward, adapters: StepAdapters | None) -> Rows:
         """The gated input of the down product, [T, I]."""
         config, weights = self._configs[self._products[block.gate_up_proj]], block.gate_up_proj.stored
         activation = block.spec.activation
@@ -479,7 +486,12 @@ class FusedDecoder:
         if self._tiles is not None and not codes and _gates_many(block.spec, x_TH.device, x_TH.dtype):
             weight_2IH = dense(weights, x_TH.dtype)
             return gluon_experts.dense(x_TH, self._tiles, weight_2IH, silu=True, at_once=8)
-        return gated(self._many(x_TH, block.gate_up_proj), None, activation)
+        gate_up, width = self._many(x_TH, block.gate_up_proj), block.spec.intermediate
+        down = self._products[block.down_proj]
+        codes = self._codes and down.takes_codes and self._configs[down] is None
+        if codes and cublas_takes_codes(x_TH.device, x_TH.dtype, width):
+            return gated_codes(gate_up, activation)
+        return gated(gate_up, None, activation)
 
     def _queries(self, attention: Attention, x_TH: torch.Tensor, context: StepContext) -> Queries:
         """Queries of the attention block and their gates; writes this layer's keys and values."""
@@ -552,11 +564,12 @@ def _adds_later(adapters: StepAdapters, layer: int, name: Product) -> bool:
 
 
 def _correct(
-    adapters: StepAdapters | None, layer: int, name: Product, y: torch.Tensor, x: torch.Tensor, beside: bool
+    adapters: StepAdapters | None, layer: int, name: Product, y: torch.Tensor, x: Rows, beside: bool
 ) -> Correction | None:
     """The correction of the product `y` that was just launched: run at the same time, or added to it in place."""
     if adapters is None:
         return None
+    assert isinstance(x, torch.Tensor), "with adapters, activations become codes in the product"
     if beside:
         return shrink_beside(x, adapters.of(layer, name), adapters.slots_T)
     adapters.add(layer, name, y, x)

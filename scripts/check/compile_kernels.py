@@ -246,6 +246,8 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     yield "rotate heads", lambda: triton_rotate.rotate_heads(*tower)
     gate_up = empty(rows, 2 * shape.inner)
     yield "gated", lambda: triton_elementwise.gated(gate_up, None, shape.activation)
+    if shape.inner % formats.BLOCK == 0:
+        yield "gated, to codes", lambda: triton_elementwise.gated_codes(gate_up, shape.activation)
     for coded in (False, True):
         cache = empty(64, PAGE, shape.kv_heads, shape.dim, dtype=torch.uint8 if coded else torch.bfloat16)
         scales = floats(64, 2, shape.kv_heads, PAGE) if coded else None

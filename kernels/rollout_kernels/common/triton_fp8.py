@@ -36,6 +36,14 @@ def head_scale(most):
 
 
 @triton.jit
+def block_codes(x):
+    """Codes [B, 128] and scales [B] of float32 values: a product with the inverse of the scale, rounded to nearest."""
+    scale = head_scale(tl.max(tl.abs(x), axis=1))
+    x *= tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    return e4m3_code(x) if INTERPRETED else x.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale
+
+
+@triton.jit
 def operand(codes, dtype: tl.constexpr):
     """The values of codes in `dtype` (float32, bf16 or f16), each of which represents every code exactly."""
     half = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)

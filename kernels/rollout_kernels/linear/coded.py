@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +88,19 @@ Weights = torch.Tensor | CodedMatrix
 def stored(weights: Weights) -> torch.Tensor:
     """The matrix [N, K] that is in memory: the weights themselves, or their codes."""
     return weights.codes_NK if isinstance(weights, CodedMatrix) else weights
+
+
+class CodedRows(NamedTuple):
+    """Codes and scales of `rows` tokens; M is `rows`, padded. What the padding has does not matter."""
+
+    codes_MK: torch.Tensor  # float8_e4m3fn
+    scales_BM: torch.Tensor
+    rows: int
+
+    def dequantized(self) -> torch.Tensor:
+        """The values of the codes, float64 [rows, K]."""
+        scales_MK = self.scales_BM.T.double().repeat_interleave(BLOCK, dim=1)
+        return (self.codes_MK.double() * scales_MK)[: self.rows]
 
 
 def rounded_rows(x_MK: torch.Tensor) -> torch.Tensor:

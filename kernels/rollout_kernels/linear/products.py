@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from rollout_kernels.common.device import is_hopper
-from rollout_kernels.linear.coded import CodedMatrix, Weights, rounded_rows
+from rollout_kernels.linear.coded import CodedMatrix, CodedRows, Weights, rounded_rows
 
 
 def dense(weights: Weights, dtype: torch.dtype) -> torch.Tensor:
@@ -33,16 +33,29 @@ def product(x_MK: torch.Tensor, weights: Weights, bias: torch.Tensor | None = No
     return by_kernel if bias is None else by_kernel + bias
 
 
-def product_of_codes(x_MK: torch.Tensor, weights: CodedMatrix) -> torch.Tensor:
+def product_of_codes(x_MK: torch.Tensor | CodedRows, weights: CodedMatrix) -> torch.Tensor:
     """`x @ w.T`, [M, N], with activations rounded to codes: of many tokens. `weights.takes_codes` must be true.
 
-    On Hopper the tensor cores multiply codes; elsewhere torch multiplies what they stand for.
+    On Hopper the tensor cores multiply codes, by cuBLAS or by our own kernel; elsewhere torch multiplies their values.
     """
-    if is_hopper(x_MK.device) and x_MK.dtype == torch.bfloat16 and weights.inputs % 512 == 0:
+    if isinstance(x_MK, CodedRows):
         from rollout_kernels.linear.triton_code_rows import scaled_product
 
         return scaled_product(x_MK, weights)
-    return F.linear(rounded_rows(x_MK), dense(weights, x_MK.dtype))
+    if not is_hopper(x_MK.device) or x_MK.dtype == torch.float32:
+        return F.linear(rounded_rows(x_MK), dense(weights, x_MK.dtype))
+    if cublas_takes_codes(x_MK.device, x_MK.dtype, weights.inputs):
+        from rollout_kernels.linear.triton_code_rows import code_rows, scaled_product
+
+        return scaled_product(code_rows(x_MK), weights)
+    from rollout_kernels.linear.triton_linear import LinearConfig, linear
+
+    return linear(x_MK, weights, LinearConfig(128, 128, 1, 8, 6, 132, streamed=True, codes=True))
+
+
+def cublas_takes_codes(device: torch.device, dtype: torch.dtype, inputs: int) -> bool:
+    """Whether cuBLAS multiplies rows of `inputs` codes (`CodedRows`) with codes of blocks, with results in `dtype`."""
+    return is_hopper(device) and dtype == torch.bfloat16 and inputs % 512 == 0
 
 
 def add_product(

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-from rollout_kernels.common.triton_fp8 import e4m3_code, head_scale
+from rollout_kernels.common.triton_fp8 import block_codes, e4m3_code, head_scale
 from rollout_kernels.common.triton_math import (
     INTERPRETED,
     NANS,
@@ -40,6 +40,8 @@ from rollout_kernels.common.triton_math import (
     narrow,
     wait_for_last,
 )
+from rollout_kernels.linear.coded import CodedRows
+from rollout_kernels.linear.triton_code_rows import empty_rows
 from rollout_kernels.lora.buffers import Correction
 from rollout_kernels.lora.triton_lora import begin_expand, correction_arguments, expand_row
 
@@ -517,10 +519,12 @@ def finish_qkv(
 def _gated_kernel(
     gate_up_ptr,
     out_ptr,
+    scales_ptr,
     low_ptr,
     b_ptr,
     adapters_ptr,
     rows,
+    padded,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -531,7 +535,7 @@ def _gated_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = i < WIDTH
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
     if R > 0:
         adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
         b = b_ptr + ((adapter - 1).to(tl.int64) * (2 * WIDTH) + i[:, None]) * R
@@ -547,7 +551,13 @@ def _gated_kernel(
         up += expand_row(first_up, b + WIDTH * R, takes, low + R, part, ranks, R, LOW_PARTS, AT_ONCE)
         gate, up = narrow(gate, dtype).to(tl.float32), narrow(up, dtype).to(tl.float32)
     gate = narrow(activated(gate, ACTIVATION), dtype).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + i, narrow(gate * up, dtype), mask=live)
+    out = narrow(gate * up, dtype)
+    if scales_ptr is not None:
+        codes, scales = block_codes(tl.reshape(out.to(tl.float32), [BLOCK // 128, 128]))
+        out = tl.reshape(codes, [BLOCK])
+        block = tl.program_id(1) * (BLOCK // 128) + tl.arange(0, BLOCK // 128)
+        tl.store(scales_ptr + block * padded + row, scales, mask=block * 128 < WIDTH)
+    tl.store(out_ptr + row * WIDTH + i, out, mask=live)
 
 
 def gated(
@@ -555,13 +565,35 @@ def gated(
 ) -> torch.Tensor:
     """`activation(gate) * up` of the corrected product, where gate comes first; returns [M, I] in the same dtype."""
     rows, width = gate_up_M2I.shape
-    assert gate_up_M2I.is_contiguous()
     out_MI = torch.empty(rows, width // 2, dtype=gate_up_M2I.dtype, device=gate_up_M2I.device)
+    _gate(gate_up_M2I, out_MI, None, correction, activation)
+    return out_MI
+
+
+def gated_codes(gate_up_M2I: torch.Tensor, activation: Activation = "silu") -> CodedRows:
+    """As `gated`, without a correction, rounded to codes; I is a multiple of 128."""
+    rows, width = gate_up_M2I.shape
+    made = empty_rows(rows, width // 2, gate_up_M2I.device)
+    _gate(gate_up_M2I, made.codes_MK.view(torch.uint8), made.scales_BM, None, activation)
+    return made
+
+
+def _gate(
+    gate_up_M2I: torch.Tensor,
+    out_MI: torch.Tensor,
+    scales_BM: torch.Tensor | None,
+    correction: Correction | None,
+    activation: Activation,
+) -> None:
+    rows, width = gate_up_M2I.shape
+    assert gate_up_M2I.is_contiguous()
     block = 1024 if correction is None else 512
     _gated_kernel[(rows, triton.cdiv(width // 2, block))](
         gate_up_M2I,
         out_MI,
+        scales_BM,
         rows=rows,
+        padded=len(out_MI),
         WIDTH=width // 2,
         BLOCK=block,
         ACTIVATION=activation,
@@ -569,7 +601,6 @@ def gated(
         **correction_arguments(correction, 2 * block),
         **follow_options(out_MI.device),
     )
-    return out_MI
 
 
 @triton.jit(do_not_specialize=["rows"])
