@@ -49,7 +49,8 @@ from rollout.models.loader import check_cut
 from rollout.models.lora_slots import AdapterSlots, corrected_products
 from rollout.models.spec import DenseSpec, LayerSpec, MoESpec
 from rollout.process.host_memory import available_bytes
-from rollout.weights.staging import HOST_SHARE, parameter_bytes, takes_device
+from rollout.weights.kept_memory import parameter_bytes, takes_device
+from rollout.weights.staging import HOST_SHARE
 
 GIB = 2**30
 _META = torch.device("meta")
@@ -335,7 +336,7 @@ def plan_outline(settings: Settings, machine: Machine, shapes: Outline) -> Memor
 def _staging(
     settings: Settings, machine: Machine, weights: int, update: int
 ) -> tuple[Literal["device", "host", "in_place"], str | None]:
-    """Where an update is staged, as a worker chooses it (`rollout.weights.staging`); and what is wrong with it."""
+    """Where an update is staged, as a worker chooses it (`weights.staging.make_staging`); and what is wrong with it."""
     asked = settings.weights
     if asked.apply == "in_place":
         return "in_place", None

@@ -148,7 +148,7 @@ class Worker:
             advance = advance_both(shown, self.ranks.start.advance)
             lead = self._lead if self.ranks.size > 1 else alone
             self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
-        staging.end_pinning()
+        staging.memory.arrival.end_pinning()
         for name, weights in read_adapters(settings.engine, model, packer).items():
             links.inbox.put(PutAdapter(name, weights))
         self.inspector = Inspector(self.engine)

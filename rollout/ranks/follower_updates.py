@@ -5,7 +5,6 @@ the swap, and until that swap is reported rank 0 begins no update, so nothing is
 """
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +52,6 @@ class FollowerUpdates:
         prepare_fingerprints(self._device)
         self._view = PinnedView(self._device)
         self.work = OrderedWork("updates", self._device, reports, number)  # all that writes to the staging memory
-        self._lock = threading.Lock()
         self._ready: tuple[int, int, list[Copy]] = (0, 0, [])  # number, version, copies
         self._taking: WeightStaging | DeltaStaging = staging  # takes the bytes of the update that is received
         self._content = WHOLE
@@ -84,8 +82,7 @@ class FollowerUpdates:
 
     def take(self, number: int, version: int) -> list[Copy]:
         """The copies of a prepared update. Raises RuntimeError for another one."""
-        with self._lock:
-            prepared, prepared_version, copies = self._ready
+        prepared, prepared_version, copies = self._ready
         if (prepared, prepared_version) != (number, version):
             raise RuntimeError(f"update {number} of version {version} is ordered, {prepared} is prepared")
         return copies
@@ -195,9 +192,7 @@ class FollowerUpdates:
         while not self._taking.copied():
             self.work.advance()
         self._taking.check()
-        self._taking.verified(self._content.name)
+        self.staging.base.verified(self._content.name)
         self._close_offered()  # all of it is read
-        copies = self._taking.copies()
-        with self._lock:
-            self._ready = (number, version, copies)
+        self._ready = (number, version, self.staging.memory.copies())
         self._reports.set(self._number, "prepared", number)

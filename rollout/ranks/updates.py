@@ -13,8 +13,10 @@ followers use them in their swap only. An update that is dropped before its swap
 """
 
 import bisect
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 import msgpack
@@ -103,7 +105,7 @@ class RankUpdates(UpdateMemories):
         """Begin an update on all ranks. Raises `Unavailable` while the worker starts."""
         self._orders()
         section = None if sections is None else sections.of_rank(0)
-        staging = open_staging(self.staging, manifest, fit, False, content, section)
+        taker = open_staging(self.staging, manifest, fit, False, content, section)
         arrives = manifest if content.delta is None else content.delta.codes
         if sections is not None:
             arrives = sections.manifest
@@ -111,7 +113,7 @@ class RankUpdates(UpdateMemories):
         for relay in relays:
             relay.open(arrives.bucket_bytes, arrives.total_bytes)
         begins = () if sections is None else sections.begins
-        return GroupDestination(staging, manifest, self, relays, content, begins)
+        return GroupDestination(taker, manifest, self, relays, content, begins)
 
     def unmap(self) -> None:
         """A sleep begins: have the followers unmap the memory on rank 0's GPU, after all pieces that were given."""
@@ -222,6 +224,16 @@ def read_cuts(memory: SharedMemory) -> RankCuts:
     return {name: None if cut is None else Cut(*cut) for name, cut in told.items()}
 
 
+class _Phase(IntEnum):
+    """How far an update of all ranks is."""
+
+    WAITING = 0  # the followers read about another update
+    ASKING = 1  # they are told; whether they can read the publisher's memory is not known
+    OPEN = 2  # pieces may come
+    LANDED = 3  # some have come
+    PREPARING = 4  # all bytes are verified, and the followers plan their swap
+
+
 class GroupDestination(UpdateMemory):
     """The memory of one update on all ranks: this rank's, and a relay through which the others get its pieces.
 
@@ -233,60 +245,67 @@ class GroupDestination(UpdateMemory):
 
     def __init__(
         self,
-        staging: WeightStaging | DeltaStaging,
+        taker: WeightStaging | DeltaStaging,
         manifest: Manifest,
         updates: RankUpdates,
         relays: list[RelayMemory],
         content: UpdateContent = WHOLE,
         begins: Sequence[int] = (),
     ) -> None:
-        super().__init__(staging, manifest, content.name)
+        super().__init__(updates.staging, manifest, taker, content.name)
         self._updates, self._relays, self._how, self._begins = updates, relays, content, begins
-        self._announced = self._asked = self._landed = False
+        self._phase = _Phase.WAITING
+        self._opening = threading.Lock()  # a transport's thread puts, and the receiver's asks for room
         self._offered: tuple[str, Mapping[str, Any]] | None = None
         self._offer = 0  # number of the order to open it
-        self._direct: bool | None = None  # whether the ranks can read it; None: that is not known yet
+        self._direct = False  # the ranks can read it
         self._left: list[tuple[int, int, int]] = []  # buckets that others read: rank, order, bytes
 
     @property
     def dirty(self) -> bool:
         """Whether some of the parameters are written, on some of the ranks."""
-        return self._staging.in_place and (self._landed if self._how.delta is None else self._asked)
+        return self._staging.in_place and self._phase >= (_Phase.PREPARING if self._how.delta else _Phase.LANDED)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a piece can be passed on.
+    def wait_for_room(self) -> bool:
+        """Whether a piece can be passed on; waits a moment if not. No event comes: other processes make room.
 
         Raises `WeightsRejected` if the update does not fit a follower, `InternalError` if pieces get no memory.
         """
         self._updates.check_alive()
         try:
-            if self._announced:
-                self._updates.check()
-            self._announce()
-            if not self._announced or not self._knows_readers():
-                return False
-            if self._direct and len(self._relays) > 1:
-                return True  # what comes on the device is this rank's, and needs no relay
-            while len(self._relays) > 1:
-                usable = self._relays[0].usable()
-                if usable is None:
-                    return False
-                self._relays = self._relays[:1] if usable else self._relays[1:]
-            return self._relays[0].has_room()
+            with self._opening:
+                room = self._has_room()
         except SharedMemoryError as error:
             raise InternalError(str(error)) from error
+        if not room:
+            time.sleep(_POLL_S)
+        return room
 
-    def _announce(self) -> None:
-        self._announced = self._announced or self._updates.announce(self._manifest, self._how, self._begins)
+    def _has_room(self) -> bool:
+        if self._phase > _Phase.WAITING:
+            self._updates.check()
+        if not self._is_open():
+            return False
+        if self._direct and len(self._relays) > 1:
+            return True  # what comes on the device is this rank's, and needs no relay
+        while len(self._relays) > 1:
+            usable = self._relays[0].usable()
+            if usable is None:
+                return False
+            self._relays = self._relays[:1] if usable else self._relays[1:]
+        return self._relays[0].has_room()
 
-    def _knows_readers(self) -> bool:
-        """Whether it is known which ranks can read the publisher's memory."""
-        if self._direct is None and self._offered is not None and self._begins:
-            self._offer = self._offer or self._updates.offer(*self._offered)
-            self._direct = self._updates.can_read(self._offer)
-            return self._direct is not None
-        return True
+    def _is_open(self) -> bool:
+        """Whether pieces may come; if not, what is still to do for that is done or begun."""
+        if self._phase == _Phase.WAITING and self._updates.announce(self._manifest, self._how, self._begins):
+            self._phase = _Phase.ASKING
+            if self._offered is not None and self._begins:
+                self._offer = self._updates.offer(*self._offered)
+        if self._phase == _Phase.ASKING:
+            readable = self._updates.can_read(self._offer) if self._offer else False
+            if readable is not None:
+                self._direct, self._phase = readable, _Phase.OPEN
+        return self._phase >= _Phase.OPEN
 
     def offer(self, transport: str, options: Mapping[str, Any]) -> None:
         """As `Destination.offer`: the followers hear of it after the update."""
@@ -296,7 +315,7 @@ class GroupDestination(UpdateMemory):
         rank = bisect.bisect_right(self._begins, start) - 1
         if not self._direct or rank == 0:
             return False
-        self._landed = True
+        self._phase = _Phase.LANDED
         self._left.append((rank, self._updates.order_read(index, start, end - start, check), end - start))
         return True
 
@@ -313,23 +332,6 @@ class GroupDestination(UpdateMemory):
         self._updates.check()
         return nbytes
 
-    def _wait(self, done: Callable[[], bool]) -> None:
-        """Wait for the followers. A rank that does nothing is found by the watch of the group."""
-        left_s, observed = _ROOM_S, ObservedTime(_LOOK_S)
-        while not done():
-            self._updates.check_alive()
-            left_s -= observed.passed_s()
-            if left_s < 0:
-                raise InternalError(f"a rank took no piece of the update for {_ROOM_S:g} s")
-            time.sleep(_POLL_S)
-
-    def wait_for_room(self) -> bool:
-        """As `has_room`; waits a moment without room. No event comes: devices and other processes make room."""
-        if has_room := self.has_room:
-            return has_room
-        time.sleep(_POLL_S)
-        return False
-
     def memory(self, start: int, end: int) -> np.ndarray:
         """As `UpdateMemory.memory`: memory of the relay."""
         self._arriving = self._relays[0].reserve(end - start)
@@ -337,19 +339,22 @@ class GroupDestination(UpdateMemory):
 
     def landed(self, start: int, end: int) -> None:
         """Start to copy the bytes into the memory of every rank."""
-        self._landed = True
-        self._relays[0].pass_on(start, None, self._staging.take(start, self._arriving))
+        self._phase = _Phase.LANDED
+        self._relays[0].pass_on(start, None, self._taker.take(start, self._arriving))
 
     def put(self, start: int, data: torch.Tensor) -> None:
         """Take bytes from any device. Waits for room: transports that put from threads of their own do not look."""
-        if not self._direct:
-            self._wait(lambda: self.has_room)
-        self._landed = True
+        left_s, observed = _ROOM_S, ObservedTime(_LOOK_S)
+        while not self._direct and not self.wait_for_room():  # the watch of the group finds a rank that does nothing
+            left_s -= observed.passed_s()
+            if left_s < 0:
+                raise InternalError(f"a rank took no piece of the update for {_ROOM_S:g} s")
+        self._phase = _Phase.LANDED
         if self._direct:
-            self._staging.take(start, data)
+            self._taker.take(start, data)
             return
         self._relays[0].reserve(data.numel()).copy_(data, non_blocking=True)
-        taken = self._staging.take(start, data)  # on a device: its event is after the copy above
+        taken = self._taker.take(start, data)  # on a device: its event is after the copy above
         self._relays[0].pass_on(start, taken, taken)
 
     def copied(self) -> bool:
@@ -357,18 +362,17 @@ class GroupDestination(UpdateMemory):
 
         Raises `WeightsRejected` if a follower refuses the update.
         """
-        if self._how.delta is None and not self._staging.copied():
+        if self._how.delta is None and not self._taker.copied():
             return False
         self._updates.check_alive()
-        self._announce()
-        if not self._announced or not self._relays[0].all_given():
+        if not self._is_open() or not self._relays[0].all_given():
             return False
-        if not self._asked:
+        if self._phase < _Phase.PREPARING:
             if self._how.delta is not None and not self._updates.are_open():
                 return False  # in place, no rank writes before all have found the base
-            self._asked = True
+            self._phase = _Phase.PREPARING
             self._updates.prepare()
-        if self._how.delta is not None and not self._staging.copied():
+        if self._how.delta is not None and not self._taker.copied():
             return False
         return self._updates.are_prepared()
 

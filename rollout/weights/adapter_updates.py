@@ -19,6 +19,7 @@ from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import AdapterPacker, AdapterPlan, plan_adapter
 from rollout.models.spec import ModelSpec
 from rollout.weights.destination import UpdateMemory
+from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports.tensors import typed_view
@@ -96,7 +97,7 @@ class IncomingAdapter:
 
     def open(self, manifest: Manifest) -> UpdateMemory:
         """The destination of the bytes; `check` has bounded their number."""
-        staging = WeightStaging({}, "host")
+        staging = WeightStaging(StagedMemory({}, "host"))
         staging.open(manifest, ManifestFit((), ()))
         return UpdateMemory(staging, manifest)
 

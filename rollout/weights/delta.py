@@ -28,8 +28,7 @@ import torch
 
 from rollout.models.cut import Cut
 from rollout.weights.parameter_map import ManifestFit
-from rollout.weights.staged_weights import Copy, StagedWeights
-from rollout.weights.staging import KeptPart, WeightStaging, entries_within
+from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports.changed_words import find_words
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.wire.delta import WORD_BYTES, Part, WeightDelta, read_content, read_delta
@@ -80,42 +79,37 @@ def open_staging(
 
 
 class DeltaStaging:
-    """Takes the codes of a delta and makes the changes in `staging`, in whose place a destination uses it.
+    """Takes the codes of a delta, in the place of `staging`, and makes the changes there.
 
     Raises `WeightsRejected`, with the field `delta`, if the memory does not hold the base.
     """
 
     def __init__(self, staging: WeightStaging, manifest: Manifest, delta: WeightDelta) -> None:
-        if why := staging.lacks_base(manifest, delta.base):
+        if why := staging.base.lacks(manifest, delta.base):
             raise WeightsRejected(
                 f"version {manifest.version} came as a delta, but {why}: send it whole", field="delta"
             )
-        self._staging, self._manifest, self._delta = staging, manifest, delta
-        self.swap_copies, self.in_place = staging.swap_copies, staging.in_place
+        self._staging, self._base, self._manifest, self._delta = staging, staging.base, manifest, delta
+        nbytes, staging.memory.written = delta.codes.total_bytes, False
         try:
-            self._codes = staging.code_memory(delta.codes.total_bytes)
+            self._codes = staging.memory.codes.reserve(nbytes, slack=nbytes // 4)
         except RuntimeError as error:  # an error of the allocator
             raise WeightsRejected(
                 f"the host has too little memory for the codes of a delta: {error!s:.200}", field="delta"
             ) from error
-        self._starts = [entry.offset for entry in delta.codes.tensors]
         self._missing = [entry.nbytes for entry in delta.codes.tensors]
         self._left = deque(delta.buckets())
         self._checked = False
-        self.written = False
 
-    # --- as `WeightStaging` -----------------------------------------------------------------------------------------
+    # --- as `WeightStaging`, for codes --------------------------------------------------------------------------------
 
-    def memory(self, start: int, end: int) -> torch.Tensor:
-        """Host memory where codes arrive. Then `take` them from there."""
+    def arriving(self, start: int, end: int) -> torch.Tensor:
         return self._codes[start:end]
 
     def take(self, start: int, data: torch.Tensor) -> torch.cuda.Event | None:
-        """Keep codes (uint8, on any device); the event after which `data` is read, None if it is."""
-        end, entries = start + data.numel(), self._delta.codes.tensors
-        for i in entries_within(entries, self._starts, start, end):
-            self._missing[i] -= min(entries[i].end, end) - max(entries[i].offset, start)
-        target = self._codes[start:end]
+        for number, _, first, end in self._delta.codes.places.within(start, start + data.numel()):
+            self._missing[number] -= end - first
+        target = self._codes[start : start + data.numel()]
         if target.data_ptr() != data.data_ptr():
             target.copy_(data)  # waits, if the data is on a device
         return None
@@ -142,28 +136,10 @@ class DeltaStaging:
 
     def check(self) -> None:
         """Raise `WeightsRejected` if the result is not the publisher's, or if tensors that are one parameter differ."""
-        if (stream := self._staging.whole_stream) is not None:
+        if (stream := self._base.stream) is not None:
             with torch.inference_mode(), self._staging.on_stream():
                 self._check_result(stream)
         self._staging.check()
-
-    def copies(self) -> list[Copy]:
-        return self._staging.copies()
-
-    def lend(self, update: StagedWeights) -> None:
-        self._staging.lend(update)
-
-    def verified(self, content: str) -> None:
-        self._staging.verified(content)
-
-    def abandon(self) -> None:
-        """Return when this update is neither written nor read."""
-        self._staging.abandon()
-
-    @property
-    def stream(self) -> torch.Tensor:
-        """All bytes of the result, uint8, once `copied`."""
-        return self._staging.stream
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
@@ -171,16 +147,16 @@ class DeltaStaging:
         for entry, missing in zip(self._delta.codes.tensors, self._missing, strict=True):
             if missing:
                 raise WeightsRejected(f"the code {entry.name} of a delta did not arrive whole", field="delta")
-        if self.in_place:
+        if self._staging.in_place:
             for bucket, parts in self._left:
                 self._find(bucket, parts)
         self._checked = True
-        self._staging.forget()
+        self._base.forget()
 
     def _find(self, bucket: int, parts: Mapping[str, TensorEntry]) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The places of a bucket's changed words in it (None: all of them), and their values, on the base's device."""
         start, end = self._manifest.bucket_span(bucket)
-        device = self._staging.base_device
+        device = self._base.device
         codes: dict[Part, torch.Tensor] = {
             part: self._codes[entry.offset : entry.end].view(torch.bfloat16).to(device, non_blocking=True)  # type: ignore[misc]
             for part, entry in parts.items()
@@ -194,28 +170,29 @@ class DeltaStaging:
 
     def _change(self, bucket: int, parts: Mapping[str, TensorEntry]) -> None:
         index, values = self._find(bucket, parts)
-        self.written = self.in_place
-        if (stream := self._staging.whole_stream) is not None:
+        self._staging.memory.written = self._staging.in_place
+        if (stream := self._base.stream) is not None:
             start, end = self._manifest.bucket_span(bucket)
             put_words(stream[start:end], index, values)
         else:
             self._change_kept(bucket, index, values)
-        self._staging.note_changes()
+        self._staging.note_copies()
 
     def _change_kept(self, bucket: int, index: torch.Tensor | None, values: torch.Tensor) -> None:
         """Make the changes of a bucket in the parts of its tensors that this rank keeps."""
         start, end = self._manifest.bucket_span(bucket)
-        first, targets = start // WORD_BYTES, list(self._staging.kept_parts(start, end))
-        begins = [max(target.entry.offset, start) // WORD_BYTES - first for target in targets]
-        ends = [min(target.entry.end, end) // WORD_BYTES - first for target in targets]
+        first, parts = start // WORD_BYTES, self._base.parts(start, end)
+        begins = [max(kept.entry.offset, start) // WORD_BYTES - first for kept, _ in parts]
+        ends = [min(kept.entry.end, end) // WORD_BYTES - first for kept, _ in parts]
         bounds = begins + ends
         if index is not None:
             bounds = torch.searchsorted(index, torch.tensor(bounds, device=index.device)).tolist()
-        for i, target in enumerate(targets):
-            lo, hi = bounds[i], bounds[len(targets) + i]
+        for i, (kept, memory) in enumerate(parts):
+            lo, hi = bounds[i], bounds[len(parts) + i]
             if lo < hi:
                 places = torch.arange(lo, hi, device=values.device) if index is None else index[lo:hi]
-                put_kept(target, places + (first - target.entry.offset // WORD_BYTES), values[lo:hi])
+                places = places + (first - kept.entry.offset // WORD_BYTES)
+                put_kept(kept.entry, kept.cut, memory, places, values[lo:hi])
 
     def _check_result(self, stream: torch.Tensor) -> None:
         for entry, after in zip(self._manifest.tensors, self._manifest.tensors[1:], strict=False):
@@ -243,10 +220,12 @@ def put_words(memory: torch.Tensor, index: torch.Tensor | None, values: torch.Te
         words[index] = values
 
 
-def put_kept(target: KeptPart, index: torch.Tensor, values: torch.Tensor) -> None:
-    """Write words of a whole tensor, at `index` in it, to the part of it that a rank keeps."""
-    for kept, chosen in kept_words(target.entry, target.cut, index):
-        put_words(target.memory, kept, values if chosen is None else values[chosen])
+def put_kept(
+    entry: TensorEntry, cut: Cut | None, memory: torch.Tensor, index: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Write words of a whole tensor, at `index` in it, to the part of it that a rank keeps in `memory`, uint8."""
+    for kept, chosen in kept_words(entry, cut, index):
+        put_words(memory, kept, values if chosen is None else values[chosen])
 
 
 def kept_words(
@@ -254,7 +233,7 @@ def kept_words(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Words of a whole tensor in the kept part of it: (places in the part, which of `index` these are; None: all).
 
-    The cut is between words (`staging.in_words`).
+    The cut is between words (`kept_layout.in_words`).
     """
     if cut is None:
         yield index, None

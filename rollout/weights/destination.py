@@ -22,42 +22,44 @@ from trainer_bridge.wire.manifest import Manifest
 class UpdateMemory:
     """The memory of one update on a worker of one rank."""
 
-    def __init__(self, staging: WeightStaging | DeltaStaging, manifest: Manifest, content: str = "") -> None:
+    def __init__(
+        self,
+        staging: WeightStaging,
+        manifest: Manifest,
+        taker: WeightStaging | DeltaStaging | None = None,
+        content: str = "",
+    ) -> None:
         self._staging, self._manifest, self._content = staging, manifest, content
+        self._taker = staging if taker is None else taker  # takes what arrives
         self._arriving = torch.empty(0, dtype=torch.uint8)
 
     @property
     def dirty(self) -> bool:
         """Whether parameters were written."""
-        return self._staging.written
+        return self._staging.memory.written
 
     @property
     def writes_arriving(self) -> bool:
         """Whether bytes change parameters as they arrive: then no step may run. In place, codes change them later."""
-        return self._staging.in_place and not isinstance(self._staging, DeltaStaging)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether bytes can be taken now. Raises `RolloutError` if they never can."""
-        return True
+        return self._staging.in_place and self._taker is self._staging
 
     def wait_for_room(self) -> bool:
-        """As `has_room`; may wait a moment without room."""
+        """Whether bytes can be taken now; may wait a moment if not. Raises `RolloutError` if they never can."""
         return True
 
     def memory(self, start: int, end: int) -> np.ndarray:
         """Host memory for these bytes, if there is room; NumPy and file reads fill it without holding the GIL."""
-        self._arriving = self._staging.memory(start, end)
+        self._arriving = self._taker.arriving(start, end)
         return self._arriving.numpy()
 
     def landed(self, start: int, end: int) -> None:
-        read = self._staging.take(start, self._arriving)
+        read = self._taker.take(start, self._arriving)
         if self.writes_arriving and read is not None:
             read.synchronize()  # the next bytes arrive in the same memory
 
     def put(self, start: int, data: torch.Tensor) -> None:
         """Take bytes from any device; `data` may be reused after the call, in stream order."""
-        self._staging.take(start, data)
+        self._taker.take(start, data)
 
     def offer(self, transport: str, options: Mapping[str, Any]) -> None:
         """As `Destination.offer`: one rank takes everything itself."""
@@ -73,11 +75,11 @@ class UpdateMemory:
 
         In place, no step may run by then.
         """
-        return self._staging.copied()
+        return self._taker.copied()
 
     def check(self) -> None:
         """Raise `WeightsRejected` when bytes are missing, or when tensors that are one parameter differ."""
-        self._staging.check()
+        self._taker.check()
 
     def abandon(self) -> None:
         """Return when this update's memory is neither written nor read."""
@@ -86,12 +88,12 @@ class UpdateMemory:
     @property
     def stream(self) -> torch.Tensor:
         """All bytes, uint8, once `copied`."""
-        return self._staging.stream
+        return self._staging.memory.blocks[0]
 
     def update(self) -> StagedWeights:
         """The verified update; no other bytes land until it is released."""
-        self._staging.verified(self._content)
-        update = StagedWeights(self._manifest, self._staging.copies(), self._staging.swap_copies)
+        self._staging.base.verified(self._content)
+        update = StagedWeights(self._manifest, self._staging.memory.copies(), self._staging.swap_copies)
         self._staging.lend(update)
         return update
 
@@ -129,4 +131,5 @@ class UpdateMemories:
         With `sections`, made from `cuts`, these arrive in the place of the manifest's stream.
         """
         assert sections is None, "one rank takes whole tensors"
-        return UpdateMemory(open_staging(self.staging, manifest, fit, on_device, content), manifest, content.name)
+        taker = open_staging(self.staging, manifest, fit, on_device, content)
+        return UpdateMemory(self.staging, manifest, taker, content.name)

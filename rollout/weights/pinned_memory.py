@@ -5,12 +5,13 @@ import logging
 import mmap
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from rollout.process.host_memory import promise
+from rollout.process.host_memory import available_bytes, promise
+from rollout.process.progress import stage
 from trainer_bridge.transports.cuda_ipc import forget_last_error
 
 #: Bytes of a block of host memory; a larger tensor has a block of its own.
@@ -74,7 +75,7 @@ class PagesBeside:
     """
 
     def __init__(self, nbytes: int, pins: PinnedMemory | None = None) -> None:
-        self._pins = PinnedMemory() if pins is None else pins
+        self._pins, self.nbytes = PinnedMemory() if pins is None else pins, nbytes
         self._memory, gone = _pages(nbytes), threading.Event()
         promise(self._memory.numel())
         self._thread = threading.Thread(target=_take_pages, args=(self._memory, gone), name="pages", daemon=True)
@@ -108,6 +109,62 @@ def _unpin(pinned: dict[int, torch.Tensor], cudart: Callable[[], Any], forget_er
         if int(cudart().cudaHostUnregister(address)):
             forget_error()
     pinned.clear()
+
+
+class HostBuffer:
+    """Host memory, uint8, that grows when it is too small; pinned, if wanted.
+
+    A thread of the start may get its first pages: for 61 GB this takes half a minute.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pages: PagesBeside | None = None
+        self._growing = threading.Lock()  # an update may come before the end of the start
+
+    def begin_pinning(self, nbytes: int, pages: Callable[[int], PagesBeside] = PagesBeside) -> None:
+        """Begin to take memory. Raises ValueError without it."""
+        with _pinned_or_told(nbytes):
+            if nbytes > (free := available_bytes()):
+                raise OSError(0, f"{free / (1 << 30):.1f} GiB are free")
+            self._pages = pages(nbytes)
+
+    def end_pinning(self) -> None:
+        """Have that memory pinned, before anything decodes. Raises ValueError if it is not given."""
+        with self._growing:
+            self._end_pinning()
+
+    def reserve(self, nbytes: int, slack: int = 0) -> torch.Tensor:
+        """Memory of this size; if it grows, by `slack` bytes more."""
+        with self._growing:
+            if self._memory.numel() < nbytes:
+                self._end_pinning()
+            if self._memory.numel() < nbytes:
+                self._pages = None
+                self._memory = torch.empty(0, dtype=torch.uint8)  # free the old one first
+                self._memory = torch.empty(nbytes + slack, dtype=torch.uint8, pin_memory=self._pinned)
+            return self._memory[:nbytes]
+
+    def free(self) -> None:
+        with self._growing:
+            self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _end_pinning(self) -> None:
+        if self._pages is not None and self._memory.numel() == 0:
+            with stage("pinning host memory for updates of the weights"), _pinned_or_told(self._pages.nbytes):
+                self._memory = self._pages.pinned()
+
+
+@contextlib.contextmanager
+def _pinned_or_told(nbytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"the host does not give {nbytes / (1 << 30):.1f} GiB of pinned memory for updates of the weights: set "
+            f"weights.staging to device, or weights.apply to in_place ({error.strerror or error!s:.200})"
+        ) from error
 
 
 class HostBlocks:

@@ -74,7 +74,7 @@ class WeightReceiver:
         self._post_lock = threading.Lock()
         self._ended = False
         self._wake = PollWaker()
-        self._staging = targets.destinations.staging
+        self._memory = targets.destinations.staging.memory
         max_update_bytes = max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes)
         self._socket = WeightSocket(settings.bind, max_update_bytes, access)
         self.endpoint = self._socket.endpoint
@@ -108,9 +108,9 @@ class WeightReceiver:
         """How updates apply, what a ready one waits for, and the last one, for a status."""
         last = self._intake.last
         return {
-            "apply": self._staging.name,
-            "staging": self._staging.place,
-            "device_bytes": self._staging.device_bytes,
+            "apply": self._memory.name,
+            "staging": self._memory.place,
+            "device_bytes": self._memory.device_bytes,
             "waits_for": self._intake.waits_for,
             "last": last and last.summary(),
         }

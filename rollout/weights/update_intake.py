@@ -227,7 +227,7 @@ class UpdateIntake:
         """Tell the gate when no update is active; if a sleep is ordered, free the memory kept for the next one."""
         if self.current is None and self.committed is None:
             if self._gate.sleep.ordered:
-                self._destinations.staging.forget()  # its memory may be given back
+                self._destinations.staging.base.forget()  # its memory may be given back
                 for receiver in self.receivers.values():
                     receiver.rest()
             self._gate.updates_done()
@@ -472,7 +472,7 @@ class UpdateIntake:
                 "incoming": current and current.incoming.summary(),
                 "last": self.last and self.last.reply(),
                 "transports": list(self.receivers),
-                "apply": self._destinations.staging.name,
+                "apply": self._destinations.staging.memory.name,
                 "stale": gate.stale or None,
                 "dropped": gate.dropped,
                 "endpoint": self._endpoint,

@@ -29,8 +29,9 @@ from typing import Any
 import torch
 
 from rollout.weights.delta import DeltaStaging
+from rollout.weights.kept_memory import InPlaceMemory, StagedMemory
 from rollout.weights.parameter_map import ManifestFit
-from rollout.weights.staging import InPlace, WeightStaging
+from rollout.weights.staging import WeightStaging
 from scripts.bench.output import write_results
 from scripts.bench.shapes import write_checkpoint
 from scripts.bench.swap_weights import shape_tensors
@@ -108,17 +109,19 @@ def stage(tensors: Mapping[str, torch.Tensor], kind: str, manifest: Any, base: s
     """Memory that holds the base; in place the tensors themselves."""
     fit, device = ManifestFit(tuple(tensors), ()), next(iter(tensors.values())).device
     if kind == "in_place":
-        staging: WeightStaging = InPlace(tensors)
+        staging = WeightStaging(InPlaceMemory(tensors))
         staging.open(manifest, fit)
     else:
         flat = {name: tensor.new_empty(1).expand(tensor.shape) for name, tensor in tensors.items()}
         memory = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=device)
-        staging = WeightStaging(flat, "device" if device.type == "cuda" else "host", allocate=lambda _: memory)
+        staging = WeightStaging(
+            StagedMemory(flat, "device" if device.type == "cuda" else "host", allocate=lambda _: memory)
+        )
         staging.open(manifest, fit, on_device=device.type == "cuda")
     for start, data in buckets(Payload(tensors, 1, _BUCKET), device):
         staging.take(start, data)
         staging.abandon()  # the next bucket comes in the same memory
-    staging.verified(base)
+    staging.base.verified(base)
     return staging
 
 
@@ -145,8 +148,8 @@ def apply(folder: Path, device: torch.device, kind: str, made: Any, share: float
         same = all(torch.equal(tensors[name].view(torch.int16), wanted[name].view(torch.int16)) for name in wanted)
     else:
         change(tensors, share, seed)
-        result = Payload(tensors, 2, _BUCKET)
-        same = all(torch.equal(incoming.stream[at : at + len(data)], data) for at, data in buckets(result, device))
+        result, staged = Payload(tensors, 2, _BUCKET), staging.memory.blocks[0]
+        same = all(torch.equal(staged[at : at + len(data)], data) for at, data in buckets(result, device))
     if not same:
         raise RuntimeError("the result is not what the trainer has")
     return {**times, "peak_bytes": peak}

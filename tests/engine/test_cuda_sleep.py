@@ -12,6 +12,7 @@ from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages.to_service import Done, Failed
 from rollout.models.fused import FusedDecoder
+from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staging import WeightStaging
 from tests.support.engine.cuda_harness import FUSED_SIZES, assert_steady, load_bf16
@@ -175,7 +176,8 @@ def test_kept_memory_returns_whole_and_a_shadow_goes_on():
     weights = [torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in (100 * MIB, 7, 90 * MIB, 1 << 20)]
     values = [weight.clone() for weight in weights]
     memory.take_over(weights, kept=True)
-    staging = WeightStaging({"x": torch.empty(2 * MIB, device="cuda", dtype=torch.bfloat16)}, "device", memory.buffer)
+    views = {"x": torch.empty(2 * MIB, device="cuda", dtype=torch.bfloat16)}
+    staging = WeightStaging(StagedMemory(views, "device", memory.buffer))
     manifest = pack(1, [("x", "bfloat16", [2 * MIB])], MIB)
     host = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8).pin_memory()
     for _ in range(2):
@@ -183,8 +185,8 @@ def test_kept_memory_returns_whole_and_a_shadow_goes_on():
         staging.open(manifest, ManifestFit(("x",), ()))
         staging.take(0, host)
         staging.abandon()
-        assert torch.equal(staging.stream.cpu(), host)
+        assert torch.equal(staging.memory.blocks[0].cpu(), host)
         memory.save()
         memory.release()
         memory.restore()
-        assert not staging.stream.any()
+        assert not staging.memory.blocks[0].any()

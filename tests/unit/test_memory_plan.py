@@ -26,7 +26,7 @@ from rollout.engine.sizing import (
 )
 from rollout.memory_plan import GIB, GPUS, Machine, MemoryPlan, Outline, outline, plan_memory, plan_outline
 from rollout.models import load_model
-from rollout.weights.staging import parameter_bytes
+from rollout.weights.kept_memory import parameter_bytes
 from scripts.bench.shapes import write_checkpoint
 from tests.support.engine.harness import Bench
 from tests.support.engine.images import encoder_of

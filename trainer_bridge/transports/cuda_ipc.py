@@ -36,14 +36,13 @@ from trainer_bridge.transports.base import (
     Keep,
     Recipient,
     TransferRules,
-    TransportReceiver,
     TransportSender,
 )
 from trainer_bridge.transports.bucket_link import send_buckets
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shm import boot_id
-from trainer_bridge.transports.zmq_stream import ZmqReceiver
+from trainer_bridge.transports.zmq_stream import SharedReceiver, ZmqReceiver
 from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
@@ -228,14 +227,15 @@ def _low_words(fingerprints: Sequence[torch.Tensor]) -> list[int]:
 # --- worker ----------------------------------------------------------------------------------------------------------
 
 
-class CudaIpcReceiver(TransportReceiver):
-    """Opens the publisher's slots; messages on the socket of `zmq` say which slot holds which bucket."""
+class CudaIpcReceiver(SharedReceiver):
+    """Opens the publisher's slots."""
 
     name = "cuda_ipc"
     on_device = True
 
     def __init__(self, buckets: ZmqReceiver, memory: IpcMemory) -> None:
-        self._buckets, self._memory = buckets, memory
+        super().__init__(buckets)
+        self._memory = memory
         self._slots: list[torch.Tensor] = []
         self._taken: list[tuple[int, int, torch.Tensor]] = []  # buckets being copied: index, checksum, fingerprint
 
@@ -254,18 +254,6 @@ class CudaIpcReceiver(TransportReceiver):
             raise _elsewhere(f"the publisher's memory cannot be opened ({error.strerror})") from error
         incoming.destination.offer(self.name, options)
         return self._buckets.expect(incoming, self, len(self._slots))
-
-    def advance(self, incoming: IncomingUpdate | None) -> bool:
-        """Take a message from the socket of `zmq`."""
-        return incoming is not None and self._buckets.advance(incoming)
-
-    def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
-        """Verify that every bucket has arrived and is the one that was sent."""
-        return self._buckets.finish(incoming, options)
-
-    def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
-        self._buckets.drop(incoming, error)
-        self.close()
 
     def close(self) -> None:
         slots, self._slots, self._taken = self._slots, [], []
@@ -291,7 +279,7 @@ class CudaIpcReceiver(TransportReceiver):
             _check_bucket(index, found, check)
             start, end = incoming.manifest.bucket_span(index)
             incoming.note(end - start)
-        return incoming.others_read()
+        return super().copied(incoming)
 
 
 class OpenSlots:

@@ -5,7 +5,6 @@ copies to pinned memory on a side stream, ordered after all work that was on the
 was called.
 """
 
-import bisect
 import contextlib
 import functools
 import logging
@@ -138,7 +137,6 @@ class Payload:
 
     def _set_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._starts = [entry.offset for entry in manifest.tensors]
 
     def _part(self, index: int) -> tuple[int, Cut | None]:
         """The number of the tensor of which entry `index` of the manifest is a part, and the cut."""
@@ -241,7 +239,7 @@ class Payload:
             self._check_there()
             assert self.shards is not None, "a collective publisher's payload knows its shards"
             with self.on_side_stream():
-                for i, entry, lo, hi in self._overlap(start, end):
+                for i, entry, lo, hi in self.manifest.places.within(start, end):
                     at, itemsize = lo - start, DTYPE_BYTES[entry.dtype]
                     number, cut = self._part(i)
                     if not self.shards.mine[number]:
@@ -279,7 +277,7 @@ class Payload:
                     self._pack_rows(rows, out[at:written])
 
     def _pack_rows(self, rows: Rows, out: torch.Tensor) -> None:
-        i = bisect.bisect_right(self._starts, rows.start) - 1
+        i = self.manifest.places.at(rows.start)
         entry = self.manifest.tensors[i]
         assert self.shards is not None, "columns are of DTensors"
         own = self.shards.own_rows(i, (rows.start - entry.offset) // DTYPE_BYTES[entry.dtype], rows.times)
@@ -288,21 +286,11 @@ class Payload:
     def _pack(self, start: int, end: int, out: torch.Tensor, spread: _Write) -> None:
         """Write bytes `start` to `end` of the stream; `spread` writes elements of a DTensor."""
         written = 0
-        for i, entry, lo, hi in self._overlap(start, end):
+        for i, entry, lo, hi in self.manifest.places.within(start, end):
             out[written : lo - start].zero_()  # padding between tensors: no byte of an old bucket is sent
             self._copy_piece(i, entry, lo, hi, out[lo - start : hi - start], spread)
             written = hi - start
         out[written : end - start].zero_()
-
-    def _overlap(self, start: int, end: int) -> Iterator[tuple[int, TensorEntry, int, int]]:
-        """The tensors that have bytes from `start` to `end` of the stream: index, entry, first byte, past the last."""
-        for i in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._starts)):
-            entry = self.manifest.tensors[i]
-            if entry.offset >= end:
-                return
-            lo, hi = max(entry.offset, start), min(entry.end, end)
-            if lo < hi:
-                yield i, entry, lo, hi
 
     def wait_packed(self) -> None:
         """Return when all packing that was started has finished."""

@@ -34,12 +34,11 @@ from trainer_bridge.transports.base import (
     Keep,
     Recipient,
     TransferRules,
-    TransportReceiver,
     TransportSender,
 )
 from trainer_bridge.transports.bucket_link import pack_on_host, send_buckets
 from trainer_bridge.transports.payload import Payload
-from trainer_bridge.transports.zmq_stream import DEFAULT_WINDOW, ZmqReceiver, check_bucket
+from trainer_bridge.transports.zmq_stream import DEFAULT_WINDOW, SharedReceiver, ZmqReceiver, check_bucket
 from trainer_bridge.wire.errors import BadRequest, RolloutError
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
@@ -62,13 +61,13 @@ def boot_id() -> str:
 # --- worker ----------------------------------------------------------------------------------------------------------
 
 
-class ShmReceiver(TransportReceiver):
-    """Maps the publisher's segment; messages on the socket of `zmq` say which slot holds which bucket."""
+class ShmReceiver(SharedReceiver):
+    """Maps the publisher's segment."""
 
     name = "shm"
 
     def __init__(self, buckets: ZmqReceiver) -> None:
-        self._buckets = buckets
+        super().__init__(buckets)
         self._segment: OpenSegment | None = None
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,18 +85,6 @@ class ShmReceiver(TransportReceiver):
         incoming.destination.offer(self.name, options)
         return self._buckets.expect(incoming, self, slots)
 
-    def advance(self, incoming: IncomingUpdate | None) -> bool:
-        """Take a message from the socket of `zmq`."""
-        return incoming is not None and self._buckets.advance(incoming)
-
-    def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
-        """Verify that every bucket has arrived and is the one that was sent."""
-        return self._buckets.finish(incoming, options)
-
-    def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
-        self._buckets.drop(incoming, error)
-        self.close()
-
     def close(self) -> None:
         if self._segment is not None:
             self._segment.close()
@@ -112,10 +99,6 @@ class ShmReceiver(TransportReceiver):
         self._segment.copy(index, incoming.memory(start, end), check)
         incoming.arrived(start, end)
         return True
-
-    def copied(self, incoming: IncomingUpdate) -> bool:
-        """Whether other ranks have read the buckets that were left to them."""
-        return incoming.others_read()
 
 
 class OpenSegment:

@@ -16,7 +16,10 @@ Invariants:
 - Buckets that arrive before they may land wait in memory: at most `window` of them.
 """
 
+from __future__ import annotations
+
 import logging
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -45,16 +48,6 @@ from trainer_bridge.wire.manifest import checksum, checksums_digest
 DEFAULT_WINDOW = 4
 
 _log = logging.getLogger(__name__)
-
-
-class SharedBuckets(Protocol):
-    """Copies buckets from shared memory to their destination. Raises `RolloutError` for a damaged one."""
-
-    def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
-        """Copy one bucket; false if it is complete and verified only once `copied` is true."""
-
-    def copied(self, incoming: IncomingUpdate) -> bool:
-        """Whether all buckets that were taken are copied and verified; may wait a moment."""
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -88,7 +81,7 @@ class ZmqReceiver(TransportReceiver):
         self._refused_buckets = 0
         self._checksums: list[int | None] = []
         self._sender: bytes | None = None
-        self._shared: SharedBuckets | None = None
+        self._shared: SharedReceiver | None = None
         self._early: deque[tuple[bytes, list[memoryview]]] = deque()  # buckets that may not land yet
         self._unacknowledged: list[int] = []
         self._dropped = (b"", "")  # token of the update that was refused last, and why
@@ -99,7 +92,7 @@ class ZmqReceiver(TransportReceiver):
             raise BadRequest(f"transport zmq takes no options, not {', '.join(sorted(options))}", field="options")
         return self.expect(incoming, None, self._window)
 
-    def expect(self, incoming: IncomingUpdate, shared: SharedBuckets | None, window: int) -> dict[str, Any]:
+    def expect(self, incoming: IncomingUpdate, shared: SharedReceiver | None, window: int) -> dict[str, Any]:
         """Expect an update's buckets: with their bytes, or in `shared` memory. Returns the grant."""
         self._forget()
         self._shared, self._most_early = shared, window
@@ -243,6 +236,31 @@ def check_bucket(index: int, data: memoryview, check: int) -> None:
             f"bucket {index} arrived damaged: checksum {actual:08x}, sent as {check:08x}; if every update "
             "fails at its first bucket, publisher and worker are of different releases"
         )
+
+
+class SharedReceiver(TransportReceiver):
+    """Receives buckets in memory that the publisher shares; messages on the socket of `zmq` announce them."""
+
+    def __init__(self, buckets: ZmqReceiver) -> None:
+        self._buckets = buckets
+
+    @abstractmethod
+    def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
+        """Copy one bucket; false if it is complete and verified only once `copied` is true."""
+
+    def copied(self, incoming: IncomingUpdate) -> bool:
+        """Whether all buckets that were taken are copied and verified; may wait a moment."""
+        return incoming.others_read()
+
+    def advance(self, incoming: IncomingUpdate | None) -> bool:
+        return incoming is not None and self._buckets.advance(incoming)
+
+    def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
+        return self._buckets.finish(incoming, options)
+
+    def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
+        self._buckets.drop(incoming, error)
+        self.close()
 
 
 # --- trainer ---------------------------------------------------------------------------------------------------------

@@ -15,15 +15,16 @@ CRC-32 (11 GB/s a core). It does not defend against forgery: a client that may t
 anyway. BLAKE2b digests fix the manifest and the list of all checksums.
 """
 
+import bisect
 import hashlib
 import json
 import math
 import operator
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import xxhash
 
@@ -67,6 +68,36 @@ class TensorEntry:
         return self.offset + self.nbytes
 
 
+class EntryBytes(NamedTuple):
+    """Some bytes of a tensor of a stream."""
+
+    number: int  # the tensor's place in the order
+    entry: TensorEntry
+    start: int  # first byte in the stream
+    end: int  # past the last
+
+
+class Places:
+    """Tensors in the order of a stream, to be found by its bytes."""
+
+    def __init__(self, entries: Sequence[TensorEntry] = ()) -> None:
+        self._entries, self._starts = entries, [entry.offset for entry in entries]
+
+    def at(self, byte: int) -> int:
+        """The number of the last tensor that begins at this byte or before it."""
+        return bisect.bisect_right(self._starts, byte) - 1
+
+    def within(self, start: int, end: int) -> Iterator[EntryBytes]:
+        """The tensors that have bytes from `start` to `end`, and these bytes."""
+        for number in range(max(0, self.at(start)), len(self._entries)):
+            entry = self._entries[number]
+            if entry.offset >= end:
+                return
+            found = EntryBytes(number, entry, max(entry.offset, start), min(entry.end, end))
+            if found.start < found.end:
+                yield found
+
+
 @dataclass(frozen=True)
 class Manifest:
     """An update of the weights. Make one with `pack` or `from_wire`."""
@@ -95,6 +126,10 @@ class Manifest:
         assert 0 <= index < self.bucket_count, f"bucket {index} of {self.bucket_count}"
         start = index * self.bucket_bytes
         return start, min(start + self.bucket_bytes, self.total_bytes)
+
+    @cached_property
+    def places(self) -> Places:
+        return Places(self.tensors)
 
     @cached_property
     def layout_digest(self) -> str:

@@ -12,8 +12,10 @@ import torch
 
 from rollout.models.cut import Cut, CutView
 from rollout.weights.delta import DeltaStaging, put_kept
+from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ManifestFit, UpdateNames
-from rollout.weights.staging import KeptPart, WeightStaging
+from rollout.weights.pinned_memory import HostBuffer
+from rollout.weights.staging import WeightStaging
 from tests.support.bridge.fault_client import FaultServer, run_fault
 from tests.support.bridge.fault_server import changed
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
@@ -165,7 +167,7 @@ def test_a_base_that_was_changed_behind_the_workers_back_is_found_and_sent_whole
                 torch.int16
             )[0, 0] ^= 1
         else:
-            next(staging.kept_parts(0, SMALL)).memory[2] ^= 1
+            staging.base.parts(0, SMALL)[0][1][2] ^= 1
         assert [trainer.sent(worker) for _ in range(2)] == [[True], [False]]
 
 
@@ -239,14 +241,16 @@ def test_an_update_of_which_most_has_changed_comes_whole_and_is_the_base_of_the_
 
 @pytest.mark.parametrize("layout", ["staged", "in place", "two ranks"])
 def test_a_worker_without_memory_for_codes_gets_the_whole(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    def full(self: WeightStaging, nbytes: int) -> torch.Tensor:
-        return torch.empty(1 << 60, dtype=torch.uint8)
+    reserve = HostBuffer.reserve
+
+    def full(self: HostBuffer, nbytes: int, slack: int = 0) -> torch.Tensor:
+        return reserve(self, 1 << 60 if slack else nbytes)
 
     with LAYOUTS[layout]() as worker, WeightPublisher(worker.endpoint, transport="zmq", deltas="host") as publisher:
         trainer = Trainer(publisher)
         trainer.sent(worker)
         with monkeypatch.context() as patch:
-            patch.setattr(WeightStaging, "code_memory", full)
+            patch.setattr(HostBuffer, "reserve", full)
             assert trainer.sent(worker) == [True]
         assert trainer.sent(worker) == [False]
 
@@ -412,7 +416,7 @@ def test_changed_words_reach_the_part_that_a_rank_keeps(dtype: str, cut: Cut | N
     before, after = old.flatten().view(torch.int16), new.flatten().view(torch.int16)
     index = (before != after).nonzero()[:, 0]
     memory, expected = ((each if cut is None else cut.take(each)).flatten().clone() for each in (old, new))
-    put_kept(KeptPart(TensorEntry("w", dtype, (8, 12), 0), memory, cut), index, after[index])
+    put_kept(TensorEntry("w", dtype, (8, 12), 0), cut, memory, index, after[index])
     assert torch.equal(memory, expected)
 
 
@@ -420,10 +424,10 @@ def test_changed_words_reach_the_part_that_a_rank_keeps(dtype: str, cut: Cut | N
 def test_a_rank_takes_codes_whole_whose_rows_are_not_whole_words(columns: int, whole: bool) -> None:
     view = CutView.of(torch.zeros(4, columns, dtype=torch.uint8), Cut(0, 8, ((0, 4),)))
     staging, manifest = (
-        WeightStaging({"w": view}, "host", shard=True),
+        WeightStaging(StagedMemory({"w": view}, "host", shard=True)),
         pack(1, [("w", "float8_e4m3fn", [8, columns])], 256),
     )
     staging.open(manifest, ManifestFit(("w",), ()))
     staging.take(0, torch.zeros(manifest.total_bytes, dtype=torch.uint8))
-    staging.verified("first")
-    assert bool(staging.lacks_base(manifest, "first")) == whole
+    staging.base.verified("first")
+    assert bool(staging.base.lacks(manifest, "first")) == whole

@@ -11,6 +11,7 @@ from rollout.models.cut import Cut, CutView
 from rollout.ranks.follower_updates import FollowerUpdates
 from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
+from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ManifestFit, ParameterMap
 from rollout.weights.pinned_memory import PinnedMemory
 from rollout.weights.staging import WeightStaging
@@ -60,19 +61,19 @@ def test_large_tensors_are_cut_on_their_way(staging: str, source: str) -> None:
     for index in range(payload.manifest.bucket_count):
         payload.pack_bucket(index, stream[payload.manifest.bucket_span(index)[0] :])
     stream = stream.cpu().pin_memory() if source == "cpu" else stream
-    memory = WeightStaging(views, staging, shard=True)  # type: ignore[arg-type]
+    own = WeightStaging(StagedMemory(views, staging, shard=True))  # type: ignore[arg-type]
     draws = random.Random(0)
     for _ in range(2):
-        memory.open(payload.manifest, ManifestFit(tuple(shapes), ()))
+        own.open(payload.manifest, ManifestFit(tuple(shapes), ()))
         marks = sorted({0, stream.numel(), *(64 * draws.randrange(stream.numel() // 64) for _ in range(9))})
         pieces = list(zip(marks[:-1], marks[1:], strict=True))
         draws.shuffle(pieces)
         for start, end in pieces:
-            event = memory.take(start, stream[start:end])
+            event = own.take(start, stream[start:end])
             assert event is not None
-        memory.abandon()
-        memory.check()
-        for target, staged in memory.copies():
+        own.abandon()
+        own.check()
+        for target, staged in own.memory.copies():
             target.copy_(staged, non_blocking=True)
         torch.cuda.synchronize()
         for name, part in wanted.items():
@@ -87,7 +88,7 @@ def test_a_follower_compiles_the_check_of_buckets_at_its_start() -> None:
     views = TinyShard(1, 2, device="cuda").views
     pieces, manifest = (SharedMemory.create(name, 1 << 12) for name in ("pieces", "manifest"))
     reports = RankReports(SharedMemory.create("lines", RankReports.line_bytes()), 1)
-    FollowerUpdates(ParameterMap(views), WeightStaging(views, shard=True), pieces, manifest, reports, 0)
+    FollowerUpdates(ParameterMap(views), WeightStaging(StagedMemory(views, shard=True)), pieces, manifest, reports, 0)
     assert _fingerprint_kernel.device_caches
 
 

@@ -8,7 +8,8 @@ import torch
 from rollout.config import WeightsSettings
 from rollout.engine.gate import Gate
 from rollout.weights.destination import UpdateMemories
-from rollout.weights.staging import WeightStaging, make_staging
+from rollout.weights.pinned_memory import HostBuffer
+from rollout.weights.staging import make_staging
 from tests.support.bridge.harness import SlowToAnswer, TinyModel, Worker, new_tensors, serves, wait_for
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
@@ -118,7 +119,7 @@ def test_auto_writes_in_place_where_the_host_has_no_room() -> None:
     with Worker(model=model, destinations=destinations) as worker:
         assert worker.status()["apply"] == "in_place"
     staged = settings.model_copy(update={"apply": "staged"})
-    assert make_staging(model.views, staged, host_share=0.0).name == "staged"
+    assert make_staging(model.views, staged, host_share=0.0).memory.name == "staged"
 
 
 def test_where_a_staged_update_waits_is_refused_where_there_is_no_such_place() -> None:
@@ -133,4 +134,4 @@ def test_where_a_staged_update_waits_is_refused_where_there_is_no_such_place() -
 def test_host_memory_that_is_not_there_is_told_with_what_to_change() -> None:
     """Before a page is taken: a system that is short of memory ends processes."""
     with pytest.raises(ValueError, match=r"does not give 1048576\.0 GiB of pinned memory.*to in_place .*GiB are free"):
-        WeightStaging(TinyModel().views).begin_pinning(1 << 50)
+        HostBuffer(pinned=True).begin_pinning(1 << 50)

@@ -14,9 +14,7 @@ import torch
 from rollout.engine.device.streams import CpuDevice
 from rollout.process import host_memory
 from rollout.weights import pinned_memory
-from rollout.weights.pinned_memory import PagesBeside, PinnedMemory
-from rollout.weights.staging import WeightStaging
-from tests.support.bridge.harness import TinyModel
+from rollout.weights.pinned_memory import HostBuffer, PagesBeside, PinnedMemory
 from trainer_bridge.transports import cuda_ipc
 
 
@@ -51,22 +49,22 @@ def runtime() -> Runtime:
 
 
 def test_host_memory_for_updates_is_pinned_at_the_end_of_a_start(runtime: Runtime) -> None:
-    staging = WeightStaging(TinyModel().views, "host")
-    staging.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
+    buffer = HostBuffer(pinned=False)
+    buffer.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
     assert not runtime.pinned
-    staging.end_pinning()
-    assert runtime.pinned == {staging.reserve(1 << 20).data_ptr()}
-    staging.end_pinning()
+    buffer.end_pinning()
+    assert runtime.pinned == {buffer.reserve(1 << 20).data_ptr()}
+    buffer.end_pinning()
     assert runtime.asked == 1
-    assert staging.reserve(2 << 20).numel() == 2 << 20  # an update that is larger than the parameters
+    assert buffer.reserve(2 << 20).numel() == 2 << 20  # an update that is larger than the parameters
     gc.collect()
     assert not runtime.pinned
 
 
 def test_an_update_that_comes_before_the_end_of_a_start_waits_for_the_memory(runtime: Runtime) -> None:
-    staging = WeightStaging(TinyModel().views, "host")
-    staging.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
-    assert runtime.pinned == {staging.reserve(1 << 10).data_ptr()}
+    buffer = HostBuffer(pinned=False)
+    buffer.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
+    assert runtime.pinned == {buffer.reserve(1 << 10).data_ptr()}
 
 
 def test_an_update_that_is_larger_than_the_parameters_keeps_its_memory_when_a_start_ends(runtime: Runtime) -> None:
@@ -80,17 +78,17 @@ def test_an_update_that_is_larger_than_the_parameters_keeps_its_memory_when_a_st
                 go.wait(20)
             return memory
 
-    staging = WeightStaging(TinyModel().views, "host")
-    staging.begin_pinning(1 << 10, lambda nbytes: Slow(nbytes, runtime.pins()))
-    start = threading.Thread(target=staging.end_pinning)
+    buffer = HostBuffer(pinned=False)
+    buffer.begin_pinning(1 << 10, lambda nbytes: Slow(nbytes, runtime.pins()))
+    start = threading.Thread(target=buffer.end_pinning)
     start.start()
     assert pinned.wait(20)
-    update = threading.Thread(target=staging.reserve, args=(1 << 11,))
+    update = threading.Thread(target=buffer.reserve, args=(1 << 11,))
     update.start()
     update.join(0.5)  # it waits for the start
     go.set()
     start.join(20), update.join(20)
-    assert staging.memory(0, 1 << 11).numel() == 1 << 11
+    assert buffer.reserve(1 << 11).numel() == 1 << 11
 
 
 def test_memory_whose_pages_are_still_taken_is_not_free_for_others(
@@ -116,10 +114,10 @@ def test_a_start_that_fails_meanwhile_ends_the_process_with_its_own_status() -> 
 
 def test_memory_that_cuda_does_not_pin_ends_a_start(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "cudaHostRegister", lambda *memory: 2)
-    staging = WeightStaging(TinyModel().views, "host")
-    staging.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
+    buffer = HostBuffer(pinned=False)
+    buffer.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
     with pytest.raises(ValueError, match="pinned memory.*CUDA does not pin it"):
-        staging.end_pinning()
+        buffer.end_pinning()
 
 
 def test_memory_is_pinned_once_and_unpinned_when_its_owner_is_gone(runtime: Runtime) -> None:

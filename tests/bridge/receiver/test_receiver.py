@@ -280,7 +280,8 @@ def test_staging_is_flat_over_twenty_updates(worker: Worker) -> None:
     places = set()
     for version in range(1, 21):
         assert serves(worker.model, publish(worker, version, version))
-        places.add((worker.staging.stream.data_ptr(), worker.staging.stream.numel()))
+        (block,) = worker.staging.memory.blocks
+        places.add((block.data_ptr(), block.numel()))
     assert len(places) == 1
 
 

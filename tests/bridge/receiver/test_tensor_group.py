@@ -15,8 +15,10 @@ import torch
 
 from rollout.models.cut import Cut
 from rollout.weights.delta import put_kept
+from rollout.weights.kept_layout import cut_rows, in_words
+from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ParameterMap
-from rollout.weights.staging import KeptPart, WeightStaging, cut_rows, in_words
+from rollout.weights.staging import WeightStaging
 from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idle_s, run_fault
 from tests.support.bridge.file_memory import FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
@@ -102,7 +104,7 @@ def test_changed_words_of_any_cut_reach_the_kept_part(dtype: str, seed: int) -> 
     memory = kept(old).clone()
     old.view(torch.int16)[index] = values
     if in_words(entry, cut):
-        put_kept(KeptPart(entry, memory, cut), index, values)
+        put_kept(entry, cut, memory, index, values)
         assert torch.equal(memory, kept(old))
     else:
         assert dtype == "float8_e4m3fn"
@@ -131,11 +133,11 @@ def test_an_update_copies_a_rank_s_bytes_in_few_pieces(tmp_path: Path) -> None:
         tensors = tensors_of(1)
         good(worker, "zmq", tmp_path, 1)
         shard = worker.shards[0]
-        staging = WeightStaging(shard.views, shard=True)
+        staging = WeightStaging(StagedMemory(shard.views, shard=True))
         payload = RawPublisher(worker, tensors, 2)
         fit = ParameterMap(shard.views).check(payload.manifest)
         staging.open(payload.manifest, fit)
-        copies = staging.copies()
+        copies = staging.memory.copies()
         assert sum(view.numel() for view, _ in copies) == sum(p.numel() for p in shard.parameters.values())
         assert len(copies) == len(shard.parameters), "one for each parameter"
 

@@ -55,16 +55,17 @@ def test_an_update_waits_on_the_device_and_the_swap_copies_from_there(transport:
                 tensors = new_tensors(TinyModel(), version)
                 publisher.publish(tensors, version).applied(60)
                 assert serves_now(worker, tensors)
-                memory = worker.staging.memory(0, 64)
+                memory = worker.staging.arriving(0, 64)
                 arrived.add((memory.is_pinned(), memory.data_ptr()))
-                staged.add((worker.staging.stream.is_cuda, worker.staging.stream.data_ptr()))
+                (block,) = worker.staging.memory.blocks
+                staged.add((block.is_cuda, block.data_ptr()))
     assert len(arrived) == len(staged) == 1 and arrived.pop()[0] and staged.pop()[0]
 
 
 def test_bytes_are_on_the_device_before_the_update_is_ready() -> None:
     """The upload waits for earlier work of its stream; the update must not be handed over before it has run."""
     with Worker(model=TinyModel(device="cuda"), apply="staged") as worker:
-        assert worker.staging.place == "device"
+        assert worker.staging.memory.place == "device"
         with worker.staging.on_stream():
             slow(0.3)
         tensors = new_tensors(TinyModel(), 1)
@@ -80,8 +81,9 @@ def test_an_update_waits_where_it_was_asked_to(staging: Literal["device", "host"
     with Worker(model=model, destinations=UpdateMemories(own)) as worker:
         assert worker.receiver.summary()["staging"] == staging
         # Pinned before the first update: it takes long.
-        before = own.memory(0, 64)
-        assert before.is_pinned() if staging == "host" else before.numel() == 0
+        own.memory.arrival.end_pinning()
+        before = own.memory.arrival.reserve(0).untyped_storage()
+        assert before.nbytes() and before.is_pinned() if staging == "host" else not before.nbytes()
         with WeightPublisher(worker.endpoint, bucket_bytes=192) as publisher:
             publisher.publish(tensors := new_tensors(TinyModel(), 1), 1).applied(60)
         assert serves_now(worker, tensors)

@@ -56,6 +56,22 @@ def test_a_worker_that_has_the_last_update_gets_the_changes(
             tensors = changed(tensors, version, 0.05)
 
 
+@pytest.mark.parametrize("layout", ["two ranks", "two ranks, staged on the host"])
+def test_a_base_that_was_changed_behind_a_rank_s_back_is_found_and_sent_whole(layout: str) -> None:
+    with worker_of(layout) as worker, WeightPublisher(worker.endpoint, transport="zmq", deltas="host") as publisher:
+        assert isinstance(worker, GroupWorker)
+        tensors = new_tensors(TinyModel(), 1)
+        for version, whole in enumerate((True, False, True, False), 1):
+            (report,) = publisher.publish({name: tensor.cuda() for name, tensor in tensors.items()}, version).applied(
+                60
+            )
+            assert worker.serve(tensors) and (report.sent_nbytes == report.nbytes) == whole
+            if version == 2:
+                worker.stagings[-1].base.parts(0, 64)[0][1][2] ^= 1
+                torch.cuda.synchronize()
+            tensors = changed(tensors, version, 0.05)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.12, 0.3, 0.97, 1.0])
 def test_codes_and_fingerprints_of_a_large_bucket_are_those_of_a_cpu(share: float) -> None:
     draw = torch.Generator("cuda").manual_seed(3)

@@ -18,6 +18,7 @@ import zmq
 
 from rollout.network.access import Access
 from rollout.weights.destination import UpdateMemory
+from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.receiver import WeightSocket
 from rollout.weights.staging import WeightStaging
@@ -183,9 +184,9 @@ class ByHand:
         self.socket = WeightSocket("tcp://127.0.0.1:*", 1 << 20, Access(None, None, insecure=False))
         self.zmq = ZmqReceiver(self.socket)
         self.receiver = receiver_type(self.zmq, self.memory)
-        staging = WeightStaging({}, "host")
+        staging = WeightStaging(StagedMemory({}, "host"))
         staging.open(self.payload.manifest, ManifestFit((), ()))
-        self.stream, destination = staging.stream, UpdateMemory(staging, self.payload.manifest)
+        self.stream, destination = staging.memory.blocks[0], UpdateMemory(staging, self.payload.manifest)
         self.incoming = IncomingUpdate(self.payload.manifest, "cuda_ipc", bytes(16), destination)
         self.incoming.open.set()
         self.receiver.begin(self.incoming, options)

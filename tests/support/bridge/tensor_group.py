@@ -16,10 +16,11 @@ from rollout.ranks.relay import RELAY_SIZES, RelaySizes
 from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates, write_cuts
+from rollout.weights.kept_memory import InPlaceMemory, StagedMemory
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.pinned_memory import BLOCK_BYTES
 from rollout.weights.staged_weights import Copy, StagedWeights, SwapCopies
-from rollout.weights.staging import InPlace, WeightStaging
+from rollout.weights.staging import WeightStaging
 from tests.support.bridge.harness import EXPERTS, HIDDEN, INTER, TinyModel, Worker, wait_for
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 
@@ -116,8 +117,8 @@ class GroupWorker(Worker):
 
         def staging_of(shard: TinyShard) -> WeightStaging:
             if settings.get("apply") == "in_place":
-                return InPlace(shard.views)
-            return WeightStaging(shard.views, staging, shard=True, block_bytes=block_bytes)
+                return WeightStaging(InPlaceMemory(shard.views))
+            return WeightStaging(StagedMemory(shard.views, staging, shard=True, block_bytes=block_bytes))
 
         self.stagings = [staging_of(shard) for shard in self.shards]
         sizes = RelaySizes(relay_bytes, piece_bytes)

@@ -12,9 +12,10 @@ from rollout.models import LoadedModel, load_model
 from rollout.models.coded import SCALES, CodedView
 from rollout.models.cut import CutView
 from rollout.weights.delta import DeltaStaging
+from rollout.weights.kept_memory import InPlaceMemory, StagedMemory
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.staged_weights import SwapCopies
-from rollout.weights.staging import InPlace, WeightStaging
+from rollout.weights.staging import WeightStaging
 from tests.support.models.families import make_checkpoint
 from trainer_bridge import quantize_fp8_block
 from trainer_bridge.transports.changed_words import changed_words
@@ -76,13 +77,13 @@ def _change_shard(group: TensorGroup, old: Path, new: Path) -> bool:
     """Codes, then changes to them: as a shard that was loaded with them."""
     ours, fresh = load(old, "fp8_block", group), load(new, "fp8_block", group)
     names = ParameterMap(ours.trainer_views(), update_names(ModelSettings(), ours))
-    staging = WeightStaging(names.views, "host", shard=True)
+    staging = WeightStaging(StagedMemory(names.views, "host", shard=True))
     tensors = [codes_of(load_file(folder / "model.safetensors")) for folder in (old, new)]
     (first, before), (second, after) = (packed(version, found) for version, found in enumerate(tensors, 1))
     staging.open(first, names.check(first))
     staging.take(0, before)
     staging.check()
-    staging.verified("a" * 32)
+    staging.base.verified("a" * 32)
     codes = {}
     for bucket in range(second.bucket_count):
         start, end = second.bucket_span(bucket)
@@ -93,7 +94,7 @@ def _change_shard(group: TensorGroup, old: Path, new: Path) -> bool:
     while not changes.copied():
         pass
     changes.check()
-    SwapCopies().enqueue(changes.copies())
+    SwapCopies().enqueue(staging.memory.copies())
     got, expected = parameters(ours), parameters(fresh)
     return all(torch.equal(got[name], expected[name]) for name in expected)
 
@@ -103,7 +104,8 @@ def _update_shard(group: TensorGroup, old: Path, new: Path, in_place: bool) -> b
     ours, fresh = load(old, "fp8_block", group), load(new, "fp8_block", group)
     before = parameters(ours)
     names = ParameterMap(ours.trainer_views(), update_names(ModelSettings(), ours))
-    staging = InPlace(names.views) if in_place else WeightStaging(names.views, "host", shard=True)
+    memory = InPlaceMemory(names.views) if in_place else StagedMemory(names.views, "host", shard=True)
+    staging = WeightStaging(memory)
     for version, tensors, expected in (
         (1, codes_of(load_file(new / "model.safetensors")), parameters(fresh)),
         (2, load_file(old / "model.safetensors"), before),
@@ -113,7 +115,7 @@ def _update_shard(group: TensorGroup, old: Path, new: Path, in_place: bool) -> b
         for start in range(0, len(stream), 50_000):
             staging.take(start, stream[start : start + 50_000])
         staging.check()
-        SwapCopies().enqueue(staging.copies())
+        SwapCopies().enqueue(staging.memory.copies())
         got = parameters(ours)
         if not all(torch.equal(got[name], expected[name]) for name in expected):
             return False

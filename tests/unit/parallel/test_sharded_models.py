@@ -14,8 +14,9 @@ from rollout.config import ModelSettings
 from rollout.models import Decoder, LoadedModel, load_model
 from rollout.models.cut import CutView, kept_values, whole_shape
 from rollout.models.loader import check_cut
+from rollout.weights.kept_memory import InPlaceMemory
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
-from rollout.weights.staging import InPlace
+from rollout.weights.staging import WeightStaging
 from tests.support.kernels.grids import nightly
 from tests.support.models.both_ways import edit
 from tests.support.models.families import FAMILIES, make_checkpoint
@@ -364,7 +365,7 @@ def _update_in_place(group: TensorGroup, folder: Path, other: Path, twice: bool)
     for entry in manifest.tensors:
         stream[entry.offset : entry.end] = whole[entry.name].contiguous().view(-1).view(torch.uint8)
     fit = ParameterMap(views, UpdateNames()).check(manifest)
-    staging = InPlace(views)
+    staging = WeightStaging(InPlaceMemory(views))
     staging.open(manifest, fit)
     for start in range(0, len(stream), 4096):
         staging.take(start, stream[start : start + 4096])

@@ -13,8 +13,9 @@ from rollout.models import LoadedModel, load_model
 from rollout.models.cut import kept_values
 from rollout.models.joined import JoinedView
 from rollout.models.layers import SparseFeedForward
+from rollout.weights.kept_memory import InPlaceMemory, StagedMemory
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
-from rollout.weights.staging import InPlace, WeightStaging
+from rollout.weights.staging import WeightStaging
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.models.latent import make_latent
@@ -84,12 +85,12 @@ def _update(loaded: LoadedModel, folder: Path, staged: bool) -> None:
     """Its bytes arrive in pieces: staged as a rank of several stages them, or in the parameters."""
     manifest, fit, stream = _stream(folder, loaded)
     views = loaded.trainer_views()
-    staging = WeightStaging(views, shard=True) if staged else InPlace(views)
+    staging = WeightStaging(StagedMemory(views, shard=True) if staged else InPlaceMemory(views))
     staging.open(manifest, fit)
     for start in range(0, len(stream), 4096):
         staging.take(start, stream[start : start + 4096])
     staging.check()
-    staging.swap_copies.enqueue(staging.copies())
+    staging.swap_copies.enqueue(staging.memory.copies())
 
 
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
