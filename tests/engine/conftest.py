@@ -1,12 +1,13 @@
 """Two small checkpoints of one shape, made by transformers, and the engine's view of them."""
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.support.engine.harness import VOCAB, load, prompt_of
+from tests.support.engine.harness import VOCAB, Bench, load, prompt_of
 from tests.support.engine.sleeping import Sleeping, outcome, submit_some
 
 
@@ -29,6 +30,21 @@ def build_qwen3(seed: int) -> Qwen3ForCausalLM:
             if parameter.dim() > 1:
                 parameter.mul_(4)  # transformers' initial weights give nearly flat distributions
     return model
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Close the engines that a test has made and left open: nothing may have leaked in any of them."""
+    Bench.opened = opened = []
+    passed = False
+    try:
+        result = yield
+        passed = True
+        return result
+    finally:
+        while opened:
+            opened[-1].close(check=passed)
+        Bench.opened = None
 
 
 @pytest.fixture(scope="session")

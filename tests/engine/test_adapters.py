@@ -46,7 +46,6 @@ def test_rows_of_one_batch_are_each_what_peft_merges(model, base, adapters, coun
         greedy_is(adapters[i][1] if i < count else base, prompt, bench.tokens(name))
         assert versions_of(bench, name) == [0] * 12 if i < count else True
     assert bench.tokens("r0") != continuation(base, prompts["r0"], 12), "the adapter changes what is said"
-    bench.close()
 
 
 def test_a_prefix_is_shared_within_an_adapter_and_never_across(model, base, adapters):
@@ -58,7 +57,6 @@ def test_a_prefix_is_shared_within_an_adapter_and_never_across(model, base, adap
         greedy_is(base if adapter is None else adapters[int(adapter[1])][1], prompt, bench.tokens(name))
     cached = {name: done.cached_tokens for name, done in bench.done.items()}
     assert cached == {"plain": 0, "one": 0, "two": 0, "one again": 29, "plain again": 29}
-    bench.close()
 
 
 def test_a_group_shares_the_prefill_of_its_adapter(model, adapters):
@@ -69,7 +67,6 @@ def test_a_group_shares_the_prefill_of_its_adapter(model, adapters):
     for index in range(4):
         greedy_is(adapters[0][1], prompt, bench.tokens("g", index))
     assert bench.engine.roster.counters.cached_tokens == 3 * 20
-    bench.close()
 
 
 def test_more_adapters_than_slots_take_turns(model, adapters):
@@ -83,7 +80,6 @@ def test_more_adapters_than_slots_take_turns(model, adapters):
         greedy_is(adapters[i][1], prompt, bench.tokens(f"r{i}"))
         greedy_is(adapters[i][1], prompt, bench.tokens(f"s{i}"))
     assert table_of(bench).counts.evicted == COUNT - 2
-    bench.close()
 
 
 def ends_of(bench) -> list[str]:
@@ -108,7 +104,6 @@ def test_a_slot_takes_its_share_of_rows_before_an_adapter_that_waits_gets_it(mod
     assert ends[4:] == ["runs", "waits", "last 1", "last 2"]
     greedy_is(adapters[1][1], prompt_of(6), bench.tokens("waits"))
     assert table_of(bench).counts.loaded == 3
-    bench.close()
 
 
 def test_an_endless_stream_for_adapters_in_slots_starves_none(model, adapters):
@@ -139,7 +134,6 @@ def test_an_endless_stream_for_adapters_in_slots_starves_none(model, adapters):
     for i in range(2, COUNT):
         greedy_is(adapters[i][1], prompt_of(6, i), bench.tokens(f"r{i}"))
     bench.run()
-    bench.close()
 
 
 def test_an_endless_stream_of_a_higher_priority_keeps_its_slot_and_starves_no_other_adapter(model, adapters):
@@ -166,7 +160,6 @@ def test_an_endless_stream_of_a_higher_priority_keeps_its_slot_and_starves_no_ot
         assert sent["same"] < most
     greedy_is(adapters[2][1], prompt_of(6), bench.tokens("waits"))
     bench.run()
-    bench.close()
 
 
 def test_all_rows_are_in_use_while_many_adapters_wait_for_few_slots(model, adapters):
@@ -178,7 +171,6 @@ def test_all_rows_are_in_use_while_many_adapters_wait_for_few_slots(model, adapt
     for i in range(4 * COUNT):
         greedy_is(adapters[i % COUNT][1], prompt_of(6, i), bench.tokens(f"r{i}"))
     assert table_of(bench).counts.loaded == 2 * COUNT, "three of four requests come with their adapter's first one"
-    bench.close()
 
 
 def test_an_adapter_that_nothing_waits_for_loses_its_slot_first(model, adapters):
@@ -191,7 +183,6 @@ def test_an_adapter_that_nothing_waits_for_loses_its_slot_first(model, adapters)
     bench.run()
     assert {status.name for status in bench.status().adapters if status.resident} == {"a0", "a2", "a3"}
     assert table_of(bench).counts.evicted == 1
-    bench.close()
 
 
 def test_the_least_recently_used_adapter_loses_its_slot(model, adapters):
@@ -201,7 +192,6 @@ def test_the_least_recently_used_adapter_loses_its_slot(model, adapters):
         bench.run()
     resident = {status.name for status in bench.status().adapters if status.resident}
     assert resident == {"a0", "a2"}
-    bench.close()
 
 
 def test_a_slot_is_not_written_while_a_step_in_flight_names_its_row(model, adapters):
@@ -224,7 +214,6 @@ def test_a_slot_is_not_written_while_a_step_in_flight_names_its_row(model, adapt
     bench.run()
     assert slot.refs == 0 and slot.adapter is table.known["a1"]
     greedy_is(adapters[1][1], prompt_of(6, 1), bench.tokens("b"))
-    bench.close()
 
 
 def test_preempted_rows_go_on_with_their_adapter(model, adapters):
@@ -237,7 +226,6 @@ def test_preempted_rows_go_on_with_their_adapter(model, adapters):
     for i, prompt in enumerate(prompts):
         greedy_is(adapters[i % 4][1], prompt, bench.tokens(f"r{i}"))
         assert versions_of(bench, f"r{i}") == [0] * 30
-    bench.close()
 
 
 def test_rows_go_on_while_an_adapter_is_copied(model, adapters):
@@ -255,7 +243,6 @@ def test_rows_go_on_while_an_adapter_is_copied(model, adapters):
     copied.set()
     bench.run()
     greedy_is(adapters[1][1], prompt_of(6, 1), bench.tokens("b"))
-    bench.close()
 
 
 def test_while_nothing_runs_the_loop_waits_for_a_copy_and_does_not_spin(model, adapters):
@@ -263,7 +250,6 @@ def test_while_nothing_runs_the_loop_waits_for_a_copy_and_does_not_spin(model, a
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(5), 4, adapter=f"a{i}")
     bench.run(ticks=60)
-    bench.close()
 
 
 def test_sessions_go_on_with_their_adapter_alone(model, base, adapters):
@@ -275,7 +261,6 @@ def test_sessions_go_on_with_their_adapter_alone(model, base, adapters):
         prompt = [*prompt, *bench.tokens(name), 3]
     assert [bench.done[name].cached_tokens > 0 for name in "1234"] == [False, True, False, False]
     assert bench.engine.roster.allocator.sessions.counts.hits == 1
-    bench.close()
 
 
 def test_two_slots_in_flight_and_base_swaps_leave_adapters_alone(model, adapters):
@@ -289,7 +274,6 @@ def test_two_slots_in_flight_and_base_swaps_leave_adapters_alone(model, adapters
     bench.run()
     assert bench.done["r1"].cached_tokens == 0
     assert bench.tokens("r0") == bench.tokens("r1") and versions_of(bench, "r1") == [0] * 4
-    bench.close()
 
 
 @pytest.mark.parametrize("known", [0, 30])
@@ -305,7 +289,6 @@ def test_a_prefill_under_two_versions_of_an_adapter_tells_that_it_had_two_parts(
     assert bench.completions["r", 0].recomputed == ((known, 0), (known, 0))
     (told,) = [event for event in bench.events if isinstance(event, Delta)]
     assert told.adapter_versions == ((known, 1),)
-    bench.close()
 
 
 def test_unsupported_adapters_are_refused_with_the_reason(model, adapters):
@@ -331,7 +314,6 @@ def test_unsupported_adapters_are_refused_with_the_reason(model, adapters):
     bench.engine.inbox.put(DropAdapter("a0", 104))
     bench.run()
     assert Done(104) in bench.events and bench.status().adapters == ()
-    bench.close()
 
 
 def test_other_requests_pay_nothing(model, adapters):

@@ -38,7 +38,6 @@ def test_an_adapter_that_is_no_good_harms_its_own_rows_alone(model, base, adapte
     for i in range(3):
         assert bench.completions[f"r{i}", 0].finish.reason == "length"
         greedy_is(base, prompt_of(21, i), bench.tokens(f"r{i}"))
-    bench.close()
 
 
 class Recorder:
@@ -93,7 +92,6 @@ def test_the_sender_of_an_adapter_gets_the_fault_and_the_previous_one_is_served(
     bench.run()
     greedy_is(adapters[0][1], prompt_of(9), bench.tokens("again"))
     assert versions_of(bench, "again") == [0] * 6
-    bench.close()
 
 
 def test_an_adapter_that_came_after_the_last_free_place_is_refused_as_its_begin_would_be(model, adapters):
@@ -107,7 +105,6 @@ def test_an_adapter_that_came_after_the_last_free_place_is_refused_as_its_begin_
     assert told.startswith("refused: ") and "max_adapters" in told
     assert [status.name for status in bench.status().adapters] == ["first"]
     greedy_is(adapters[0][1], prompt_of(9), bench.tokens("r"))
-    bench.close()
 
 
 def test_an_engine_that_is_built_anew_knows_its_adapters(model, adapters):
@@ -126,4 +123,3 @@ def test_an_engine_that_is_built_anew_knows_its_adapters(model, adapters):
     bench.run()
     for i in range(2):
         greedy_is(adapters[i][1], prompt_of(9), bench.tokens(f"r{i}"))
-    bench.close()

@@ -49,7 +49,6 @@ def test_a_newer_version_is_applied_during_the_run_and_stamped(model, base, adap
     whole = 8 if kv_on_swap == "recompute" else 0
     assert bench.done["again"].cached_tokens == whole, "KV of the old version, or of both, is no prefix"
     assert versions_of(bench, "again") == [5] * 8
-    bench.close()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -130,7 +129,6 @@ def test_members_of_a_group_that_start_later_take_no_kv_of_the_older_version(mod
     for index in (2, 3):
         greedy_is(adapters[1][1], prompt, bench.tokens("g", index))
         assert versions_of(bench, "g", index) == [1] * 24
-    bench.close()
 
 
 def test_a_newer_version_of_an_adapter_that_rests_is_loaded_when_it_is_wanted(model, adapters):
@@ -142,7 +140,6 @@ def test_a_newer_version_of_an_adapter_that_rests_is_loaded_when_it_is_wanted(mo
         bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
         bench.run()
     assert bench.status().adapters[0].version == 2
-    bench.close()
 
 
 def test_a_turn_during_which_its_adapter_changed_leaves_nothing(model, adapters):
@@ -158,7 +155,6 @@ def test_a_turn_during_which_its_adapter_changed_leaves_nothing(model, adapters)
     bench.run()
     assert bench.done["2"].cached_tokens == 0
     greedy_is(adapters[1][1], prompt, bench.tokens("2"))
-    bench.close()
 
 
 def test_a_turn_whose_last_step_is_of_the_version_before_leaves_nothing(model, adapters):
@@ -178,7 +174,6 @@ def test_a_turn_whose_last_step_is_of_the_version_before_leaves_nothing(model, a
     bench.run()
     assert bench.done["2"].cached_tokens == 0
     greedy_is(adapters[1][1], prompt, bench.tokens("2"))
-    bench.close()
 
 
 def test_a_prompt_of_two_versions_is_not_shared(model, adapters):
@@ -190,7 +185,6 @@ def test_a_prompt_of_two_versions_is_not_shared(model, adapters):
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
     greedy_is(adapters[1][1], prompt, bench.tokens("g", 1))
-    bench.close()
 
 
 def test_a_row_that_has_launched_nothing_keeps_no_kv_of_the_older_version(model, adapters):
@@ -206,7 +200,6 @@ def test_a_row_that_has_launched_nothing_keeps_no_kv_of_the_older_version(model,
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
     greedy_is(adapters[1][1], prompt, bench.tokens("r"))
-    bench.close()
 
 
 @pytest.mark.parametrize("max_tokens", [0, 8])
@@ -223,4 +216,3 @@ def test_log_probs_of_a_prompt_are_of_one_version(model, adapters, max_tokens):
     expected = exact[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
     told = torch.from_numpy(bench.completions["r", 0].prompt_logprobs)
     assert torch.allclose(told[1:], expected, atol=1e-3)
-    bench.close()

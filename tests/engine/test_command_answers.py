@@ -20,7 +20,6 @@ def test_a_pause_that_is_resumed_at_once_is_still_answered(model, prompt_of):
         bench.engine.tick()
     assert sorted(done_tokens(bench)) == [1, 2], "rows still run; a client waits for the answer to its pause"
     bench.run()
-    bench.close()
 
 
 def test_every_shutdown_is_answered(model, prompt_of):
@@ -32,7 +31,6 @@ def test_every_shutdown_is_answered(model, prompt_of):
     while not bench.engine.gate.stopped:
         bench.engine.tick()
     assert sorted(done_tokens(bench)) == [1, 2]
-    bench.close()
 
 
 def test_a_group_that_no_queue_can_hold_is_not_told_to_retry(model, prompt_of):
@@ -41,4 +39,3 @@ def test_a_group_that_no_queue_can_hold_is_not_told_to_retry(model, prompt_of):
     bench.run()
     refusal = next(event for event in bench.events if isinstance(event, Rejected))
     assert refusal.code != "overloaded"
-    bench.close()

@@ -42,7 +42,6 @@ def test_greedy_tokens_and_logprobs_are_transformers(family, tmp_path):
         expected = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(done.raw_logprobs), expected, atol=2e-4)
         assert logits.argmax(-1).tolist() == done.token_ids
-    bench.close()
 
 
 def test_both_depths_sample_the_same_tokens(folders, prompt_of):
@@ -90,4 +89,3 @@ def test_step_times_lie_within_the_hosts_clock(folders, prompt_of):
     steps = bench.engine.meter.recent_steps()
     assert began - 1e-3 < steps[0].start_s < steps[-1].end_s < time.perf_counter() + 1e-3
     assert all(a.end_s <= b.start_s + 1e-4 for a, b in zip(steps, steps[1:], strict=False))
-    bench.close()

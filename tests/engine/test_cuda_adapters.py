@@ -40,7 +40,6 @@ def test_rows_are_what_peft_merges(tmp_path, captured):
             logits = references[i % 4](torch.tensor([ids + got])).logits[0, len(ids) - 1 : -1]
         took = logits[torch.arange(len(got)), torch.tensor(got)]
         assert (logits.max(-1).values - took).max() < 5e-3
-    bench.close()
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,6 @@ def test_nothing_is_compiled_while_serving(folder, monkeypatch):
         bench.submit(f"r{i}", prompt(3 + 17 * i, i), 60, adapter=f"a{i % 3}" if i % 4 else None)
     bench.run()
     assert compiled == []
-    bench.close()
 
 
 def test_steps_with_adapters_never_wait_for_the_device(folder):
@@ -75,4 +73,3 @@ def test_steps_with_adapters_never_wait_for_the_device(folder):
         for _ in range(60):
             bench.engine.tick()
     bench.run()
-    bench.close()

@@ -74,7 +74,6 @@ def test_tokens_in_float32_are_transformers(architecture: str, tmp_path: Path) -
         assert (logits.gather(1, chosen)[:, 0] > logits.max(-1).values - 1e-3).all()
         logprobs = logits.float().log_softmax(-1).gather(1, chosen)[:, 0]
         assert (torch.tensor(done.raw_logprobs) - logprobs).abs().max() < 3e-4
-    bench.close()
 
 
 @pytest.mark.parametrize("architecture", CAPTURED)
@@ -104,7 +103,6 @@ def test_logprobs_in_bf16_are_no_further_from_float32_than_transformers(architec
         theirs_off.append((rough - exact).abs())
     ours, others = torch.cat(ours_off).median(), torch.cat(theirs_off).median()
     assert ours < 1.1 * others + 1e-3, (ours, others)
-    bench.close()
 
 
 def test_a_swap_is_seen_by_captured_steps(tmp_path: Path) -> None:
@@ -126,4 +124,3 @@ def test_a_steady_step_is_one_launch_that_waits_for_nothing(tmp_path: Path, monk
         bench.submit(f"r{i}", prompt_of(9, i), 300, sampling={"temperature": 1.0, "seed": i})
     assert_one_launch_a_step(bench)
     assert_steady(bench, monkeypatch)
-    bench.close()

@@ -121,7 +121,6 @@ def test_tokens_in_float32_are_transformers(name: str, tmp_path: Path) -> None:
         logprobs = logprobs_of(reference, prompts[name], done)
         assert (torch.tensor(done.logprobs) - taken(logprobs, done)).abs().max() < 2e-3, (name, index)
         assert (logprobs.amax(-1) - taken(logprobs, done)).max() < 2e-3, "greedy, but for ties"
-    bench.close()
 
 
 @pytest.mark.parametrize("stem", REAL)
@@ -162,4 +161,3 @@ def test_a_captured_step_is_one_launch(name: str, tmp_path: Path) -> None:
         bench.submit(f"r{i}", prompt_of(9, reference.config.vocab_size, i), 80)
     assert_one_launch_a_step(bench)
     bench.run()
-    bench.close()

@@ -106,7 +106,6 @@ def test_snapshots_and_states_on_the_host_give_transformers_tokens(made, stem, d
     Inspector(bench.engine).set_gauges()
     assert bench.engine.meter.report()["state/snapshot_loads"] >= 3 + 2 + 2
     assert bench.status().prefix_hits["turn_end"] == 2
-    bench.close()
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
@@ -124,7 +123,6 @@ def test_a_swap_is_seen_by_captured_steps(made, mode):
     bench.submit("after", prompt_of(30), 9)  # no snapshot of the old weights serves it
     bench.run()
     agrees(hf_models[1], prompt_of(30), bench.completions["after", 0])
-    bench.close()
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -148,7 +146,6 @@ def test_rows_go_on_after_a_sleep_in_which_others_wrote_to_the_memory(made, on_h
     for name, index, prompt in (("g", 0, prompt_of(30)), ("g", 2, prompt_of(30)), ("r", 0, prompt_of(13, 1))):
         agrees(hf_model, prompt, bench.completions[name, index])
         assert bool(bench.completions[name, index].recomputed) != on_host
-    bench.close()
 
 
 def test_copies_of_states_are_bit_for_bit_and_allocate_and_synchronise_nothing(made):
@@ -175,7 +172,6 @@ def test_copies_of_states_are_bit_for_bit_and_allocate_and_synchronise_nothing(m
     with no_allocation(), no_waiting():
         round_trip()
     assert all(torch.equal(state[[7, 1]], was) for state, was in zip(states, before, strict=True))
-    bench.close()
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +214,6 @@ def test_a_group_in_bf16_is_no_further_from_float32_than_transformers(wide):
             theirs_off.append((rough - exact).gather(1, chosen)[:, 0].abs())
     ours, others = torch.cat(ours_off), torch.cat(theirs_off)
     assert ours.mean() < 1.1 * others.mean() + 1e-4, (ours.mean(), others.mean())
-    bench.close()
 
 
 def load_hf_bf16(folder: Path) -> Any:
@@ -232,7 +227,6 @@ def test_a_steady_step_is_one_launch_that_waits_for_nothing(wide, monkeypatch):
     bench.submit("g", prompt_of(40), 300, n=4, sampling={"temperature": 1.0, "seed": 1})
     assert_one_launch_a_step(bench)
     assert_steady(bench, monkeypatch)
-    bench.close()
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -64,7 +64,6 @@ def test_logprobs_are_no_further_from_float32_than_those_of_transformers(models:
         theirs.append((bf16 - expected)[:, 0].abs())
     error, reference = torch.cat(ours).mean(), torch.cat(theirs).mean()
     assert error < 1.5 * reference + 1e-3, (error, reference)
-    bench.close()
 
 
 def test_depth_one_and_two_are_equal_bit_for_bit(models: tuple[Path, Any, Any]) -> None:
@@ -94,4 +93,3 @@ def test_the_host_does_not_wait_for_an_image(models: tuple[Path, Any, Any]) -> N
             tick_without_waiting(bench)
             bench.run()
     assert encoded(bench) == 2
-    bench.close()

@@ -36,4 +36,3 @@ def test_an_engine_that_ran_out_of_memory_is_rebuilt_and_gives_the_same_tokens(f
     bench.submit("after", prompt_of(9), 60)
     bench.run()
     assert bench.tokens("after") == bench.tokens("before") and bench.tokens("before")[: len(cut)] == cut
-    bench.close()

@@ -70,7 +70,6 @@ def test_the_driver_has_weights_and_kv_while_it_sleeps(folders, level):
         assert abs(slept.facts["bytes"] - (asleep - before)) < 64 * MIB
         assert isinstance(bench.wake(), Done)
         assert abs(free_bytes() - before) < 64 * MIB
-    bench.close()
 
 
 def test_memory_is_the_drivers_once_nothing_lies_in_it(folders):
@@ -104,7 +103,6 @@ def test_captured_steps_replay_at_the_same_addresses(folders, fused, prompt_of, 
         assert some_tokens(bench, prompt_of, f"after{i}") == before
     bench.submit("steady", prompt_of(12), 300)
     assert_steady(bench, monkeypatch)
-    bench.close()
 
 
 @pytest.mark.parametrize("host_kv_gib", [0.0, 0.001])
@@ -167,7 +165,6 @@ def test_a_wake_without_enough_memory_leaves_everything_asleep(folders, prompt_o
     del other
     assert isinstance(bench.wake(), Done)
     assert some_tokens(bench, prompt_of, "after") == before
-    bench.close()
 
 
 def test_kept_memory_returns_whole_and_a_shadow_goes_on():

@@ -133,7 +133,6 @@ def test_a_step_begins_when_the_device_does_and_not_when_its_upload_is_there(fol
     bench.run()
     steps = [step for step in bench.engine.meter.recent_steps() if step.kind == "decode"]
     assert len(steps) > 5 and max(step.end_s - step.start_s for step in steps) < 0.01
-    bench.close()
 
 
 def test_rows_above_the_captured_sizes_are_launched_singly(folder):
@@ -143,7 +142,6 @@ def test_rows_above_the_captured_sizes_are_launched_singly(folder):
         bench.submit(f"r{i}", prompt(9, i), 20 + i)
     bench.run()
     assert all(len(bench.tokens(f"r{i}")) == 20 + i for i in range(6))
-    bench.close()
 
 
 def test_models_without_fused_kernels_are_captured_too(folders):
@@ -152,7 +150,6 @@ def test_models_without_fused_kernels_are_captured_too(folders):
     model = load(folders[0], "cuda")
     bench = Bench(model, make_device("cuda"))
     assert capturable(model) and bench.engine.executor.captures
-    bench.close()
 
 
 @pytest.mark.parametrize("rows", [4, MOST_ROWS + 12])
@@ -162,7 +159,6 @@ def test_a_steady_step_neither_allocates_nor_synchronises_at_any_size(folder, ro
     for i in range(rows):
         bench.submit(f"r{i}", prompt(9, i), 200, sampling={"temperature": 1.0, "seed": i})
     assert_steady(bench, monkeypatch)
-    bench.close()
 
 
 def test_nothing_is_compiled_while_serving(folder, monkeypatch):
@@ -173,7 +169,6 @@ def test_nothing_is_compiled_while_serving(folder, monkeypatch):
         bench.submit(f"r{i}", prompt(length, i), 10 + i, n=1 + i % 3, sampling={**(SHAPES if i % 2 else {}), "seed": i})
     bench.run()
     assert compiled == []
-    bench.close()
 
 
 def test_capture_takes_seconds_for_256_rows(folder, caplog):

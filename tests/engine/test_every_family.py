@@ -78,7 +78,6 @@ def test_tokens_and_logprobs_are_those_of_transformers(name: str, steps: int, tm
     bench.run()
     wanted.check(bench.done["again"], prompts[1], references[1])
     assert bench.tokens("scored") == [] and bench.completions["scored", 0].finish.reason == "length"
-    bench.close()
 
 
 def agrees(references: list[Any], prompt: list[int], completion: Completion) -> None:

@@ -139,7 +139,6 @@ def test_weights_and_kv_of_a_fallback_model_come_back_after_a_sleep(cohere):
     bench.submit("a", prompt, 20)
     bench.run()
     assert bench.tokens("a") == greedy(reference, prompt, 20)
-    bench.close()
 
 
 def test_a_cache_of_codes_gives_the_log_probs_of_the_native_family_with_one(tmp_path):

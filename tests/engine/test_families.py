@@ -45,4 +45,3 @@ def test_damage_in_a_running_engine_is_seen(family, damage):
     for hook in hooks:
         hook.remove()
     assert not agrees(hf_model, prompt, bench.completions["a", 0])
-    bench.close()

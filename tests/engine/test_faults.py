@@ -17,7 +17,6 @@ def test_logits_that_are_not_finite_end_their_rows_with_an_error(model, prompt_o
     done = bench.completions["a", 0]
     assert done.finish.reason == "error" and "not finite" in done.finish.error
     assert 0 < len(done.token_ids) < 50 and all(torch.tensor(done.logprobs).isfinite())
-    bench.close()
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("broken"), SystemExit(3)], ids=["an error", "an exit"])

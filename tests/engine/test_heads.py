@@ -320,7 +320,6 @@ def test_right_drafts_make_as_few_steps_as_they_can(folders, drafted, monkeypatc
     Inspector(bench.engine).set_gauges()
     report = bench.engine.meter.report()
     assert report["speculation/tokens_a_step"] == 5 and report["speculation/accepted_pct/by_heads"] == 100
-    bench.close()
 
 
 def test_a_row_may_have_more_drafts_than_a_step_has_rows(folders, drafted, monkeypatch):
@@ -585,7 +584,6 @@ def test_both_drafters_in_auto_change_nothing(drafted, plain):
         run_watched(bench)
         assert_same(bench, plain)
         bench.completions.clear()
-    bench.close()
 
 
 @pytest.mark.parametrize("better", ["heads", "suffix"])

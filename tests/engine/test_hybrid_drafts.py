@@ -132,8 +132,6 @@ def test_states_have_seen_the_tokens_of_their_rows_after_every_step(model, monke
         alone.close()
     assert checked > 9 and bench.drafts.accepted > 9
     assert bench.tokens("a") == plain.tokens("a")
-    plain.close()
-    bench.close()
 
 
 # --- sessions ---

@@ -87,7 +87,6 @@ def test_greedy_tokens_equal_transformers(made, stem, pages):
         assert len(bench.tokens(f"r{i}")) == 60 + 5 * i
         assert agrees(hf_model, prompt_of(length, i), bench.completions[f"r{i}", 0])
     assert bench.tokens("r1", 1) == bench.tokens("r1", 0)
-    bench.close()
 
 
 def test_200_tokens_equal_transformers(model, hf_models):
@@ -95,7 +94,6 @@ def test_200_tokens_equal_transformers(model, hf_models):
     bench.submit("r", prompt_of(140), 200)
     bench.run()
     assert agrees(hf_models[0], prompt_of(140), bench.completions["r", 0])
-    bench.close()
 
 
 @pytest.mark.parametrize("damage", ["recurrent", "conv"])
@@ -109,7 +107,6 @@ def test_a_damaged_state_is_seen(model, hf_models, damage):
     executor.compute.run(lambda: (recurrent if damage == "recurrent" else conv)[seq.row].mul_(-3.0))
     bench.run()
     assert not agrees(hf_models[0], prompt_of(30), bench.completions["r", 0])
-    bench.close()
 
 
 def greedy(hf_model, prompt: list[int], count: int) -> list[int]:
@@ -147,7 +144,6 @@ def test_rows_of_one_batch_are_each_what_peft_merges(model, hf_models, adapters,
             greedy_is(reference, prompt_of(30), bench.tokens(f"g-{name}", index))
         greedy_is(reference, prompt_of(9, 1), bench.tokens(f"r-{name}"))
     assert len({tuple(bench.tokens(f"g-{name}")) for name in expected}) == 3, "an adapter changes what is said"
-    bench.close()
 
 
 def test_a_snapshot_serves_its_adapter_alone(model, hf_models, adapters):
@@ -158,7 +154,6 @@ def test_a_snapshot_serves_its_adapter_alone(model, hf_models, adapters):
         reference = hf_models[0] if adapter is None else adapters[int(adapter[1])][1]
         greedy_is(reference, prompt_of(20), bench.tokens(name))
         assert bench.done[name].cached_tokens == cached
-    bench.close()
 
 
 # --- groups and known prefixes ---
@@ -176,7 +171,6 @@ def test_a_group_computes_its_prompt_once(model, hf_models, length, prefix_cache
         assert agrees(hf_models[0], prompt_of(length), bench.completions["g", i])
     Inspector(bench.engine).set_gauges()
     assert bench.engine.meter.report()["state/snapshot_loads"] == (4 if length > 1 else 0)
-    bench.close()
 
 
 def test_without_places_for_snapshots_every_member_computes_the_prompt(model, hf_models):
@@ -186,7 +180,6 @@ def test_without_places_for_snapshots_every_member_computes_the_prompt(model, hf
     bench.run()
     assert sum(sizes) == 3 * 40
     assert all(agrees(hf_models[0], prompt_of(40), bench.completions["g", i]) for i in range(3))
-    bench.close()
 
 
 def test_a_prompt_that_begins_with_a_known_prompt_goes_on_from_its_snapshot(model, hf_models):
@@ -206,7 +199,6 @@ def test_a_prompt_that_begins_with_a_known_prompt_goes_on_from_its_snapshot(mode
         bench.run()
         assert sum(sizes) == computed, name
         assert agrees(hf_models[0], prompt, bench.completions[name, 0]), name
-    bench.close()
 
 
 def test_equal_prompts_that_come_together_are_computed_once(model, hf_models):
@@ -220,7 +212,6 @@ def test_equal_prompts_that_come_together_are_computed_once(model, hf_models):
     for i in range(4):
         assert agrees(hf_models[0], prompt_of(50), bench.completions[f"r{i}", 0])
     assert agrees(hf_models[0], prompt_of(50) + prompt_of(7, 1), bench.completions["longer", 0])
-    bench.close()
 
 
 def test_the_cache_gives_up_snapshots_for_newer_ones_and_pages_for_rows(model, hf_models):
@@ -236,7 +227,6 @@ def test_the_cache_gives_up_snapshots_for_newer_ones_and_pages_for_rows(model, h
     bench.submit("large", prompt_of(100, 9), 50)  # takes nearly all pages
     bench.run()
     assert agrees(hf_models[0], prompt_of(100, 9), bench.completions["large", 0])
-    bench.close()
 
 
 # --- updates ---
@@ -265,7 +255,6 @@ def test_a_swap_in_the_middle_gives_the_tokens_of_both_versions(made, stem, mode
     bench.submit("after", prompt_of(30), 9)
     bench.run()
     assert agrees(hf_models[1], prompt_of(30), bench.completions["after", 0])
-    bench.close()
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
@@ -284,7 +273,6 @@ def test_an_update_frees_the_places_of_old_snapshots(made, mode):
     while not mailbox.done:
         bench.engine.tick()
     assert snapshots.used == 0
-    bench.close()
 
 
 @pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3Next")])
@@ -317,7 +305,6 @@ def test_within_the_age_states_of_older_weights_are_used_after_an_update(made, s
     mailbox.ready = Update(2, load(folders[0]), model)
     bench.run()
     assert talk.say(4, 9) and talk.reused == 0 and bench.completions[talk.turn, 0].kv_versions == ()
-    bench.close()
 
 
 @pytest.mark.parametrize(("seed", "age"), [(3, 5), *nightly((1, 3), (2, 2), (4, 1))])
@@ -343,7 +330,6 @@ def test_a_completion_continues_from_its_tokens(model, hf_models):
     bench.submit("rest", prompt_of(30), 40, prior=Prior(np.array(tokens[:15], np.int32)))
     bench.run()
     assert bench.tokens("rest") == tokens[15:]
-    bench.close()
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -357,7 +343,6 @@ def test_a_group_continues_from_its_tokens(model, hf_models, prefix_cache):
     bench.run()
     for i in range(3):
         assert bench.tokens("rest", i) == tokens[15:]
-    bench.close()
 
 
 def test_a_turn_continues_from_its_tokens(model, hf_models):
@@ -374,7 +359,6 @@ def test_a_turn_continues_from_its_tokens(model, hf_models):
     bench.run()
     assert agrees(hf_models[0], [*prompt, *expected, 3], bench.completions["next", 0])
     assert bench.done["next"].cached_tokens == len(prompt) + 11
-    bench.close()
 
 
 def test_logprobs_of_a_prompt_are_those_of_transformers(model, hf_models):
@@ -389,7 +373,6 @@ def test_logprobs_of_a_prompt_are_those_of_transformers(model, hf_models):
         got = torch.tensor(bench.completions[name, 0].prompt_logprobs)[1:]
         assert torch.allclose(got, exact, atol=1e-4, rtol=0)
         assert agrees(hf_models[0], prompt_of(40), bench.completions[name, 0])
-    bench.close()
 
 
 @pytest.mark.parametrize("ticks", [2, 3, 5, *nightly(1, 4, 6, 8)])
@@ -406,7 +389,6 @@ def test_cancelled_completions_leave_nothing_behind(model, hf_models, ticks):
     bench.submit("next", prompt_of(40), 30)
     bench.run()
     assert agrees(hf_models[0], prompt_of(40), bench.completions["next", 0])
-    bench.close()
 
 
 # --- sessions ---
@@ -424,7 +406,6 @@ def test_a_turn_goes_on_from_the_end_of_the_one_before(model, hf_models, prefix_
         bench.submit(f"other{turn}", prompt_of(10, turn), 5)  # takes the row of the turn
         bench.run()
     assert bench.status().sessions.hits == 3
-    bench.close()
 
 
 def test_a_turn_that_ended_by_a_stop_string_goes_on_from_its_prompt(model, hf_models):
@@ -440,7 +421,6 @@ def test_a_turn_that_ended_by_a_stop_string_goes_on_from_its_prompt(model, hf_mo
     tokens = talk.say(5)
     assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
     assert talk.reused >= 19
-    bench.close()
 
 
 def test_sessions_give_up_places_to_groups(model, hf_models):
@@ -456,7 +436,6 @@ def test_sessions_give_up_places_to_groups(model, hf_models):
     for talk in talks:
         tokens = talk.say(4)
         assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
-    bench.close()
 
 
 # --- sleeps and faults ---
@@ -478,7 +457,6 @@ def test_states_are_computed_again_after_a_sleep(model, hf_models):
         assert agrees(hf_models[0], prompt_of(30), bench.completions["g", i])
     tokens = talk.say(5)
     assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
-    bench.close()
 
 
 def test_an_engine_that_is_built_again_reads_no_state_from_before(model, hf_models):
@@ -494,7 +472,6 @@ def test_an_engine_that_is_built_again_reads_no_state_from_before(model, hf_mode
     bench.run()
     for i in range(3):
         assert agrees(hf_models[0], prompt_of(30), bench.completions["b", i])
-    bench.close()
 
 
 # --- states on the host ---
@@ -525,7 +502,6 @@ def test_preempted_rows_go_on_with_their_states(model, hf_models, rows, depth):
     assert offload.restored >= 1 and offload.sequences == 0 and (offload.refused > 0) == (rows == 1)
     assert rows == 1 or bench.engine.roster.counters.prefilled_tokens == 6 * 10 + offload.restored
     assert_six(bench, hf_models[0])
-    bench.close()
 
 
 @pytest.mark.parametrize("ticks", [50, 60, *nightly(45, 55, 65)])
@@ -539,7 +515,6 @@ def test_rows_that_end_while_their_states_are_copied_leave_nothing_behind(model,
     bench.run()
     for i in range(3):
         assert agrees(hf_models[0], prompt_of(10, i), bench.completions[f"r{i}", 0])
-    bench.close()
 
 
 @pytest.mark.parametrize("direction", ["out", "back"])
@@ -556,7 +531,6 @@ def test_after_a_failed_copy_states_are_computed_again(model, hf_models, directi
     bench.run()
     assert "no such bus" in bench.engine.parts.tier.failure
     assert_six(bench, hf_models[0])
-    bench.close()
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
@@ -576,7 +550,6 @@ def test_a_swap_while_states_are_on_the_host(made, hf_models, mode):
     for i in (0, *on_host):
         completion = bench.completions[f"r{i}", 0]
         assert replayed(hf_models, prompt_of(10, i), completion) == completion.token_ids
-    bench.close()
 
 
 def test_states_sleep_on_the_host(model, hf_models):
@@ -590,7 +563,6 @@ def test_states_sleep_on_the_host(model, hf_models):
     bench.run()
     assert all(bench.completions[f"r{i}", 0].recomputed == () for i in range(6))
     assert_six(bench, hf_models[0])
-    bench.close()
 
 
 def test_a_state_that_comes_back_to_the_row_of_a_turn_does_not_become_its_snapshot(model, hf_models):
@@ -606,7 +578,6 @@ def test_a_state_that_comes_back_to_the_row_of_a_turn_does_not_become_its_snapsh
     talk.ended()
     tokens = talk.say(5)
     assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
-    bench.close()
 
 
 # --- what is not possible ---

@@ -107,7 +107,6 @@ def test_greedy_tokens_of_mixed_rows_are_those_of_the_whole_model(name: str, chu
     for each, prompt in prompts.items():
         check_greedy(bench, reference, each, prompt)
     assert encoded(bench) == sum(len(prompt.places) for prompt in prompts.values())
-    bench.close()
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *nightly(*sorted(set(MODELS) - set(FAMILIES)))])
@@ -120,7 +119,6 @@ def test_images_of_odd_grids_are_those_of_the_whole_model(name: str, models: Any
     bench.run()
     for each, prompt in prompts.items():
         check_greedy(bench, reference, each, prompt)
-    bench.close()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -136,7 +134,6 @@ def test_prompt_logprobs_are_those_of_the_whole_model(name: str, models: Any) ->
         done = bench.completions[f"r{max_tokens}", 0]
         np.testing.assert_allclose(done.prompt_logprobs[1:], exact.numpy(), atol=1e-4)
         assert len(done.token_ids) == max_tokens
-    bench.close()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -189,7 +186,6 @@ def test_a_prompt_that_ends_with_an_image_or_a_long_video(name: str, models: Any
             bench.run()
             check_greedy(bench, reference, f"{each}{turn}", prompt)
             assert bench.tokens(f"{each}{turn}", 1) == bench.tokens(f"{each}{turn}")
-    bench.close()
 
 
 def test_a_groups_image_and_equal_images_are_encoded_once(models: Any) -> None:
@@ -205,7 +201,6 @@ def test_a_groups_image_and_equal_images_are_encoded_once(models: Any) -> None:
     for each, prompt in prompts.items():
         check_greedy(bench, reference, each, prompt)
         assert all(bench.tokens(each, index) == bench.tokens(each) for index in range(4))
-    bench.close()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -221,7 +216,6 @@ def test_an_equal_prompt_is_cached_and_one_with_another_image_is_not(name: str, 
     assert cached[:2] == [0, len(prompt.ids) - 1]
     assert cached[2] <= 9, "what comes before the image"
     assert encoded(bench) == 2
-    bench.close()
 
 
 def test_images_that_do_not_fit_in_the_buffer_together_are_encoded_one_after_the_other(models: Any) -> None:
@@ -233,7 +227,6 @@ def test_images_that_do_not_fit_in_the_buffer_together_are_encoded_one_after_the
     bench.run()
     check_greedy(bench, reference, "r", prompt)
     assert sizes[:3] == [13, 12, 12] and encoded(bench) == 3
-    bench.close()
 
 
 @pytest.mark.parametrize(("kv_on_swap", "name"), checkered(("recompute", "keep"), FAMILIES))
@@ -260,7 +253,6 @@ def test_a_swap_in_the_middle_encodes_again_with_the_new_tower(
         logits = torch.stack(both)[torch.tensor(done.versions), torch.arange(30)]
         assert logits.argmax(-1).tolist() == done.token_ids
     assert set(bench.completions["r0", 0].versions) == {0, 1} and set(bench.completions["r2", 0].versions) == {1}
-    bench.close()
 
 
 def test_an_update_without_the_tower_keeps_encodings(models: Any, tmp_path: Path) -> None:
@@ -278,7 +270,6 @@ def test_an_update_without_the_tower_keeps_encodings(models: Any, tmp_path: Path
     submit(bench, "new", prompt)
     bench.run()
     assert encoded(bench) == 1 and bench.done["new"].cached_tokens == 0
-    bench.close()
 
 
 @pytest.mark.parametrize(("host_kv_gib", "name"), checkered((0.01, 0.0), FAMILIES))
@@ -292,7 +283,6 @@ def test_preempted_rows_go_on_as_before(name: str, host_kv_gib: float, models: A
     assert sum(done.preemptions for done in bench.done.values()) > 0
     for each, prompt in prompts.items():
         check_greedy(bench, reference, each, prompt)
-    bench.close()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -318,7 +308,6 @@ def test_a_later_turn_of_a_session_may_add_an_image(name: str, models: Any) -> N
     bench.run()
     check_greedy(bench, reference, "3", changed)
     assert bench.done["3"].cached_tokens <= 6, "the image before what is kept is another one"
-    bench.close()
 
 
 def test_a_completion_is_continued_after_its_tokens(models: Any) -> None:
@@ -332,7 +321,6 @@ def test_a_completion_is_continued_after_its_tokens(models: Any) -> None:
     bench.run()
     assert bench.tokens("whole")[5:] == bench.tokens("rest")
     check_greedy(bench, reference, "whole", prompt)
-    bench.close()
 
 
 def test_drafts_of_rows_with_images_change_no_token(models: Any) -> None:
@@ -345,7 +333,6 @@ def test_drafts_of_rows_with_images_change_no_token(models: Any) -> None:
     for each, prompt in prompts.items():
         check_greedy(bench, reference, each, prompt)
     assert bench.drafts.accepted > 0
-    bench.close()
 
 
 @pytest.mark.parametrize(
@@ -388,7 +375,6 @@ def test_pixels_may_have_16_bits(dtype: torch.dtype, models: Any) -> None:
     submit(bench, "r", prompt_with(6, image, 5))
     bench.run()
     check_greedy(bench, reference, "r", exact)
-    bench.close()
 
 
 class Fused(FusedDecoder):
@@ -414,7 +400,6 @@ def test_the_fused_kernels_take_images(name: str, models: Any) -> None:
     bench.run()
     for each, prompt in prompts.items():
         check_greedy(bench, reference, each, prompt)
-    bench.close()
 
 
 def test_the_largest_image_fits_in_the_buffer(models: Any) -> None:
@@ -426,7 +411,6 @@ def test_the_largest_image_fits_in_the_buffer(models: Any) -> None:
     (encode,) = encodes_of(staging.extras[0])
     assert len(encode.pixels.patches) > 400 and len(encode.places) <= len(encoder.buffer_PW)
     encoder.encode([encode])
-    bench.close()
 
 
 @pytest.mark.parametrize("name", ["Qwen3-VL", "Qwen3.5"])
@@ -445,7 +429,6 @@ def test_a_sleep_leaves_nothing_of_the_encodings(name: str, models: Any, tmp_pat
     bench.run()
     for each, prompt in prompts.items():
         check_greedy(bench, reference, each, prompt)
-    bench.close()
 
 
 def test_an_engine_that_is_built_anew_encodes_anew(models: Any) -> None:
@@ -460,7 +443,6 @@ def test_an_engine_that_is_built_anew_encodes_anew(models: Any) -> None:
     bench.run()
     check_greedy(bench, reference, "after", prompt)
     assert encoder_of(bench).buffer_PW is buffer and encoded(bench) == 2
-    bench.close()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -477,7 +459,6 @@ def test_an_adapter_changes_what_is_said_of_an_image(name: str, models: Any, tmp
     check_greedy(bench, merged(reference, folder), "adapted", prompt)
     assert bench.tokens("plain") == bench.tokens("plain again") != bench.tokens("adapted")
     assert encoded(bench) == 1, "the tower has no adapter"
-    bench.close()
 
 
 def test_an_idle_session_with_an_image_that_gave_way_is_computed_again(models: Any) -> None:
@@ -492,4 +473,3 @@ def test_an_idle_session_with_an_image_that_gave_way_is_computed_again(models: A
             talks[name].ids += [*bench.tokens(f"{name}.{turn}"), 5 + turn]
     reused = [bench.done[f"{name}.1"].cached_tokens for name in talks]
     assert reused[0] == 0 and reused[3] > 13 and encoded(bench) == len(talks), "the buffer still has all images"
-    bench.close()

@@ -42,7 +42,6 @@ def test_nothing_runs_while_weights_are_written_and_rows_go_on_with_the_new_ones
         old = hf_models[0](ids[:, : len(prompt) + k - 1], past_key_values=cache, use_cache=True).logits[0]
         new = hf_models[1](ids[:, len(prompt) + k - 1 :], past_key_values=cache, use_cache=True).logits[0]
     assert tokens == torch.cat([old, new]).argmax(-1)[len(prompt) - 1 : -1].tolist()
-    bench.close()
 
 
 def test_half_an_update_is_not_served_before_a_whole_one_came(model, other, prompt_of):
@@ -67,7 +66,6 @@ def test_half_an_update_is_not_served_before_a_whole_one_came(model, other, prom
     bench.run()
     assert bench.status().state == "serving" and len(bench.tokens("a")) == 30
     assert set(bench.completions["a", 0].versions) == {0, 2}
-    bench.close()
 
 
 def test_a_hold_that_is_given_up_before_it_is_granted_is_not_granted_later(model, prompt_of):
@@ -80,7 +78,6 @@ def test_a_hold_that_is_given_up_before_it_is_granted_is_not_granted_later(model
     bench.engine.gate.clear_hold()
     bench.run()
     assert granted == [] and bench.engine.gate.hold != "granted" and len(bench.tokens("a")) == 30
-    bench.close()
 
 
 def test_a_request_waits_for_the_version_that_it_asks_for(model, other, prompt_of, greedy):
@@ -98,7 +95,6 @@ def test_a_request_waits_for_the_version_that_it_asks_for(model, other, prompt_o
         assert ("new" in bench.done) == (version == 2)
     assert bench.tokens("new") == bench.tokens("new", 1) == greedy(prompt_of(13), 20, which=1)
     assert set(bench.completions["new", 1].versions) == {2}
-    bench.close()
 
 
 def test_a_request_that_waits_for_a_version_ends_by_deadline_cancel_or_shutdown(model, prompt_of):
@@ -116,7 +112,6 @@ def test_a_request_that_waits_for_a_version_ends_by_deadline_cancel_or_shutdown(
     reasons = {name: {bench.completions[name, i].finish.reason for i in range(3)} for name in bench.done}
     assert reasons == {"overdue": {"deadline"}, "unwanted": {"cancelled"}, "left": {"cancelled"}}
     assert bench.engine.gate.stopped and bench.engine.roster.feed.early == {}
-    bench.close()
 
 
 def test_a_version_that_can_never_come_is_refused(model, prompt_of):
@@ -125,4 +120,3 @@ def test_a_version_that_can_never_come_is_refused(model, prompt_of):
     bench.run()
     (rejected,) = bench.events
     assert (rejected.code, rejected.field) == ("unavailable", "min_version") and "never" in rejected.message
-    bench.close()

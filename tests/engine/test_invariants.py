@@ -41,7 +41,6 @@ def test_a_slot_is_free_only_after_the_commit_that_read_it(model, prompt_of):
     bench.submit("a", prompt_of(9), 20)
     bench.run()
     assert len(seen) == 20 and all(seen)
-    bench.close()
 
 
 def test_slots_are_used_in_turn(model, prompt_of):
@@ -51,7 +50,6 @@ def test_slots_are_used_in_turn(model, prompt_of):
     bench.submit("a", prompt_of(9), 20)
     bench.run()
     assert used[0] is not used[1] and all(used[i] is used[i % 2] for i in range(len(used)))
-    bench.close()
 
 
 def test_retiring_out_of_order_is_refused(model, prompt_of):
@@ -65,7 +63,6 @@ def test_retiring_out_of_order_is_refused(model, prompt_of):
         engine.pipeline.retire(newest)
     engine.commit_oldest()
     bench.run()
-    bench.close()
 
 
 # --- 5: references, zombies, release ---
@@ -112,7 +109,6 @@ def test_an_early_stop_makes_one_zombie_whose_row_and_pages_stay_until_it_lands(
     assert bench.tokens("a")[-1] == stop
     assert bench.completions["a", 0].finish.reason == "stop"
     assert watch.zombies_seen == 1 and bench.engine.roster.counters.zombie_rows == 1
-    bench.close()
 
 
 def test_releasing_a_zombie_early_is_seen(model, prompt_of):
@@ -142,7 +138,6 @@ def test_a_zombies_token_is_never_sent(model, prompt_of):
     sent = [event for event in bench.events if isinstance(event, Delta)]
     assert sum(len(delta.token_ids) for delta in sent) == len(bench.tokens("a"))
     assert sent[-1].finish is not None and sent[-1].token_ids.tolist()[-1:] == [stop]
-    bench.close()
 
 
 def test_sending_a_zombies_token_is_seen(model, prompt_of):
@@ -178,7 +173,6 @@ def test_rows_that_end_by_length_make_no_zombie_and_no_extra_launch(model, promp
     counters = bench.engine.roster.counters
     assert counters.zombie_rows == 0 and watch.most == 2
     assert counters.decode_rows == sum(length - 1 for length in lengths)
-    bench.close()
 
 
 # --- 6: cancel ---
@@ -196,7 +190,6 @@ def test_a_cancelled_request_ends_with_its_tokens_and_frees_everything(model, pr
         assert bench.completions["a", i].finish.reason == "cancelled"
         assert 0 < len(bench.tokens("a", i)) < 30
     assert len(bench.tokens("b")) == 30
-    bench.close()
 
 
 @pytest.mark.parametrize("ticks", range(8))
@@ -210,7 +203,6 @@ def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, ticks):
     bench.run()
     assert {bench.completions["a", i].finish.reason for i in range(4)} == {"cancelled"}
     assert len(bench.tokens("b")) == 10
-    bench.close()
 
 
 # --- 10: nothing leaks ---
@@ -250,7 +242,6 @@ def test_random_traffic_through_a_small_pool_leaks_nothing_and_changes_no_token(
         for i in range(job["n"]):
             mine, theirs = crowd.tokens(name, i), alone.tokens(name, i)
             assert mine == (theirs[: len(mine)] if name in cancelled else theirs), name
-    alone.close()
 
 
 def test_a_leaked_page_is_seen(model, prompt_of):
@@ -273,4 +264,3 @@ def test_states_follow_the_life_of_a_sequence(model, prompt_of):
         states.append(seq.state)
         bench.engine.tick()
     assert states[0] is SequenceState.PREFILL and states[-1] is SequenceState.DECODE and seq.finalized
-    bench.close()

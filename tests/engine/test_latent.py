@@ -69,7 +69,6 @@ def test_greedy_tokens_equal_transformers(made, name):
         assert agrees(hf_models, prompt_of(length, i), bench.completions[f"r{i}", 0])
     assert agrees(hf_models, prompt_of(50, 1), bench.completions["r1", 1])
     assert {version for done in bench.completions.values() for version in done.versions} == {0, 1}
-    bench.close()
 
 
 def test_a_wrong_latent_is_seen(made, model):
@@ -81,7 +80,6 @@ def test_a_wrong_latent_is_seen(made, model):
     executor.compute.run(lambda: executor.step.kv.k[0][seq.kv.pages[7]].mul_(-3.0))
     bench.run()
     assert not agrees([made()[1]], prompt_of(30), bench.completions["r", 0])
-    bench.close()
 
 
 def test_latents_of_preempted_sequences_come_back_from_the_host(made, model):
@@ -94,7 +92,6 @@ def test_latents_of_preempted_sequences_come_back_from_the_host(made, model):
     assert counts(bench).restored == counts(bench).offloaded == preemptions > 0
     assert sum(prefills) == 6 * 10 + preemptions
     assert all(agrees([made()[1]], prompt_of(10, i), bench.completions[f"r{i}", 0]) for i in range(6))
-    bench.close()
 
 
 def test_turns_and_equal_prompts_compute_only_new_tokens(made, model):
@@ -112,7 +109,6 @@ def test_turns_and_equal_prompts_compute_only_new_tokens(made, model):
     bench.submit("b", prompt_of(41), 4)
     bench.run()
     assert sum(sizes) <= 1 and bench.tokens("a") == bench.tokens("b")
-    bench.close()
 
 
 def test_rows_go_on_after_a_sleep(made, model):
@@ -125,7 +121,6 @@ def test_rows_go_on_after_a_sleep(made, model):
     bench.wake()
     bench.run()
     assert agrees([made()[1]], prompt_of(40), bench.completions["r", 0])
-    bench.close()
 
 
 def test_a_token_takes_one_latent_a_layer(model):
@@ -133,7 +128,6 @@ def test_a_token_takes_one_latent_a_layer(model):
     width = 18 + 8
     assert model.spec.kv_bytes_per_token(torch.float32) == 2 * width * 4
     assert sum(tensor.nbytes for tensor in bench.engine.executor.step.kv.tensors) == 50 * 4 * 2 * width * 4
-    bench.close()
 
 
 @pytest.mark.parametrize(

@@ -103,4 +103,3 @@ def test_versions_rise_amid_runs_of_many_adapters_and_a_name_comes_again(folders
     bench.run()
     assert bench.answer(90) == Done(90) and bench.done["again"].cached_tokens == 0
     assert bench.tokens("again") == expected[4] and [a.name for a in bench.status().adapters] == ["a0"]
-    bench.close()

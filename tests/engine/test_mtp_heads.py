@@ -125,7 +125,6 @@ def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, t
         seen = watch_drafts(bench)
         known = submit_three(bench, f"v{version}-", vocab, 14)
         assert_drafted(expected, known, seen)
-    bench.close()
 
 
 def train(reference: Predicting, texts_NT: torch.Tensor, updates: int) -> None:

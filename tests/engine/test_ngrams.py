@@ -222,7 +222,6 @@ def test_cancels_leave_nothing_behind(model):
         if tick % 6 == 3:
             bench.engine.inbox.put(Cancel(("c", f"r{tick // 6}")))
     run_watched(bench)
-    bench.close()
 
 
 @pytest.mark.parametrize("seed", [1, *nightly(0, *range(2, 40))])
@@ -251,5 +250,3 @@ def test_the_ids_of_tokens_are_part_of_a_page(model):
     kv, theirs = drafted.engine.executor.step.kv, plain.engine.executor.step.kv
     assert theirs.tokens is None and kv.tokens is not None
     assert kv.tokens.shape == (kv.pages, kv.page_size) and kv.tensors[-1] is kv.tokens
-    plain.close()
-    drafted.close()

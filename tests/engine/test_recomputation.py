@@ -77,7 +77,6 @@ def test_a_groups_prompt_is_computed_again_once(model, sources, prompt_of, n, ch
     bench.run()
     drawn = [bench.completions["g", i].versions.index(1) for i in range(n)]
     assert sum(sizes) == 60 + sum(drawn), "the prompt ends with a page, so members compute only what they drew"
-    bench.close()
 
 
 def test_without_the_limit_endless_updates_let_no_row_decode(model, sources, prompt_of):
@@ -107,7 +106,6 @@ def test_endless_updates_leave_the_rest_of_the_time_to_decoding(model, sources, 
         completion = bench.completions[f"r{i}", 0]
         assert len(completion.token_ids) == 150
         assert replayed(Turns(hf_models), prompt_of(40, i), completion) == completion.token_ids
-    bench.close()
 
 
 # --- when the next update is applied ---
@@ -150,7 +148,6 @@ def test_no_update_finds_a_row_half_computed(model, sources, prompt_of, arrivals
         tick(bench, arrivals)
     bench.run(MOST_TICKS)
     assert receiver.version > 3 and len(lost) == 8 and found == []
-    bench.close()
 
 
 def test_a_prefill_that_is_in_flight_at_the_swap_is_not_the_one_that_follows(model, sources, prompt_of):
@@ -166,7 +163,6 @@ def test_a_prefill_that_is_in_flight_at_the_swap_is_not_the_one_that_follows(mod
         assert mailbox.ready is not None
     bench.run()
     assert [version for version, _ in mailbox.done] == [1, 2]
-    bench.close()
 
 
 @pytest.mark.parametrize("fraction", [0.5, *nightly(0.25)])
@@ -188,7 +184,6 @@ def test_the_wait_ends_when_the_prefills_took_their_fraction_of_the_time(model, 
     waited_s = device.now_s - began_s
     assert spent_s >= 12 and abs(waited_s - spent_s / fraction) <= 4
     bench.run()
-    bench.close()
 
 
 def test_an_update_is_applied_at_once_while_no_row_runs(model, sources, prompt_of):
@@ -205,7 +200,6 @@ def test_an_update_is_applied_at_once_while_no_row_runs(model, sources, prompt_o
         tick(bench, 1)
     bench.run()
     assert set(bench.completions["early", 0].versions) == {4}
-    bench.close()
 
 
 def test_the_first_update_waits_for_nothing(model, sources, prompt_of):
@@ -216,7 +210,6 @@ def test_the_first_update_waits_for_nothing(model, sources, prompt_of):
     tick(bench, 1)
     assert mailbox.ready is None
     bench.run()
-    bench.close()
 
 
 @pytest.mark.parametrize("stop", ["pause", "hold", "falling asleep"])
@@ -244,7 +237,6 @@ def test_an_update_is_applied_at_once_while_generation_stands_still(model, sourc
     assert [version for version, _ in mailbox.done] == [1, 2]
     completion = bench.completions["a", 0]
     assert replayed(Turns(hf_models), prompt_of(60), completion) == completion.token_ids
-    bench.close()
 
 
 def test_rows_that_are_cancelled_delay_no_update(model, sources, prompt_of):
@@ -257,7 +249,6 @@ def test_rows_that_are_cancelled_delay_no_update(model, sources, prompt_of):
     tick(bench, 4)
     assert mailbox.ready is None
     bench.run()
-    bench.close()
 
 
 def test_rows_that_others_keep_from_coming_back_delay_no_update(model, sources, prompt_of):
@@ -275,7 +266,6 @@ def test_rows_that_others_keep_from_coming_back_delay_no_update(model, sources, 
     assert mailbox.ready is None and bench.engine.roster.waiting == 2
     bench.run()
     assert {len(bench.tokens(f"low{i}")) for i in range(2)} == {30}
-    bench.close()
 
 
 def test_rows_that_a_fault_ended_delay_no_update(model, sources, prompt_of):
@@ -291,7 +281,6 @@ def test_rows_that_a_fault_ended_delay_no_update(model, sources, prompt_of):
     bench.submit("b", prompt_of(9), 5)
     bench.run()
     assert set(bench.completions["b", 0].versions) == {2}
-    bench.close()
 
 
 def test_a_drain_ends_whatever_waits(model, sources, prompt_of):
@@ -303,7 +292,6 @@ def test_a_drain_ends_whatever_waits(model, sources, prompt_of):
     while not bench.engine.gate.stopped:
         bench.engine.tick()
     assert {len(bench.tokens(f"r{i}")) for i in range(3)} == {30}
-    bench.close()
 
 
 def test_updates_of_adapters_wait_too(model, sources, prompt_of, hf_models, folders, tmp_path_factory):
@@ -329,7 +317,6 @@ def test_updates_of_adapters_wait_too(model, sources, prompt_of, hf_models, fold
         assert len(rows) == 2, "until both decode, the update waits"
     bench.run()
     assert [version for version, _ in mailbox.done] == [1, 1, 2, 2]
-    bench.close()
 
 
 def test_kept_kv_delays_no_update(model, sources, prompt_of):
@@ -337,7 +324,6 @@ def test_kept_kv_delays_no_update(model, sources, prompt_of):
     bench.submit("a", prompt_of(40), 30)
     bench.run(MOST_TICKS)
     assert receiver.version >= 15 and len(bench.tokens("a")) == 30
-    bench.close()
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 6))])
@@ -371,4 +357,3 @@ def test_random_updates_and_requests_have_the_tokens_of_the_kv_that_they_report(
         assert completion.finish.reason == "length" or name in cancelled
         assert replayed(Turns(hf_models), prompts[name], completion) == completion.token_ids
     assert not any(seq.state is SequenceState.PREFILL for seq in bench.engine.roster.unfinished())
-    bench.close()

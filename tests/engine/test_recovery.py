@@ -41,7 +41,6 @@ def test_a_rebuilt_engine_gives_the_right_tokens_whatever_the_fault_left_in_its_
     bench.run()
     assert bench.tokens("again") == greedy(prompt_of(9), 60)
     assert [bench.tokens("other", i) for i in range(4)] == [greedy(prompt_of(5, 1), 30)] * 4
-    bench.close()
 
 
 @pytest.mark.parametrize("column", ["tokens", "logprobs", "raw_logprobs", "drawn_logprobs"])
@@ -95,7 +94,6 @@ def test_every_shutdown_is_confirmed(model):
     bench.engine.inbox.put(Shutdown("drain", 2))
     bench.run()
     assert {Done(1), Done(2)} <= {event for event in bench.events if isinstance(event, Done)}
-    bench.close()
 
 
 class BrokenUpdate:

@@ -94,7 +94,6 @@ def test_pages_are_as_large_as_they_are_counted(model, speculation, kv_dtype):
     memory = DeviceMemory(0, 2 * 101 * page - 1, StepNeeds())
     settings = settings_of(EngineSettings, max_rows=4, kv_memory_fraction=0.5, **fields)
     assert kv_pages(settings, model, dtype, CONTEXT, memory) == 100
-    bench.close()
 
 
 def test_on_a_cpu_most_of_the_memory_stays_free_unless_it_is_asked_for(model):

@@ -30,7 +30,6 @@ def test_tokens_are_those_of_a_run_that_never_slept(model, never_slept, prompt_o
     assert outcome(bench) == never_slept
     assert any(done.recomputed for done in bench.completions.values())
     assert {version for done in bench.completions.values() for version in done.versions} == {0}
-    bench.close()
 
 
 def test_rows_whose_kv_is_on_the_host_or_on_its_way_have_the_tokens_of_a_run_that_never_slept(folders, prompt_of):
@@ -73,7 +72,6 @@ def test_the_answer_to_a_sleep_has_its_figures(model, prompt_of):
     assert woken.facts["level"] == 1 and woken.facts["bytes"] == bench.sleeper.memory.nbytes
     assert bench.status().sleep is None and bench.status().state == "serving"
     bench.run()
-    bench.close()
 
 
 # --- nothing stale ---------------------------------------------------------------------------------------------------
@@ -105,7 +103,6 @@ def test_no_prefix_and_no_session_outlives_a_sleep(model, folders, prompt_of, gr
     tokens = talk.say(7)
     assert talk.reused > 30 and tokens == greedy(talk.said[: -len(tokens)], 9, which), "sessions go on after it"
     talk.bench.engine.roster.allocator.sessions.end("c")
-    bench.close()
 
 
 def test_a_group_whose_members_wait_for_the_prompt_computes_it_anew(model, prompt_of, greedy):
@@ -118,7 +115,6 @@ def test_a_group_whose_members_wait_for_the_prompt_computes_it_anew(model, promp
     bench.wake()
     bench.run()
     assert all(bench.tokens("a", i) == greedy(prompt_of(30), 12) for i in range(5))
-    bench.close()
 
 
 def test_prompt_logprobs_and_tops_are_those_of_a_run_that_never_slept(model, prompt_of):
@@ -159,7 +155,6 @@ def test_after_level_2_nothing_is_generated_before_a_whole_update_came(model, fo
     k = versions.index(1)
     assert 0 < k < 30 and set(versions) == {0, 1} and tokens[:k] == greedy(prompt_of(13), k)
     assert tokens[k:] == greedy(prompt_of(13) + tokens[:k], 30 - k, 1)
-    bench.close()
 
 
 def test_the_same_weights_again_give_the_tokens_of_a_run_that_never_slept(model, folders, never_slept, prompt_of):
@@ -174,7 +169,6 @@ def test_the_same_weights_again_give_the_tokens_of_a_run_that_never_slept(model,
     bench.run()
     assert outcome(bench) == never_slept
     assert bench.engine.meter.report()["weights/version"] == 0
-    bench.close()
 
 
 def test_the_pause_of_an_update_is_its_own_not_the_time_for_which_there_were_no_weights(model, folders):
@@ -191,7 +185,6 @@ def test_the_pause_of_an_update_is_its_own_not_the_time_for_which_there_were_no_
     assert version == 1 and 0 < pause_s <= time.perf_counter() - begun_s
     (swap,) = bench.engine.meter.recent_swaps()
     assert swap.start_s >= begun_s > woken_s
-    bench.close()
 
 
 def test_a_worker_that_takes_no_weights_keeps_them(model):
@@ -200,7 +193,6 @@ def test_a_worker_that_takes_no_weights_keeps_them(model):
     assert isinstance(answer, Failed) and (answer.code, answer.field) == ("bad_request", "level")
     assert not bench.engine.gate.sleep.ordered and isinstance(bench.sleep(1), Done)
     bench.wake()
-    bench.close()
 
 
 def test_a_deeper_sleep_drops_kept_kv_and_a_lighter_one_changes_nothing(model, prompt_of):
@@ -211,7 +203,6 @@ def test_a_deeper_sleep_drops_kept_kv_and_a_lighter_one_changes_nothing(model, p
     assert again.facts["level"] == 2 and again.facts["seconds"] < 1
     assert bench.wake().facts["level"] == 2 and bench.status().state == "stale"
     assert not any(parameter.any() for parameter in model.parameters())
-    bench.close()
 
 
 # --- requests and rows meanwhile -------------------------------------------------------------------------------------
@@ -236,7 +227,6 @@ def test_rows_are_aborted_and_requests_refused_where_that_is_wanted(model, promp
     bench.submit("after", prompt_of(9), 4)
     bench.run()
     assert bench.tokens("after") == greedy(prompt_of(9), 4)
-    bench.close()
 
 
 def test_deadlines_and_cancels_count_while_it_sleeps(model, prompt_of, greedy):
@@ -254,4 +244,3 @@ def test_deadlines_and_cancels_count_while_it_sleeps(model, prompt_of, greedy):
     bench.wake()
     bench.run()
     assert bench.tokens("row") == greedy(prompt_of(9), 30)
-    bench.close()

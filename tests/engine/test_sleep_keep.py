@@ -73,7 +73,6 @@ def test_kv_without_room_on_the_host_is_recomputed_lowest_rank_first(model, prom
     bench.run()
     assert [bool(bench.completions["group", i].recomputed) for i in range(4)] == [False, False, True, True]
     assert all(bench.tokens("group", i) == greedy(prompt_of(12), 40) for i in range(4))
-    bench.close()
 
 
 def test_an_interrupted_prompt_and_its_logprobs_go_on_where_they_were(model, prompt_of):
@@ -120,7 +119,6 @@ def test_a_sequence_that_ends_asleep_frees_its_host_memory(model, prompt_of, gre
     bench.run()
     assert bench.tokens("stays") == greedy(prompt_of(9), 40) and not bench.completions["stays", 0].recomputed
     assert host(bench).pages == 0 and host(bench).restored == 1
-    bench.close()
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -140,7 +138,6 @@ def test_rows_that_share_a_prompt_share_it_again_in_any_order_of_return(model, p
     assert host(bench).bytes_in <= host(bench).bytes_out and pool.used <= shared + 6 * 4
     bench.run()
     assert all(bench.tokens("group", i) == greedy(prompt_of(40), 40) for i in range(6))
-    bench.close()
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -161,7 +158,6 @@ def test_an_update_after_the_wake_finds_kv_that_it_may_keep_or_not(model, folder
         done = bench.completions[f"r{i}", 0]
         assert set(done.versions) == {0, 1} and bool(done.recomputed) == (kv_on_swap == "recompute")
         assert replayed(hf_models, prompt_of(12, i), done) == done.token_ids
-    bench.close()
 
 
 def test_a_sleep_of_level_2_keeps_no_kv_and_one_that_becomes_it_gives_it_up(model, folders, prompt_of, greedy):
@@ -177,7 +173,6 @@ def test_a_sleep_of_level_2_keeps_no_kv_and_one_that_becomes_it_gives_it_up(mode
     bench.run()
     assert all(bench.completions[f"r{i}", 0].recomputed for i in range(4))
     assert all(bench.tokens(f"r{i}") == greedy(prompt_of(12, i), 40) for i in range(4))
-    bench.close()
 
 
 # --- what goes wrong half-way ----------------------------------------------------------------------------------------
@@ -219,7 +214,6 @@ def test_a_sleep_whose_copies_hang_is_refused_and_all_goes_on(model, folders, pr
     mailbox.ready = Update(0, load(folders[0]), model)
     bench.run()
     assert all(bench.tokens(f"r{i}") == greedy(prompt_of(12, i), 40) for i in range(4))
-    bench.close()
 
 
 def test_a_fault_while_kv_leaves_ends_the_sleep_and_leaves_a_whole_engine(model, prompt_of, greedy):
@@ -238,7 +232,6 @@ def test_a_fault_while_kv_leaves_ends_the_sleep_and_leaves_a_whole_engine(model,
     assert bench.sleep().facts["parked"] == 1 and isinstance(bench.wake(), Done)
     bench.run()
     assert bench.tokens("b") == greedy(prompt_of(9), 20) and not bench.completions["b", 0].recomputed
-    bench.close()
 
 
 @pytest.mark.parametrize("direction", ["out", "back"])
@@ -252,4 +245,3 @@ def test_copies_that_fail_end_in_computing_again(model, prompt_of, greedy, direc
     assert "division by zero" in bench.engine.parts.tier.failure and host(bench).restored == 0
     assert all(bench.completions[f"r{i}", 0].recomputed for i in range(4))
     assert all(bench.tokens(f"r{i}") == greedy(prompt_of(12, i), 40) for i in range(4))
-    bench.close()

@@ -21,7 +21,6 @@ def test_an_engine_without_such_memory_refuses(model):
     for answer in (bench.sleep(), bench.wake()):
         assert isinstance(answer, Failed) and (answer.code, answer.field) == ("bad_request", "op")
     assert not bench.sleeper.memory.sleeps and bench.engine.gate.sleep_status() is None
-    bench.close()
 
 
 def test_waking_an_awake_engine_changes_nothing(model, prompt_of, greedy):
@@ -34,7 +33,6 @@ def test_waking_an_awake_engine_changes_nothing(model, prompt_of, greedy):
     assert bench.engine.roster.running == rows == 1
     bench.run()
     assert bench.tokens("a") == greedy(prompt_of(9), 20) and not bench.completions["a", 0].recomputed
-    bench.close()
 
 
 def test_orders_are_obeyed_in_turn(model, prompt_of, greedy):
@@ -51,7 +49,6 @@ def test_orders_are_obeyed_in_turn(model, prompt_of, greedy):
     assert [bench.obeyed(tokens[1]).facts["level"], bench.answer(tokens[0]).facts["level"]] == [0, 2]
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.run()
-    bench.close()
 
 
 def test_a_wake_that_finds_too_little_leaves_all_of_it_asleep_and_a_later_one_succeeds(model, prompt_of, never_slept):
@@ -69,7 +66,6 @@ def test_a_wake_that_finds_too_little_leaves_all_of_it_asleep_and_a_later_one_su
     assert isinstance(bench.wake(), Done)
     bench.run()
     assert outcome(bench) == never_slept
-    bench.close()
 
 
 def test_weights_that_the_host_cannot_keep_leave_it_awake_with_all_its_kv(model, prompt_of, greedy):
@@ -87,7 +83,6 @@ def test_weights_that_the_host_cannot_keep_leave_it_awake_with_all_its_kv(model,
     bench.run()
     assert bench.tokens("a") == greedy(prompt_of(9), 20) and not bench.completions["a", 0].recomputed
     assert bench.done["cached"].cached_tokens == 32
-    bench.close()
 
 
 def test_a_pause_outlasts_a_sleep_and_a_resume_during_it_launches_nothing(model, prompt_of, greedy):
@@ -107,7 +102,6 @@ def test_a_pause_outlasts_a_sleep_and_a_resume_during_it_launches_nothing(model,
     assert bench.status().state == "serving"
     bench.run()
     assert bench.tokens("a") == greedy(prompt_of(9), 20)
-    bench.close()
 
 
 # --- updates ---------------------------------------------------------------------------------------------------------
@@ -133,7 +127,6 @@ def test_a_swap_that_is_under_way_is_over_before_it_sleeps(model, folders, promp
     bench.submit("b", prompt_of(9), 9)
     bench.run()
     assert bench.tokens("b") == greedy(prompt_of(9), 9, 1)
-    bench.close()
 
 
 def test_it_waits_for_an_update_that_is_being_received_and_lets_no_other_in(model, folders, prompt_of):
@@ -160,7 +153,6 @@ def test_it_waits_for_an_update_that_is_being_received_and_lets_no_other_in(mode
     gate.updates_done()
     bench.run()
     assert set(bench.completions["a", 0].versions) == {0, 1}
-    bench.close()
 
 
 def test_stale_weights_are_stale_after_a_sleep(model, folders, prompt_of):
@@ -176,7 +168,6 @@ def test_stale_weights_are_stale_after_a_sleep(model, folders, prompt_of):
     bench.submit("a", prompt_of(9), 5)
     bench.run()
     assert set(bench.completions["a", 0].versions) == {2}
-    bench.close()
 
 
 # --- ends and faults -------------------------------------------------------------------------------------------------
@@ -209,7 +200,6 @@ def test_a_worker_that_ends_answers_waiting_requests(model, prompt_of, greedy, m
         assert done.finish.reason == bench.completions["waits", 0].finish.reason == "cancelled"
     else:
         assert bench.answer(token).code == "unavailable" and len(done.token_ids) == 20
-    bench.close()
 
 
 def test_after_a_fault_before_it_slept_it_is_awake_and_whole(model, prompt_of, greedy):
@@ -232,7 +222,6 @@ def test_after_a_fault_before_it_slept_it_is_awake_and_whole(model, prompt_of, g
     bench.submit("c", prompt_of(9), 20)
     bench.run()
     assert bench.tokens("c") == greedy(prompt_of(9), 20)
-    bench.close()
 
 
 def test_an_engine_that_fails_asleep_is_not_built_anew(model):
@@ -301,4 +290,3 @@ def test_any_mixture_of_orders_updates_and_requests_has_the_right_tokens_and_los
         assert done.token_ids == greedy(prompt_of(length, length), most)[: len(done.token_ids)]
         assert done.finish.reason == "cancelled" or len(done.token_ids) == most
     bench.engine.roster.allocator.sessions.end("c")
-    bench.close()

@@ -130,7 +130,6 @@ def test_right_drafts_make_as_few_steps_as_they_can(model, monkeypatch, depth):
     bench.run()
     assert drafter.ends == [("a", 0)], "told with the next plan"
     assert drafter.told["a", 0] == 101, "its last tokens, too"
-    bench.close()
 
 
 @pytest.mark.parametrize("most", [1, 3, 5])
@@ -580,7 +579,6 @@ def test_the_suffix_drafter_speeds_a_second_epoch_up(model, six, kept_tokens):
         for i in range(6):
             assert bench.completions.pop((f"r{i}", 0)).token_ids == six.tokens(f"r{i}"), epoch
     assert steps[1] < steps[0] / 2 if kept_tokens else steps[1] > 0.9 * steps[0]
-    bench.close()
 
 
 @pytest.mark.parametrize(("version", "name"), [(0, "0"), (1, "1"), (3, "2_to_4"), (40, "5_up")])
@@ -661,4 +659,3 @@ def test_auto_measures_the_device_and_leaves_nothing_behind(model, six):
         bench.run()
         for i in range(6):
             assert bench.completions.pop((f"r{i}", 0)).token_ids == six.tokens(f"r{i}")
-    bench.close()

@@ -31,7 +31,6 @@ def test_kept_kv_and_new_weights_give_transformers_tokens(model, other, prompt_o
         new = hf_models[1](ids[:, len(prompt) + k - 1 :], past_key_values=cache, use_cache=True).logits[0]
     expected = torch.cat([old, new]).argmax(-1)[len(prompt) - 1 : -1]
     assert tokens == expected.tolist()
-    bench.close()
 
 
 def test_a_boundary_one_token_off_would_be_seen(model, other, prompt_of, hf_models):
@@ -46,7 +45,6 @@ def test_a_boundary_one_token_off_would_be_seen(model, other, prompt_of, hf_mode
     with torch.inference_mode():
         old = hf_models[0](ids).logits[0].argmax(-1)[len(prompt) - 1 : -1].tolist()
     assert tokens[:k] == old[:k] and tokens[k] != old[k]
-    bench.close()
 
 
 def test_recompute_gives_the_new_models_own_continuation(model, other, prompt_of, greedy):
@@ -60,7 +58,6 @@ def test_recompute_gives_the_new_models_own_continuation(model, other, prompt_of
         prompt = prompt_of(13, i)
         assert tokens[:k] == greedy(prompt, k)
         assert tokens[k:] == greedy(prompt + tokens[:k], 50 - k, which=1)
-    bench.close()
 
 
 def test_a_cached_prompt_of_the_old_version_is_not_reused(model, other, prompt_of, greedy):
@@ -74,7 +71,6 @@ def test_a_cached_prompt_of_the_old_version_is_not_reused(model, other, prompt_o
     bench.run()
     assert bench.tokens("b") == greedy(prompt_of(40), 20, which=1)
     assert set(bench.completions["b", 0].versions) == {1}
-    bench.close()
 
 
 @pytest.mark.parametrize("ticks", range(1, 9))
@@ -91,7 +87,6 @@ def test_a_group_shares_a_prefill_of_one_version_only(model, other, prompt_of, g
             assert completion.token_ids == greedy(prompt, 12, which=1)
         if set(completion.versions) == {0}:
             assert completion.token_ids == greedy(prompt, 12)
-    bench.close()
 
 
 def test_a_fault_in_the_copy_ends_requests_with_an_error_not_in_silence(model, prompt_of):
@@ -134,4 +129,3 @@ def test_followers_share_one_prefill_after_a_swap_too(model, prompt_of):
     change_weights(bench.engine.roster, 1, recompute=False)
     bench.run()
     assert sum(sizes) <= 60 + 3, "four completions had not started: one prompt, and three last tokens"
-    bench.close()

@@ -39,7 +39,6 @@ def test_logprobs_are_log_softmax_of_transformers_logits(model, prompt_of, hf_mo
     for mine, theirs in ((done.logprobs, logits / 0.7), (done.raw_logprobs, logits)):
         expected = theirs.log_softmax(-1).gather(1, ids)[:, 0]
         assert torch.allclose(torch.tensor(mine), expected, atol=1e-4)
-    bench.close()
 
 
 def test_depth_one_and_two_sample_the_same_tokens(model, prompt_of):
@@ -125,4 +124,3 @@ def test_continuing_a_partial_completion_gives_the_undisturbed_tokens(model, pro
     bench.run()
     assert bench.tokens("rest") == whole.token_ids[cut:]
     assert bench.completions["rest", 0].seed == whole.seed
-    bench.close()

@@ -43,7 +43,6 @@ def test_sequences_are_shown_from_prefill_to_their_last_token(model, prompt_of):
         seen += [(entry.state, entry.tokens, entry.version) for entry in views.sequences(10)]
     assert ("decode", 5, 0) in seen and seen == sorted(seen, key=lambda entry: entry[1])
     assert views.sequences(10) == []
-    bench.close()
 
 
 def test_the_oldest_sequences_come_first_and_no_more_than_asked_for(model, prompt_of):
@@ -56,7 +55,6 @@ def test_the_oldest_sequences_come_first_and_no_more_than_asked_for(model, promp
     assert [entry.key[1] for entry in views.sequences(2)] == ["first", "second"]
     assert len(views.sequences(10)) == 3
     bench.run()
-    bench.close()
 
 
 def test_a_recording_has_every_step_in_order_and_the_swap_between_two(model, prompt_of):
@@ -78,7 +76,6 @@ def test_a_recording_has_every_step_in_order_and_the_swap_between_two(model, pro
     assert kept.steps[before].end_s <= swap.start_s <= swap.end_s <= kept.steps[after].start_s
     assert bench.engine.meter.totals()["off_policy/version_span"] == 1.0
     assert bench.engine.meter.totals()["weights/bytes"] == 64
-    bench.close()
 
 
 def test_every_step_knows_when_its_turn_was_over_and_the_last_that_nothing_followed(model, prompt_of):
@@ -90,4 +87,3 @@ def test_every_step_knows_when_its_turn_was_over_and_the_last_that_nothing_follo
         assert step.finalized_at_s is not None and step.finalized_at_s >= step.committed_at_s + step.commit_s
     assert [step.idle_after for step in steps] == [False] * 9 + [True]
     assert recording(bench, 3).steps[-1].tokens == steps[-1].tokens and len(recording(bench, 3).steps) == 3
-    bench.close()

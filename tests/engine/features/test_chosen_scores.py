@@ -67,7 +67,6 @@ def test_scores_are_transformers_with_and_without_known_prefixes(model, hf_model
             wanted.check(bench.done[name], prompt_of(40, i % 3), hf_models[0])
             wanted.check(first_delta(bench, name), prompt_of(40, i % 3), hf_models[0])
             assert len(bench.tokens(name)) == max_tokens
-    bench.close()
 
 
 def test_only_positions_that_are_asked_for_are_computed_again_and_go_through_the_output_layer(
@@ -84,7 +83,6 @@ def test_only_positions_that_are_asked_for_are_computed_again_and_go_through_the
         wanted.check(bench.done[name], prompt, hf_models[0])
     assert bench.done["a"].cached_tokens == 41 and bench.done["b"].cached_tokens == 40
     assert sum(sizes) == 41 + 19 + 20 and scored_rows == [10, 19]
-    bench.close()
 
 
 def test_the_first_scored_token_may_stand_in_a_known_page(model, hf_models):
@@ -97,7 +95,6 @@ def test_the_first_scored_token_may_stand_in_a_known_page(model, hf_models):
     bench.run()
     assert bench.done["scored"].cached_tokens == 26
     wanted.check(bench.done["scored"], prompt, hf_models[0])
-    bench.close()
 
 
 def test_a_batch_computes_each_prefix_once(model, hf_models):
@@ -111,7 +108,6 @@ def test_a_batch_computes_each_prefix_once(model, hf_models):
     for name, tokens in batch.items():
         wanted.check(bench.done[name], tokens, hf_models[0])
     assert sum(sizes) <= 4 * 48 + 24 * (12 + 4), "and of a completion at most a page more"
-    bench.close()
 
 
 def test_a_batch_of_a_model_with_states_computes_each_prefix_once(tmp_path):
@@ -132,7 +128,6 @@ def test_a_batch_of_a_model_with_states_computes_each_prefix_once(tmp_path):
     for name, tokens in batch.items():
         wanted.check(bench.done[name], tokens, hf_model)
     assert sum(sizes) <= 2 * 45 + 8 * 13
-    bench.close()
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -143,7 +138,6 @@ def test_a_group_scores_its_prompt_with_one_reading(model, hf_models, scored_row
     bench.run()
     wanted.check(bench.done["g"], prompt, hf_models[0])
     assert scored_rows == [11] and sum(sizes) <= 40 + n - 1
-    bench.close()
 
 
 def test_scores_survive_preemption_drafts_and_a_session(model, hf_models):
@@ -183,7 +177,6 @@ def test_a_prefill_that_begins_again_is_scored_again(model, hf_models, half_way)
     bench.engine.roster.preempt(seq)
     bench.run()
     wanted.check(bench.done["a"], prompt, hf_models[0])
-    bench.close()
 
 
 @pytest.mark.parametrize("max_kv_age", [0, 4])
@@ -204,7 +197,6 @@ def test_scores_are_of_one_version_although_older_kv_is_known(model, folders, hf
     bench.submit("after", prompt, 0, **wanted.fields())
     bench.run()
     wanted.check(bench.done["after"], prompt, hf_models[1])
-    bench.close()
 
 
 def test_a_request_that_ends_early_tells_what_is_known_of_one_version(model, hf_models):
@@ -225,7 +217,6 @@ def test_a_request_that_ends_early_tells_what_is_known_of_one_version(model, hf_
     bench.engine.inbox.put(Cancel(("c", "waits")))
     bench.run()
     assert np.isnan(bench.done["waits"].prompt_chosen).all() and bench.done["waits"].prompt_chosen.shape == (40, 9)
-    bench.close()
 
 
 def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models, monkeypatch):
@@ -256,7 +247,6 @@ def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models, monkeypatc
         wanted.check(bench.done[f"r{i}"], prompt_of(90, i), hf_models[0])
     assert all(words <= bound for words, bound in used), used
     assert all(each.scored * max(each.tops, each.chosen) <= 2048 for each in wide) and len(wide) > 8
-    bench.close()
 
 
 def test_tokens_that_cannot_come_have_minus_infinity_and_a_finite_entropy(model, scored_rows):
@@ -274,4 +264,3 @@ def test_tokens_that_cannot_come_have_minus_infinity_and_a_finite_entropy(model,
     told = bench.done["a"]
     assert np.isfinite(told.prompt_chosen[:, 0]).all() and (told.prompt_chosen[:, 1] == -np.inf).all()
     assert ((told.prompt_entropy > 0) & (told.prompt_entropy <= np.log(50))).all()
-    bench.close()

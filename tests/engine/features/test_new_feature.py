@@ -127,7 +127,6 @@ def test_a_feature_of_two_classes_takes_part_in_every_stage(
     taker = find_feature(bench.engine.executor.step.features, MarginTaker)
     assert set(margins.stages) == {"launched", "committed"}
     assert set(margins.stages.values()) == {taker.ended.total()} and taker.ended[0] > 0
-    bench.close()
 
 
 def test_its_totals_go_on_after_a_fault(model: Any, prompt_of: Any) -> None:
@@ -143,4 +142,3 @@ def test_its_totals_go_on_after_a_fault(model: Any, prompt_of: Any) -> None:
     bench.submit("b", prompt_of(10), 5)
     bench.run()
     assert after.total == before.total + 5
-    bench.close()

@@ -34,7 +34,6 @@ def test_offloaded_rows_have_transformers_tokens(folders, prompt_of, greedy, dep
     for i in range(6):
         assert bench.tokens(f"r{i}") == greedy(prompt_of(10, i), 60)
         assert bench.completions[f"r{i}", 0].recomputed == ()
-    bench.close()
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
@@ -53,7 +52,6 @@ def test_pages_come_back_bit_for_bit(folders, kv_dtype):
     assert not mover.back.finished()[0].failure
     for tensor, was in zip(tensors, before, strict=True):
         assert torch.equal(tensor[[11, 12]], was)
-    bench.close()
 
 
 def test_copying_allocates_and_synchronises_nothing(folders):
@@ -70,7 +68,6 @@ def test_copying_allocates_and_synchronises_nothing(folders):
     round_trip()  # kernels are loaded at their first use
     with no_allocation(), no_waiting():
         round_trip()
-    bench.close()
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -102,4 +99,3 @@ def test_offloaded_rows_come_back_with_their_adapters(tmp_path, prompt_of, captu
             logits = references[i % 2](torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
         took = logits[torch.arange(len(got)), torch.tensor(got)]
         assert (logits.max(-1).values - took).max() < 5e-3 and bench.completions[f"r{i}", 0].recomputed == ()
-    bench.close()

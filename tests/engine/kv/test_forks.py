@@ -81,7 +81,6 @@ def test_branches_of_a_running_source_share_its_pages_and_have_a_fresh_requests_
         # The KV of the newest token is written by the next step, and the page that it fills is known after that.
         assert bench.done[name].cached_tokens >= least - page_size * (same % page_size == 0)
     assert_fresh(bench, model, prompts, n=3)
-    bench.close()
 
 
 def test_a_tree_of_branches_computes_little_but_what_is_new(model, prompt_of):
@@ -104,7 +103,6 @@ def test_a_tree_of_branches_computes_little_but_what_is_new(model, prompt_of):
     assert count == 14
     assert bench.engine.roster.counters.prefilled_tokens - before <= count * (2 * 4 + 1)  # two pages at the most
     assert_fresh(bench, model, prompts, n=2)
-    bench.close()
 
 
 @pytest.mark.parametrize("host_pages", [0, 512])
@@ -127,7 +125,6 @@ def test_branches_of_sources_that_are_preempted_cancelled_or_zombies(model, prom
     bench.run()
     assert bench.engine.roster.counters.preemptions > 0
     assert_fresh(bench, model, prompts)
-    bench.close()
 
 
 def test_a_branch_of_a_session_leaves_the_session_as_it_is_and_may_become_one(model, prompt_of):
@@ -146,7 +143,6 @@ def test_a_branch_of_a_session_leaves_the_session_as_it_is_and_may_become_one(mo
     bench.run()
     assert bench.done["b2"].cached_tokens == len(longer) - 2
     assert_fresh(bench, model, {"b": [*said[:18], 7, 8, 9], "b2": longer})
-    bench.close()
 
 
 def test_a_session_that_goes_back_keeps_the_tokens_up_to_there(model, prompt_of):
@@ -158,7 +154,6 @@ def test_a_session_that_goes_back_keeps_the_tokens_up_to_there(model, prompt_of)
     talk.say(0, prompt=back, max_tokens=12, sampling=SAMPLED)
     assert talk.reused == 17
     assert_fresh(bench, model, {talk.turn: back})
-    bench.close()
 
 
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
@@ -182,7 +177,6 @@ def test_a_branch_of_tokens_of_older_weights_is_one_of_the_present_weights(folde
     bench.run()
     assert set(bench.completions["b", 0].versions) == {1}
     assert_fresh(bench, other, {"b": source})
-    bench.close()
 
 
 def test_branches_of_a_model_with_states_go_on_from_a_snapshot(tmp_path, prompt_of):
@@ -203,7 +197,6 @@ def test_branches_of_a_model_with_states_go_on_from_a_snapshot(tmp_path, prompt_
     bench.run()
     assert [bench.done[name].cached_tokens for name in ("mid", "end", "within")] == [20, 26, 0]
     assert_fresh(bench, model, prompts, n=2)
-    bench.close()
 
 
 def test_a_session_of_a_model_with_states_goes_back_as_far_as_a_snapshot_reaches(tmp_path, prompt_of):
@@ -223,4 +216,3 @@ def test_a_session_of_a_model_with_states_goes_back_as_far_as_a_snapshot_reaches
         assert again.reused == reused, cut
         assert_fresh(other, model, {again.turn: back})
         other.close()
-    bench.close()

@@ -70,7 +70,6 @@ def test_a_session_that_gives_way_for_a_fetch_without_room_is_not_used(model, pr
     own.submit(0, 2, prompt=known)
     bench.run()
     assert bench.tokens(own.turn) == greedy(known, 2)
-    bench.close()
 
 
 def test_pages_without_a_key_are_not_used_once_their_session_gave_way(model, prompt_of, greedy):
@@ -87,7 +86,6 @@ def test_pages_without_a_key_are_not_used_once_their_session_gave_way(model, pro
     own.submit(60, 2)
     bench.run()
     assert bench.tokens(own.turn) == greedy(own.said, 2)
-    bench.close()
 
 
 def test_a_fetch_without_its_half_full_page_begins_with_no_page_that_gave_way(model, greedy):
@@ -116,4 +114,3 @@ def test_a_fetch_without_its_half_full_page_begins_with_no_page_that_gave_way(mo
     own.submit(0, 2, prompt=after)
     bench.run()
     assert bench.tokens(own.turn) == greedy(after, 2)
-    bench.close()

@@ -120,7 +120,6 @@ def test_groups_and_requests_share_one_prompt(model, prompt_of):
     bench.run()
     assert sum(sizes) == 50 + 8
     assert len({tuple(bench.tokens(name, i)) for name in "abc" for i in range(3)}) == 1
-    bench.close()
 
 
 def test_first_turns_of_sessions_share_their_prompt(model, prompt_of):
@@ -142,7 +141,6 @@ def test_a_sequence_that_waits_has_neither_row_nor_pages(model, prompt_of):
     assert roster.running == 1 and roster.waiting == 5
     assert roster.allocator.pool.used == 17
     bench.run()
-    bench.close()
 
 
 def test_more_important_requests_do_not_wait_for_others(model, prompt_of):
@@ -154,7 +152,6 @@ def test_more_important_requests_do_not_wait_for_others(model, prompt_of):
     assert bench.engine.roster.running == 2
     bench.run()
     assert bench.tokens("low") == bench.tokens("high")
-    bench.close()
 
 
 def test_a_cancel_of_the_row_that_computes_hands_the_work_on(model, prompt_of):
@@ -198,7 +195,6 @@ def test_after_a_swap_the_others_share_a_prefill_under_the_new_weights(folders, 
     expected = alone(load(folders[1]), [prompt_of(64)] * 4)
     for i in range(0 if on_swap == "recompute" else 1, 4):
         assert bench.tokens(f"r{i}") == expected[f"r{i}"]
-    bench.close()
 
 
 def test_prompt_logprobs_are_computed_by_each_request_that_asks(model, prompt_of):
@@ -207,7 +203,6 @@ def test_prompt_logprobs_are_computed_by_each_request_that_asks(model, prompt_of
     together(bench, [prompt_of(40)] * 3, prompt_logprobs=True)
     bench.run()
     assert sum(sizes) == 3 * 40
-    bench.close()
 
 
 def test_without_a_prefix_cache_nothing_is_joined(model, prompt_of):
@@ -216,7 +211,6 @@ def test_without_a_prefix_cache_nothing_is_joined(model, prompt_of):
     together(bench, [prompt_of(40)] * 3)
     bench.run()
     assert sum(sizes) == 3 * 40
-    bench.close()
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 6))])
@@ -273,7 +267,6 @@ def test_random_arrivals_compute_each_page_once(model, prompt_of, seed):
             bench.engine.tick()
     bench.run()
     assert sum(sizes) <= page * len(pages) + most
-    bench.close()
 
 
 def test_equal_prompts_take_as_many_pages_as_one_request_for_all(model, prompt_of):
@@ -298,7 +291,6 @@ def test_a_prompt_that_needs_every_page_can_do_without_the_copy_of_its_end(model
         bench.submit(name, prompt_of(length), tokens)
         bench.run()
     assert bench.tokens("a") == bench.tokens("b")
-    bench.close()
 
 
 def test_a_prefill_of_lower_priority_does_not_keep_others_from_sharing(model, prompt_of):
@@ -310,4 +302,3 @@ def test_a_prefill_of_lower_priority_does_not_keep_others_from_sharing(model, pr
         bench.submit(f"r{i}", prompt_of(64), 4, priority=1)
     bench.run()
     assert sum(sizes) <= 2 * 64 + 6
-    bench.close()

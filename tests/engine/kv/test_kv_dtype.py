@@ -121,7 +121,6 @@ def test_logprobs_are_those_of_transformers_with_the_same_rounding(family, pages
     assert off.mean() < 1e-3 and off.max() < 0.1, (off.mean(), off.max())
     assert cost.mean() > 10 * off.mean() and cost.mean() > 3e-3, cost.mean()
     assert bench.tokens("r1", 1) == bench.tokens("r1", 0)
-    bench.close()
 
 
 def test_weights_that_change_bring_new_codes(model, folders, prompt_of):
@@ -161,7 +160,6 @@ def test_the_demo_counts_right_with_kv_in_fp8():
         assert counter.numbers > 100
         assert errors(coded, prompt, bench, text).max() < 1e-2
         assert errors(exact, prompt, bench, text).max() < 0.1
-    bench.close()
 
 
 def test_the_pool_counts_codes_and_scales(model):
@@ -188,7 +186,6 @@ def test_a_rebuilt_engine_clears_its_pages(model, prompt_of):
     bench.submit("b", prompt_of(9), 20)
     bench.run()
     assert bench.tokens("b") == bench.tokens("a")
-    bench.close()
 
 
 @pytest.mark.gpu

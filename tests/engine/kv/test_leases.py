@@ -184,7 +184,6 @@ def test_kv_under_lease_stays_on_the_host_when_others_fill_it(model, prompt_of, 
     bench.run()
     assert bench.done["next"].cached_tokens == (41 if lease_s else 0)
     assert bench.tokens("next") == greedy(said, 9)
-    bench.close()
 
 
 # --- requests without a session ---
@@ -215,7 +214,6 @@ def test_kv_under_lease_is_there_after_others_needed_pages_and_other_kv_is_not(m
     bench.submit("again", prompt_of(33, 5), 9)
     bench.run()
     assert bench.done["again"].cached_tokens == 0
-    bench.close()
 
 
 def test_rows_take_pages_under_lease_when_there_are_no_others(model, prompt_of, greedy):
@@ -228,7 +226,6 @@ def test_rows_take_pages_under_lease_when_there_are_no_others(model, prompt_of, 
     bench.run()
     assert [bench.tokens(f"r{i}") for i in range(4)] == [greedy(prompt_of(20, 50 + i), 38) for i in range(4)]
     assert bench.engine.roster.counters.preemptions == 0
-    bench.close()
 
 
 @pytest.mark.parametrize("fields", [{"prefix_cache": False}, {"session_share": 0.0}])
@@ -237,7 +234,6 @@ def test_a_lease_that_is_of_no_use_keeps_nothing(model, prompt_of, fields):
     bench.submit("r", prompt_of(33), 9, lease_s=LEASE_S)
     bench.run()
     assert bench.status().sessions.holding == 0
-    bench.close()
 
 
 def test_leases_end_with_their_client_and_with_the_weights(model, folders, prompt_of):
@@ -253,7 +249,6 @@ def test_leases_end_with_their_client_and_with_the_weights(model, folders, promp
     mailbox.ready = Update(1, model, model)
     bench.run()
     assert bench.status().sessions.holding == 0
-    bench.close()
 
 
 def test_a_lease_of_a_session_holds_beside_sessions_without_one(model, prompt_of):
@@ -266,4 +261,3 @@ def test_a_lease_of_a_session_holds_beside_sessions_without_one(model, prompt_of
     assert kept.reused == 48
     other.say(3)
     assert other.reused == 0
-    bench.close()

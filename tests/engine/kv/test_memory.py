@@ -26,7 +26,6 @@ def test_a_group_prefills_its_prompt_once(model, prompt_of, greedy, length, pref
     assert sum(sizes) == length + 4, "the prompt once, and its last token again for each follower"
     expected = greedy(prompt_of(length), 20)
     assert all(bench.tokens("g", i) == expected for i in range(5))
-    bench.close()
 
 
 def test_followers_that_wait_for_rows_still_share(model, prompt_of):
@@ -35,7 +34,6 @@ def test_followers_that_wait_for_rows_still_share(model, prompt_of):
     bench.submit("g", prompt_of(31), 9, n=7, sampling=SAMPLED)
     bench.run()
     assert sum(sizes) == 31 + 6
-    bench.close()
 
 
 def test_the_tests_see_a_share_without_its_copy(model, prompt_of):
@@ -64,7 +62,6 @@ def test_a_prompt_seen_before_is_taken_from_the_cache(model, prompt_of, greedy):
     assert sum(sizes) == 1 + 10
     assert bench.tokens("b") == bench.tokens("a") == greedy(prompt, 8)
     assert bench.tokens("c") == greedy(prompt[:41] + prompt_of(9, 3), 8)
-    bench.close()
 
 
 def test_generated_tokens_are_cached_too(model, prompt_of, greedy):
@@ -77,7 +74,6 @@ def test_generated_tokens_are_cached_too(model, prompt_of, greedy):
     bench.run()
     assert bench.done["b"].cached_tokens == 39, "all but the last token"
     assert bench.tokens("b") == greedy(turn, 8)
-    bench.close()
 
 
 def test_the_cache_evicts_the_least_recently_used_page_first(model, prompt_of):
@@ -93,7 +89,6 @@ def test_the_cache_evicts_the_least_recently_used_page_first(model, prompt_of):
     bench.submit("b3", prompt_of(40, ord("b")), 1)
     bench.run()
     assert bench.done["a3"].cached_tokens > bench.done["b3"].cached_tokens > 0, "the end of a prefix goes first"
-    bench.close()
 
 
 def test_admission_takes_the_prompt_and_one_page_never_max_tokens(model, prompt_of):
@@ -104,7 +99,6 @@ def test_admission_takes_the_prompt_and_one_page_never_max_tokens(model, prompt_
     assert bench.engine.roster.running == 8, "eight times max_tokens would need 316 pages"
     assert all(len(seq.kv.pages) == 3 for seq in bench.engine.roster.prefilling + bench.engine.roster.decoding)
     bench.run()
-    bench.close()
 
 
 def test_preempted_completions_have_the_tokens_of_an_undisturbed_run(model, prompt_of):
@@ -130,7 +124,6 @@ def test_the_lowest_priority_then_the_youngest_is_preempted_first(model, prompt_
         bench.submit(name, prompt_of(8, ord(name[0])), 60, priority=priority)
     bench.run()
     assert order[:2] == ["low", "young"] and "high" not in order
-    bench.close()
 
 
 def test_a_full_queue_is_overloaded(model, prompt_of):
@@ -140,7 +133,6 @@ def test_a_full_queue_is_overloaded(model, prompt_of):
     bench.run()
     refusals = [event for event in bench.events if isinstance(event, Rejected)]
     assert [(r.code, r.key[1]) for r in refusals] == [("overloaded", "r3"), ("overloaded", "r4")]
-    bench.close()
 
 
 def test_a_long_prompt_never_holds_up_decoding_for_more_than_one_chunk(model, prompt_of):
@@ -160,7 +152,6 @@ def test_a_long_prompt_never_holds_up_decoding_for_more_than_one_chunk(model, pr
     assert not any(a == b == "prefill" for a, b in zip(steps, steps[1:], strict=False))
     assert all(tokens <= 16 for kind, tokens in kinds if kind == "prefill")
     bench.run()
-    bench.close()
 
 
 def test_a_shared_prompt_gives_way_before_it_blocks_the_only_candidate(model, prompt_of):
@@ -169,7 +160,6 @@ def test_a_shared_prompt_gives_way_before_it_blocks_the_only_candidate(model, pr
     bench.submit("g", prompt_of(15), 17, n=3, sampling=SAMPLED)
     bench.run(ticks=2000)
     assert all(len(bench.tokens("g", i)) == 17 for i in range(3))
-    bench.close()
 
 
 def test_page_pool_counts_and_evicts():
@@ -197,7 +187,6 @@ def test_pages_with_mixed_versions_are_not_remembered(model, prompt_of):
     bench.submit("b", prompt_of(10), 40)
     bench.run()
     assert bench.done["b"].cached_tokens == 0 and bench.engine.roster.allocator.pool.cached > 0
-    bench.close()
 
 
 def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
@@ -212,7 +201,6 @@ def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
     bench.submit("b", prompt_of(10), 4)
     bench.run()
     assert bench.done["b"].cached_tokens == 9, "old KV was reused: this is what versions of keys and pages prevent"
-    bench.close()
 
 
 def _versionless_init(self, version: int, page_size: int, adapter_edition: int = 0) -> None:
@@ -232,7 +220,6 @@ def test_the_longest_sequence_is_bounded_by_model_and_pool(model, prompt_of, pag
     (refusal,) = (event for event in bench.events if isinstance(event, Rejected))
     assert (refusal.key[1], refusal.code, refusal.field) == ("too long", "bad_request", "max_tokens")
     assert f"{longest + 1} tokens" in refusal.message and f"at most {longest}" in refusal.message
-    bench.close()
 
 
 def resident_bytes() -> int:

@@ -37,7 +37,6 @@ def test_the_tokens_are_transformers(model, prompt_of, greedy):
     assert counts(bench).restored > 0
     for i in range(6):
         assert bench.tokens(f"r{i}") == greedy(prompt_of(10, i), 60)
-    bench.close()
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 4))])
@@ -83,7 +82,6 @@ def test_a_sequence_that_returns_waits_for_the_steps_in_flight(model):
     mover.back.start([3], [5], None, mover.compute)
     mover.wait()
     assert done == ["step", "copy"] and len(mover.back.finished()) == 1
-    bench.close()
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
@@ -108,7 +106,6 @@ def test_a_page_comes_back_as_it_was(model, kv_dtype):
     for tensor, was in zip(tensors, before, strict=True):
         was[11], was[7], was[30], was[2] = was[7].clone(), was[2].clone(), 0, 0
         assert torch.equal(tensor, was)
-    bench.close()
 
 
 def test_fp8_kv_goes_and_comes_with_its_scales(model, prompt_of):
@@ -144,7 +141,6 @@ def test_without_the_setting_nothing_is_offloaded(model, prompt_of):
     engine = bench.engine
     assert not engine.parts.tier.moving and engine.executor.mover is None
     assert engine.roster.counters.preemptions > 0 and bench.status().offload.pages_total == 0
-    bench.close()
 
 
 @pytest.mark.parametrize(("gib", "message"), [(1e-7, "holds no page of"), (1e6, "this machine has")])
@@ -175,7 +171,6 @@ def test_status_and_gauges_count_moved_sequences(model, prompt_of):
     report = bench.engine.meter.report()
     assert (report["kv/restores"], report["kv/offloaded_bytes"]) == (status.restored, status.bytes_out)
     assert (report["kv/brought_back_bytes"], report["kv/host_used_pct"]) == (status.bytes_in, 0)
-    bench.close()
 
 
 def test_waiting_for_pages_shows_in_the_status(model, prompt_of):
@@ -190,7 +185,6 @@ def test_waiting_for_pages_shows_in_the_status(model, prompt_of):
     bench.run()
     idle = bench.engine.meter.idle_seconds()
     assert counts(bench).pages_in >= 3 and idle["offload"] > 0
-    bench.close()
 
 
 # --- random schedules ---
@@ -242,4 +236,3 @@ def test_random_traffic_leaks_nothing_and_changes_no_token(model, prompt_of, see
         for i in range(job["n"]):
             mine, theirs = crowd.tokens(name, i), alone.tokens(name, i)
             assert mine == (theirs[: len(mine)] if name in cancelled else theirs), name
-    alone.close()

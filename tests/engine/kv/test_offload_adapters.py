@@ -94,7 +94,6 @@ def test_preempted_rows_come_back_with_their_adapter_into_whatever_slot_it_has(m
         greedy_is(adapters[0][1], prompt, bench.tokens(name))
     for i in (1, 2):
         greedy_is(adapters[i][1], prompt_of(10, 6 + i), bench.tokens(f"h{i}"))
-    bench.close()
 
 
 def test_a_parked_sequence_holds_no_slot(model, adapters):
@@ -114,7 +113,6 @@ def test_a_parked_sequence_holds_no_slot(model, adapters):
     greedy_is(adapters[1][1], prompt_of(9, 8), bench.tokens("other"))
     for name, prompt in prompts.items():
         greedy_is(adapters[0][1], prompt, bench.tokens(name))
-    bench.close()
 
 
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
@@ -138,7 +136,6 @@ def test_an_adapter_changes_while_kv_that_it_made_is_offloaded(model, adapters, 
         if name in across and not keeps:
             first = told.index(1)
             greedy_is(models[1], prompt + completion.token_ids[:first], completion.token_ids[first:])
-    bench.close()
 
 
 def test_a_sequence_parked_with_another_adapter_is_unaffected(model, adapters):
@@ -155,7 +152,6 @@ def test_a_sequence_parked_with_another_adapter_is_unaffected(model, adapters):
             greedy_is(adapters[1][1], prompt, completion.token_ids)
         else:
             assert completion.recomputed
-    bench.close()
 
 
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
@@ -173,7 +169,6 @@ def test_an_adapter_changes_while_kv_comes_back(model, adapters, kv_on_swap):
     (mine,) = [bench.completions[seq.group.key[1], 0] for seq in coming]
     assert (mine.recomputed == ()) == (kv_on_swap == "keep")
     assert set(versions_of(bench, coming[0].group.key[1])) == {0, 1}
-    bench.close()
 
 
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
@@ -192,7 +187,6 @@ def test_a_prompt_whose_adapter_changes_before_it_has_a_token_is_computed_anew(m
     bench.run()
     assert versions_of(bench, "long") == [1] * 20
     greedy_is(adapters[1][1], prompt_of(150, 9), bench.tokens("long"))
-    bench.close()
 
 
 def test_a_turn_whose_adapter_changed_while_it_was_offloaded_leaves_nothing(model, adapters):
@@ -212,7 +206,6 @@ def test_a_turn_whose_adapter_changed_while_it_was_offloaded_leaves_nothing(mode
     bench.run()
     assert bench.done["next"].cached_tokens == 0
     greedy_is(adapters[1][1], said, bench.tokens("next"))
-    bench.close()
 
 
 def test_kv_of_two_versions_of_an_adapter_is_not_cached(model, adapters):
@@ -232,7 +225,6 @@ def test_kv_of_two_versions_of_an_adapter_is_not_cached(model, adapters):
         bench.engine.tick()
     assert theirs and not set(theirs) & set(remembered)
     bench.run()
-    bench.close()
 
 
 def test_an_adapter_is_unloaded_after_its_last_parked_sequence(model, adapters):
@@ -259,7 +251,6 @@ def test_an_adapter_is_unloaded_after_its_last_parked_sequence(model, adapters):
         bench.run()
         assert bench.done[f"{name} again"].cached_tokens == 0
         greedy_is(adapters[2][1], again, bench.tokens(f"{name} again"))
-    bench.close()
 
 
 def test_a_rebuilt_engine_has_its_adapters_and_its_host_memory(model, adapters):
@@ -277,7 +268,6 @@ def test_a_rebuilt_engine_has_its_adapters_and_its_host_memory(model, adapters):
     assert counts(bench).restored > before
     for i in range(6):
         greedy_is(adapters[i % 2][1], prompt_of(10, i), bench.tokens(f"again{i}"))
-    bench.close()
 
 
 @pytest.mark.nightly
@@ -327,4 +317,3 @@ def test_under_random_versions_every_token_follows_from_the_kv_that_is_reported(
             completion = bench.completions[name, index]
             told = versions_of(bench, name, index) if which is not None else [0] * len(completion.token_ids)
             is_replayed(models, prompt, told, completion)
-    bench.close()

@@ -41,7 +41,6 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
     bench.run()
     assert counts(bench).restored == counts(bench).offloaded > 1
     assert bench.tokens("r3") == greedy(prompts[3], 60)
-    bench.close()
 
 
 def test_pages_shared_by_a_session_and_a_parked_sequence_can_be_freed(model, prompt_of, greedy):
@@ -62,7 +61,6 @@ def test_pages_shared_by_a_session_and_a_parked_sequence_can_be_freed(model, pro
     assert list(bench.done) == ["turn", "high", "other"]
     assert bench.tokens("high") == greedy(prompt_of(130, 1), 4)
     assert bench.tokens("other") == greedy(prompt_of(40), 70)
-    bench.close()
 
 
 def test_a_pause_does_not_show_as_waiting_for_pages(model, prompt_of):
@@ -93,4 +91,3 @@ def test_a_pause_does_not_show_as_waiting_for_pages(model, prompt_of):
     pieces.release(100)
     bench.run()
     assert told and min(told) >= over_s and len(set(told)) == 1
-    bench.close()

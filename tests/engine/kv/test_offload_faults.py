@@ -22,7 +22,6 @@ def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, extra):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
     bench.run()
     assert bench.completions["r5", 0].finish.reason == "length" and len(bench.tokens("r5")) == 60
-    bench.close()
 
 
 @pytest.mark.parametrize("where", ["device", "enqueue"])
@@ -72,7 +71,6 @@ def test_a_rebuilt_engine_offloads_again_to_the_same_host_memory(model, prompt_o
     assert counts(bench).restored > 0
     for i in range(6):
         assert bench.tokens(f"again{i}") == greedy(prompt_of(10, i), 60)
-    bench.close()
 
 
 def test_the_check_sees_a_leaked_host_page(model, prompt_of):

@@ -33,7 +33,6 @@ def test_a_row_is_preempted_before_pages_run_out(model, prompt_of, monkeypatch, 
     bench.run()
     assert counts(bench).restored == counts(bench).offloaded > 0
     assert (went_without == 0) == early
-    bench.close()
 
 
 # --- pages that several share ---
@@ -61,7 +60,6 @@ def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy)
     bench.run()
     assert books.counts.restored == books.counts.offloaded and sent
     assert all(bench.tokens("g", i) == greedy(prompt_of(33), 50) for i in range(4))
-    bench.close()
 
 
 def test_pages_that_only_offloaded_sequences_share_are_copied_once_when_others_need_them(model, prompt_of, greedy):
@@ -84,7 +82,6 @@ def test_pages_that_only_offloaded_sequences_share_are_copied_once_when_others_n
     assert sum(prefills) == 32 + 2 + 4 + counts(bench).restored
     assert bench.tokens("high") == greedy(prompt_of(4, 1), 140)
     assert all(bench.tokens("g", i) == greedy(prompt_of(32), 90) for i in range(3))
-    bench.close()
 
 
 def test_pages_that_parked_sequences_are_left_alone_with_go_when_pages_are_short(model, prompt_of, greedy):
@@ -103,7 +100,6 @@ def test_pages_that_parked_sequences_are_left_alone_with_go_when_pages_are_short
     assert list(bench.done)[0] == "next", "there is room for it before the other one ends"
     assert bench.tokens("high") == greedy(prompt_of(4, 1), 140)
     assert [len(bench.tokens("g", i)) == 90 for i in range(3)].count(True) == 2
-    bench.close()
 
 
 def test_a_sequence_that_returns_immediately_is_not_copied(model, prompt_of, greedy):
@@ -123,7 +119,6 @@ def test_a_sequence_that_returns_immediately_is_not_copied(model, prompt_of, gre
     bench.run()
     assert counts(bench).restored == 1 and counts(bench).pages_in == 0
     assert bench.tokens("r3") == greedy(submitted["r3"], 60)
-    bench.close()
 
 
 def test_a_restored_prompt_is_found_by_other_requests(model, prompt_of):
@@ -134,7 +129,6 @@ def test_a_restored_prompt_is_found_by_other_requests(model, prompt_of):
     bench.submit("again", prompt_of(10, 5) + bench.tokens("r5")[:22], 4)
     bench.run()
     assert bench.done["r5"].preemptions > 0 and bench.done["again"].cached_tokens == 31
-    bench.close()
 
 
 # --- what else a row has ---
@@ -170,7 +164,6 @@ def test_a_turn_that_was_offloaded_leaves_its_kv_to_its_session(model, prompt_of
     bench.submit("next", said, 9, **session)
     bench.run()
     assert bench.done["next"].cached_tokens == 57 and bench.tokens("next") == greedy(said, 9)
-    bench.close()
 
 
 def test_a_turn_that_ends_while_its_kv_comes_back_leaves_nothing(model, prompt_of, greedy):
@@ -189,4 +182,3 @@ def test_a_turn_that_ends_while_its_kv_comes_back_leaves_nothing(model, prompt_o
     bench.submit("next", said, 9, **session)
     bench.run()
     assert len(bench.tokens("t2")) > 8 and bench.tokens("next") == greedy(said, 9)
-    bench.close()

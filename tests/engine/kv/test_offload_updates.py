@@ -38,7 +38,6 @@ def test_kept_kv_of_older_weights_stays_valid_on_the_host(model, other, prompt_o
         assert replayed(hf_models, prompt, completion) == completion.token_ids
         mixed += len(set(completion.versions)) == 2 and bench.done[f"r{i}"].preemptions > 0
     assert mixed, "no sequence was offloaded across the update"
-    bench.close()
 
 
 def test_an_update_while_kv_comes_back_loses_nothing_of_it(model, other, prompt_of, hf_models):
@@ -58,7 +57,6 @@ def test_an_update_while_kv_comes_back_loses_nothing_of_it(model, other, prompt_
         completion = bench.completions[f"r{i}", 0]
         assert completion.recomputed == () and replayed(hf_models, prompt, completion) == completion.token_ids
     assert set(bench.completions[f"r{coming[0].group.key[1][1:]}", 0].versions) == {0, 1}
-    bench.close()
 
 
 def test_offloaded_kv_is_dropped_where_new_weights_compute_all_again(model, other, prompt_of, hf_models):
@@ -76,7 +74,6 @@ def test_offloaded_kv_is_dropped_where_new_weights_compute_all_again(model, othe
         completion = bench.completions[f"r{i}", 0]
         assert set(completion.versions) <= {0, 1} and len(completion.token_ids) == 60
         assert replayed(hf_models, prompt, completion) == completion.token_ids
-    bench.close()
 
 
 def test_an_interrupted_prefill_goes_on_or_starts_again_under_new_weights(model, other, prompt_of, hf_models):
@@ -128,4 +125,3 @@ def test_under_random_updates_every_token_follows_from_the_kv_that_is_reported(f
     weights = {version: hf_models[version % 2] for version in range(4)}
     for name, prompt in prompts.items():
         assert replayed(weights, prompt, bench.completions[name, 0]) == bench.tokens(name)
-    bench.close()

@@ -54,7 +54,6 @@ def test_what_was_prefetched_is_in_the_pool_when_the_turn_comes(model, prompt_of
     fetched = host.counts.fetched
     assert talk.say(3) == greedy(talk.said[:-9], 9) and talk.reused == 58
     assert host.counts.fetched == fetched, "nothing was left to fetch"
-    bench.close()
 
 
 def test_a_prefetch_of_what_is_there_or_unknown_copies_nothing(model, prompt_of):
@@ -72,7 +71,6 @@ def test_a_prefetch_of_what_is_there_or_unknown_copies_nothing(model, prompt_of)
     alone.submit("r", prompt_of(33), 1)
     alone.run()
     assert prefetch(alone, prompt_of(33)) == 33, "without host memory it says what is there"
-    alone.close()
 
 
 def test_a_prefetch_takes_no_page_of_a_session_and_brings_what_fits(model, prompt_of):
@@ -89,7 +87,6 @@ def test_a_prefetch_takes_no_page_of_a_session_and_brings_what_fits(model, promp
     assert bench.engine.roster.allocator.sessions.pages == pages and host.counts.fetched == 10
     near.say(3)
     assert near.reused == 279
-    bench.close()
 
 
 def test_rows_that_run_keep_a_page_each(model, prompt_of, greedy):
@@ -105,7 +102,6 @@ def test_rows_that_run_keep_a_page_each(model, prompt_of, greedy):
     assert prefetch(bench, prompt_of(60, 1)) > 0
     assert [bench.tokens(f"r{i}") for i in range(3)] == [greedy(prompt_of(30, 40 + i), 40) for i in range(3)]
     assert bench.engine.roster.counters.preemptions == 0
-    bench.close()
 
 
 def test_a_worker_that_sleeps_or_lacks_the_adapter_says_so(model, prompt_of):
@@ -117,7 +113,6 @@ def test_a_worker_that_sleeps_or_lacks_the_adapter_says_so(model, prompt_of):
     assert isinstance(bench.wake(), Done)
     lacks = bench.obeyed(bench.order(Prefetch, prompt, "none"))
     assert isinstance(lacks, Failed) and (lacks.field, lacks.code) == ("adapter", "bad_request")
-    bench.close()
 
 
 # --- everything together ---
@@ -158,4 +153,3 @@ def test_prefetches_and_leases_change_no_token(model, undisturbed, seed):
     for mine, theirs in zip(agents.logprobs, undisturbed.logprobs, strict=True):
         assert mine == pytest.approx(theirs, abs=1e-4)
     assert seed or host.counts.fetched > 0
-    bench.close()

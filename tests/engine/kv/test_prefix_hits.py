@@ -56,7 +56,6 @@ def test_a_hit_is_counted_where_it_was_found(model) -> None:
     Inspector(bench.engine).set_gauges()
     report = bench.engine.meter.report()
     assert {kind: report[f"prefix/hits_{kind}"] for kind in before} == before
-    bench.close()
 
 
 def test_a_preempted_row_counts_each_time_it_finds_a_prefix(model) -> None:
@@ -69,7 +68,6 @@ def test_a_preempted_row_counts_each_time_it_finds_a_prefix(model) -> None:
     assert counters.preemptions > 0
     assert (sum(counters.prefix_hits.values()) > 0) == (counters.cached_tokens > 0)
     assert set(counters.prefix_hits) <= {"pages", "prompt_end"}
-    bench.close()
 
 
 @pytest.mark.parametrize("tokens", [7, 8, 9])
@@ -82,4 +80,3 @@ def test_the_next_turn_finds_all_positions_before_the_last_token(model, tokens) 
     bench.run()
     if not model.spec.state_layers:
         assert bench.done["turn 2"].cached_tokens == 32 + tokens
-    bench.close()

@@ -48,7 +48,6 @@ def test_prompts_with_different_salts_share_no_kv(model, prompt_of, greedy):
         bench.run()
         assert bench.tokens(name) == greedy(tokens, 8)
         assert bench.done[name].cached_tokens == (29 if name.endswith("again") else 0)
-    bench.close()
 
 
 def test_a_prompt_of_several_items_is_generated_from_and_cached_like_any_other(model, prompt_of, greedy):
@@ -60,4 +59,3 @@ def test_a_prompt_of_several_items_is_generated_from_and_cached_like_any_other(m
     bench.run()
     assert bench.done["several"].cached_tokens == 29
     assert bench.tokens("several") == bench.tokens("one") == greedy(tokens, 8)
-    bench.close()

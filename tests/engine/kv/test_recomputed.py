@@ -25,7 +25,6 @@ def test_an_update_without_preemption_computes_nothing_again(model, other, promp
     completion = bench.completions["a", 0]
     assert completion.recomputed == () and set(completion.versions) == {0, 1}
     assert replayed(hf_models, prompt_of(13), completion) == completion.token_ids
-    bench.close()
 
 
 def test_kv_that_a_preemption_lost_is_reported_with_its_position_and_version(model, other, prompt_of, hf_models):
@@ -50,7 +49,6 @@ def test_kv_that_a_preemption_lost_is_reported_with_its_position_and_version(mod
         told, completion.recomputed = completion.recomputed, ()
         needed += bool(told) and replayed(hf_models, prompt, completion) != completion.token_ids
     assert needed, "no row was preempted across the update: the marks prove nothing"
-    bench.close()
 
 
 def test_recompute_at_an_update_is_reported_at_the_change_of_version(model, other, prompt_of, hf_models):
@@ -64,7 +62,6 @@ def test_recompute_at_an_update_is_reported_at_the_change_of_version(model, othe
     completion = bench.completions["a", 0]
     assert completion.recomputed == ((completion.versions.index(1), 1),)
     assert replayed(hf_models, prompt_of(13), completion) == completion.token_ids
-    bench.close()
 
 
 def test_a_prefill_under_two_versions_reports_both(model, other, prompt_of):
@@ -77,7 +74,6 @@ def test_a_prefill_under_two_versions_reports_both(model, other, prompt_of):
     mailbox.ready = Update(1, other, model)
     bench.run()
     assert bench.completions["a", 0].recomputed == ((30, 0), (30, 1))
-    bench.close()
 
 
 def test_a_prompt_half_way_through_its_first_prefill_reports_both_versions(model, other, prompt_of):
@@ -92,7 +88,6 @@ def test_a_prompt_half_way_through_its_first_prefill_reports_both_versions(model
     bench.run()
     assert bench.completions["a", 0].recomputed == ((0, 0), (0, 1)) and set(bench.completions["a", 0].versions) == {1}
     assert bench.completions["b", 0].recomputed == (), "all of it was computed by the second"
-    bench.close()
 
 
 def test_an_interrupted_prefill_is_not_reported(model, other, prompt_of, hf_models):
@@ -109,4 +104,3 @@ def test_an_interrupted_prefill_is_not_reported(model, other, prompt_of, hf_mode
     first, again = bench.completions["first", 0], bench.completions["again", 0]
     assert first.recomputed == ((first.versions.index(1), 1),) and again.recomputed == ((30, 1),)
     assert replayed(hf_models, prompt_of(30), first) == first.token_ids
-    bench.close()

@@ -75,7 +75,6 @@ def test_a_turn_that_ends_at_a_stop_token_leaves_all_that_went_through_the_model
     assert tokens[-1] == stop and 5 < len(tokens) < 50
     assert talk.say(4) == greedy(talk.said[:-9], 9)
     assert talk.reused == 10 + len(tokens) - (depth == 1)
-    bench.close()
 
 
 @pytest.mark.parametrize("same", [0, 1, 7, 8, 9, 22, 24])
@@ -95,7 +94,6 @@ def test_the_longest_prefix_that_is_the_same_is_reused_and_the_rest_let_go(
     assert pages_of(bench) == -(-(len(other) + 8) // 4), "what the last turn has left and nothing else"
     back = talk.say(0, prompt=before)
     assert back == greedy(before, 9), "the copied page is not the one that others read"
-    bench.close()
 
 
 def test_the_same_prompt_again_computes_its_last_token(model, prompt_of, greedy):
@@ -104,7 +102,6 @@ def test_the_same_prompt_again_computes_its_last_token(model, prompt_of, greedy)
     first = talk.say(17)
     assert talk.say(0, prompt=talk.said[:17]) == first == greedy(talk.said[:17], 9)
     assert talk.reused == 16
-    bench.close()
 
 
 def test_a_longer_cached_prefix_of_other_requests_is_preferred(model, prompt_of, greedy):
@@ -115,7 +112,6 @@ def test_a_longer_cached_prefix_of_other_requests_is_preferred(model, prompt_of,
     other.say(0, prompt=longer)
     assert talk.say(0, prompt=[*longer, 5]) == greedy([*longer, 5], 9)
     assert talk.reused == 48 and bench.status().sessions.reused_tokens == 18
-    bench.close()
 
 
 def test_sampled_turns_have_the_tokens_of_a_run_without_sessions(model, prompt_of):
@@ -137,7 +133,6 @@ def test_a_turn_whose_prompt_is_scored_computes_it_and_leaves_it(model, prompt_o
     assert talk.say(4, prompt_logprobs=True) == greedy(talk.said[:-9], 9)
     assert talk.reused == 0 and np.isfinite(bench.done[talk.turn].prompt_logprobs[1:]).all()
     assert talk.say(4) == greedy(talk.said[:-9], 9) and talk.reused == len(talk.said) - 9 - 5
-    bench.close()
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -150,7 +145,6 @@ def test_turns_have_the_experts_of_all_their_tokens(tmp_path, prompt_of, prefix_
         tokens = talk.say(new, routing_from=0)
         assert_routed(hf_model, talk.said[: -len(tokens)], tokens, routing_of(bench, talk.turn), 0)
     assert talk.reused == len(talk.said) - 9 - 7
-    bench.close()
 
 
 # --- one turn at a time ---
@@ -178,7 +172,6 @@ def test_a_turn_waits_until_no_step_in_flight_names_the_one_before(model, prompt
     assert seen[-1] == (talk.turn, 0)
     assert talk.reused == 10 + len(seq.tokens), "the last token went through the model in the step that was in flight"
     assert bench.tokens("neighbour") == greedy(prompt_of(5), 40)
-    bench.close()
 
 
 def test_a_second_turn_at_once_is_refused_and_one_after_a_cancel_is_not(model, prompt_of, greedy):
@@ -193,7 +186,6 @@ def test_a_second_turn_at_once_is_refused_and_one_after_a_cancel_is_not(model, p
     bench.engine.inbox.put(Cancel(("c", "s1")))
     assert talk.say(0, prompt=prompt_of(10, 1001)) == greedy(prompt_of(10, 1001), 9)
     assert bench.completions["s1", 0].finish.reason == "cancelled"
-    bench.close()
 
 
 def test_a_turn_that_never_ran_leaves_the_session_as_it_was(model, prompt_of):
@@ -211,7 +203,6 @@ def test_a_turn_that_never_ran_leaves_the_session_as_it_was(model, prompt_of):
     talk.said = said
     talk.say(2)
     assert talk.reused == 18
-    bench.close()
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -231,7 +222,6 @@ def test_a_page_that_a_turn_never_came_to_copy_is_not_left_to_its_session(model,
     talk.said = said
     assert talk.say(2) == greedy(talk.said[:-9], 9)
     assert talk.reused == (22 if prefix_cache else 20), "what is shared is there still"
-    bench.close()
 
 
 @pytest.mark.parametrize("running", [True, False])
@@ -256,7 +246,6 @@ def test_a_session_that_is_ended_gives_its_pages_back(model, prompt_of, greedy, 
     bench.engine.inbox.put(EndSession("c"))
     bench.run()
     assert bench.status().pages_used == 0
-    bench.close()
 
 
 def test_a_turn_that_failed_leaves_nothing(model, prompt_of):
@@ -268,7 +257,6 @@ def test_a_turn_that_failed_leaves_nothing(model, prompt_of):
     bench.engine.roster.end(("c", talk.turn), "error", "its logits are not finite")
     bench.run()
     assert bench.status().pages_used == 0
-    bench.close()
 
 
 # --- leases, the budget, pages that rows need ---
@@ -296,7 +284,6 @@ def test_a_lease_counts_from_the_end_of_the_last_turn(model, prompt_of):
     bench.run()
     assert [holding(at) for at in (11.0, 12.1, 49.9, 50.1)] == [2, 1, 1, 0]
     assert bench.status().pages_used == 0
-    bench.close()
 
 
 def test_many_short_turns_leave_no_trail_of_leases(model, prompt_of):
@@ -305,7 +292,6 @@ def test_many_short_turns_leave_no_trail_of_leases(model, prompt_of):
     for _ in range(60):
         talk.say(1, 1)
     assert max(len(gc.get_referrers(session)) for session in alive(KeptSession)) < 30
-    bench.close()
 
 
 def test_sessions_never_have_more_than_their_share_and_the_oldest_goes_first(model, prompt_of):
@@ -326,7 +312,6 @@ def test_sessions_never_have_more_than_their_share_and_the_oldest_goes_first(mod
     assert pages_of(bench) == 25, "the beginning of one that is larger than the share"
     huge.say(1, 1)
     assert huge.reused == 100
-    bench.close()
 
 
 @pytest.mark.parametrize(("most_pages", "pages", "most"), [(20, 1, 20), (20, 20, 20), (200, 160, 80), (200, 200, 64)])
@@ -356,7 +341,6 @@ def test_a_share_of_nothing_keeps_nothing(model, prompt_of, greedy):
     for _ in range(3):
         assert talk.say(9) == greedy(talk.said[:-9], 9)
         assert talk.reused == 0 and bench.status().pages_used == 0
-    bench.close()
 
 
 @pytest.mark.parametrize("session_share", [0.0, 1.0])
@@ -377,7 +361,6 @@ def test_rows_take_idle_sessions_pages_and_run_as_if_there_were_none(model, prom
     evicted = bench.status().sessions.evicted
     assert evicted == (4 if session_share else 0) and pages_of(bench) == 0
     assert talks[3].say(1) == greedy(talks[3].said[:-9], 9), "what was lost is computed again"
-    bench.close()
 
 
 def test_a_prompt_that_does_not_fit_anyway_costs_no_session_its_pages(model, prompt_of):
@@ -392,7 +375,6 @@ def test_a_prompt_that_does_not_fit_anyway_costs_no_session_its_pages(model, pro
     assert (pages_of(bench), bench.engine.roster.waiting) == (12, 1)
     bench.run()
     assert len(bench.tokens("large")) == 5
-    bench.close()
 
 
 def test_a_turn_that_cannot_come_in_yet_costs_other_sessions_nothing(model, prompt_of, greedy):
@@ -409,7 +391,6 @@ def test_a_turn_that_cannot_come_in_yet_costs_other_sessions_nothing(model, prom
     assert talk.ended() == greedy(talk.said[:-9], 9) and talk.reused == 48
     other.say(1)
     assert other.reused == 12
-    bench.close()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -427,7 +408,6 @@ def test_a_failed_admission_is_tried_again_when_a_session_gets_pages(model, prom
     bench.run(200)
     talk.ended()
     assert bench.tokens("waits") == greedy(prompt_of(90, 1), 9)
-    bench.close()
 
 
 @pytest.mark.parametrize("same", [21, 24, 40])
@@ -442,7 +422,6 @@ def test_a_turn_that_takes_the_whole_pool_has_no_page_to_copy_from(model, prompt
     bench.run(200)
     assert talk.ended() == greedy(prompt, 4)
     assert talk.reused == bench.status().sessions.reused_tokens == same // 4 * 4
-    bench.close()
 
 
 def test_turns_are_right_while_rows_are_preempted(model, prompt_of, greedy):
@@ -456,7 +435,6 @@ def test_turns_are_right_while_rows_are_preempted(model, prompt_of, greedy):
             tokens = talk.ended()
             assert tokens == greedy(talk.said[:-16], 16)
     assert bench.engine.roster.counters.preemptions > 0
-    bench.close()
 
 
 # --- versions, faults ---
@@ -485,7 +463,6 @@ def test_no_kv_of_older_weights_is_reused(model, folders, prompt_of, greedy, kv_
     for talk in (idle, straddling):
         assert talk.say(2) == greedy(talk.said[:-9], 9, which=1)
         assert talk.reused == len(talk.said) - 9 - 3
-    bench.close()
 
 
 def test_a_turn_that_ends_while_the_weights_change_leaves_no_old_kv(model, folders, prompt_of, greedy):
@@ -519,7 +496,6 @@ def test_after_a_fault_the_next_turn_is_computed_as_a_whole(model, prompt_of, gr
     assert talk.say(4) == greedy(talk.said[:-9], 9) and talk.reused == 0
     status = bench.status().sessions
     assert (status.turns, status.hits, status.holding) == (2, 0, 1)
-    bench.close()
 
 
 @pytest.mark.parametrize("seed", [2, *nightly(0, 1)])
@@ -564,7 +540,6 @@ def test_random_conversations_have_the_right_tokens_and_lose_no_page(model, prom
                 checked += 1
     bench.run()
     assert checked > 20 and bench.status().sessions.hits > 2
-    bench.close()
 
 
 # --- room ---
@@ -590,4 +565,3 @@ def test_status_says_for_how_many_more_sessions_there_is_room(model, prompt_of):
         bench.engine.inbox.put(EndSession("c", talk.name))
     bench.run()
     assert bench.status().sessions.room is None
-    bench.close()

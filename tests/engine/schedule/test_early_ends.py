@@ -43,7 +43,6 @@ def test_two_that_end_in_one_step_are_one_too_many_only_if_asked_for(model, prom
     bench.submit("g", prompt_of(9), 12, n=8, sampling=LENGTHS, min_complete=2)
     bench.run()
     assert sorted(finished(bench, "g", 8)) == ["cancelled"] * 6 + ["length"] * 2
-    bench.close()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -66,7 +65,6 @@ def test_a_completion_ends_before_its_versions_span_too_much(folders, model, pro
     assert versions == free[:ours], "not a token of a version that fits is lost"
     assert ours == len(free) or free[ours] - versions[0] > span
     assert bench.completions["free", 0].finish.reason == "length"
-    bench.close()
 
 
 def test_one_that_waits_when_it_becomes_too_old_takes_no_row_again(folders, model, prompt_of):
@@ -83,7 +81,6 @@ def test_one_that_waits_when_it_becomes_too_old_takes_no_row_again(folders, mode
     assert bench.completions["old", 0].finish.reason == "stale" and bench.tokens("old") == []
     assert bench.completions["unknown", 0].finish.reason == "length", "what is not known does not count"
     assert bench.engine.roster.counters.prompt_tokens == 18, "nothing was prefilled for it"
-    bench.close()
 
 
 @pytest.mark.parametrize(("span", "reason"), [(1, "stale"), (5, "length")])
@@ -94,7 +91,6 @@ def test_a_completion_that_goes_on_with_older_weights_counts_them_too(model, pro
     bench.run()
     assert bench.completions["r", 0].finish.reason == reason
     assert bool(bench.tokens("r")) == (reason == "length")
-    bench.close()
 
 
 def test_one_that_waits_for_a_newer_version_is_not_too_old_for_those_before(folders, model, prompt_of):
@@ -108,4 +104,3 @@ def test_one_that_waits_for_a_newer_version_is_not_too_old_for_those_before(fold
             bench.engine.tick()
     bench.run()
     assert bench.completions["r", 0].finish.reason == "length"
-    bench.close()

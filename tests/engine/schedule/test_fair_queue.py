@@ -340,7 +340,6 @@ def test_one_group_of_240_is_not_ahead_of_another_client(model, prompt_of):
     bench.submit("b", prompt_of(9, 1), LENGTH, client="b", n=8)
     assert steps_until_done(bench, "b") < 6 * LENGTH  # 8 rows: alternately with a's
     bench.run()
-    bench.close()
 
 
 def test_two_clients_get_equal_tokens_while_both_wait(model, prompt_of):
@@ -363,7 +362,6 @@ def test_two_clients_get_equal_tokens_while_both_wait(model, prompt_of):
     assert 0.75 < short / long < 1.33, (short, long)
     bench.engine.inbox.put(Pause("abort", 0))
     bench.run()
-    bench.close()
 
 
 def test_a_client_does_not_lose_its_row_to_the_many_rows_of_another(model, prompt_of):
@@ -377,7 +375,6 @@ def test_a_client_does_not_lose_its_row_to_the_many_rows_of_another(model, promp
     bench.run()
     assert sum(bench.done[f"a{i}"].preemptions for i in range(60)) > 10
     assert bench.done["b"].preemptions <= 1
-    bench.close()
 
 
 def test_requests_with_one_prompt_that_join_its_prefill_leave_others_their_place(model, prompt_of):
@@ -393,7 +390,6 @@ def test_requests_with_one_prompt_that_join_its_prefill_leave_others_their_place
         bench.engine.tick()
     assert len(bench.done) < 12
     bench.run()
-    bench.close()
 
 
 def test_clients_whose_requests_were_cancelled_are_forgotten(model, prompt_of):
@@ -406,7 +402,6 @@ def test_clients_whose_requests_were_cancelled_are_forgotten(model, prompt_of):
         bench.engine.tick()
     assert bench.status().queue_clients == 1
     bench.run()
-    bench.close()
 
 
 def test_a_preempted_sequence_whose_adapter_is_not_ready_does_not_speed_up_its_client():

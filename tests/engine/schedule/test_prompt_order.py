@@ -173,7 +173,6 @@ def test_a_long_prompt_is_computed_whatever_others_send(model, prompt_of, tokens
     assert steps_until(bench, lambda: "a" in bench.done, before_each=crowd.feed) < 2 * 9 * 300 / CHUNK + 40
     bench.run()
     bench.engine.check_integrity()
-    bench.close()
 
 
 @pytest.mark.parametrize(("priority", "own_clients"), [(1, False), (0, True)])
@@ -195,4 +194,3 @@ def test_what_an_update_dropped_is_computed_again_whatever_others_send(
     assert "a" not in bench.done
     bench.run()
     bench.engine.check_integrity()
-    bench.close()

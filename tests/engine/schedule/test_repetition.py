@@ -93,7 +93,6 @@ def test_a_completion_ends_where_its_tokens_first_repeat_themselves(model, promp
         bench.submit(name, prompt, 48, sampling=sampling, stop=stop | {"repetition": rule}, stream_every=every)
     bench.run()
     assert check(bench, plain, requests) >= 12
-    bench.close()
 
 
 def test_drafts_after_the_repetition_are_dropped(model, prompt_of, plain, monkeypatch):
@@ -104,7 +103,6 @@ def test_drafts_after_the_repetition_are_dropped(model, prompt_of, plain, monkey
         bench.submit(name, prompt, 48, sampling=sampling, stop=stop | {"repetition": rule})
     bench.run()
     assert bench.drafts.accepted > 50 and check(bench, plain, requests) >= 12
-    bench.close()
 
 
 def test_a_continued_completion_counts_the_tokens_that_it_has(model, prompt_of, plain):
@@ -127,7 +125,6 @@ def test_a_continued_completion_counts_the_tokens_that_it_has(model, prompt_of, 
             )
     bench.run()
     assert len(wanted) > 12 and {name: bench.tokens(name) for name in wanted} == wanted
-    bench.close()
 
 
 def test_completions_of_a_group_end_on_their_own(model, prompt_of):
@@ -140,4 +137,3 @@ def test_completions_of_a_group_end_on_their_own(model, prompt_of):
     bench.run()
     reasons = [bench.completions["g", i].finish.reason for i in range(6)]
     assert reasons.count("repetition") >= 3 and set(reasons) <= {"repetition", "cancelled"}
-    bench.close()

@@ -19,7 +19,6 @@ def test_a_request_that_ended_is_not_kept_until_its_deadline(model, prompt_of):
         bench.submit(f"r{i}", prompt_of(9), 2, deadline_s=1e6)
         bench.run()
     assert sequences() - before < 50
-    bench.close()
 
 
 def test_cancelled_requests_do_not_pile_up_behind_one_that_waits(model, prompt_of):
@@ -34,7 +33,6 @@ def test_cancelled_requests_do_not_pile_up_behind_one_that_waits(model, prompt_o
         bench.engine.tick()
     assert sequences() - before < 50
     bench.run()
-    bench.close()
 
 
 def test_the_prefix_of_a_request_that_waits_for_pages_is_not_hashed_at_each_step(model, prompt_of, monkeypatch):
@@ -53,4 +51,3 @@ def test_the_prefix_of_a_request_that_waits_for_pages_is_not_hashed_at_each_step
         bench.engine.tick()
     assert len(hashed) < 100, "20 steps: at most the keys of the running row's new pages, and one look for the prefix"
     bench.run()
-    bench.close()

@@ -65,7 +65,6 @@ def test_every_token_is_one_that_the_constraint_allows(model, prompt_of, depth):
         assert completion.finish.reason == ("stop" if completion.token_ids[-1] == STOP else "length")
         assert len(completion.drawn_logprobs) == len(completion.token_ids)
         assert (np.array(completion.drawn_logprobs) >= np.array(completion.logprobs) - 1e-4).all()
-    bench.close()
 
 
 def test_depth_1_and_2_draw_the_same_and_so_do_all_batchings(model, prompt_of):
@@ -106,7 +105,6 @@ def test_a_preempted_row_goes_on_in_its_constraint(model, prompt_of):
     assert bench.engine.roster.counters.preemptions > 0
     for i in range(4):
         assert letters(bench.completions[f"r{i}", 0].token_ids).startswith("xysxys" * 6)
-    bench.close()
 
 
 def test_a_token_that_is_not_allowed_ends_the_completion_as_an_error(model, prompt_of, monkeypatch):
@@ -117,7 +115,6 @@ def test_a_token_that_is_not_allowed_ends_the_completion_as_an_error(model, prom
     bench.run()
     completion = bench.completions["r", 0]
     assert completion.finish.reason == "error" and "does not allow" in completion.finish.error
-    bench.close()
 
 
 class Broken(Cycle):
@@ -157,7 +154,6 @@ def test_a_constraint_that_leads_nowhere_ends_its_own_completion_before_a_token_
         assert letters(completion.token_ids) == "xxx"
     assert letters(bench.completions["good", 0].token_ids) == "xy" * 10
     assert bench.completions["free", 0].finish.reason == "length"
-    bench.close()
 
 
 @pytest.mark.parametrize("good", [0, 7])
@@ -182,7 +178,6 @@ def test_a_constraint_that_hangs_ends_its_own_completion_and_no_other(model, pro
     assert letters(bench.completions["after", 0].token_ids) == "xs" * 10
     assert bench.completions["free", 0].finish.reason == "length"
     bench.engine.check_integrity()
-    bench.close()
 
 
 class Slow(Cycle):
@@ -207,7 +202,6 @@ def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt
     bench.run()
     assert bench.completions["slow", 0].finish.reason == "error" and bench.engine.masks.left_behind == 0
     assert {bench.completions[f"r{i}", 0].finish.reason for i in range(5)} == {"length"}
-    bench.close()
 
 
 @pytest.mark.parametrize("when", ["begin", "end"])
@@ -232,7 +226,6 @@ def test_a_thread_that_waits_for_a_core_fails_no_completion(model, prompt_of, mo
     bench.run()
     assert {bench.completions[f"r{i}", 0].finish.reason for i in range(2)} == {"length"}
     assert bench.engine.masks.left_behind == 0 and len(waits_s) < 20
-    bench.close()
 
 
 def drafts_of(place: CyclePlace, path: list[int]) -> Drafts:
@@ -274,7 +267,6 @@ def test_many_that_take_a_little_each_all_go_on(model, prompt_of):
         bench.submit(f"r{i}", prompt_of(9, i), 3, sampling=SAMPLED, constraint=Slow([[X, Y][i % 2]], time, 0.045))
     bench.run()
     assert {completion.finish.reason for completion in bench.completions.values()} == {"length"}
-    bench.close()
 
 
 class Costly(Cycle):
@@ -313,7 +305,6 @@ def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_go
     bench.submit("next", prompt_of(9), 2, sampling=SAMPLED, constraint=Cycle([X]))
     bench.run()
     assert bench.completions["next", 0].finish.reason == "length", "the time of ended requests is not charged again"
-    bench.close()
 
 
 def test_time_that_others_had_is_not_counted(model, prompt_of):
@@ -321,7 +312,6 @@ def test_time_that_others_had_is_not_counted(model, prompt_of):
     bench.submit("waits", prompt_of(9), 14, sampling=SAMPLED, constraint=Slow([X], time, 0.1))
     bench.run()
     assert bench.completions["waits", 0].finish.reason == "length"
-    bench.close()
 
 
 def test_a_mask_that_is_late_writes_to_memory_that_is_never_read(model, prompt_of):
@@ -335,7 +325,6 @@ def test_a_mask_that_is_late_writes_to_memory_that_is_never_read(model, prompt_o
     bench.run()
     assert len({slot.masks.host.data_ptr() for slot in slots} - before) == 1
     hanging.let_go.set()
-    bench.close()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -359,7 +348,6 @@ def test_no_stop_token_comes_before_min_tokens_unless_nothing_else_may(model, pr
             assert done.finish.stop == (STOP if done.token_ids[-1] == STOP else None)
             assert np.isfinite(done.drawn_logprobs).all()
     assert any(bench.tokens(f"may{i}")[-1] == STOP for i in range(6))
-    bench.close()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -375,7 +363,6 @@ def test_without_a_stop_token_a_completion_ends_where_its_constraint_allows_noth
     known = bench.completions["known", 0]
     assert known.token_ids == [] and (known.finish.reason, known.finish.stop) == ("stop", None)
     assert bench.completions["stuck", 0].finish.reason == "error" and len(bench.tokens("free")) == 20
-    bench.close()
 
 
 class Whole(Cycle):
@@ -404,7 +391,6 @@ def test_a_continued_completion_is_followed_from_its_new_tokens(model, prompt_of
     bench.run()
     assert bench.completions["r", 0].finish.reason == "length"
     assert letters(bench.tokens("r")) == "sxysxysxysxysxysxy"
-    bench.close()
 
 
 def test_too_many_that_hang_end_constraints_and_nothing_else(model, prompt_of):
@@ -421,7 +407,6 @@ def test_too_many_that_hang_end_constraints_and_nothing_else(model, prompt_of):
     assert bench.completions["free", 0].finish.reason == "length"
     for constraint in hanging:
         constraint.let_go.set()
-    bench.close()
 
 
 def test_the_wait_for_masks_is_no_activity(model, prompt_of):
@@ -451,7 +436,6 @@ def test_the_wait_for_masks_is_no_activity(model, prompt_of):
     assert waited_s > 20 * 0.015
     assert totals["gpu/bubble_pct/host"] / 100 * totals["total/wall_s"] > 0.9 * waited_s
     assert totals["gpu/active_pct"] / 100 * totals["total/wall_s"] <= totals["total/wall_s"] - 0.9 * waited_s
-    bench.close()
 
 
 def test_a_mask_has_a_bit_for_each_token():

@@ -144,7 +144,6 @@ def test_free_rows_have_the_tokens_of_rows_with_masks(model, prompt_of, referenc
         assert bench.engine.roster.counters.preemptions > 0
     same_as(bench, reference)
     assert not any(done.recomputed for done in bench.completions.values()) or "kv_pages" in engine
-    bench.close()
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
@@ -155,7 +154,6 @@ def test_a_marker_among_drafts_ends_what_counts_of_them(model, prompt_of, refere
     bench.run()
     assert bench.drafts.accepted > 50
     same_as(bench, reference)
-    bench.close()
 
 
 def watch_plans(bench: Bench) -> list[tuple[bool, bool]]:
@@ -182,7 +180,6 @@ def test_no_step_waits_for_masks_while_all_its_rows_are_free(model, prompt_of):
     later = [waits for waits, _ in seen]
     assert len(seen) >= 40 and sum(later) <= 4, "only where a token is barred"
     assert all(len(bench.tokens(name)) == 40 for name in ("one0", "two1", "text2", "one3"))
-    bench.close()
 
 
 def test_where_a_token_is_barred_a_step_waits_and_the_row_is_free_again(model, prompt_of):
@@ -198,7 +195,6 @@ def test_where_a_token_is_barred_a_step_waits_and_the_row_is_free_again(model, p
     assert 5 < begun < 50 and len(tokens) == 60 and 3 not in [b for a, b in pairwise(tokens) if a == 0]
     # The step that is launched before the token is known waits, too.
     assert begun <= sum(waits for waits, _ in seen) <= 2 * begun
-    bench.close()
 
 
 def test_a_row_waits_for_masks_only_from_its_marker_on(model, prompt_of):
@@ -213,7 +209,6 @@ def test_a_row_waits_for_masks_only_from_its_marker_on(model, prompt_of):
     later = [waits for waits, _ in seen]
     assert later == sorted(later) and later.count(True) == len(tokens) - at - 1
     assert bench.engine.roster.counters.zombie_rows >= 1, "the token drawn without a mask"
-    bench.close()
 
 
 @pytest.mark.parametrize(
@@ -259,7 +254,6 @@ def test_an_update_between_the_marker_and_the_next_token_keeps_the_kv(folders, p
     at = done.token_ids.index(MARK)
     assert done.versions == [0] * (at + 1) + [1] * (len(done.token_ids) - at - 1)
     assert done.recomputed == () and bench.done["one"].preemptions == 0
-    bench.close()
 
 
 @pytest.mark.parametrize("host_kv_gib", [0.0, 0.01])
@@ -280,7 +274,6 @@ def test_a_row_is_preempted_where_it_draws_again(model, prompt_of, reference, ho
     bench.run()
     assert hits > 0 or when == "in flight"
     same_as(bench, reference)
-    bench.close()
 
 
 def test_a_row_ends_in_any_tick_and_gives_everything_back(model, prompt_of):
@@ -318,7 +311,6 @@ def test_a_completion_is_continued_from_any_of_its_tokens(model, prompt_of, refe
     for (name, _), again in bench.completions.items():
         assert done.token_ids[: int(name[4:])] + again.token_ids == done.token_ids
     assert len(bench.completions) >= 2
-    bench.close()
 
 
 @pytest.mark.parametrize("speculation", ["off", *nightly("ngram")])
@@ -354,8 +346,6 @@ def test_turns_of_a_session_go_on_after_a_constraint(model, prompt_of):
         obeys(bench.tokens(f"one{turn}"), "one")
         assert turn == 0 or bench.done[f"one{turn}"].cached_tokens > 0
         prompt = prompt + bench.tokens(f"one{turn}") + [rng.randrange(VOCAB) for _ in range(5)]
-    bench.close(check=False)
-    fresh.close()
 
 
 def test_a_row_draws_at_the_end_of_its_tokens_and_of_its_pages(model, prompt_of):
@@ -381,4 +371,3 @@ def test_the_step_before_the_marker_has_no_feature_of_constraints(model, prompt_
     assert not seq.need_bits & RowNeeds.CONSTRAIN.value and seq.needs & RowNeeds.CONSTRAIN
     bench.run()
     assert len(bench.completions["one", 0].drawn_logprobs) == 20
-    bench.close()

@@ -87,4 +87,3 @@ def test_free_rows_take_captured_steps_that_wait_for_no_mask(folder):
     assert not any(header.needs & RowNeeds.CONSTRAIN.value for header in headers)
     for i in range(4):
         assert len(bench.completions[f"r{i}", 0].drawn_logprobs) == 100
-    bench.close()

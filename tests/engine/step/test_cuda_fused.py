@@ -128,7 +128,6 @@ def test_rows_with_changed_logits_share_a_step_with_plain_ones(checkpoint, promp
     assert same >= 3, "the same draws; later tokens may part by rounding in another batch size"
     assert bench.tokens("biased") == [7] * 40
     assert bench.tokens("cut")[:5] == bench.tokens("greedy")[:5]
-    bench.close()
 
 
 def test_padding_rows_disturb_nothing(checkpoint, prompt_of):
@@ -137,7 +136,6 @@ def test_padding_rows_disturb_nothing(checkpoint, prompt_of):
     assert 7 not in graph_sizes(8)
     state = bench.engine.executor.step.rows
     assert not state.ints[0].any() and not state.pages[0].any()
-    bench.close()
 
 
 def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, prompt_of, monkeypatch):
@@ -146,4 +144,3 @@ def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, prompt_of,
         bench.submit(f"r{i}", prompt_of(9, i), 200, sampling=SAMPLED)
     assert_one_launch_a_step(bench)
     assert_steady(bench, monkeypatch)
-    bench.close()

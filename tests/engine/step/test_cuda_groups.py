@@ -117,4 +117,3 @@ def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, monkeypatc
     for _ in range(6):
         bench.engine.tick()
     assert_steady(bench, monkeypatch)
-    bench.close()

@@ -235,7 +235,6 @@ def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, rows, monk
     for i in range(rows):
         bench.submit(f"r{i}", prompt(9, i), 200, sampling={"temperature": 1.0, "seed": i})
     assert_steady(bench, monkeypatch)
-    bench.close()
 
 
 def test_nothing_is_compiled_while_serving(mixtrals, monkeypatch):
@@ -249,7 +248,6 @@ def test_nothing_is_compiled_while_serving(mixtrals, monkeypatch):
         bench.submit(f"s{i}", prompt(20 + i, i), 10 + i)
     bench.run()
     assert compiled == []
-    bench.close()
 
 
 def test_a_swap_of_the_weights_is_seen_by_captured_steps(mixtrals):
@@ -276,7 +274,6 @@ def test_the_experts_of_a_captured_step_can_be_looked_at(checkpoint):
         assert experts_TK.shape == (4, TOP_K)
         assert 0 <= experts_TK.min() and experts_TK.max() < EXPERTS
         assert all(row.unique().numel() == TOP_K for row in experts_TK)
-    bench.close()
 
 
 def test_float32_takes_the_generic_path(checkpoint):
@@ -287,7 +284,6 @@ def test_float32_takes_the_generic_path(checkpoint):
     bench.submit("a", prompt(20, 1), 30)
     bench.run()
     assert logprob_errors(bench, reference, {"a": prompt(20, 1)}).max() < 1e-3
-    bench.close()
 
 
 def told(bench: Bench, name: str) -> np.ndarray:
@@ -326,7 +322,6 @@ def test_captured_steps_record_the_experts_that_they_ran(checkpoint):
         assert routing.shape == tuple(top.shape) and routing.dtype == np.uint8
         same = (top[..., :, None] == torch.from_numpy(routing.astype(np.int64))[..., None, :]).any(-1)
         assert same.float().mean() > 0.85, "near ties turn by rounding, nothing else does"
-    bench.close()
 
 
 def test_forwards_that_slots_share_hand_their_record_on(mixtrals):
@@ -354,7 +349,6 @@ def test_a_steady_step_with_routing_neither_allocates_nor_synchronises(checkpoin
         sampling = {"temperature": 1.0, "seed": i}
         bench.submit(f"r{i}", prompt(9, i), 200, routing_from=0, stream_every=16, sampling=sampling)
     assert_steady(bench, monkeypatch)
-    bench.close()
 
 
 def test_nothing_is_compiled_while_serving_with_routing(mixtrals, monkeypatch):
@@ -364,4 +358,3 @@ def test_nothing_is_compiled_while_serving_with_routing(mixtrals, monkeypatch):
         bench.submit(f"r{i}", prompt(length, i), 12, routing_from=0)
         bench.run()
     assert compiled == []
-    bench.close()

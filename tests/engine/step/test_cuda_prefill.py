@@ -170,7 +170,6 @@ def test_nothing_is_compiled_for_prompts_of_any_length(kv_dtype, tmp_path, monke
         submit(f"s{i}", length)
     bench.run()
     assert compiled == [] and ran
-    bench.close()
 
 
 def test_recorded_experts_are_those_of_steps_without_these_kernels(tmp_path, monkeypatch):

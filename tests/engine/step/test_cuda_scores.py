@@ -56,7 +56,6 @@ def test_tops_and_prompts_are_transformers(tmp_path, captured):
             surely, perhaps = ((before > chosen[:, None] + margin).sum(1) + 1 for margin in (2e-4, -2e-4))
             ranks = torch.tensor(tops.ranks[1:])
             assert (surely <= ranks).all() and (ranks <= perhaps).all()
-    bench.close()
 
 
 #: What teachers ask about a prompt of 300 tokens.
@@ -80,7 +79,6 @@ def test_what_teachers_ask_for_is_transformers_also_on_known_prefixes(tmp_path):
         for turn in range(2):
             wanted.check(bench.done[f"{turn}{i}"], prompt(300, i % 2), hf_model, atol=2e-4)
     assert [bench.done[f"1{i}"].cached_tokens > 0 for i in range(5)] == [True, True, False, False, True]
-    bench.close()
 
 
 def test_teachers_compile_nothing_and_leave_other_scores_bit_for_bit(folder, monkeypatch):
@@ -123,7 +121,6 @@ def test_prompts_that_fill_the_context_are_scored_without_a_token(tmp_path):
         chosen = expected[: length - 1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         assert torch.allclose(torch.tensor(told[1:]), chosen, atol=2e-4) and bench.tokens(f"r{i}") == []
     assert len(bench.tokens("draws")) == 60
-    bench.close()
 
 
 def test_without_scores_a_prompt_fills_the_cache_and_nothing_is_compiled_for_it(folder, monkeypatch):
@@ -135,7 +132,6 @@ def test_without_scores_a_prompt_fills_the_cache_and_nothing_is_compiled_for_it(
     bench.submit("next", prompt(256, 3), 5)
     bench.run()
     assert bench.done["next"].cached_tokens == 255 and not compiled
-    bench.close()
 
 
 def test_steps_with_tops_never_wait_for_the_device(folder):
@@ -147,7 +143,6 @@ def test_steps_with_tops_never_wait_for_the_device(folder):
     tick_without_waiting(bench)
     bench.run()
     assert all(len(bench.completions[f"r{i}", 0].top_ids) == (400 if i % 2 else 0) for i in range(6))
-    bench.close()
 
 
 def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
@@ -162,7 +157,6 @@ def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
     newest = bench.engine.pipeline.steps()[-1]
     assert asked_scores(newest.header).tops and not newest.slot.d2h_done.query()
     bench.run()
-    bench.close()
 
 
 def test_a_launch_that_scores_a_prompt_returns_before_the_step_has_run(folder):
@@ -177,7 +171,6 @@ def test_a_launch_that_scores_a_prompt_returns_before_the_step_has_run(folder):
     asked = asked_scores(newest.header)
     assert asked.narrow.ranked and asked.narrow.tops and not newest.slot.d2h_done.query()
     bench.run()
-    bench.close()
 
 
 def test_nothing_is_compiled_for_them_while_serving(folder, monkeypatch):
@@ -188,4 +181,3 @@ def test_nothing_is_compiled_for_them_while_serving(folder, monkeypatch):
         bench.submit(f"r{i}", prompt(length, i), 10 + i, top_logprobs=i, **asked)
     bench.run()
     assert compiled == []
-    bench.close()

@@ -223,13 +223,11 @@ def test_progress_is_reported_for_every_size_largest_first(model, recorder):
     made.capture(list(bench.engine.pipeline.free_slots), lambda done, total: told.append((done, total)))
     assert made.captured_sizes == [6, 4, 3, 2, 1] and told == [(i, 5) for i in range(1, 6)]
     assert made.count == 2 * 5 + 4 and made.kept_bytes == (1 + 2 + 4) * bench.engine.executor.step.rows.vocab * 4
-    bench.close()
 
 
 def test_all_captures_of_an_engine_share_one_memory_pool(model, recorder):
     bench = Bench(model, max_rows=6)
     assert len(recorder.pools) == bench.engine.executor.graphs.count and len(set(recorder.pools)) == 1
-    bench.close()
 
 
 def test_a_forward_that_is_to_be_measured_reads_the_slots_input(model, replays):
@@ -239,7 +237,6 @@ def test_a_forward_that_is_to_be_measured_reads_the_slots_input(model, replays):
     step = bench.engine.executor.graphs.captured(slot, 3)
     forward = bench.engine.executor.graphs.forwards[3, False, False]
     assert step.logits_SV.shape[0] == 3 and forward.step.words.eq(1).all() and step.forward is forward.graph
-    bench.close()
 
 
 def test_a_capture_that_fails_is_ended_and_says_why():

@@ -66,7 +66,6 @@ def test_scores_are_transformers_up_to_the_full_context(model, prompt_of, hf_mod
         np.testing.assert_array_equal(bench.completions[f"r{i}", 0].prompt_logprobs, told.prompt_logprobs)
         assert told.prompt_version == (0 if length > 1 else None) and told.decode_s == 0
     assert draws == [] and bench.status().tokens == 0
-    bench.close()
 
 
 def test_scores_equal_those_of_a_request_that_draws_a_token_bit_for_bit(model, prompt_of):
@@ -94,7 +93,6 @@ def test_without_scores_it_fills_the_prefix_cache(model, prompt_of, greedy, draw
     assert bench.done["again"].cached_tokens == length - 1
     assert bench.done["next"].cached_tokens == length
     assert bench.tokens("next") == greedy(prompt_of(length) + [5, 6], 6)
-    bench.close()
 
 
 def test_it_runs_beside_rows_that_draw_and_with_constraints_and_drafts(model, prompt_of, greedy, hf_models):
@@ -108,7 +106,6 @@ def test_it_runs_beside_rows_that_draw_and_with_constraints_and_drafts(model, pr
         assert bench.tokens(f"d{i}") == greedy(prompt_of(11 + i, i), 30)
         ended_empty(bench, f"s{i}")
         check_prompt(bench.done[f"s{i}"].prompt_logprobs, prompt_of(30 + i, i), hf_models[0])
-    bench.close()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
@@ -123,7 +120,6 @@ def test_a_group_has_empty_completions_and_one_score(model, prompt_of, hf_models
     reasons = sorted(bench.completions["k", index].finish.reason for index in range(4))
     assert reasons.count("length") >= 2 and set(reasons) <= {"length", "cancelled"}
     assert draws == [] and sum(sizes) <= 33 + 4 + 20 + 3
-    bench.close()
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -137,7 +133,6 @@ def test_a_session_holds_the_prompt(model, prompt_of, greedy, prefix_cache):
     bench.run()
     assert bench.done["second"].cached_tokens == CONTEXT, "all of the prompt"
     assert bench.tokens("second") == greedy(prompt + [7], 8)
-    bench.close()
 
 
 def test_a_completion_that_has_its_tokens_is_scored_with_them(model, prompt_of, hf_models, draws):
@@ -150,7 +145,6 @@ def test_a_completion_that_has_its_tokens_is_scored_with_them(model, prompt_of, 
     ended_empty(bench, "a")
     check_prompt(bench.done["a"].prompt_logprobs, prompt, hf_models[0])
     assert draws == []
-    bench.close()
 
 
 @pytest.mark.parametrize("host_kv_gib", [0.0, 0.01])
@@ -168,7 +162,6 @@ def test_it_is_preempted_and_scored_anew(model, prompt_of, hf_models, host_kv_gi
         ended_empty(bench, name)
         assert bench.done[name].preemptions == 1
         check_prompt(bench.done[name].prompt_logprobs, prompt, hf_models[0])
-    bench.close()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -220,7 +213,6 @@ def test_states_of_linear_attention_go_on_after_the_prompt(stem, tmp_path, promp
         tokens = bench.tokens(name)
         logits = log_softmax_after(reference, text + tokens)[len(text) - 1 : -1]
         assert tokens == logits.argmax(1).tolist()
-    bench.close()
 
 
 def test_replayed_drafts_of_neighbours_are_as_ever(model, prompt_of, greedy, monkeypatch):
@@ -235,7 +227,6 @@ def test_replayed_drafts_of_neighbours_are_as_ever(model, prompt_of, greedy, mon
     assert bench.tokens("d") == recorded["d", 0]
     for i in range(6):
         ended_empty(bench, f"s{i}")
-    bench.close()
 
 
 def test_a_prompt_whose_pages_run_short_waits_and_is_scored(model, prompt_of, hf_models):
@@ -248,7 +239,6 @@ def test_a_prompt_whose_pages_run_short_waits_and_is_scored(model, prompt_of, hf
         assert len(bench.tokens(f"d{i}")) == 60
         ended_empty(bench, f"s{i}")
         check_prompt(bench.done[f"s{i}"].prompt_logprobs, prompt_of(100, i), hf_models[0])
-    bench.close()
 
 
 def test_a_cancel_in_its_middle_leaves_what_was_scored(model, prompt_of, hf_models):
@@ -263,4 +253,3 @@ def test_a_cancel_in_its_middle_leaves_what_was_scored(model, prompt_of, hf_mode
     known = int((~np.isnan(told)).sum())
     assert 8 <= known < 59
     check_prompt(told[: known + 1], prompt_of(60)[: known + 1], hf_models[0])
-    bench.close()

@@ -85,7 +85,6 @@ def test_a_row_of_a_shared_prompt_takes_the_decode_forward_and_is_set_up_by_its_
     assert [bool(header.layout) for header in forwards][:1] == [True], "the leader prefills the prompt"
     (shared,) = [header for header in forwards if "init_ints" in header.sections and not header.layout]
     assert shared.rows == 2 and {"known", "copies"} <= shared.sections.keys()
-    bench.close()
 
 
 def test_the_kind_and_the_totals_of_a_plan_follow_from_its_spans(model, prompt_of):
@@ -106,4 +105,3 @@ def test_the_kind_and_the_totals_of_a_plan_follow_from_its_spans(model, prompt_o
     assert (decode.kind, decode.rows, decode.max_context) == ("decode", 2, 10) and decode.decodes
     assert decode.needs == seqs[0].needs | seqs[1].needs
     bench.run()
-    bench.close()

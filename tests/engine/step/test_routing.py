@@ -78,7 +78,6 @@ def test_routing_is_that_of_transformers(family, pages, host_kv_gib):
             else:
                 first = 0 if i % 3 == 0 else len(prompt)
                 assert_routed(hf_model, prompt, done.token_ids, routing_of(bench, name, index), first)
-    bench.close()
 
 
 def test_a_group_shares_the_experts_of_its_prompt(family):
@@ -91,7 +90,6 @@ def test_a_group_shares_the_experts_of_its_prompt(family):
     for index in range(3):
         assert_routed(hf_model, prompt, bench.tokens("g", index), routing_of(bench, "g", index), 0)
     assert len({tuple(bench.tokens("g", index)) for index in range(3)}) > 1
-    bench.close()
 
 
 def test_a_prefix_hit_has_the_experts_of_the_cached_tokens(family):
@@ -106,7 +104,6 @@ def test_a_prefix_hit_has_the_experts_of_the_cached_tokens(family):
     bench.run()
     assert bench.done["second"].cached_tokens >= 44
     assert_routed(hf_model, longer, bench.tokens("second"), routing_of(bench, "second"), 0)
-    bench.close()
 
 
 def test_a_turn_has_the_experts_of_the_turns_before(family):
@@ -123,7 +120,6 @@ def test_a_turn_has_the_experts_of_the_turns_before(family):
         prompt = prompt + tokens[: 14 - 5 * turn] + prompt_of(6, turn)
     bench.engine.inbox.put(EndSession("c"))
     bench.run()
-    bench.close()
 
 
 def test_constrained_rows_tell_theirs_after_the_draw(family):
@@ -138,7 +134,6 @@ def test_constrained_rows_tell_theirs_after_the_draw(family):
     assert set(bench.tokens("bound")) <= set(range(3, 40))
     for name, prompt in prompts.items():
         assert_routed(hf_model, prompt, bench.tokens(name), routing_of(bench, name), 0)
-    bench.close()
 
 
 def test_pages_that_came_back_from_the_host_have_their_experts_for_others_too(family):
@@ -155,7 +150,6 @@ def test_pages_that_came_back_from_the_host_have_their_experts_for_others_too(fa
     bench.run()
     assert bench.done["again"].cached_tokens == 48
     assert_routed(hf_model, longer, bench.tokens("again"), routing_of(bench, "again"), 0)
-    bench.close()
 
 
 def test_an_evicted_page_is_not_read_for_another_prompt(family):
@@ -166,7 +160,6 @@ def test_an_evicted_page_is_not_read_for_another_prompt(family):
         bench.submit(f"r{salt}", prompt, 12, routing_from=0)
         bench.run()
         assert_routed(hf_model, prompt, bench.tokens(f"r{salt}"), routing_of(bench, f"r{salt}"), 0)
-    bench.close()
 
 
 def test_a_continued_completion_tells_from_where_it_is_asked_to(family):
@@ -182,7 +175,6 @@ def test_a_continued_completion_tells_from_where_it_is_asked_to(family):
         bench.run()
         assert tokens[10:] == bench.tokens(f"b{first}")
         assert_routed(hf_model, prompt, tokens, routing_of(bench, f"b{first}"), first)
-    bench.close()
 
 
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
@@ -208,7 +200,6 @@ def test_entries_are_of_the_forwards_that_made_the_tokens(moe, checkpoints, kv_o
         again = router_logits(new, prompt + done.token_ids)[:consumed].topk(3).indices.numpy()
         assert (again != routing[:consumed]).any(), "the new weights choose others, or this shows nothing"
     assert len(routing) == len(prompt) + len(done.token_ids) - 1
-    bench.close()
 
 
 def test_kv_that_was_recomputed_before_the_first_token_is_reported_as_recomputed(moe, checkpoints):
@@ -226,7 +217,6 @@ def test_kv_that_was_recomputed_before_the_first_token_is_reported_as_recomputed
     done = bench.completions["a", 0]
     assert set(done.versions) == {1}
     assert_routed(new, prompt, done.token_ids, routing_of(bench, "a"), 0)
-    bench.close()
 
 
 @pytest.mark.parametrize("pages", [256, 40], ids=["running", "preempted"])
@@ -280,7 +270,6 @@ def test_late_streams_change_nothing(family, depth):
     bench.run()
     for name, prompt in prompts.items():
         assert_routed(hf_model, prompt, bench.tokens(name), routing_of(bench, name), 0)
-    bench.close()
 
 
 def test_a_rebuilt_engine_reports_its_own_choice_of_experts(family):
@@ -297,7 +286,6 @@ def test_a_rebuilt_engine_reports_its_own_choice_of_experts(family):
     bench.submit("b", prompt, 20, routing_from=0)
     bench.run()
     assert_routed(hf_model, prompt, bench.tokens("b"), routing_of(bench, "b"), 0)
-    bench.close()
 
 
 def test_a_completion_without_a_token_has_no_entries(family):
@@ -309,7 +297,6 @@ def test_a_completion_without_a_token_has_no_entries(family):
     bench.engine.roster.end(("c", "a"), "cancelled")
     bench.run()
     assert bench.tokens("a") == [] and len(routing_of(bench, "a")) == 0
-    bench.close()
 
 
 def test_a_prompt_that_is_scored_without_a_token_has_the_entries_before_its_last(family):
@@ -325,7 +312,6 @@ def test_a_prompt_that_is_scored_without_a_token_has_the_entries_before_its_last
     assert_routed(hf_model, prompt, [], routing_of(bench, "all"), 0)
     assert_routed(hf_model, prompt, prompt_of(5, 2), routing_of(bench, "known"), 0)
     assert len(routing_of(bench, "none")) == len(routing_of(bench, "one")) == 0
-    bench.close()
 
 
 def test_without_the_setting_nothing_is_recorded(family):
@@ -335,7 +321,6 @@ def test_without_the_setting_nothing_is_recorded(family):
     bench.submit("a", prompt_of(9, 0), 5)
     bench.run()
     assert bench.completions["a", 0].routing == []
-    bench.close()
 
 
 def test_a_dense_model_is_refused_the_setting(tmp_path):
@@ -354,7 +339,6 @@ def test_more_than_256_experts_are_reported_in_16_bits(tmp_path):
     assert routing.dtype == np.uint16 and routing.max() > 255
     chosen = router_logits(hf_model, prompt + bench.tokens("a")).topk(3).indices.numpy()
     assert (chosen == routing).mean() > 0.995
-    bench.close()
 
 
 def test_experts_that_are_fetched_beside_the_last_step_are_not_left_over(moe):
@@ -366,4 +350,3 @@ def test_experts_that_are_fetched_beside_the_last_step_are_not_left_over(moe):
             routing.fetched([0], [DUMP_PAGE])
         bench.engine.tick()
     bench.run()
-    bench.close()

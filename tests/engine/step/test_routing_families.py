@@ -85,7 +85,6 @@ def test_records_of_chunks_groups_and_preempted_rows(family: tuple[Any, Any]) ->
     for name, prompt in prompts.items():
         for index in range(2 if name == "r1" else 1):
             agrees(model, hf_model, prompt, bench.tokens(name, index), routing_of(bench, name, index))
-    bench.close()
 
 
 def test_records_of_tokens_that_were_known_before(family: tuple[Any, Any]) -> None:
@@ -106,4 +105,3 @@ def test_records_of_tokens_that_were_known_before(family: tuple[Any, Any]) -> No
         prompt = talk.said[: -len(tokens)]
         agrees(model, hf_model, prompt, tokens, routing_of(bench, talk.turn))
         assert (talk.reused > 0) == (turn > 0)
-    bench.close()

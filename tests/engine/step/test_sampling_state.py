@@ -27,7 +27,6 @@ def test_a_repetition_penalty_sees_the_prompt_and_every_token_so_far(model, prom
     for i in range(3):
         expected = reference(hf_models[0], prompt_of(10, i), 40, RepetitionPenaltyLogitsProcessor(1.4))
         assert bench.tokens(f"r{i}") == expected
-    bench.close()
 
 
 def test_penalties_of_one_row_leave_its_neighbours_alone(model, prompt_of, greedy):
@@ -41,7 +40,6 @@ def test_penalties_of_one_row_leave_its_neighbours_alone(model, prompt_of, greed
     assert bench.tokens("penalized") != bench.tokens("plain")
     assert bench.completions["plain", 0].drawn_logprobs == []
     assert len(bench.completions["biased", 0].drawn_logprobs) == 30
-    bench.close()
 
 
 def test_a_row_that_is_used_again_has_forgotten_the_last_ones_state(model, prompt_of, greedy):
@@ -58,7 +56,6 @@ def test_a_row_that_is_used_again_has_forgotten_the_last_ones_state(model, promp
     bench.run()
     assert bench.tokens("second") == greedy(prompt_of(12, 1), 20)
     assert bench.tokens("third") == greedy(prompt_of(12, 2), 20)
-    bench.close()
 
 
 def test_stop_tokens_are_not_drawn_before_min_tokens(model, prompt_of):
@@ -76,7 +73,6 @@ def test_stop_tokens_are_not_drawn_before_min_tokens(model, prompt_of):
     some = bench.tokens("some")
     assert len(some) > 12 and not set(stops) & set(some[:12])
     assert bench.completions["some", 0].finish.reason in ("stop", "length")
-    bench.close()
 
 
 def test_a_deadline_ends_a_request_with_its_tokens_so_far(model, prompt_of):
@@ -97,7 +93,6 @@ def test_a_deadline_ends_a_request_with_its_tokens_so_far(model, prompt_of):
     bench.completions.clear()
     bench.run()
     assert len(bench.tokens("a")) == 5
-    bench.close()
 
 
 def test_deltas_come_every_so_many_tokens_and_add_up(model, prompt_of):
@@ -107,7 +102,6 @@ def test_deltas_come_every_so_many_tokens_and_add_up(model, prompt_of):
     bench.run()
     assert bench.completions["a", 0].deltas == 7 and bench.completions["b", 0].deltas == 1
     assert bench.tokens("a") == bench.tokens("b")
-    bench.close()
 
 
 def test_a_logit_bias_ends_with_its_sequence(model, prompt_of, greedy):
@@ -121,7 +115,6 @@ def test_a_logit_bias_ends_with_its_sequence(model, prompt_of, greedy):
     bench.run()
     assert bench.tokens("biased") == [7] * 60
     assert bench.tokens("plain") == greedy(prompt_of(9, 3), 20)
-    bench.close()
 
 
 def test_min_tokens_without_stop_tokens_bans_nothing(model, prompt_of):
@@ -132,4 +125,3 @@ def test_min_tokens_without_stop_tokens_bans_nothing(model, prompt_of):
     bench.submit("free", prompt_of(9, 3), 20, sampling=bias, stop={"min_tokens": 10})
     bench.run()
     assert bench.tokens("free") == [0] * 20
-    bench.close()

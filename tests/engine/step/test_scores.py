@@ -71,7 +71,6 @@ def test_tops_and_prompts_of_a_mixed_batch_are_transformers(model, prompt_of, hf
             assert (event.prompt_tops is None) == (ranked[i] is None)
             if event.prompt_tops is not None:
                 check_prompt_tops(event.prompt_tops, prompt, ranked[i], hf_models[0])
-    bench.close()
 
 
 @pytest.fixture
@@ -93,7 +92,6 @@ def test_pieces_of_a_prompt_have_their_ranks_and_tops(model, prompt_of, hf_model
         check_prompt(done.prompt_logprobs, prompt_of(length, i), hf_models[0])
         if k is not None:
             check_prompt_tops(done.prompt_tops, prompt_of(length, i), k, hf_models[0])
-    bench.close()
 
 
 def test_equal_logits_have_the_rank_of_the_first():
@@ -116,7 +114,6 @@ def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model
         bench.run()
     asked = [(scoring.ranked, scoring.tops) for header in told if (scoring := asked_scores(header).narrow).scored]
     assert asked == [(False, 0), (True, 0), (True, 20)]
-    bench.close()
 
 
 def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_models, scored_at_once):
@@ -131,7 +128,6 @@ def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_mode
     assert max(sizes) == 8 and sum(sizes) == 20 + 9 + 2 + 3, "three prompts in one step, and the three draws"
     for i, length in enumerate(lengths):
         check_prompt(bench.completions[f"r{i}", 0].prompt_logprobs, prompt_of(length, i), hf_models[0])
-    bench.close()
 
 
 def test_pieces_are_filled_up_where_each_number_of_rows_is_a_kernel(model, prompt_of, hf_models, scored_at_once):
@@ -147,7 +143,6 @@ def test_pieces_are_filled_up_where_each_number_of_rows_is_a_kernel(model, promp
     assert {size for size in sizes if size > 3} == {16}
     for i, length in enumerate((40, 21, 3)):
         check_prompt(bench.completions[f"r{i}", 0].prompt_logprobs, prompt_of(length, i), hf_models[0])
-    bench.close()
 
 
 def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(model, prompt_of):
@@ -175,7 +170,6 @@ def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(mod
         bench.submit(f"r{i}", prompt_of(length, i), 2, sampling=sampling, prompt_logprobs=True, top_logprobs=1)
     bench.run()
     assert len(used) > 2 and all(words <= bound for words, bound in used), used
-    bench.close()
 
 
 def test_tops_and_prompts_survive_preemption_without_repetition(model, prompt_of, hf_models):
@@ -189,7 +183,6 @@ def test_tops_and_prompts_survive_preemption_without_repetition(model, prompt_of
         assert len(done.token_ids) == 60
         check_tops(done, prompt_of(20, i), 4, hf_models[0])
         check_prompt(done.prompt_logprobs, prompt_of(20, i), hf_models[0])
-    bench.close()
 
 
 def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, prompt_of, hf_models):
@@ -205,7 +198,6 @@ def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, pro
     check_prompt(bench.completions["a", 0].prompt_logprobs, prompt, hf_models[0])
     assert bench.done["a"].preemptions == 1
     check_prompt_tops(bench.done["a"].prompt_tops, prompt, 3, hf_models[0])
-    bench.close()
 
 
 def test_a_prompt_that_is_scored_takes_no_cached_page_but_leaves_its_own(model, prompt_of, hf_models, greedy):
@@ -224,7 +216,6 @@ def test_a_prompt_that_is_scored_takes_no_cached_page_but_leaves_its_own(model, 
     check_prompt(bench.completions["c", 0].prompt_logprobs, prompt[:41], hf_models[0])
     check_tops(bench.completions["b", 0], prompt, 2, hf_models[0])
     assert bench.tokens("a") == bench.tokens("b") == bench.tokens("d") == greedy(prompt, 8)
-    bench.close()
 
 
 def test_a_turn_that_scores_its_prompt_takes_nothing_from_its_session(model, prompt_of, hf_models):
@@ -251,7 +242,6 @@ def test_pages_of_a_scored_prompt_are_found_by_others(model, prompt_of):
     bench.submit("b", prompt_of(50), 8)
     bench.run()
     assert bench.done["b"].cached_tokens == 49
-    bench.close()
 
 
 def test_a_group_scores_its_prompt_once(model, prompt_of, hf_models):
@@ -270,7 +260,6 @@ def test_a_group_scores_its_prompt_once(model, prompt_of, hf_models):
         check_tops(done, prompt, 3, hf_models[0])
         assert (done.prompt_logprobs is not None) == (index == 0), "once, with completion 0"
     check_prompt(bench.done["g"].prompt_logprobs, prompt, hf_models[0])
-    bench.close()
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -288,7 +277,6 @@ def test_who_prefills_after_a_leader_that_ended_scores_the_prompt(model, prompt_
     check_prompt(bench.done["g"].prompt_logprobs, prompt, hf_models[0])
     for index in range(1, n):
         check_tops(bench.completions["g", index], prompt, 2, hf_models[0])
-    bench.close()
 
 
 def test_continued_completions_tell_of_new_tokens_and_of_the_prompt_alone(model, prompt_of, hf_models):
@@ -306,7 +294,6 @@ def test_continued_completions_tell_of_new_tokens_and_of_the_prompt_alone(model,
     rest = bench.completions["rest", 0]
     assert rest.token_ids == whole.token_ids[15:] and rest.top_ids == whole.top_ids[15:]
     check_prompt(rest.prompt_logprobs, prompt, hf_models[0])
-    bench.close()
 
 
 def test_tops_of_constrained_rows_are_the_models_own(model, prompt_of, hf_models):
@@ -321,7 +308,6 @@ def test_tops_of_constrained_rows_are_the_models_own(model, prompt_of, hf_models
     assert not {token for row in done.top_ids for token in row} <= {5, 11, 12}
     check_tops(done, prompt_of(12), 5, hf_models[0])
     check_tops(bench.completions["b", 0], prompt_of(30, 1), 2, hf_models[0])
-    bench.close()
 
 
 @pytest.fixture
@@ -338,7 +324,6 @@ def test_tops_after_a_swap_are_of_the_new_weights(model, other, prompt_of, hf_mo
     done, k = bench.completions["a", 0], boundary(bench, "a")
     rows = [log_softmax_after(hf_model, prompt + done.token_ids)[len(prompt) - 1 : -1] for hf_model in hf_models]
     check_rows(done, torch.cat([rows[0][:k], rows[1][k:]]), 4)
-    bench.close()
 
 
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
@@ -355,7 +340,6 @@ def test_prompt_logprobs_are_of_the_version_of_the_first_token(model, other, pro
     assert bench.completions["a", 0].versions[0] == 1
     check_prompt(bench.completions["a", 0].prompt_logprobs, prompt, hf_models[1])
     check_prompt_tops(bench.completions["a", 0].prompt_tops, prompt, 3, hf_models[1])
-    bench.close()
 
 
 def test_members_of_a_group_that_prefill_again_after_a_swap_leave_its_prompts_logprobs(
@@ -370,7 +354,6 @@ def test_members_of_a_group_that_prefill_again_after_a_swap_leave_its_prompts_lo
     check_prompt(bench.done["g"].prompt_logprobs, prompt, hf_models[0])
     for index in (1, 2):
         check_tops(bench.completions["g", index], prompt, 2, hf_models[1])
-    bench.close()
 
 
 def test_a_prompt_that_is_scored_again_and_not_to_the_end_tells_of_one_version(model, other, prompt_of, hf_models):
@@ -396,7 +379,6 @@ def test_a_prompt_that_is_scored_again_and_not_to_the_end_tells_of_one_version(m
     assert not tops.ranks[known + 1 :].any() and np.isnan(tops.logprobs[known + 1 :]).all()
     expected = log_softmax_after(hf_models[1], prompt)[:known].topk(2).values
     assert torch.allclose(torch.tensor(tops.logprobs[1 : known + 1]), expected, atol=1e-4)
-    bench.close()
 
 
 def test_a_request_that_ends_before_its_prompt_is_computed_says_so_with_nan(model, prompt_of):
@@ -409,7 +391,6 @@ def test_a_request_that_ends_before_its_prompt_is_computed_says_so_with_nan(mode
         done = bench.completions["a", index]
         assert done.finish.reason == "cancelled" and done.top_ids == [] == done.token_ids
     assert len(bench.done["a"].prompt_logprobs) == 60 and np.isnan(bench.done["a"].prompt_logprobs).any()
-    bench.close()
 
 
 def test_completions_that_end_early_have_as_many_tops_as_tokens(model, prompt_of, greedy):
@@ -429,7 +410,6 @@ def test_completions_that_end_early_have_as_many_tops_as_tokens(model, prompt_of
         assert 0 < len(done.token_ids) == len(done.top_ids) == len(done.top_logprobs) < 40
     assert len(bench.tokens("a")) == first + 1
     assert bench.engine.roster.counters.zombie_rows > 0
-    bench.close()
 
 
 def test_a_completion_that_has_ended_keeps_no_tops_while_its_group_goes_on(model, prompt_of):
@@ -442,7 +422,6 @@ def test_a_completion_that_has_ended_keeps_no_tops_while_its_group_goes_on(model
     assert [len(seq.drawn.tops) for seq in group.sequences[:2]] == [0, 0] and group.sequences[2].drawn.tops.k == 20
     bench.run()
     assert all(len(bench.completions["g", index].top_ids) == 5 for index in range(3))
-    bench.close()
 
 
 def test_logits_that_are_not_finite_leave_whole_tops(model, prompt_of):
@@ -455,7 +434,6 @@ def test_logits_that_are_not_finite_leave_whole_tops(model, prompt_of):
     done = bench.completions["a", 0]
     assert done.finish.reason == "error"
     assert 0 < len(done.token_ids) == len(done.top_ids) and np.isfinite(done.top_logprobs).all()
-    bench.close()
 
 
 def test_after_a_fault_tokens_are_handed_back_with_their_tops(model, prompt_of, hf_models):
@@ -488,7 +466,6 @@ def test_steps_without_scores_have_one_upload_and_one_download(model, prompt_of)
     bench.submit("plain again", prompt_of(20, 2), 30)
     bench.run()
     assert len(downloads) == len(steps) + 4, "one more for each step of the row that asks"
-    bench.close()
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -66,7 +66,6 @@ def test_members_of_groups_are_found_and_stay_neighbours(model, prompt_of, seen)
     bench.run()
     assert seen.steps > 20 and seen.shared > 8 * 15 and seen.most_levels == 1
     bench.engine.check_integrity()
-    bench.close()
 
 
 def test_a_system_prompt_before_groups_is_a_second_level(model, prompt_of, seen):
@@ -76,7 +75,6 @@ def test_a_system_prompt_before_groups_is_a_second_level(model, prompt_of, seen)
         bench.submit(f"r{i}", [*system, *prompt_of(20, 5 + i)], 24, n=4)
     bench.run()
     assert seen.most_levels == 2
-    bench.close()
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.4])
@@ -113,7 +111,6 @@ def test_segments_stay_true_under_preemption_ends_and_arrivals(model, prompt_of,
     bench.run()
     assert seen.shared > 100
     bench.engine.check_integrity()
-    bench.close()
 
 
 def test_small_savings_are_not_worth_it(model, prompt_of, seen):
@@ -121,7 +118,6 @@ def test_small_savings_are_not_worth_it(model, prompt_of, seen):
     bench.submit("a", prompt_of(33, 1), 24, n=4)
     bench.run()
     assert seen.steps > 20 and seen.shared == 0
-    bench.close()
 
 
 class _Row:

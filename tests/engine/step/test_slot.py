@@ -52,4 +52,3 @@ def test_the_longest_upload_fits_the_staging_buffer(model, prompt_of, rows):
     bench.engine.tick()
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.run()
-    bench.close()

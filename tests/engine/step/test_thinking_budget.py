@@ -131,7 +131,6 @@ def test_tokens_are_those_of_rows_with_masks(model, prompt_of, reference, engine
     check_all(bench, asked)
     assert outcome(bench) == outcome(reference[0])
     assert "kv_pages" not in engine or bench.engine.roster.counters.preemptions > 0
-    bench.close()
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
@@ -142,7 +141,6 @@ def test_drafts_change_no_token(model, prompt_of, reference, monkeypatch, wrong)
     bench.run()
     assert bench.drafts.accepted > 50
     assert outcome(bench) == outcome(reference[0])
-    bench.close()
 
 
 def test_up_to_the_first_forced_token_all_tokens_are_those_without_a_budget(model, prompt_of, reference):
@@ -158,7 +156,6 @@ def test_up_to_the_first_forced_token_all_tokens_are_those_without_a_budget(mode
         assert done.token_ids[:first] == theirs[:first]
         compared += first > 3
     assert compared > 10
-    bench.close()
 
 
 def test_a_completion_is_continued_from_any_of_its_tokens(model, prompt_of, reference):
@@ -186,7 +183,6 @@ def test_a_completion_is_continued_from_any_of_its_tokens(model, prompt_of, refe
         assert whole[: int(count)] + again.token_ids == whole, name
         found += 1
     assert found > 40
-    bench.close()
 
 
 @pytest.mark.parametrize("speculation", ["off", *nightly("ngram")])
@@ -231,7 +227,6 @@ def test_only_the_steps_at_the_end_of_a_budget_wait_for_masks(model, prompt_of):
     assert all(bench.tokens(f"r{i}").index(CLOSE) == 20 for i in range(4))
     assert 1 <= sum(waits) <= 3, "of 40"
     assert bench.engine.roster.counters.zombie_rows <= 4, "no token was drawn in vain, but after the ends"
-    bench.close()
 
 
 @pytest.mark.parametrize("drafts", ["off", "ngram"])
@@ -248,7 +243,6 @@ def test_a_constraint_begins_after_a_forced_end(model, prompt_of, drafts):
         assert tokens[4] == CLOSE and CLOSE not in tokens[:4]
         names = dict.fromkeys(X, "x") | dict.fromkeys(Y, "y") | dict.fromkeys(SIZE, "s")
         assert "".join(names.get(token, "?") for token in tokens[5:]) == ("xys" * 10)[: len(tokens) - 5]
-    bench.close()
 
 
 def test_a_constraint_that_forbids_the_end_is_stronger(model, prompt_of):
@@ -268,7 +262,6 @@ def test_a_constraint_that_forbids_the_end_is_stronger(model, prompt_of):
     assert bench.completions["without", 0].finish.reason == "length" and set(bench.tokens("without")) <= {10, 11, 12}
     assert bench.tokens("with").index(CLOSE) == 4
     assert forced_places(rule("one", 4).after(np.array([3, OPEN], np.int32), ()), bench.tokens("without")) == []
-    bench.close()
 
 
 def test_a_forced_end_that_is_a_stop_token_ends_the_completion(model, prompt_of):
@@ -286,4 +279,3 @@ def test_a_forced_end_that_is_a_stop_token_ends_the_completion(model, prompt_of)
     bench.run()
     for name in ("now", "early"):
         assert bench.completions[name, 0].finish.stop == CLOSE and len(bench.tokens(name)) == 5
-    bench.close()

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -80,7 +80,9 @@ class Completion:
 
 
 class Bench:
-    """An engine with its events collected."""
+    """An engine with its events collected. `tests/engine/conftest.py` closes those that a test leaves open."""
+
+    opened: ClassVar[list["Bench"] | None] = None  # those of the test that runs
 
     def __init__(
         self,
@@ -105,6 +107,8 @@ class Bench:
         )
         self.completions: dict[tuple[str, int], Completion] = defaultdict(Completion)
         self.done: dict[str, RequestDone] = {}
+        if Bench.opened is not None:
+            Bench.opened.append(self)
 
     def emit(self, events: list[Event]) -> None:
         self.events += events
@@ -151,6 +155,8 @@ class Bench:
         return self.completions[name, index].token_ids
 
     def close(self, check: bool = True) -> None:
+        if Bench.opened is not None and self in Bench.opened:
+            Bench.opened.remove(self)
         if check:
             self.engine.check_integrity()
         self.engine.executor.close()
