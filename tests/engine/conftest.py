@@ -91,6 +91,5 @@ def never_slept(folders, prompt_of):
     """The outcome of `submit_some` at an engine that stays awake."""
     bench = Sleeping(load(folders[0]))
     submit_some(bench, prompt_of)
-    bench.run()
-    bench.close()
+    bench.finish()
     return outcome(bench)

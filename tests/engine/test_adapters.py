@@ -52,8 +52,7 @@ def test_a_prefix_is_shared_within_an_adapter_and_never_across(model, base, adap
     bench = bench_of(model, adapters, 2, max_rows=4)
     prompt = prompt_of(30)
     for name, adapter in (("plain", None), ("one", "a0"), ("two", "a1"), ("one again", "a0"), ("plain again", None)):
-        bench.submit(name, prompt, 8, adapter=adapter)
-        bench.run()
+        bench.complete(name, prompt, 8, adapter=adapter)
         greedy_is(base if adapter is None else adapters[int(adapter[1])][1], prompt, bench.tokens(name))
     cached = {name: done.cached_tokens for name, done in bench.done.items()}
     assert cached == {"plain": 0, "one": 0, "two": 0, "one again": 29, "plain again": 29}
@@ -62,8 +61,7 @@ def test_a_prefix_is_shared_within_an_adapter_and_never_across(model, base, adap
 def test_a_group_shares_the_prefill_of_its_adapter(model, adapters):
     bench = bench_of(model, adapters, 1)
     prompt = prompt_of(21)
-    bench.submit("g", prompt, 10, n=4, adapter="a0")
-    bench.run()
+    bench.complete("g", prompt, 10, n=4, adapter="a0")
     for index in range(4):
         greedy_is(adapters[0][1], prompt, bench.tokens("g", index))
     assert bench.engine.roster.counters.cached_tokens == 3 * 20
@@ -118,8 +116,7 @@ def test_an_endless_stream_for_adapters_in_slots_starves_none(model, adapters):
             sent += 1
 
     keep_busy()
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     for i in range(2, COUNT):
         bench.submit(f"r{i}", prompt_of(6, i), 6, adapter=f"a{i}")
     ended: dict[str, int] = {}
@@ -176,8 +173,7 @@ def test_all_rows_are_in_use_while_many_adapters_wait_for_few_slots(model, adapt
 def test_an_adapter_that_nothing_waits_for_loses_its_slot_first(model, adapters):
     bench = bench_of(model, adapters, 4, slots=3, max_rows=2)
     for i in range(3):
-        bench.submit(f"r{i}", prompt_of(5), 3, adapter=f"a{i}")
-        bench.run()
+        bench.complete(f"r{i}", prompt_of(5), 3, adapter=f"a{i}")
     for name, adapter in (("next", "a3"), ("again", "a0")):  # a0 is the least recently used one
         bench.submit(name, prompt_of(5), 3, adapter=adapter)
     bench.run()
@@ -188,8 +184,7 @@ def test_an_adapter_that_nothing_waits_for_loses_its_slot_first(model, adapters)
 def test_the_least_recently_used_adapter_loses_its_slot(model, adapters):
     bench = bench_of(model, adapters, 3, slots=2)
     for i, adapter in enumerate(("a0", "a1", "a0", "a2")):
-        bench.submit(f"r{i}", prompt_of(5), 2, adapter=adapter)
-        bench.run()
+        bench.complete(f"r{i}", prompt_of(5), 2, adapter=adapter)
     resident = {status.name for status in bench.status().adapters if status.resident}
     assert resident == {"a0", "a2"}
 
@@ -237,8 +232,7 @@ def test_rows_go_on_while_an_adapter_is_copied(model, adapters):
     table_of(bench).loads.run(lambda: copied.wait(60))
     bench.submit("b", prompt_of(6, 1), 5, adapter="a1")
     begun = len(bench.tokens("a"))
-    for _ in range(30):
-        bench.engine.tick()
+    bench.ticks(30)
     assert len(bench.tokens("a")) > begun + 20 and bench.engine.roster.waiting == 1
     copied.set()
     bench.run()
@@ -256,8 +250,7 @@ def test_sessions_go_on_with_their_adapter_alone(model, base, adapters):
     bench = bench_of(model, adapters, 2, prefix_cache=False)
     prompt = prompt_of(14)
     for name, adapter in (("1", "a0"), ("2", "a0"), ("3", "a1"), ("4", None)):
-        bench.submit(name, prompt, 5, adapter=adapter, session=("c", "s"), session_lease_s=100.0)
-        bench.run()
+        bench.complete(name, prompt, 5, adapter=adapter, session=("c", "s"), session_lease_s=100.0)
         prompt = [*prompt, *bench.tokens(name), 3]
     assert [bench.done[name].cached_tokens > 0 for name in "1234"] == [False, True, False, False]
     assert bench.engine.roster.allocator.sessions.counts.hits == 1
@@ -267,11 +260,9 @@ def test_two_slots_in_flight_and_base_swaps_leave_adapters_alone(model, adapters
     """Base weights change: KV computed with adapters is old, too."""
     bench = bench_of(model, adapters, 1)
     prompt = prompt_of(17)
-    bench.submit("r0", prompt, 4, adapter="a0")
-    bench.run()
+    bench.complete("r0", prompt, 4, adapter="a0")
     change_weights(bench.engine.roster, 3, recompute=False)
-    bench.submit("r1", prompt, 4, adapter="a0")
-    bench.run()
+    bench.complete("r1", prompt, 4, adapter="a0")
     assert bench.done["r1"].cached_tokens == 0
     assert bench.tokens("r0") == bench.tokens("r1") and versions_of(bench, "r1") == [0] * 4
 
@@ -282,8 +273,7 @@ def test_a_prefill_under_two_versions_of_an_adapter_tells_that_it_had_two_parts(
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prior = Prior(np.array(prompt_of(known, 1), np.int32)) if known else NOTHING_BEFORE
     bench.submit("r", prompt_of(30), known + 9, adapter="a0", prior=prior)
-    for _ in range(2):
-        bench.engine.tick()
+    bench.ticks(2)
     bench.engine.inbox.put(PutAdapter("a0", adapters[2][0]))
     bench.run()
     assert bench.completions["r", 0].recomputed == ((known, 0), (known, 0))

@@ -29,8 +29,7 @@ def test_an_adapter_that_is_no_good_harms_its_own_rows_alone(model, base, adapte
     weights = adapters[1][0]
     parts = {place: (a * factor, b * factor) for place, (a, b) in weights.parts.items()}
     bench.engine.inbox.put(PutAdapter("bad", AdapterWeights(weights.rank, parts)))
-    bench.submit("bad", prompt_of(30, 1), 8, adapter="bad")
-    bench.run()
+    bench.complete("bad", prompt_of(30, 1), 8, adapter="bad")
     assert bench.completions["bad", 0].finish.reason == "error"
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(21, i), 10)
@@ -88,8 +87,7 @@ def test_the_sender_of_an_adapter_gets_the_fault_and_the_previous_one_is_served(
     (failed,) = [event for event in bench.events if isinstance(event, Failed)]
     assert (failed.token, failed.code) == (3, "internal")
     rebuild_engine(bench.engine, bench.settings)
-    bench.submit("again", prompt_of(9), 6, adapter="a0")
-    bench.run()
+    bench.complete("again", prompt_of(9), 6, adapter="a0")
     greedy_is(adapters[0][1], prompt_of(9), bench.tokens("again"))
     assert versions_of(bench, "again") == [0] * 6
 
@@ -99,8 +97,7 @@ def test_an_adapter_that_came_after_the_last_free_place_is_refused_as_its_begin_
     recorder = Recorder(AdapterUpdate("late", 1, 1, adapters[1][0]))
     bench = Bench(model, adapter_slots=2, adapter_rank=16, max_adapters=1, receiver=recorder)
     bench.engine.inbox.put(PutAdapter("first", adapters[0][0]))
-    bench.submit("r", prompt_of(9), 6, adapter="first")
-    bench.run()
+    bench.complete("r", prompt_of(9), 6, adapter="first")
     (told,) = recorder.told
     assert told.startswith("refused: ") and "max_adapters" in told
     assert [status.name for status in bench.status().adapters] == ["first"]

@@ -43,8 +43,7 @@ def test_a_newer_version_is_applied_during_the_run_and_stamped(model, base, adap
     if kv_on_swap == "recompute":  # all KV has the new version then
         greedy_is(adapters[1][1], prompt + got[:before], got[before:])
     greedy_is(base, prompt, bench.tokens("other"))
-    bench.submit("again", prompt, 8, adapter="a0")
-    bench.run()
+    bench.complete("again", prompt, 8, adapter="a0")
     greedy_is(adapters[1][1], prompt, bench.tokens("again"))
     whole = 8 if kv_on_swap == "recompute" else 0
     assert bench.done["again"].cached_tokens == whole, "KV of the old version, or of both, is no prefix"
@@ -83,8 +82,7 @@ def test_the_version_changes_at_the_stamped_token_where_tokens_are_drawn_again(m
         bench.engine.inbox.put(PutAdapter("a0", adapters[0][0]))
         drew = watch_versions(bench)
         bench.submit("r", prompt_of(10), 30, adapter="a0", sampling=sampling, constraint=constraint)
-        for _ in range(ticks):
-            bench.engine.tick()
+        bench.ticks(ticks)
         if ticks:
             bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
         bench.run()
@@ -134,8 +132,7 @@ def test_members_of_a_group_that_start_later_take_no_kv_of_the_older_version(mod
 def test_a_newer_version_of_an_adapter_that_rests_is_loaded_when_it_is_wanted(model, adapters):
     bench = bench_of(model, adapters, 1)
     for version in range(2):
-        bench.submit(f"r{version}", prompt_of(10), 6, adapter="a0")
-        bench.run()
+        bench.complete(f"r{version}", prompt_of(10), 6, adapter="a0")
         greedy_is(adapters[version][1], prompt_of(10), bench.tokens(f"r{version}"))
         bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
         bench.run()
@@ -151,8 +148,7 @@ def test_a_turn_during_which_its_adapter_changed_leaves_nothing(model, adapters)
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
     prompt = [*prompt_of(14), *bench.tokens("1"), 3]
-    bench.submit("2", prompt, 6, **session)
-    bench.run()
+    bench.complete("2", prompt, 6, **session)
     assert bench.done["2"].cached_tokens == 0
     greedy_is(adapters[1][1], prompt, bench.tokens("2"))
 
@@ -170,8 +166,7 @@ def test_a_turn_whose_last_step_is_of_the_version_before_leaves_nothing(model, a
     bench.run()
     assert bench.engine.roster.allocator.sessions.pages == 0
     prompt = [*prompt_of(14), *bench.tokens("1"), 3]
-    bench.submit("2", prompt, 6, **session)
-    bench.run()
+    bench.complete("2", prompt, 6, **session)
     assert bench.done["2"].cached_tokens == 0
     greedy_is(adapters[1][1], prompt, bench.tokens("2"))
 
@@ -190,8 +185,7 @@ def test_a_prompt_of_two_versions_is_not_shared(model, adapters):
 def test_a_row_that_has_launched_nothing_keeps_no_kv_of_the_older_version(model, adapters):
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prompt = prompt_of(30)
-    bench.submit("before", prompt, 2, adapter="a0")
-    bench.run()
+    bench.complete("before", prompt, 2, adapter="a0")
     bench.submit("first", prompt_of(30, 1), 2)
     bench.submit("r", prompt, 8, adapter="a0")
     bench.engine.tick()

@@ -12,12 +12,10 @@ def done_tokens(bench: Bench) -> list[int]:
 def test_a_pause_that_is_resumed_at_once_is_still_answered(model, prompt_of):
     bench = Bench(model)
     bench.submit("a", prompt_of(9), 300)
-    for _ in range(5):
-        bench.engine.tick()
+    bench.ticks(5)
     bench.engine.inbox.put(Pause("keep", 1))
     bench.engine.inbox.put(Resume(2))
-    for _ in range(50):
-        bench.engine.tick()
+    bench.ticks(50)
     assert sorted(done_tokens(bench)) == [1, 2], "rows still run; a client waits for the answer to its pause"
     bench.run()
 
@@ -35,7 +33,6 @@ def test_every_shutdown_is_answered(model, prompt_of):
 
 def test_a_group_that_no_queue_can_hold_is_not_told_to_retry(model, prompt_of):
     bench = Bench(model, max_queue=4)
-    bench.submit("g", prompt_of(4), 3, n=8)
-    bench.run()
+    bench.complete("g", prompt_of(4), 3, n=8)
     refusal = next(event for event in bench.events if isinstance(event, Rejected))
     assert refusal.code != "overloaded"

@@ -61,8 +61,7 @@ def test_the_draws_are_those_of_a_cpu(folders, prompt_of):
     for device in ("cpu", "cuda"):
         model = load(folders[0], device)
         bench = cuda_bench(model) if device == "cuda" else Bench(model)
-        bench.submit("a", prompt_of(12), 60, sampling=SAMPLED)
-        bench.run()
+        bench.complete("a", prompt_of(12), 60, sampling=SAMPLED)
         tokens.append(bench.tokens("a"))
         bench.close()
     assert tokens[0] == tokens[1]
@@ -84,8 +83,7 @@ def test_step_times_lie_within_the_hosts_clock(folders, prompt_of):
 
     bench = cuda_bench(load(folders[0], "cuda"))
     began = time.perf_counter()
-    bench.submit("a", prompt_of(12), 40)
-    bench.run()
+    bench.complete("a", prompt_of(12), 40)
     steps = bench.engine.meter.recent_steps()
     assert began - 1e-3 < steps[0].start_s < steps[-1].end_s < time.perf_counter() + 1e-3
     assert all(a.end_s <= b.start_s + 1e-4 for a, b in zip(steps, steps[1:], strict=False))

@@ -67,9 +67,7 @@ def test_steps_with_adapters_never_wait_for_the_device(folder):
         bench.engine.inbox.put(PutAdapter(f"a{i}", random_adapter(model.spec, 16, torch.bfloat16, i, 0.05)))
     for i in range(4):
         bench.submit(f"r{i}", prompt(20, i), 400, adapter=f"a{i % 2}")
-    for _ in range(200):
-        bench.engine.tick()
+    bench.ticks(200)
     with no_waiting():
-        for _ in range(60):
-            bench.engine.tick()
+        bench.ticks(60)
     bench.run()

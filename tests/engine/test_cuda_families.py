@@ -144,7 +144,6 @@ def test_layers_of_real_sizes_are_as_close_to_float32_as_transformers(stem: str,
         exact = taken(logprobs_of(reference, ids, done), done)
         ours.append((torch.tensor(done.logprobs) - exact).abs())
         theirs.append((taken(logprobs_of(rounded, ids, done), done) - exact).abs())
-    bench.close()
     # The medians: rounding turns the choice of an expert here and there, which costs more than rounding itself.
     errors = (torch.cat(ours).median().item(), torch.cat(theirs).median().item())
     assert errors[0] < 1.5 * errors[1] + 2e-3, errors

@@ -95,8 +95,7 @@ def test_snapshots_and_states_on_the_host_give_transformers_tokens(made, stem, d
         assert bench.completions[name, 0].recomputed == ()
     base = prompt_of(41, 9)
     for name, prompt, n in (("group", base, 4), ("equal", base, 1), ("longer", base + prompt_of(7, 8), 1)):
-        bench.submit(name, prompt, 12, n=n)
-        bench.run()
+        bench.complete(name, prompt, 12, n=n)
         for index in range(n):
             agrees(hf_model, prompt, bench.completions[name, index])
     talk = Conversation(bench, "s", prompt_of)
@@ -120,8 +119,7 @@ def test_a_swap_is_seen_by_captured_steps(made, mode):
     for name, index, prompt in (("g", 0, prompt_of(30)), ("g", 2, prompt_of(30)), ("r", 0, prompt_of(45, 1))):
         completion = bench.completions[name, index]
         assert replayed(hf_models, prompt, completion) == completion.token_ids
-    bench.submit("after", prompt_of(30), 9)  # no snapshot of the old weights serves it
-    bench.run()
+    bench.complete("after", prompt_of(30), 9)  # no snapshot of the old weights serves it
     agrees(hf_models[1], prompt_of(30), bench.completions["after", 0])
 
 
@@ -258,8 +256,7 @@ def test_drafts_change_no_completion(wide, monkeypatch, deterministic):
 def _submit_drafted(bench: Bench, sampling: dict[str, Any]) -> None:
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(30 + 5 * i, i), 70, sampling=sampling, n=1 + i % 2)
-    bench.submit("penalties", prompt_of(9, 7), 70, sampling={**sampling, "presence_penalty": 0.5})
-    bench.run()
+    bench.complete("penalties", prompt_of(9, 7), 70, sampling={**sampling, "presence_penalty": 0.5})
 
 
 def test_drafts_in_float32_give_transformers_tokens(made, monkeypatch):
@@ -268,14 +265,12 @@ def test_drafts_in_float32_give_transformers_tokens(made, monkeypatch):
     plain = bench_of(model, max_rows=4)
     for i in range(3):
         plain.submit(f"r{i}", prompt_of(20 + i, i), 50)
-    plain.run()
-    plain.close()
+    plain.finish()
     answers = {key: done.token_ids for key, done in plain.completions.items()}
     bench, _ = drafting(monkeypatch, model, answers, 0.3, device=make_device("cuda"), max_rows=4, ragged=True)
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(20 + i, i), 50)
-    bench.run()
-    bench.close()
+    bench.finish()
     assert bench.drafts.accepted > 20
     for i in range(3):
         agrees(hf_model, prompt_of(20 + i, i), bench.completions[f"r{i}", 0])

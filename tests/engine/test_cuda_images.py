@@ -84,8 +84,7 @@ def test_the_host_does_not_wait_for_an_image(models: tuple[Path, Any, Any]) -> N
     bench = make_bench(models[0])
     for turn in range(2):  # the first time sizes are seen, libraries may wait
         submit(bench, f"rows{turn}", prompt_with(20, seed=turn), 200, n=4)
-        for _ in range(20):
-            bench.engine.tick()
+        bench.ticks(20)
         submit(bench, f"image{turn}", prompt_with(4, picture(16, 24, turn), 6), 8)
         if turn == 0:
             bench.run()

@@ -13,11 +13,9 @@ def test_an_engine_that_ran_out_of_memory_is_rebuilt_and_gives_the_same_tokens(f
     from rollout.engine.device.streams import make_device
 
     bench = Bench(load(folders[0], "cuda"), make_device("cuda"))
-    bench.submit("before", prompt_of(9), 60)
-    bench.run()
+    bench.complete("before", prompt_of(9), 60)
     bench.submit("cut", prompt_of(9), 60)
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     execute = bench.engine.executor.execute
 
     def execute_and_run_out(upload, slot) -> None:
@@ -33,6 +31,5 @@ def test_an_engine_that_ran_out_of_memory_is_rebuilt_and_gives_the_same_tokens(f
     for cache in bench.engine.executor.step.kv.k:
         cache.fill_(float("nan"))
     rebuild_engine(bench.engine, bench.settings)
-    bench.submit("after", prompt_of(9), 60)
-    bench.run()
+    bench.complete("after", prompt_of(9), 60)
     assert bench.tokens("after") == bench.tokens("before") and bench.tokens("before")[: len(cut)] == cut

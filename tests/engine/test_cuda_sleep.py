@@ -79,7 +79,6 @@ def test_memory_is_the_drivers_once_nothing_lies_in_it(folders):
     bench = bench_of(load(folders[0], "cuda"), **LARGE)
     there = free_bytes()
     assert before - there > 0.9e9
-    bench.close()
     del bench
     gc.collect()
     torch.cuda.empty_cache()
@@ -138,8 +137,7 @@ def test_after_level_2_a_whole_update_cures_it(folders, prompt_of):
     mailbox.ready = Update(1, load(folders[1], "cuda"), model)
     bench.run()
     other = bench_of(load(folders[1], "cuda"))
-    other.submit("same", prompt_of(9), 20)
-    other.run()
+    other.complete("same", prompt_of(9), 20)
     assert bench.tokens("waits") == other.tokens("same")
     bench.close(), other.close()
 

@@ -45,8 +45,7 @@ def pair(request, folders):
 
 def result(bench: Bench) -> dict:
     """Tokens and log-probs of every completion."""
-    bench.run()
-    bench.close()
+    bench.finish()
     return {key: (done.token_ids, done.raw_logprobs) for key, done in bench.completions.items()}
 
 

@@ -74,8 +74,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(name: str, steps: int, tm
     assert set(bench.completions["r0", 0].versions) == {0, 1}
     version = bench.done["scored"].prompt_version
     wanted.check(bench.done["scored"], prompts[1], references[version])
-    bench.submit("again", prompts[1], 0, **wanted.fields())
-    bench.run()
+    bench.complete("again", prompts[1], 0, **wanted.fields())
     wanted.check(bench.done["again"], prompts[1], references[1])
     assert bench.tokens("scored") == [] and bench.completions["scored", 0].finish.reason == "length"
 

@@ -106,7 +106,6 @@ def test_greedy_tokens_equal_transformers_through_preemptions_and_a_swap(made):
         assert (torch.tensor(bench.completions[name, 0].raw_logprobs) - logprobs).abs().max() < 1e-4
         swapped += set(versions) == {0, 1}
     assert swapped, "no row went on over the swap"
-    bench.close()
     for name, view in model.hf_views().items():
         view.copy_(before[name])
 
@@ -136,8 +135,7 @@ def test_weights_and_kv_of_a_fallback_model_come_back_after_a_sleep(cohere):
     memory.restore()
     bench = Bench(model, sleep=True)
     prompt = prompt_of(model, 20, 5)
-    bench.submit("a", prompt, 20)
-    bench.run()
+    bench.complete("a", prompt, 20)
     assert bench.tokens("a") == greedy(reference, prompt, 20)
 
 
@@ -148,8 +146,7 @@ def test_a_cache_of_codes_gives_the_log_probs_of_the_native_family_with_one(tmp_
     for impl in ("native", "transformers"):
         settings = ModelSettings(path=str(tmp_path), dtype="float32", model_impl=impl)
         bench = Bench(load_model(settings, torch.device("cpu")).model, kv_dtype="fp8_e4m3", prefill_chunk_tokens=23)
-        bench.submit("a", prompt, 0, prompt_logprobs=True)
-        bench.run()
+        bench.complete("a", prompt, 0, prompt_logprobs=True)
         logprobs.append(torch.tensor(bench.completions["a", 0].prompt_logprobs[1:]))
         bench.close()
     assert (logprobs[0] - logprobs[1]).abs().median() < 1e-3

@@ -33,8 +33,7 @@ def test_damage_in_a_running_engine_is_seen(family, damage):
     bench = Bench(model)
     bench.submit("a", prompt, 60)
     hooks = [model.ropes[0].register_forward_pre_hook(lambda _, given: (given[0] * 2,))] if damage == "rope" else []
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     seq = bench.engine.roster.groups["c", "a"].sequences[0]
     executor = bench.engine.executor
     if damage == "page":

@@ -128,8 +128,7 @@ def play(bench: Sleeping, asked: list[Asked], models: list[Any], rng: random.Ran
                 continue
             one.submit(bench)
             waiting.remove(one)
-            for _ in range(rng.choice([0, 0, 2, 9, 25])):
-                bench.engine.tick()
+            bench.ticks(rng.choice([0, 0, 2, 9, 25]))
             match rng.choice(["", "", "", "", "cancel", "stop", "update", "sleep", "pause"]):
                 case "cancel":
                     bench.engine.inbox.put(Cancel(("c", rng.choice(asked).name)))

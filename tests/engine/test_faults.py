@@ -10,8 +10,7 @@ from tests.support.engine.harness import Bench
 def test_logits_that_are_not_finite_end_their_rows_with_an_error(model, prompt_of):
     bench = Bench(model)
     bench.submit("a", prompt_of(9), 50, sampling={"temperature": 1.0, "seed": 1})
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     bench.engine.executor.compute.run(lambda: model.norm.weight.fill_(float("nan")))
     bench.run()
     done = bench.completions["a", 0]

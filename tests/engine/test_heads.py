@@ -134,8 +134,7 @@ def test_drafts_are_those_of_the_reference(folders, hf_models, head, monkeypatch
     settings = {11: {"temperature": 0.0}, 12: {"temperature": 1.3}, 13: {"temperature": 0.8}}
     for seed, prompt in prompts.items():
         bench.submit(f"r{seed}", prompt, 12 if kernels else 30, sampling={**settings[seed], "seed": seed})
-    bench.run()
-    bench.close()
+    bench.finish()
     of_row = {bench.completions[f"r{seed}", 0].seed: seed for seed in prompts}
     checked = 0
     for ints, floats, guesses in seen:
@@ -161,8 +160,7 @@ def test_drafts_are_truncated_like_draws(drafted):
     for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_k": 1}):
         bench = Bench(drafted, **HEADS)
         seen = watch_drafts(bench)
-        bench.submit("a", prompt_of(9), 20, sampling=sampling)
-        bench.run()
+        bench.complete("a", prompt_of(9), 20, sampling=sampling)
         bench.close()
         found.append([guesses for *_, guesses in seen])
     assert found[0] == found[1] and len(found[0]) > 10
@@ -207,8 +205,7 @@ def test_drafts_heed_penalties_biases_and_bans(folders, hf_models, head, monkeyp
     for seed, sampling in rules.items():
         length = 8 if kernels else 20
         bench.submit(f"r{seed}", prompts[seed], length, sampling={**sampling, "seed": seed}, stop=stop[seed])
-    bench.run()
-    bench.close()
+    bench.finish()
     of_row = {bench.completions[f"r{seed}", 0].seed: seed for seed in prompts}
     checked, changed = 0, set()
     for ints, floats, guesses in seen:
@@ -242,18 +239,14 @@ def completions_by_seed(bench: Bench) -> dict[int, list[int]]:
 def plain(folders) -> Bench:
     bench = Bench(load(folders[0]))
     submit_all(bench)
-    bench.run()
-    bench.close()
-    return bench
+    return bench.finish()
 
 
 @pytest.fixture(scope="module")
 def six(folders) -> Bench:
     bench = Bench(load(folders[0]), kv_pages=600)
     submit_six(bench)
-    bench.run()
-    bench.close()
-    return bench
+    return bench.finish()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -261,7 +254,6 @@ def test_a_random_head_changes_nothing(drafted, plain, depth):
     bench = Bench(drafted, **HEADS, pipeline_depth=depth)
     submit_all(bench)
     run_watched(bench)
-    bench.close()
     assert_same(bench, plain)
     drafts = bench.drafts
     assert drafts.drafted > 200 and drafts.accepted < drafts.drafted / 3
@@ -294,14 +286,12 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(folders, drafted, monk
     row_by_row(monkeypatch)
     plain = Bench(load(folders[0]), max_rows=32, pipeline_depth=depth)
     submit_seeded(plain)
-    plain.run()
-    plain.close()
+    plain.finish()
     if wrong is not None:
         replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
     bench = Bench(drafted, **HEADS, max_rows=32, pipeline_depth=depth)
     submit_seeded(bench)
     run_watched(bench)
-    bench.close()
     assert_same(bench, plain, exact=True)
     drafts = bench.drafts
     assert drafts.accepted > (100 if wrong is not None else 0)
@@ -309,8 +299,7 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(folders, drafted, monk
 
 def test_right_drafts_make_as_few_steps_as_they_can(folders, drafted, monkeypatch):
     plain = Bench(load(folders[0]))
-    plain.submit("a", prompt_of(9), 101, sampling=SAMPLED)
-    plain.run()
+    plain.complete("a", prompt_of(9), 101, sampling=SAMPLED)
     replayed_drafts(monkeypatch, completions_by_seed(plain), 0.0)
     bench = Bench(drafted, **HEADS, speculation_tokens=4)
     bench.submit("a", prompt_of(9), 101, sampling=SAMPLED)
@@ -324,13 +313,11 @@ def test_right_drafts_make_as_few_steps_as_they_can(folders, drafted, monkeypatc
 
 def test_a_row_may_have_more_drafts_than_a_step_has_rows(folders, drafted, monkeypatch):
     plain = Bench(load(folders[0]))
-    plain.submit("a", prompt_of(9), 50, sampling=SAMPLED)
-    plain.run()
+    plain.complete("a", prompt_of(9), 50, sampling=SAMPLED)
     replayed_drafts(monkeypatch, completions_by_seed(plain), 0.0)
     bench = Bench(drafted, **HEADS, max_rows=1, speculation_rows=3, speculation_tokens=6)
     bench.submit("a", prompt_of(9), 50, sampling=SAMPLED)
     run_watched(bench)
-    bench.close()
     assert bench.tokens("a") == plain.tokens("a") and bench.drafts.accepted > 30
 
 
@@ -355,8 +342,7 @@ def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted, monkey
 
     drafter.draft = guess
     submit_six(bench)
-    bench.run()
-    bench.close()
+    bench.finish()
     assert_same(bench, plain)
     assert len(checked) > 60
 
@@ -389,7 +375,6 @@ def test_a_swap_between_verify_steps(folders, hf_models, drafted, monkeypatch, k
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(8 + i, i), 50, sampling={"temperature": 0.0, "seed": i})
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), drafted), 7)
-    bench.close()
     assert bench.drafts.accepted > 5
     for i in range(3):
         done = bench.completions[f"r{i}", 0]
@@ -406,12 +391,10 @@ def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(folders, draf
     bench, rng = Bench(drafted, **HEADS, kv_pages=60), random.Random(seed)
     submit_six(bench)
     for i in range(6):
-        for _ in range(rng.randint(1, 5)):
-            bench.engine.tick()
+        bench.ticks(rng.randint(1, 5))
         key = ("c", f"r{i}")
         bench.engine.inbox.put(Cancel(key) if i % 2 else StopAt(key, 0, 3, "end"))
     run_watched(bench)
-    bench.close()
     for (name, index), completion in bench.completions.items():
         assert completion.token_ids == six.tokens(name, index)[: len(completion.token_ids)]
 
@@ -429,8 +412,7 @@ def test_rows_with_adapters_and_turns_of_known_prompts_draft_too(folders, drafte
     assert_same(bench, plain)
     for each in (plain, bench):
         submit_free(each)  # the prefix cache holds KV of the first ones
-        each.submit("again", prompt_of(9, 20) + each.tokens("stops", 0), 12, sampling=SAMPLED)
-        each.run()
+        each.complete("again", prompt_of(9, 20) + each.tokens("stops", 0), 12, sampling=SAMPLED)
         each.close()
     assert_same(bench, plain)
     assert bench.drafts.drafted > 300
@@ -441,8 +423,7 @@ def test_rows_with_a_constraint_draft_too(folders, drafted, monkeypatch, depth):
     """Masks follow right drafts, so steps are saved; wrong ones and those that no mask allows are refused."""
     plain = Bench(load(folders[0]))
     submit_constrained(plain)
-    plain.submit("a", prompt_of(9), 61, sampling={**SAMPLED, "seed": 70}, constraint=Cycle([X, Y, SIZE]))
-    plain.run()
+    plain.complete("a", prompt_of(9), 61, sampling={**SAMPLED, "seed": 70}, constraint=Cycle([X, Y, SIZE]))
     plain.close()
     right = completions_by_seed(plain)
     for wrong in (0.0, 0.3):
@@ -510,7 +491,6 @@ def test_auto_drafts_while_it_pays(folders, drafted, monkeypatch, wrong, measure
     bench = Bench(drafted, kv_pages=600, **fixed, **{**HEADS, "speculation": "auto"})
     submit_six(bench)
     run_watched(bench)
-    bench.close()
     assert_same(bench, six)
     drafted_, accepted = bench.drafts.by_drafter["heads"]
     assert accepted > 200 if pays else drafted_ < 130
@@ -519,8 +499,7 @@ def test_auto_drafts_while_it_pays(folders, drafted, monkeypatch, wrong, measure
 def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monkeypatch):
     """It drafts now and then while that does not pay."""
     plain = Bench(load(folders[0]), kv_pages=600)
-    plain.submit("a", prompt_of(9), 300, sampling=SAMPLED)
-    plain.run()
+    plain.complete("a", prompt_of(9), 300, sampling=SAMPLED)
     recorded = completions_by_seed(plain)
     right = {seed: list(tokens) for seed, tokens in recorded.items()}
     recorded = {seed: [(t + 1) % VOCAB for t in tokens[:100]] + tokens[100:] for seed, tokens in right.items()}
@@ -529,7 +508,6 @@ def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monke
     bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, unpaid_share=0.05, **fields)
     bench.submit("a", prompt_of(9), 300, sampling=SAMPLED)
     run_watched(bench)
-    bench.close()
     assert bench.tokens("a") == right[bench.completions["a", 0].seed]
     assert bench.drafts.by_drafter["heads"][1] > 60
 
@@ -552,7 +530,6 @@ def test_auto_finds_better_drafts_of_short_completions(folders, drafted, monkeyp
     bench.drafting.planner._all_device_rows.note(0, 400)  # all were wrong so far
     submit_many(bench)
     run_watched(bench)
-    bench.close()
     assert_same(bench, plain)
     assert bench.drafts.by_drafter["heads"][1] > 300
 
@@ -571,7 +548,6 @@ def test_auto_finds_the_one_row_whose_drafts_are_right(folders, drafted, monkeyp
     for i in range(8):
         bench.submit(f"r{i}", prompt_of(9 + i), 150, sampling={**SAMPLED, "seed": i})
     run_watched(bench)
-    bench.close()
     assert_same(bench, plain)
     drafted_, accepted = bench.drafts.by_drafter["heads"]
     assert accepted > 20 and drafted_ < accepted + 20
@@ -593,8 +569,7 @@ def test_each_row_takes_the_drafter_that_is_right_more_often(folders, drafted, m
     fields = {**HEADS, **fixed_costs({1: 1.0, 72: 1.0}, {1: 0.01, 8: 0.01}), "speculation": "auto"}
     bench, _ = drafting(monkeypatch, drafted, recorded(six.completions), wrong["suffix"], kv_pages=600, **fields)
     submit_six(bench)
-    bench.run()
-    bench.close()
+    bench.finish()
     assert_same(bench, six)
     by_drafter = bench.drafts.by_drafter
     (worse,) = by_drafter.keys() - {better, "ngram"}
@@ -609,8 +584,7 @@ def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch
         bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **fixed, **{**HEADS, "speculation": "auto"})
         plans = watch_plans(bench)
         submit_six(bench)
-        bench.run()
-        bench.close()
+        bench.finish()
         assert_same(bench, six)
         of_all = [plan.note for plan in plans if (plan.kind, plan.rows) == ("decode", 6)]
         assert [note.after if note else DraftAfter.NOTHING for note in of_all].count(read) > 40
@@ -673,8 +647,7 @@ def test_a_sleep_and_a_fault_keep_the_draft_model(folders, head_folder):
     bench = Sleeping(load(folders[0], draft=head_folder), **HEADS)
     weights = {name: view.clone() for name, view in bench.engine.executor.step.model.draft.views().items()}
     submit_some(bench, prompt_of)
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     bench.sleep()
     bench.wake()
     bench.run()
@@ -701,9 +674,7 @@ def test_the_age_of_a_draft_model_outlives_a_fault(folders, drafted):
             mailbox.ready = Update(version, load(folders[0]), drafted)
             bench.run()
             rebuild_engine(bench.engine, bench.settings)
-        bench.submit(f"v{version}", prompt_of(9), 20, sampling=SAMPLED)
-        bench.run()
+        bench.complete(f"v{version}", prompt_of(9), 20, sampling=SAMPLED)
         ages.append([count for count, _ in bench.drafts.by_age])
-    bench.close()
     assert set(bench.completions["v3", 0].versions) == {3}
     assert ages[0][0] == ages[1][0] > 0 and ages[0][1:] == [0, 0, 0] and ages[1][2] > 0

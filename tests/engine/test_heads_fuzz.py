@@ -114,8 +114,7 @@ def play(bench: Bench, asked: list[Asked], plain: Bench | None, rng: random.Rand
                 continue
             one.submit(bench, plain)
             waiting.remove(one)
-            for _ in range(rng.choice([0, 0, 2, 9])):
-                bench.engine.tick()
+            bench.ticks(rng.choice([0, 0, 2, 9]))
             if plain is not None:
                 version = disturb(bench, one, version, rng)
         bench.engine.tick()

@@ -72,8 +72,7 @@ def plain(made):
         if stem not in known:
             bench = known[stem] = Bench(load(made(stem)[0]))
             submit_all(bench)
-            bench.run()
-            bench.close()
+            bench.finish()
         return known[stem]
 
     return run
@@ -101,7 +100,6 @@ def test_any_drafts_give_the_same_completions(made, monkeypatch, plain, stem, wr
     bench, _ = drafting(monkeypatch, load(made(stem)[0]), recorded(without.completions), wrong, depth, ragged, **fields)
     submit_all(bench)
     run_watched(bench)
-    bench.close()
     assert_same(bench, without)
     drafts = bench.drafts
     assert drafts.drafted > 50
@@ -111,8 +109,7 @@ def test_any_drafts_give_the_same_completions(made, monkeypatch, plain, stem, wr
 def test_states_have_seen_the_tokens_of_their_rows_after_every_step(model, monkeypatch):
     """The state of a row after some steps with drafts is that of a row with as many tokens, computed at once."""
     plain = Bench(model, prefix_cache=False)
-    plain.submit("a", prompt_of(9), 40, sampling=SAMPLED)
-    plain.run()
+    plain.complete("a", prompt_of(9), 40, sampling=SAMPLED)
     bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.4, pipeline_depth=1, ragged=True)
     bench.submit("a", prompt_of(9), 40, sampling=SAMPLED)
     states, checked = bench.engine.executor.step.kv.states, 0
@@ -124,8 +121,7 @@ def test_states_have_seen_the_tokens_of_their_rows_after_every_step(model, monke
         seq, checked = rows[0], checked + 1
         tokens = [*prompt_of(9), *seq.tokens][: seq.kv.length]
         alone = Bench(model, prefix_cache=False)
-        alone.submit("a", tokens, 1)  # one prefill, and no step after it
-        alone.run()
+        alone.complete("a", tokens, 1)  # one prefill, and no step after it
         row = alone.engine.roster.free_rows[-1]  # the last that was freed
         for mine, theirs in zip(states.tensors, alone.engine.executor.step.kv.states.tensors, strict=True):
             torch.testing.assert_close(mine[seq.row], theirs[row], rtol=1e-4, atol=1e-5)
@@ -172,9 +168,7 @@ def submit_six(bench: Bench) -> None:
 def six(made) -> Bench:
     bench = Bench(load(made()[0]), kv_pages=600)
     submit_six(bench)
-    bench.run()
-    bench.close()
-    return bench
+    return bench.finish()
 
 
 @pytest.mark.parametrize(("states", "wrong", "depth"), [(0, 0.0, 2), (8, 0.4, 2), *nightly((8, 0.1, 1), (1, 0.4, 2))])
@@ -186,7 +180,6 @@ def test_preempted_rows_come_back_as_they_were(model, monkeypatch, six, states, 
     run_watched(bench)
     assert bench.engine.roster.counters.preemptions > 0
     assert not states or bench.status().offload.restored > 0
-    bench.close()
     assert_same(bench, six)
 
 
@@ -196,15 +189,13 @@ def test_a_swap_between_verify_steps(made, model, monkeypatch, six, kv_on_swap, 
     old = Bench(model)
     for i in range(3):
         old.submit(f"r{i}", prompt_of(8 + i, i), 50)
-    old.run()
-    old.close()
+    old.finish()
     mailbox = Mailbox()
     fields = {"receiver": mailbox, "kv_on_swap": kv_on_swap, "recompute_fraction": 1.0}
     bench, _ = drafting(monkeypatch, model, recorded(old.completions), 0.3, seed, **fields)
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(8 + i, i), 50)
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 8 + seed)
-    bench.close()
     assert bench.drafts.accepted > 5
     for i in range(3):
         done = bench.completions[f"r{i}", 0]
@@ -218,12 +209,10 @@ def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(model, monkey
     rng = random.Random(seed)
     submit_six(bench)
     for i in range(6):
-        for _ in range(rng.randint(1, 6)):
-            bench.engine.tick()
+        bench.ticks(rng.randint(1, 6))
         key = ("c", f"r{i}")
         bench.engine.inbox.put(Cancel(key) if i % 2 else StopAt(key, 0, 3, "end"))
     run_watched(bench)
-    bench.close()
     for (name, index), completion in bench.completions.items():
         assert completion.token_ids == six.tokens(name, index)[: len(completion.token_ids)]
 
@@ -239,8 +228,7 @@ def test_rows_sleep_between_verify_steps(model, monkeypatch, six, on_host):
         bench.ticks(9)
         assert bench.sleep().facts["parked"] == (6 if on_host else 0)
         bench.wake()
-    bench.run()
-    bench.close()
+    bench.finish()
     assert bench.drafts.accepted > 20
     assert_same(bench, six)
 
@@ -248,16 +236,14 @@ def test_rows_sleep_between_verify_steps(model, monkeypatch, six, on_host):
 def test_an_engine_that_is_built_again_drafts_on(model, monkeypatch, six):
     bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.3, kv_pages=600)
     submit_six(bench)
-    for _ in range(9):
-        bench.engine.tick()
+    bench.ticks(9)
     fail_a_step(bench)
     for state in bench.engine.executor.step.kv.states.tensors:
         state.fill_(float("nan"))
     rebuild_engine(bench.engine, bench.settings)
     bench.completions.clear()
     submit_six(bench)
-    bench.run()
-    bench.close()
+    bench.finish()
     assert bench.drafts.accepted > 20
     assert_same(bench, six)
 
@@ -301,8 +287,7 @@ def test_any_drafts_of_any_rows_give_what_none_give(made, tmp_path_factory, monk
             bench.engine.inbox.put(PutAdapter(f"a{i}", adapter, token=i))
         for name, prompt, length, more in asked:
             bench.submit(name, prompt, length, **more)
-            for _ in range(gaps.choice([0, 0, 2, 9])):
-                bench.engine.tick()
+            bench.ticks(gaps.choice([0, 0, 2, 9]))
         run_watched(bench)
         bench.close()
         return bench

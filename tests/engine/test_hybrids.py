@@ -91,8 +91,7 @@ def test_greedy_tokens_equal_transformers(made, stem, pages):
 
 def test_200_tokens_equal_transformers(model, hf_models):
     bench = Bench(model, kv_pages=200)
-    bench.submit("r", prompt_of(140), 200)
-    bench.run()
+    bench.complete("r", prompt_of(140), 200)
     assert agrees(hf_models[0], prompt_of(140), bench.completions["r", 0])
 
 
@@ -100,8 +99,7 @@ def test_200_tokens_equal_transformers(model, hf_models):
 def test_a_damaged_state_is_seen(model, hf_models, damage):
     bench = Bench(model)
     bench.submit("r", prompt_of(30), 60)
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     seq, executor = bench.engine.roster.groups["c", "r"].sequences[0], bench.engine.executor
     recurrent, conv = executor.step.kv.states.layers[0]
     executor.compute.run(lambda: (recurrent if damage == "recurrent" else conv)[seq.row].mul_(-3.0))
@@ -149,8 +147,7 @@ def test_rows_of_one_batch_are_each_what_peft_merges(model, hf_models, adapters,
 def test_a_snapshot_serves_its_adapter_alone(model, hf_models, adapters):
     bench = bench_of(model, adapters, 2)
     for name, adapter, cached in (("1", "a0", 0), ("2", "a1", 0), ("3", None, 0), ("4", "a0", 19)):
-        bench.submit(name, prompt_of(20), 8, adapter=adapter)
-        bench.run()
+        bench.complete(name, prompt_of(20), 8, adapter=adapter)
         reference = hf_models[0] if adapter is None else adapters[int(adapter[1])][1]
         greedy_is(reference, prompt_of(20), bench.tokens(name))
         assert bench.done[name].cached_tokens == cached
@@ -164,8 +161,7 @@ def test_a_snapshot_serves_its_adapter_alone(model, hf_models, adapters):
 def test_a_group_computes_its_prompt_once(model, hf_models, length, prefix_cache):
     bench = Bench(model, prefix_cache=prefix_cache, prefill_chunk_tokens=16)
     sizes = watch_prefills(bench)
-    bench.submit("g", prompt_of(length), 12, n=5)
-    bench.run()
+    bench.complete("g", prompt_of(length), 12, n=5)
     assert sum(sizes) == length + 4  # each follower computes the last token
     for i in range(5):
         assert agrees(hf_models[0], prompt_of(length), bench.completions["g", i])
@@ -176,8 +172,7 @@ def test_a_group_computes_its_prompt_once(model, hf_models, length, prefix_cache
 def test_without_places_for_snapshots_every_member_computes_the_prompt(model, hf_models):
     bench = Bench(model, state_snapshots=0, kv_pages=300)
     sizes = watch_prefills(bench)
-    bench.submit("g", prompt_of(40), 9, n=3)
-    bench.run()
+    bench.complete("g", prompt_of(40), 9, n=3)
     assert sum(sizes) == 3 * 40
     assert all(agrees(hf_models[0], prompt_of(40), bench.completions["g", i]) for i in range(3))
 
@@ -195,8 +190,7 @@ def test_a_prompt_that_begins_with_a_known_prompt_goes_on_from_its_snapshot(mode
         ("longest", base + prompt_of(11, 2) + prompt_of(3, 4), 4),
     ):
         sizes.clear()
-        bench.submit(name, prompt, 9)
-        bench.run()
+        bench.complete(name, prompt, 9)
         assert sum(sizes) == computed, name
         assert agrees(hf_models[0], prompt, bench.completions[name, 0]), name
 
@@ -206,8 +200,7 @@ def test_equal_prompts_that_come_together_are_computed_once(model, hf_models):
     sizes = watch_prefills(bench)
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(50), 9)
-    bench.submit("longer", prompt_of(50) + prompt_of(7, 1), 9)
-    bench.run()
+    bench.complete("longer", prompt_of(50) + prompt_of(7, 1), 9)
     assert sum(sizes) == 50 + 3 + 8
     for i in range(4):
         assert agrees(hf_models[0], prompt_of(50), bench.completions[f"r{i}", 0])
@@ -220,12 +213,10 @@ def test_the_cache_gives_up_snapshots_for_newer_ones_and_pages_for_rows(model, h
     for i in (0, 1, 2, 3, 3, 0):
         sizes.clear()
         name = f"r{len(bench.done)}"
-        bench.submit(name, prompt_of(30, i), 9)
-        bench.run()
+        bench.complete(name, prompt_of(30, i), 9)
         assert agrees(hf_models[0], prompt_of(30, i), bench.completions[name, 0])
         assert sum(sizes) == (1 if name == "r4" else 30)
-    bench.submit("large", prompt_of(100, 9), 50)  # takes nearly all pages
-    bench.run()
+    bench.complete("large", prompt_of(100, 9), 50)  # takes nearly all pages
     assert agrees(hf_models[0], prompt_of(100, 9), bench.completions["large", 0])
 
 
@@ -252,8 +243,7 @@ def test_a_swap_in_the_middle_gives_the_tokens_of_both_versions(made, stem, mode
         again = sum(len(bench.tokens("g", i)[: boundary(bench, "g", i)]) for i in range(3)) + boundary(bench, "r")
         assert sum(sizes) == 2 * (30 + 45) + 4 + again
     # No prompt goes on from a snapshot of the old weights.
-    bench.submit("after", prompt_of(30), 9)
-    bench.run()
+    bench.complete("after", prompt_of(30), 9)
     assert agrees(hf_models[1], prompt_of(30), bench.completions["after", 0])
 
 
@@ -284,11 +274,9 @@ def test_within_the_age_states_of_older_weights_are_used_after_an_update(made, s
     bench = Bench(model, receiver=mailbox, max_kv_age=age, state_snapshots=12, max_rows=3)
     shadow, talk = KVShadow(bench), Conversation(bench, "s", prompt_of)
     talk.say(21, 12)
-    bench.submit("p", prompt_of(30, 5), 4)
-    bench.run()
+    bench.complete("p", prompt_of(30, 5), 4)
     bench.submit("g", prompt_of(26, 6), 20, n=6)
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     mailbox.ready = Update(1, load(folders[1]), model)
     bench.run()
     bench.submit("again", prompt_of(30, 5), 9)
@@ -324,11 +312,9 @@ def test_no_state_older_than_the_bound_is_used_under_load(made, seed, age):
 
 def test_a_completion_continues_from_its_tokens(model, hf_models):
     bench = Bench(model)
-    bench.submit("whole", prompt_of(30), 40)
-    bench.run()
+    bench.complete("whole", prompt_of(30), 40)
     tokens = bench.tokens("whole")
-    bench.submit("rest", prompt_of(30), 40, prior=Prior(np.array(tokens[:15], np.int32)))
-    bench.run()
+    bench.complete("rest", prompt_of(30), 40, prior=Prior(np.array(tokens[:15], np.int32)))
     assert bench.tokens("rest") == tokens[15:]
 
 
@@ -336,11 +322,9 @@ def test_a_completion_continues_from_its_tokens(model, hf_models):
 def test_a_group_continues_from_its_tokens(model, hf_models, prefix_cache):
     """Each member goes on from the same tokens, after the snapshot of the prompt if its leader saved one."""
     bench = Bench(model, prefix_cache=prefix_cache, prefill_chunk_tokens=16)
-    bench.submit("whole", prompt_of(30), 40)
-    bench.run()
+    bench.complete("whole", prompt_of(30), 40)
     tokens = bench.tokens("whole")
-    bench.submit("rest", prompt_of(30), 40, n=3, prior=Prior(np.array(tokens[:15], np.int32)))
-    bench.run()
+    bench.complete("rest", prompt_of(30), 40, n=3, prior=Prior(np.array(tokens[:15], np.int32)))
     for i in range(3):
         assert bench.tokens("rest", i) == tokens[15:]
 
@@ -352,11 +336,9 @@ def test_a_turn_continues_from_its_tokens(model, hf_models):
     prompt = [*talk.said, *prompt_of(6, 7)]
     expected = greedy(hf_models[0], prompt, 12)
     in_session = {"session": ("c", "s"), "session_lease_s": 100.0}
-    bench.submit("t", prompt, 12, prior=Prior(np.array(expected[:5], np.int32)), **in_session)
-    bench.run()
+    bench.complete("t", prompt, 12, prior=Prior(np.array(expected[:5], np.int32)), **in_session)
     assert bench.tokens("t") == expected[5:] and bench.done["t"].cached_tokens > 0
-    bench.submit("next", [*prompt, *expected, 3], 9, **in_session)
-    bench.run()
+    bench.complete("next", [*prompt, *expected, 3], 9, **in_session)
     assert agrees(hf_models[0], [*prompt, *expected, 3], bench.completions["next", 0])
     assert bench.done["next"].cached_tokens == len(prompt) + 11
 
@@ -365,8 +347,7 @@ def test_logprobs_of_a_prompt_are_those_of_transformers(model, hf_models):
     """They need a forward of the whole prompt, also where a snapshot of it is known."""
     bench = Bench(model, prefill_chunk_tokens=16)
     for name in ("first", "again"):
-        bench.submit(name, prompt_of(40), 5, prompt_logprobs=True)
-        bench.run()
+        bench.complete(name, prompt_of(40), 5, prompt_logprobs=True)
         with torch.inference_mode():
             logits = hf_models[0](torch.tensor([prompt_of(40)])).logits[0]
         exact = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(prompt_of(40))[1:, None])[:, 0]
@@ -380,14 +361,12 @@ def test_cancelled_completions_leave_nothing_behind(model, hf_models, ticks):
     bench = Bench(model, prefill_chunk_tokens=16)
     bench.submit("g", prompt_of(40), 30, n=3)
     bench.submit("s", prompt_of(40), 30, session=("c", "s"), session_lease_s=1e6)
-    for _ in range(ticks):
-        bench.engine.tick()
+    bench.ticks(ticks)
     bench.engine.inbox.put(Cancel(("c", "g")))
     bench.engine.inbox.put(Cancel(("c", "s")))
     bench.run()
     bench.engine.check_integrity()
-    bench.submit("next", prompt_of(40), 30)
-    bench.run()
+    bench.complete("next", prompt_of(40), 30)
     assert agrees(hf_models[0], prompt_of(40), bench.completions["next", 0])
 
 
@@ -403,8 +382,7 @@ def test_a_turn_goes_on_from_the_end_of_the_one_before(model, hf_models, prefix_
         tokens = talk.say(new)
         assert agrees(hf_models[0], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
         assert sum(sizes) == new + (turn > 0)  # a completion that ends by length leaves its last token
-        bench.submit(f"other{turn}", prompt_of(10, turn), 5)  # takes the row of the turn
-        bench.run()
+        bench.complete(f"other{turn}", prompt_of(10, turn), 5)  # takes the row of the turn
     assert bench.status().sessions.hits == 3
 
 
@@ -413,8 +391,7 @@ def test_a_turn_that_ended_by_a_stop_string_goes_on_from_its_prompt(model, hf_mo
     bench = Bench(model)
     talk = Conversation(bench, "s", prompt_of)
     talk.submit(20, 60)
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     bench.engine.inbox.put(StopAt(("c", talk.turn), 0, 10, "x"))
     bench.run()
     talk.ended()
@@ -430,8 +407,7 @@ def test_sessions_give_up_places_to_groups(model, hf_models):
         talk.say(20)
     sizes = watch_prefills(bench)
     for i in range(2):
-        bench.submit(f"g{i}", prompt_of(30, 50 + i), 9, n=3)
-        bench.run()
+        bench.complete(f"g{i}", prompt_of(30, 50 + i), 9, n=3)
     assert sum(sizes) == 2 * (30 + 2)
     for talk in talks:
         tokens = talk.say(4)
@@ -462,14 +438,12 @@ def test_states_are_computed_again_after_a_sleep(model, hf_models):
 def test_an_engine_that_is_built_again_reads_no_state_from_before(model, hf_models):
     bench = Bench(model)
     bench.submit("a", prompt_of(30), 40, n=2)
-    for _ in range(9):
-        bench.engine.tick()
+    bench.ticks(9)
     fail_a_step(bench)
     for state in bench.engine.executor.step.kv.states.tensors:
         state.fill_(float("nan"))
     rebuild_engine(bench.engine, bench.settings)
-    bench.submit("b", prompt_of(30), 40, n=3)
-    bench.run()
+    bench.complete("b", prompt_of(30), 40, n=3)
     for i in range(3):
         assert agrees(hf_models[0], prompt_of(30), bench.completions["b", i])
 
@@ -508,8 +482,7 @@ def test_preempted_rows_go_on_with_their_states(model, hf_models, rows, depth):
 def test_rows_that_end_while_their_states_are_copied_leave_nothing_behind(model, hf_models, ticks):
     bench = hosting(model, device=LateDevice({"state_out": lambda: 0.004, "state_in": lambda: 0.004}))
     submit_six(bench)
-    for _ in range(ticks):
-        bench.engine.tick()
+    bench.ticks(ticks)
     for i in (5, 4, 3):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
     bench.run()
@@ -569,8 +542,7 @@ def test_a_state_that_comes_back_to_the_row_of_a_turn_does_not_become_its_snapsh
     bench = hosting(model, rows=1, max_rows=1)
     talk = Conversation(bench, "s", prompt_of)
     bench.submit("r", prompt_of(10), 30)
-    for _ in range(9):
-        bench.engine.tick()
+    bench.ticks(9)
     bench.engine.roster.preempt(bench.engine.roster.decoding[0])
     talk.submit(12, priority=1)  # takes the only row, and ends in it
     bench.run()

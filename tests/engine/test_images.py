@@ -350,9 +350,7 @@ def test_a_draft_model_drafts_for_rows_with_images(name, tmp_path, monkeypatch) 
         bench = Bench(model, prefill_chunk_tokens=16, **fields)
         for i, (each, prompt) in enumerate(prompts.items()):
             submit(bench, each, prompt, 30, sampling={"temperature": 0.0, "seed": i})
-        bench.run()
-        bench.close()
-        return bench
+        return bench.finish()
 
     plain = run(load(target))
     recorded = {done.seed: done.token_ids for done in plain.completions.values()}
@@ -421,8 +419,7 @@ def test_a_sleep_leaves_nothing_of_the_encodings(name: str, models: Any, tmp_pat
     for each, prompt in prompts.items():
         submit(bench, each, prompt, 20)
     for ticks in (2, 3, 12):
-        for _ in range(ticks):
-            bench.engine.tick()
+        bench.ticks(ticks)
         assert isinstance(bench.sleep(), Done)
         assert not bench.pages.backed and find_feature(bench.engine.roster.features, ImagesFeature).encodings.used == 0
         assert isinstance(bench.wake(), Done)

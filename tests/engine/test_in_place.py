@@ -72,8 +72,7 @@ def test_a_hold_that_is_given_up_before_it_is_granted_is_not_granted_later(model
     bench = Bench(model, None, Mailbox())
     granted = []
     bench.submit("a", prompt_of(13), 30)
-    for _ in range(5):
-        bench.engine.tick()
+    bench.ticks(5)
     bench.engine.gate.request_hold(lambda: granted.append(1))
     bench.engine.gate.clear_hold()
     bench.run()
@@ -85,8 +84,7 @@ def test_a_request_waits_for_the_version_that_it_asks_for(model, other, prompt_o
     bench = Bench(model, None, mailbox)
     engine = bench.engine
     bench.submit("new", prompt_of(13), 20, n=2, min_version=2)
-    bench.submit("now", prompt_of(13, 1), 10)
-    bench.run()
+    bench.complete("now", prompt_of(13, 1), 10)
     assert bench.tokens("now") == greedy(prompt_of(13, 1), 10) and "new" not in bench.done
     assert not engine.busy and engine.roster.waiting == 2  # it rests: a loop that waits costs nothing
     for version in (1, 2):
@@ -103,8 +101,7 @@ def test_a_request_that_waits_for_a_version_ends_by_deadline_cancel_or_shutdown(
     bench = Bench(model, None, Mailbox())
     bench.submit("overdue", prompt_of(13), 20, n=3, min_version=1, deadline_s=1e-9)
     bench.submit("unwanted", prompt_of(13), 20, n=3, min_version=1)
-    bench.submit("left", prompt_of(13), 20, n=3, min_version=1)
-    bench.run()
+    bench.complete("left", prompt_of(13), 20, n=3, min_version=1)
     bench.engine.inbox.put(Cancel(("c", "unwanted")))
     bench.run()
     bench.engine.inbox.put(Shutdown("drain"))
@@ -116,7 +113,6 @@ def test_a_request_that_waits_for_a_version_ends_by_deadline_cancel_or_shutdown(
 
 def test_a_version_that_can_never_come_is_refused(model, prompt_of):
     bench = Bench(model)
-    bench.submit("a", prompt_of(13), 20, min_version=1)
-    bench.run()
+    bench.complete("a", prompt_of(13), 20, min_version=1)
     (rejected,) = bench.events
     assert (rejected.code, rejected.field) == ("unavailable", "min_version") and "never" in rejected.message

@@ -17,8 +17,7 @@ SAMPLED = {"temperature": 1.0, "seed": 7}
 def stop_token(model, prompt: list[int], at: int) -> int:
     """A token that the plain run draws first at position `at` or later."""
     bench = Bench(model)
-    bench.submit("probe", prompt, at + 30, sampling=SAMPLED)
-    bench.run()
+    bench.complete("probe", prompt, at + 30, sampling=SAMPLED)
     tokens = bench.tokens("probe")
     bench.close()
     return next(token for i, token in enumerate(tokens) if i >= at and token not in tokens[:i])
@@ -38,8 +37,7 @@ def test_a_slot_is_free_only_after_the_commit_that_read_it(model, prompt_of):
         commit(plan, output)
 
     scheduler.commit = watched
-    bench.submit("a", prompt_of(9), 20)
-    bench.run()
+    bench.complete("a", prompt_of(9), 20)
     assert len(seen) == 20 and all(seen)
 
 
@@ -47,8 +45,7 @@ def test_slots_are_used_in_turn(model, prompt_of):
     bench = Bench(model)
     used, acquire = [], bench.engine.pipeline.acquire
     bench.engine.pipeline.acquire = lambda: used.append(acquire()) or used[-1]
-    bench.submit("a", prompt_of(9), 20)
-    bench.run()
+    bench.complete("a", prompt_of(9), 20)
     assert used[0] is not used[1] and all(used[i] is used[i % 2] for i in range(len(used)))
 
 
@@ -133,8 +130,7 @@ def test_a_zombies_token_is_never_sent(model, prompt_of):
     prompt = prompt_of(9)
     stop = stop_token(model, prompt, 12)
     bench = Bench(model)
-    bench.submit("a", prompt, 40, sampling=SAMPLED, stop={"token_ids": (stop,)}, stream_every=1)
-    bench.run()
+    bench.complete("a", prompt, 40, sampling=SAMPLED, stop={"token_ids": (stop,)}, stream_every=1)
     sent = [event for event in bench.events if isinstance(event, Delta)]
     assert sum(len(delta.token_ids) for delta in sent) == len(bench.tokens("a"))
     assert sent[-1].finish is not None and sent[-1].token_ids.tolist()[-1:] == [stop]
@@ -182,8 +178,7 @@ def test_a_cancelled_request_ends_with_its_tokens_and_frees_everything(model, pr
     bench = Bench(model)
     bench.submit("a", prompt_of(9), 400, n=3)
     bench.submit("b", prompt_of(9, 1), 30, sampling=SAMPLED)
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.run()
     for i in range(3):
@@ -197,8 +192,7 @@ def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, ticks):
     bench = Bench(model, max_rows=2, prefill_chunk_tokens=8, kv_pages=24)
     bench.submit("a", prompt_of(30), 40, n=4)
     bench.submit("b", prompt_of(30, 1), 10)
-    for _ in range(ticks):
-        bench.engine.tick()
+    bench.ticks(ticks)
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.run()
     assert {bench.completions["a", i].finish.reason for i in range(4)} == {"cancelled"}
@@ -227,8 +221,7 @@ def test_random_traffic_through_a_small_pool_leaks_nothing_and_changes_no_token(
     cancelled = set()
     for name, job in jobs.items():
         crowd.submit(name, **dict(job))
-        for _ in range(rng.randint(0, 6)):
-            crowd.engine.tick()
+        crowd.ticks(rng.randint(0, 6))
         if rng.random() < 0.15:
             cancelled.add(name)
             crowd.engine.inbox.put(Cancel(("c", name)))
@@ -237,8 +230,7 @@ def test_random_traffic_through_a_small_pool_leaks_nothing_and_changes_no_token(
     crowd.close()
     alone = Bench(model, max_rows=4, kv_pages=600, prefix_cache=False)
     for name, job in jobs.items():
-        alone.submit(name, **dict(job))
-        alone.run()
+        alone.complete(name, **dict(job))
         for i in range(job["n"]):
             mine, theirs = crowd.tokens(name, i), alone.tokens(name, i)
             assert mine == (theirs[: len(mine)] if name in cancelled else theirs), name
@@ -246,8 +238,7 @@ def test_random_traffic_through_a_small_pool_leaks_nothing_and_changes_no_token(
 
 def test_a_leaked_page_is_seen(model, prompt_of):
     bench = Bench(model)
-    bench.submit("a", prompt_of(9), 5)
-    bench.run()
+    bench.complete("a", prompt_of(9), 5)
     bench.engine.roster.allocator.pool.allocate()
     with pytest.raises(AssertionError):
         bench.engine.check_integrity()

@@ -74,8 +74,7 @@ def test_greedy_tokens_equal_transformers(made, name):
 def test_a_wrong_latent_is_seen(made, model):
     bench = Bench(model)
     bench.submit("r", prompt_of(30), 60)
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     seq, executor = bench.engine.roster.groups["c", "r"].sequences[0], bench.engine.executor
     executor.compute.run(lambda: executor.step.kv.k[0][seq.kv.pages[7]].mul_(-3.0))
     bench.run()
@@ -103,11 +102,9 @@ def test_turns_and_equal_prompts_compute_only_new_tokens(made, model):
         tokens = talk.say(new)
         assert sum(sizes) == new + (turn > 0)
         assert agrees([made()[1]], talk.said[: -len(tokens)], bench.completions[talk.turn, 0])
-    bench.submit("a", prompt_of(41), 4)
-    bench.run()
+    bench.complete("a", prompt_of(41), 4)
     sizes.clear()
-    bench.submit("b", prompt_of(41), 4)
-    bench.run()
+    bench.complete("b", prompt_of(41), 4)
     assert sum(sizes) <= 1 and bench.tokens("a") == bench.tokens("b")
 
 

@@ -72,7 +72,6 @@ def test_conversations_of_many_adapters_go_on_through_evictions_a_sleep_and_a_ne
             change_weights(bench.engine.roster, 1, recompute=False)
     assert not any(bench.done[f"{i}s{TURNS - 1}"].cached_tokens for i in range(count)), "KV of the old base"
     assert table_of(bench).counts.loaded >= TURNS * count, "each adapter comes back in each turn"
-    bench.close()
     for i in range(count):
         expected = alone(folders[0], i, asked[i, "s"] + asked[i, "p"])
         assert all(map(agrees, said[i, "s"] + said[i, "p"], expected)), f"adapter {i}"
@@ -99,7 +98,6 @@ def test_versions_rise_amid_runs_of_many_adapters_and_a_name_comes_again(folders
     for i in range(count):
         bench.engine.inbox.put(DropAdapter(f"a{i}", 50 + i))
     bench.engine.inbox.put(PutAdapter("a0", weights_of(model, 4), token=90))
-    bench.submit("again", prompt_of(9), NEW, adapter="a0")
-    bench.run()
+    bench.complete("again", prompt_of(9), NEW, adapter="a0")
     assert bench.answer(90) == Done(90) and bench.done["again"].cached_tokens == 0
     assert bench.tokens("again") == expected[4] and [a.name for a in bench.status().adapters] == ["a0"]

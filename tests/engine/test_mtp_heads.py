@@ -89,14 +89,12 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(found, monkeypatch, wr
     row_by_row(monkeypatch)
     plain = Bench(load(found[1]), max_rows=32, pipeline_depth=depth)
     submit_seeded(plain, vocab := found[0].model.config.vocab_size)
-    plain.run()
-    plain.close()
+    plain.finish()
     if wrong is not None:
         replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
     bench = Bench(load(found[1], mtp="needed"), **HEADS, max_rows=32, pipeline_depth=depth)
     submit_seeded(bench, vocab)
     run_watched(bench)
-    bench.close()
     assert_same(bench, plain, exact=True)
     drafts = bench.drafts
     assert drafts.drafted > 200 and drafts.accepted > (100 if wrong is not None else 0)
@@ -119,8 +117,7 @@ def test_updates_with_its_tensors_renew_it_and_others_leave_it_as_it_is(found, t
     ):
         mailbox.ready = Update(version, source, model)
         mailbox.ready.names += tuple(reference.prefix + key for key in reference.layout.copies)  # which change nothing
-        for _ in range(4):
-            bench.engine.tick()
+        bench.ticks(4)
         assert (roster.version, bench.drafting.draft_version) == (version, draft_version)
         seen = watch_drafts(bench)
         known = submit_three(bench, f"v{version}-", vocab, 14)
@@ -157,9 +154,7 @@ def test_a_layer_that_has_learnt_the_text_is_right(tmp_path):
         bench = Bench(model, **fields)
         for i, prompt in enumerate(prompts):
             bench.submit(f"r{i}", prompt, tokens)
-        bench.run()
-        bench.close()
-        return bench
+        return bench.finish()
 
     plain = run(load(tmp_path))
     texts_NT = torch.tensor([prompt + plain.tokens(f"r{i}") for i, prompt in enumerate(prompts)])

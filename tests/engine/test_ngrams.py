@@ -35,9 +35,7 @@ NGRAM = {"speculation": "ngram"}
 def plain(folders) -> Bench:
     bench = Bench(load(folders[0]))
     submit_all(bench)
-    bench.run()
-    bench.close()
-    return bench
+    return bench.finish()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,6 @@ def test_ngrams_change_nothing(model, plain, depth):
     bench = Bench(model, **NGRAM, pipeline_depth=depth)
     submit_all(bench)
     run_watched(bench)
-    bench.close()
     assert_same(bench, plain)
     drafts = bench.drafts
     assert drafts.drafted > 200 and drafts.accepted > 5
@@ -63,12 +60,10 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(model, monkeypatch):
     row_by_row(monkeypatch)
     plain = Bench(model, max_rows=20)
     submit_free(plain)
-    plain.run()
-    plain.close()
+    plain.finish()
     bench = Bench(model, **NGRAM, **fixed_costs(), max_rows=20, speculation_rows=16)
     submit_free(bench)
-    bench.run()
-    bench.close()
+    bench.finish()
     assert_same(bench, plain, exact=True)
     assert bench.drafts.accepted > 5
 
@@ -89,9 +84,7 @@ def submit_eight(bench: Bench) -> None:
 def plain_eight(folders) -> Bench:
     bench = Bench(load(folders[0]), kv_pages=600)
     submit_eight(bench)
-    bench.run()
-    bench.close()
-    return bench
+    return bench.finish()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +123,6 @@ def test_a_swap_between_verify_steps(folders, hf_models, kv_on_swap):
         bench.submit(f"r{i}", prompt(2 * i), 50, sampling={"temperature": 0.0, "seed": i})
     model = bench.engine.executor.step.model
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 7)
-    bench.close()
     assert bench.drafts.drafted > 20
     for i in range(3):
         done = bench.completions[f"r{i}", 0]
@@ -169,8 +161,7 @@ def test_auto_runs_plain_steps_while_drafts_do_not_pay(model, plain, draft_s, la
     headers, execute = [], bench.engine.executor.execute
     bench.engine.executor.execute = lambda upload, slot: (headers.append(upload.header), execute(upload, slot))
     submit_all(bench)
-    bench.run()
-    bench.close()
+    bench.finish()
     assert_same(bench, plain)
     drafting_steps = [i for i, header in enumerate(headers) if NAME in header.facts]
     assert 0 < len(drafting_steps) < len(headers) / 4
@@ -189,9 +180,7 @@ def test_drafts_that_do_not_pay_keep_no_drafter_from_being_asked(model, monkeypa
     drafter.path = lambda *args: (asked.append(len(plans)), path(*args))[1]
     plans, choose = [], speculation.choose
     speculation.choose = lambda *args: (plans.append(1), choose(*args))[1]
-    bench.submit("a", prompt_of(9), 100, sampling=SAMPLED)
-    bench.run()
-    bench.close()
+    bench.complete("a", prompt_of(9), 100, sampling=SAMPLED)
     drafts = bench.drafts
     assert drafts.drafted < 20 and len(plans) > 90
     gaps = [later - earlier for earlier, later in pairwise(sorted(set(asked)))]
@@ -204,8 +193,7 @@ def test_a_text_that_repeats_takes_fewer_steps(model):
     steps = {}
     for speculation in ("off", "ngram", "suffix"):
         bench = Bench(model, speculation=speculation, speculation_tokens=4)
-        bench.submit("a", prompt_of(9), 60, sampling=turn)
-        bench.run()
+        bench.complete("a", prompt_of(9), 60, sampling=turn)
         assert bench.tokens("a") == [5] * 60
         steps[speculation] = bench.engine.roster.counters.decode_rows
         bench.close()

@@ -61,9 +61,7 @@ def submit_six(bench: Bench) -> None:
 def six_without(model: Any, **fields: Any) -> Bench:
     plain = Bench(model, **fields)
     submit_six(plain)
-    plain.run()
-    plain.close()
-    return plain
+    return plain.finish()
 
 
 @pytest.mark.parametrize("name", [*_IN_EVERY_RUN[1:], *nightly(_IN_EVERY_RUN[0], *_AT_NIGHT)])
@@ -91,8 +89,7 @@ def test_codes_of_kv_have_tokens_beside_them(folders, monkeypatch):
     checked = CheckedDrafts(monkeypatch, texts_of(plain, PROMPTS))
     bench = Bench(load(folders[0]), speculation="ngram", speculation_rows=12, **fields)
     submit_six(bench)
-    bench.run()
-    bench.close()
+    bench.finish()
     assert_same(bench, plain, exact=True)
     assert checked.count > 60 and checked.wrong == []
     assert bench.drafts.accepted > 20
@@ -112,7 +109,6 @@ def test_drafts_after_a_sleep_are_those_of_the_text(stem, host_kv_gib, tmp_path,
         bench.sleep(mode="keep")
         assert bench.wake()
     run_watched(bench)
-    bench.close()
     assert_same(bench, plain)
     assert checked.count > 60 and checked.wrong == []
 
@@ -125,8 +121,7 @@ def test_an_engine_that_is_built_again_drafts_from_new_texts_alone(stem, tmp_pat
     checked = CheckedDrafts(monkeypatch, texts_of(plain, PROMPTS))
     bench = Bench(load(tmp_path), speculation="ngram", kv_pages=200)
     submit_six(bench)
-    for _ in range(9):
-        bench.engine.tick()
+    bench.ticks(9)
     fail_a_step(bench)
     no_token = 2**31 - 1
     bench.engine.executor.step.kv.tokens.fill_(no_token)
@@ -136,7 +131,6 @@ def test_an_engine_that_is_built_again_drafts_from_new_texts_alone(stem, tmp_pat
     bench.completions.clear()
     submit_six(bench)
     run_watched(bench)
-    bench.close()
     assert_same(bench, plain)
     assert checked.count > 60 and checked.wrong == []
 
@@ -153,9 +147,7 @@ def test_placeholders_of_images_are_tokens_of_the_text(name, tmp_path, monkeypat
         for i, (each, one) in enumerate(prompts.items()):
             ends_with_images = {"temperature": 1.0, "seed": i + 1, "logit_bias": ((one.ids[5], 9.0),)}
             submit_image(bench, each, one, 40, sampling=ends_with_images)
-        bench.run()
-        bench.close()
-        return bench
+        return bench.finish()
 
     plain = run()
     checked = CheckedDrafts(monkeypatch, texts_of(plain, {each: one.ids for each, one in prompts.items()}))

@@ -39,8 +39,7 @@ def test_the_flag_ends_the_engine_before_the_step_is_committed(model, prompt_of,
     in_flight, known = bench.engine.pipeline.in_flight, len(seq.tokens)
     peers.fault[0] = 2
     with pytest.raises(DeviceError, match="rank 1 did not send"):
-        for _ in range(10):
-            bench.engine.tick()
+        bench.ticks(10)
     assert len(seq.tokens) == known + in_flight, "the steps before the flag are committed, and none after it"
     bench.engine.fail("the ranks are lost")
     completion = bench.completions["a", 0]
@@ -48,8 +47,7 @@ def test_the_flag_ends_the_engine_before_the_step_is_committed(model, prompt_of,
     assert completion.token_ids == list(seq.tokens)
     alone = Bench(model)
     peers.fault[0] = 0
-    alone.submit("a", prompt_of(9), max_tokens=len(completion.token_ids))
-    alone.run()
+    alone.complete("a", prompt_of(9), max_tokens=len(completion.token_ids))
     assert alone.tokens("a") == completion.token_ids
     for each in (bench, alone):
         each.close(check=False)
@@ -76,7 +74,6 @@ def test_another_rank_is_asked_before_a_step_is_committed(model, prompt_of) -> N
     seq = running(bench)
     doubts.after, known = len(doubts.outputs), len(seq.tokens)
     with pytest.raises(DeviceError, match="waited in vain"):
-        for _ in range(10):
-            bench.engine.tick()
+        bench.ticks(10)
     assert len(seq.tokens) == known
     bench.close(check=False)

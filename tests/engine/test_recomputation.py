@@ -46,8 +46,7 @@ MOST_TICKS = 5_000  # a row that starves takes more
 
 
 def tick(bench: Bench, count: int) -> None:
-    for _ in range(count):
-        bench.engine.tick()
+    bench.ticks(count)
 
 
 def until_all_decode(bench: Bench, rows: int) -> None:
@@ -278,8 +277,7 @@ def test_rows_that_a_fault_ended_delay_no_update(model, sources, prompt_of):
     mailbox.ready = Update(2, sources[0], model)
     tick(bench, 2)
     assert mailbox.ready is None
-    bench.submit("b", prompt_of(9), 5)
-    bench.run()
+    bench.complete("b", prompt_of(9), 5)
     assert set(bench.completions["b", 0].versions) == {2}
 
 

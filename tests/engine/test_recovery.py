@@ -20,8 +20,7 @@ def test_a_rebuilt_engine_gives_the_right_tokens_whatever_the_fault_left_in_its_
     bench = Bench(model, max_rows=3)
     for name in "abcde":  # two of them wait
         bench.submit(name, prompt_of(9), 60, n=1)
-    for _ in range(12):
-        bench.engine.tick()
+    bench.ticks(12)
     message = fail_a_step(bench)
     for name in "abcde":
         finish = bench.completions[name, 0].finish
@@ -37,8 +36,7 @@ def test_a_rebuilt_engine_gives_the_right_tokens_whatever_the_fault_left_in_its_
     rebuild_engine(bench.engine, bench.settings)
     assert bench.engine.executor.step.kv is kv and bench.engine.roster.counters.tokens == counted
     bench.submit("again", prompt_of(9), 60)
-    bench.submit("other", prompt_of(5, 1), 30, n=4)
-    bench.run()
+    bench.complete("other", prompt_of(5, 1), 30, n=4)
     assert bench.tokens("again") == greedy(prompt_of(9), 60)
     assert [bench.tokens("other", i) for i in range(4)] == [greedy(prompt_of(5, 1), 30)] * 4
 
@@ -49,8 +47,7 @@ def test_half_a_token_is_not_handed_back(model, prompt_of, column):
     bench = Bench(model)
     prior = Prior(np.array([5, 6, 7], dtype=np.int32))
     bench.submit("a", prompt_of(4), 40, sampling={"temperature": 0.0, "presence_penalty": 0.1}, prior=prior)
-    for _ in range(10):
-        bench.engine.tick()
+    bench.ticks(10)
     (group,) = bench.engine.roster.groups.values()
     (seq,) = group.sequences
     whole = len(seq.tokens)
@@ -68,20 +65,17 @@ def test_half_a_token_is_not_handed_back(model, prompt_of, column):
 def test_the_state_and_the_waiting_commands_outlive_a_fault(model, prompt_of, greedy):
     bench = Bench(model)
     bench.submit("a", prompt_of(9), 60)
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     bench.engine.inbox.put(Pause("keep", 1))
     fail_a_step(bench)
     rebuild_engine(bench.engine, bench.settings)
-    bench.submit("b", prompt_of(9), 20)
-    bench.run()
+    bench.complete("b", prompt_of(9), 20)
     assert Done(1) in bench.events and bench.engine.gate.state == "paused" and bench.tokens("b") == []
     bench.engine.inbox.put(Resume(2))
     bench.run()
     assert bench.tokens("b") == greedy(prompt_of(9), 20)
     bench.submit("c", prompt_of(9), 60)
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     bench.engine.inbox.put(Shutdown("drain", 3))
     fail_a_step(bench)
     assert Done(3) in bench.events

@@ -185,7 +185,7 @@ def test_a_rehearsal_runs_the_most_tokens_and_draws_for_every_row(model):
     most = ALL_FEATURES & ~RowNeeds.ADAPTER
     assert max(tokens) == 50 and draws.count((6, most)) == 2 and {1, 2, 4} <= {count for count, _ in draws}
     assert most.reshapes and all(feature in ALL_FEATURES for feature in RowNeeds)
-    executor.close()
+    bench.close(check=False)
 
 
 def rehearsed(model, max_rows: int, graph_rows: int) -> tuple[list[int], list[tuple[int, ...]], set[int]]:
@@ -229,7 +229,6 @@ def test_a_rehearsal_runs_the_most_tokens_with_adapters_and_without(tmp_path, co
     steps = steps_to_rehearse(
         Executor(bench.device, bench.engine.executor.streams, step), StepSizes(6, 700, context, 0)
     )
-    bench.close()
     largest = [one.needs for one in steps if sum(one.prompts) == 700 and not one.earlier]
     assert {bool(features & RowNeeds.ADAPTER) for features in largest} == {False, True}
 
@@ -245,7 +244,6 @@ def test_a_rehearsal_gathers_as_much_as_prefill_attention_may(model):
     bench = Bench(model, max_rows=6)
     longest = MOST_GATHERED // 4
     steps = steps_to_rehearse(bench.engine.executor, StepSizes(6, 16384, longest, 0))
-    bench.close()
     late = [one for one in steps if one.earlier]
     assert all(one.earlier + one.prompts[0] == longest for one in late)
     assert [len(one.prompts) for one in late] == [1, 4, 5]

@@ -83,10 +83,8 @@ def test_no_prefix_and_no_session_outlives_a_sleep(model, folders, prompt_of, gr
     bench = Sleeping(model, None, mailbox)
     talk = Conversation(bench, "talk", prompt_of)
     talk.say(20)
-    bench.submit("first", prompt_of(33), 5)
-    bench.run()
-    bench.submit("cached", prompt_of(33), 5)
-    bench.run()
+    bench.complete("first", prompt_of(33), 5)
+    bench.complete("cached", prompt_of(33), 5)
     assert bench.done["cached"].cached_tokens == 32
     bench.sleep(level)
     pool = bench.engine.roster.allocator.pool
@@ -224,8 +222,7 @@ def test_rows_are_aborted_and_requests_refused_where_that_is_wanted(model, promp
     (rejected,) = [event for event in bench.events if isinstance(event, Rejected)]
     assert rejected.code == "unavailable" and "asleep" in rejected.message
     bench.wake()
-    bench.submit("after", prompt_of(9), 4)
-    bench.run()
+    bench.complete("after", prompt_of(9), 4)
     assert bench.tokens("after") == greedy(prompt_of(9), 4)
 
 

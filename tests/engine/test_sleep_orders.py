@@ -70,8 +70,7 @@ def test_a_wake_that_finds_too_little_leaves_all_of_it_asleep_and_a_later_one_su
 
 def test_weights_that_the_host_cannot_keep_leave_it_awake_with_all_its_kv(model, prompt_of, greedy):
     bench = Sleeping(model, host := SomeHost())
-    bench.submit("prefix", prompt_of(33), 5)
-    bench.run()
+    bench.complete("prefix", prompt_of(33), 5)
     bench.submit("a", prompt_of(9), 20)
     bench.ticks(6)
     host.free = 0
@@ -79,8 +78,7 @@ def test_weights_that_the_host_cannot_keep_leave_it_awake_with_all_its_kv(model,
     assert isinstance(answer, Failed) and answer.code == "unavailable" and "level 2" in answer.message
     assert bench.status().state == "serving" and bench.engine.gate.admit_update()
     bench.engine.gate.updates_done()
-    bench.submit("cached", prompt_of(33), 5)
-    bench.run()
+    bench.complete("cached", prompt_of(33), 5)
     assert bench.tokens("a") == greedy(prompt_of(9), 20) and not bench.completions["a", 0].recomputed
     assert bench.done["cached"].cached_tokens == 32
 
@@ -124,8 +122,7 @@ def test_a_swap_that_is_under_way_is_over_before_it_sleeps(model, folders, promp
     assert mailbox.ready is not None, "nothing is applied while it sleeps"
     mailbox.ready = None
     bench.wake()
-    bench.submit("b", prompt_of(9), 9)
-    bench.run()
+    bench.complete("b", prompt_of(9), 9)
     assert bench.tokens("b") == greedy(prompt_of(9), 9, 1)
 
 
@@ -165,8 +162,7 @@ def test_stale_weights_are_stale_after_a_sleep(model, folders, prompt_of):
     bench.wake()
     assert bench.status().stale == "version 1 came in part" and bench.status().state == "stale"
     mailbox.ready = Update(2, load(folders[1]), model)
-    bench.submit("a", prompt_of(9), 5)
-    bench.run()
+    bench.complete("a", prompt_of(9), 5)
     assert set(bench.completions["a", 0].versions) == {2}
 
 
@@ -214,13 +210,11 @@ def test_after_a_fault_before_it_slept_it_is_awake_and_whole(model, prompt_of, g
     assert isinstance(answer, Failed) and answer.code == "internal"
     bench.engine.gate.updates_done()
     rebuild_engine(bench.engine, bench.settings)
-    bench.submit("b", prompt_of(9), 20)
-    bench.run()
+    bench.complete("b", prompt_of(9), 20)
     assert bench.tokens("b") == greedy(prompt_of(9), 20)
     assert isinstance(bench.sleep(), Done) and not bench.pages.backed
     bench.wake()
-    bench.submit("c", prompt_of(9), 20)
-    bench.run()
+    bench.complete("c", prompt_of(9), 20)
     assert bench.tokens("c") == greedy(prompt_of(9), 20)
 
 

@@ -73,9 +73,7 @@ def assert_same(mine: Bench, theirs: Bench, exact: bool = False) -> None:
 def plain(folders) -> Bench:
     bench = Bench(load(folders[0]))
     submit_all(bench)
-    bench.run()
-    bench.close()
-    return bench
+    return bench.finish()
 
 
 @pytest.mark.parametrize(
@@ -101,12 +99,10 @@ def test_with_rows_computed_one_by_one_all_bits_are_equal(model, monkeypatch):
     row_by_row(monkeypatch)
     plain = Bench(model, max_rows=32)
     submit_free(plain)
-    plain.run()
-    plain.close()
+    plain.finish()
     bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.2, ragged=True, max_rows=32)
     submit_free(bench)
-    bench.run()
-    bench.close()
+    bench.finish()
     assert bench.drafts.accepted > 20
     assert_same(bench, plain, exact=True)
 
@@ -114,20 +110,17 @@ def test_with_rows_computed_one_by_one_all_bits_are_equal(model, monkeypatch):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_right_drafts_make_as_few_steps_as_they_can(model, monkeypatch, depth):
     plain = Bench(model)
-    plain.submit("a", prompt_of(9), 101, sampling=SAMPLED)
-    plain.run()
+    plain.complete("a", prompt_of(9), 101, sampling=SAMPLED)
     fields = {"speculation_tokens": 4, "pipeline_depth": depth}
     bench, drafter = drafting(monkeypatch, model, recorded(plain.completions), 0.0, **fields)
-    bench.submit("a", prompt_of(9), 101, sampling=SAMPLED)
-    bench.run()
+    bench.complete("a", prompt_of(9), 101, sampling=SAMPLED)
     assert bench.tokens("a") == plain.tokens("a")
     Inspector(bench.engine).set_gauges()
     report = bench.engine.meter.report()
     assert report["speculation/drafted"] == report["speculation/accepted"] == 80
     assert report["speculation/tokens_a_step"] == 5
     assert bench.engine.roster.counters.decode_rows == 20 and plain.engine.roster.counters.decode_rows == 100
-    bench.submit("b", prompt_of(3), 2)
-    bench.run()
+    bench.complete("b", prompt_of(3), 2)
     assert drafter.ends == [("a", 0)], "told with the next plan"
     assert drafter.told["a", 0] == 101, "its last tokens, too"
 
@@ -138,8 +131,7 @@ def test_a_step_has_no_more_drafts_than_it_may(model, monkeypatch, six, most):
     bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.2, speculation_rows=most, kv_pages=600)
     plans = watch_plans(bench)
     submit_six(bench)
-    bench.run()
-    bench.close()
+    bench.finish()
     assert_same(bench, six)
     assert max(sum(draft.length for draft in plan.ahead) for plan in plans) == most
 
@@ -159,16 +151,14 @@ def test_drafts_leave_a_free_page_for_each_running_row(model, monkeypatch, six):
 
     bench.drafting.plan_decode = watch
     submit_six(bench)
-    bench.run()
-    bench.close()
+    bench.finish()
     assert_same(bench, six)
     assert short, "they took all that they may"
 
 
 def test_two_slots_stay_full_with_drafts(model, monkeypatch):
     plain = Bench(model)
-    plain.submit("a", prompt_of(9), 60, sampling=SAMPLED)
-    plain.run()
+    plain.complete("a", prompt_of(9), 60, sampling=SAMPLED)
     bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.2)
     bench.submit("a", prompt_of(9), 60, sampling=SAMPLED)
     assert run_watched(bench).most == 2
@@ -195,8 +185,7 @@ def test_refused_drafts_leave_no_kv_that_others_find(model, monkeypatch, plain):
         each.run()
         for name in ("stops", "tops", "rules0"):
             each.submit(f"{name} on", prompt_of(9, 20) + plain.tokens(name, 0), 12, sampling=SAMPLED)
-        each.run()
-        each.close()
+        each.finish()
     assert bench.done["stops on"].cached_tokens > 8
     assert_same(bench, again)
 
@@ -225,9 +214,7 @@ def submit_six(bench: Bench) -> None:
 def six(folders) -> Bench:
     bench = Bench(load(folders[0]), kv_pages=600)
     submit_six(bench)
-    bench.run()
-    bench.close()
-    return bench
+    return bench.finish()
 
 
 @pytest.mark.parametrize(("host_pages", "wrong"), [(0, 0.0), (512, 0.4)])
@@ -255,7 +242,6 @@ def test_a_swap_between_verify_steps(model, folders, hf_models, monkeypatch, kv_
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(8 + i, i), 50)
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 6 + seed)
-    bench.close()
     assert bench.drafts.accepted > 5
     for i in range(3):
         done = bench.completions[f"r{i}", 0]
@@ -269,12 +255,10 @@ def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(model, monkey
     rng = random.Random(seed)
     submit_six(bench)
     for i in range(6):
-        for _ in range(rng.randint(1, 6)):
-            bench.engine.tick()
+        bench.ticks(rng.randint(1, 6))
         key = ("c", f"r{i}")
         bench.engine.inbox.put(Cancel(key) if i % 2 else StopAt(key, 0, 3, "end"))
     run_watched(bench)
-    bench.close()
     for (name, index), completion in bench.completions.items():
         assert completion.token_ids == six.tokens(name, index)[: len(completion.token_ids)]
 
@@ -349,13 +333,11 @@ def submit_constrained(bench: Bench) -> None:
 def test_constrained_rows_draft_like_others(model, monkeypatch, wrong, ragged, depth):
     plain = Bench(model)
     submit_constrained(plain)
-    plain.run()
-    plain.close()
+    plain.finish()
     fields = {"speculation_tokens": 4, "pipeline_depth": depth}
     bench, _ = drafting(monkeypatch, model, recorded(plain.completions), wrong, depth, ragged, **fields)
     submit_constrained(bench)
     run_watched(bench)
-    bench.close()
     assert_same(bench, plain)
     drafts = bench.drafts
     assert drafts.accepted == 0 if wrong == 1.0 else drafts.accepted > 60
@@ -364,11 +346,9 @@ def test_constrained_rows_draft_like_others(model, monkeypatch, wrong, ragged, d
 
 def test_drafts_of_constrained_rows_save_steps(model, monkeypatch):
     plain = Bench(model)
-    plain.submit("a", prompt_of(9), 61, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
-    plain.run()
+    plain.complete("a", prompt_of(9), 61, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
     bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.0, speculation_tokens=3)
-    bench.submit("a", prompt_of(9), 61, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
-    bench.run()
+    bench.complete("a", prompt_of(9), 61, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
     bench.close()
     assert bench.tokens("a") == plain.tokens("a")
     assert bench.engine.roster.counters.decode_rows == 15 and plain.engine.roster.counters.decode_rows == 60
@@ -427,11 +407,9 @@ def adapted(bench: Bench, adapters, count: int = 2) -> Bench:
 def test_rows_with_adapters_draft_like_others(model, monkeypatch, adapters, wrong, ragged):
     slots = {"adapter_slots": 2, "adapter_rank": 16, "max_rows": 16}
     plain = adapted(Bench(model, **slots), adapters)
-    plain.run()
-    plain.close()
+    plain.finish()
     bench, _ = drafting(monkeypatch, model, recorded(plain.completions), wrong, ragged=ragged, **slots)
     run_watched(adapted(bench, adapters))
-    bench.close()
     assert_same(bench, plain)
     assert bench.drafts.accepted > 100
     assert len({tuple(bench.tokens(f"r{i}")) for i in (0, 1, 2)}) == 3, "adapters and the model say other things"
@@ -442,8 +420,7 @@ def test_a_newer_adapter_is_stamped_at_its_first_token(model, monkeypatch, adapt
     """With drafts in flight it is not known which one that is when the adapter changes."""
     slots = {"adapter_slots": 2, "adapter_rank": 16}
     old = bench_of(model, adapters, 1)
-    old.submit("r", prompt_of(10), 60, adapter="a0")
-    old.run()
+    old.complete("r", prompt_of(10), 60, adapter="a0")
     rng = random.Random(seed)
     bench, _ = drafting(monkeypatch, model, recorded(old.completions), 0.3, seed, **slots)
     bench.engine.inbox.put(PutAdapter("a0", adapters[0][0]))
@@ -469,7 +446,6 @@ def test_a_newer_adapter_is_stamped_at_its_first_token(model, monkeypatch, adapt
             plain.engine.inbox.put(PutAdapter("a0", adapters[at][0], version=at))
             steps.pop(0)
         plain.engine.tick()
-    plain.close()
     assert versions_of(plain, "r") == versions and plain.tokens("r") == got
     marks = [event.adapter_versions for event in bench.events if isinstance(event, Delta)]
     assert all(later[: len(mark)] == mark for mark, later in zip(marks, marks[1:], strict=False)), "told marks stay"
@@ -511,8 +487,7 @@ def run_work(bench: Bench, asked: list, adapters: list, gaps: random.Random) -> 
     for name, prompt, length, lists, more in asked:
         constraint = ANYTHING if lists is None else Cycle(lists, STOP if more["stop"] else None)
         bench.submit(name, prompt, length, constraint=constraint, **more)
-        for _ in range(gaps.choice([0, 0, 2, 9])):
-            bench.engine.tick()
+        bench.ticks(gaps.choice([0, 0, 2, 9]))
     run_watched(bench)
     bench.close()
     return bench
@@ -551,12 +526,10 @@ def test_the_experts_of_accepted_tokens_are_told(monkeypatch, tmp_path):
     hf_model = make_checkpoint("qwen3_moe", tmp_path, 0)
     model, prompt = load(tmp_path), prompt_of(11)
     plain = Bench(model, routing=True)
-    plain.submit("a", prompt, 40, sampling=SAMPLED, routing_from=0, stream_every=3)
-    plain.run()
+    plain.complete("a", prompt, 40, sampling=SAMPLED, routing_from=0, stream_every=3)
     for wrong in (0.0, 0.5):
         bench, _ = drafting(monkeypatch, model, recorded(plain.completions), wrong, routing=True)
-        bench.submit("a", prompt, 40, sampling=SAMPLED, routing_from=0, stream_every=3)
-        bench.run()
+        bench.complete("a", prompt, 40, sampling=SAMPLED, routing_from=0, stream_every=3)
         bench.close()
         assert bench.tokens("a") == plain.tokens("a")
         assert bench.completions["a", 0].deltas == plain.completions["a", 0].deltas
@@ -594,8 +567,7 @@ def test_acceptance_is_told_by_the_age_of_what_is_drafted_from(model, folders, v
         mailbox.ready = Update(version, load(folders[0]), bench.engine.executor.step.model)
         bench.run()
     submit_six(bench)
-    bench.run()
-    bench.close()
+    bench.finish()
     drafts = bench.drafts
     assert sum(drafted for drafted, _ in drafts.by_age) <= drafts.drafted
     which = list(DRAFT_AGES).index(name)
@@ -613,8 +585,7 @@ def test_acceptance_is_told_by_the_age_of_what_is_drafted_from(model, folders, v
 def test_acceptance_and_time_saved_are_what_was_counted(model, monkeypatch, six):
     bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.4, **fixed_costs(), kv_pages=600)
     submit_six(bench)
-    bench.run()
-    bench.close()
+    bench.finish()
     counters = bench.engine.roster.counters
     drafts = bench.drafts
     assert 0 < drafts.accepted < drafts.drafted
@@ -644,7 +615,6 @@ def test_auto_drafts_while_it_pays(model, monkeypatch, six, wrong, costs, drafts
     bench, _ = drafting(monkeypatch, model, recorded(six.completions), wrong, **fields)
     submit_six(bench)
     run_watched(bench)
-    bench.close()
     assert_same(bench, six)
     if drafts:
         assert bench.drafts.accepted > 200 and bench.drafts.expected_saved_s > 0

@@ -63,12 +63,10 @@ def test_recompute_gives_the_new_models_own_continuation(model, other, prompt_of
 def test_a_cached_prompt_of_the_old_version_is_not_reused(model, other, prompt_of, greedy):
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox)
-    bench.submit("a", prompt_of(40), 5)
-    bench.run()
+    bench.complete("a", prompt_of(40), 5)
     mailbox.ready = Update(1, other, model)
     bench.engine.tick()
-    bench.submit("b", prompt_of(40), 20)
-    bench.run()
+    bench.complete("b", prompt_of(40), 20)
     assert bench.tokens("b") == greedy(prompt_of(40), 20, which=1)
     assert set(bench.completions["b", 0].versions) == {1}
 
@@ -103,8 +101,7 @@ def test_a_fault_in_the_copy_ends_requests_with_an_error_not_in_silence(model, p
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox)
     bench.submit("a", prompt_of(9), 50)
-    for _ in range(5):
-        bench.engine.tick()
+    bench.ticks(5)
     mailbox.ready = Broken()
     with pytest.raises(DeviceError, match="no such memory") as fault:
         bench.run()
@@ -119,8 +116,7 @@ def test_a_fault_in_the_copy_ends_requests_with_an_error_not_in_silence(model, p
 def test_followers_share_one_prefill_after_a_swap_too(model, prompt_of):
     bench = Bench(model, max_rows=4, prefix_cache=False)
     bench.submit("g", prompt_of(60), 30, n=8)
-    for _ in range(10):
-        bench.engine.tick()
+    bench.ticks(10)
     sizes, launched = [], bench.engine.scheduler.launched
     bench.engine.scheduler.launched = lambda plan: (
         plan.kind == "prefill" and sizes.append(plan.tokens),

@@ -30,8 +30,7 @@ def test_greedy_tokens_equal_transformers_through_chunked_prefill(model, prompt_
 def test_logprobs_are_log_softmax_of_transformers_logits(model, prompt_of, hf_models):
     bench = Bench(model)
     prompt = prompt_of(21)
-    bench.submit("a", prompt, 50, sampling={"temperature": 0.7, "seed": 3})
-    bench.run()
+    bench.complete("a", prompt, 50, sampling={"temperature": 0.7, "seed": 3})
     done = bench.completions["a", 0]
     with torch.inference_mode():
         logits = hf_models[0](torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]
@@ -67,6 +66,7 @@ def test_a_forgotten_event_is_seen(model, prompt_of, deaf, late):
         assert not isinstance(error, TimeoutError)
     else:
         assert broken != plain
+    bench.close(check=False)
 
 
 def test_a_slot_that_is_reused_too_early_is_seen(model, prompt_of):
@@ -81,17 +81,16 @@ def test_a_slot_that_is_reused_too_early_is_seen(model, prompt_of):
         assert not isinstance(error, TimeoutError)
     else:
         assert broken != plain
+    bench.close(check=False)
 
 
 def test_neighbours_do_not_change_a_rows_draws(model, prompt_of):
     alone = Bench(model)
-    alone.submit("a", prompt_of(12), 60, sampling=SAMPLED)
-    alone.run()
+    alone.complete("a", prompt_of(12), 60, sampling=SAMPLED)
     crowd = Bench(model, max_rows=5)
     for i in range(9):
         crowd.submit(f"x{i}", prompt_of(5 + 3 * i, 50 + i), 7 + 5 * i, sampling={"temperature": 1.3, "seed": i})
-    crowd.submit("a", prompt_of(12), 60, sampling=SAMPLED, priority=1)
-    crowd.run()
+    crowd.complete("a", prompt_of(12), 60, sampling=SAMPLED, priority=1)
     assert crowd.tokens("a") == alone.tokens("a")
     alone.close(), crowd.close()
 
@@ -100,8 +99,7 @@ def test_completions_of_a_group_differ_and_are_reproducible(model, prompt_of):
     runs = []
     for _ in range(2):
         bench = Bench(model)
-        bench.submit("g", prompt_of(10), 30, n=6, sampling=SAMPLED)
-        bench.run()
+        bench.complete("g", prompt_of(10), 30, n=6, sampling=SAMPLED)
         runs.append([bench.tokens("g", i) for i in range(6)])
         assert len({bench.completions["g", i].seed for i in range(6)}) == 6
         bench.close()
@@ -116,11 +114,9 @@ def test_continuing_a_partial_completion_gives_the_undisturbed_tokens(model, pro
     from rollout.engine.messages.requests import Prior
 
     bench = Bench(model)
-    bench.submit("whole", prompt_of(19), 40, sampling=SAMPLED)
-    bench.run()
+    bench.complete("whole", prompt_of(19), 40, sampling=SAMPLED)
     whole = bench.completions["whole", 0]
     prior = Prior(np.array(whole.token_ids[:cut], dtype=np.int32))
-    bench.submit("rest", prompt_of(19), 40, sampling={**SAMPLED, "seed": whole.seed}, prior=prior)
-    bench.run()
+    bench.complete("rest", prompt_of(19), 40, sampling={**SAMPLED, "seed": whole.seed}, prior=prior)
     assert bench.tokens("rest") == whole.token_ids[cut:]
     assert bench.completions["rest", 0].seed == whole.seed

@@ -49,8 +49,7 @@ def test_the_oldest_sequences_come_first_and_no_more_than_asked_for(model, promp
     bench = Bench(model)
     for name in ("first", "second", "third"):
         bench.submit(name, prompt_of(5), 30)
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     views = Inspector(bench.engine)
     assert [entry.key[1] for entry in views.sequences(2)] == ["first", "second"]
     assert len(views.sequences(10)) == 3
@@ -61,8 +60,7 @@ def test_a_recording_has_every_step_in_order_and_the_swap_between_two(model, pro
     receiver = Swap()
     bench = Bench(model, None, receiver)
     bench.submit("a", prompt_of(5), 40)
-    for _ in range(10):
-        bench.engine.tick()
+    bench.ticks(10)
     receiver.ready = True
     bench.run()
     kept = recording(bench)
@@ -80,8 +78,7 @@ def test_a_recording_has_every_step_in_order_and_the_swap_between_two(model, pro
 
 def test_every_step_knows_when_its_turn_was_over_and_the_last_that_nothing_followed(model, prompt_of):
     bench = Bench(model)
-    bench.submit("a", prompt_of(5), 10)
-    bench.run()
+    bench.complete("a", prompt_of(5), 10)
     steps = recording(bench).steps
     for step in steps:
         assert step.finalized_at_s is not None and step.finalized_at_s >= step.committed_at_s + step.commit_s

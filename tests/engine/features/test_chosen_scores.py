@@ -74,12 +74,10 @@ def test_only_positions_that_are_asked_for_are_computed_again_and_go_through_the
 ):
     bench = Bench(model)
     sizes, prompt = watch_prefills(bench), prompt_of(60)
-    bench.submit("first", prompt[:41], 0)
-    bench.run()
+    bench.complete("first", prompt[:41], 0)
     assert scored_rows == []
     for name, wanted in (("a", Wanted(last=10, tops=200 % VOCAB)), ("b", Wanted(last=19, chosen=chosen_of(0, 2)))):
-        bench.submit(name, prompt, 0, **wanted.fields())
-        bench.run()
+        bench.complete(name, prompt, 0, **wanted.fields())
         wanted.check(bench.done[name], prompt, hf_models[0])
     assert bench.done["a"].cached_tokens == 41 and bench.done["b"].cached_tokens == 40
     assert sum(sizes) == 41 + 19 + 20 and scored_rows == [10, 19]
@@ -88,11 +86,9 @@ def test_only_positions_that_are_asked_for_are_computed_again_and_go_through_the
 def test_the_first_scored_token_may_stand_in_a_known_page(model, hf_models):
     """The page is copied: its KV before that token is known, and the rest is written again."""
     bench, prompt = Bench(model), prompt_of(33)
-    bench.submit("generated", prompt[:27], 6)
-    bench.run()
+    bench.complete("generated", prompt[:27], 6)
     wanted = Wanted(last=6, chosen=chosen_of(0, 6, 4))
-    bench.submit("scored", prompt, 0, **wanted.fields())
-    bench.run()
+    bench.complete("scored", prompt, 0, **wanted.fields())
     assert bench.done["scored"].cached_tokens == 26
     wanted.check(bench.done["scored"], prompt, hf_models[0])
 
@@ -134,8 +130,7 @@ def test_a_batch_of_a_model_with_states_computes_each_prefix_once(tmp_path):
 def test_a_group_scores_its_prompt_with_one_reading(model, hf_models, scored_rows, n):
     bench, wanted = Bench(model, max_rows=2), WISHES[2]
     sizes, prompt = watch_prefills(bench), prompt_of(40)
-    bench.submit("g", prompt, 0, n=n, **wanted.fields())
-    bench.run()
+    bench.complete("g", prompt, 0, n=n, **wanted.fields())
     wanted.check(bench.done["g"], prompt, hf_models[0])
     assert scored_rows == [11] and sum(sizes) <= 40 + n - 1
 
@@ -155,11 +150,9 @@ def test_scores_survive_preemption_drafts_and_a_session(model, hf_models):
 def test_the_next_turn_of_a_session_is_scored_from_its_kv(model, hf_models):
     bench, turn = Bench(model, prefix_cache=False), {"session": ("c", "talk"), "session_lease_s": 60.0}
     prompt = prompt_of(30)
-    bench.submit("first", prompt, 10, **turn)
-    bench.run()
+    bench.complete("first", prompt, 10, **turn)
     prompt, wanted = prompt + bench.tokens("first") + prompt_of(7, 1), Wanted(last=5, entropy=True)
-    bench.submit("second", prompt, 2, **turn, **wanted.fields())
-    bench.run()
+    bench.complete("second", prompt, 2, **turn, **wanted.fields())
     assert bench.done["second"].cached_tokens == 39
     wanted.check(bench.done["second"], prompt, hf_models[0])
     bench.close(check=False)
@@ -170,8 +163,7 @@ def test_a_prefill_that_begins_again_is_scored_again(model, hf_models, half_way)
     bench = Bench(model, prefill_chunk_tokens=8, prefix_cache=half_way)
     prompt, wanted = prompt_of(60), Wanted(last=40, tops=30, chosen=chosen_of(0, 40, 9), entropy=True)
     bench.submit("a", prompt, 3, **wanted.fields())
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     (seq,) = bench.engine.roster.prefilling
     assert 20 < seq.kv.length < 60
     bench.engine.roster.preempt(seq)
@@ -184,18 +176,15 @@ def test_scores_are_of_one_version_although_older_kv_is_known(model, folders, hf
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, kv_on_swap="keep", prefill_chunk_tokens=4, max_kv_age=max_kv_age)
     prompt, wanted = prompt_of(60), Wanted(last=30, chosen=chosen_of(0, 30, 9))
-    bench.submit("before", prompt, 0)
-    bench.run()
+    bench.complete("before", prompt, 0)
     bench.submit("a", prompt, 3, **wanted.fields())
-    for _ in range(3):
-        bench.engine.tick()
+    bench.ticks(3)
     assert 28 <= bench.engine.roster.prefilling[0].kv.length < 60
     mailbox.ready = Update(1, load(folders[1]), model)
     bench.run()
     assert bench.done["a"].prompt_version == 1
     wanted.check(bench.done["a"], prompt, hf_models[1])
-    bench.submit("after", prompt, 0, **wanted.fields())
-    bench.run()
+    bench.complete("after", prompt, 0, **wanted.fields())
     wanted.check(bench.done["after"], prompt, hf_models[1])
 
 
@@ -203,8 +192,7 @@ def test_a_request_that_ends_early_tells_what_is_known_of_one_version(model, hf_
     bench = Bench(model, prefill_chunk_tokens=8)
     prompt, wanted = prompt_of(60), Wanted(last=40, tops=30, chosen=chosen_of(0, 40, 9), entropy=True)
     bench.submit("a", prompt, 3, **wanted.fields())
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.run()
     told = bench.done["a"]
@@ -259,8 +247,7 @@ def test_tokens_that_cannot_come_have_minus_infinity_and_a_finite_entropy(model,
 
     model.compute_logits = masked
     bench, wanted = Bench(model), Wanted(last=3, chosen=np.array([1, 60], np.int32), entropy=True)
-    bench.submit("a", [1, 2, 3, 4, 5, 6], 0, **wanted.fields())
-    bench.run()
+    bench.complete("a", [1, 2, 3, 4, 5, 6], 0, **wanted.fields())
     told = bench.done["a"]
     assert np.isfinite(told.prompt_chosen[:, 0]).all() and (told.prompt_chosen[:, 1] == -np.inf).all()
     assert ((told.prompt_entropy > 0) & (told.prompt_entropy <= np.log(50))).all()

@@ -132,13 +132,11 @@ def test_a_feature_of_two_classes_takes_part_in_every_stage(
 def test_its_totals_go_on_after_a_fault(model: Any, prompt_of: Any) -> None:
     bench = Bench(model, features=[*FEATURES, MarginTaker.make])
     bench.submit("a", prompt_of(10), 60)
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     fail_a_step(bench)
     before = find_feature(bench.engine.roster.features, Margins)
     rebuild_engine(bench.engine, bench.settings)
     after = find_feature(bench.engine.roster.features, Margins)
     assert after is not before and after.total == before.total > 0
-    bench.submit("b", prompt_of(10), 5)
-    bench.run()
+    bench.complete("b", prompt_of(10), 5)
     assert after.total == before.total + 5

@@ -89,7 +89,6 @@ def test_agents_have_the_tokens_of_an_engine_with_room(model, folders, tmp_path:
     with_room = Bench(load(folders[0]), kv_pages=1000)
     undisturbed = Agents(with_room, seed=seed % 3)
     undisturbed.run()
-    with_room.close()
     assert agents.said == undisturbed.said
     for some, others in zip(agents.logprobs, undisturbed.logprobs, strict=True):
         assert some == pytest.approx(others, abs=1e-4)

@@ -53,8 +53,7 @@ def test_asking_for_tokens_changes_no_token_and_sends_each_once(model, prompt_of
             if ask:
                 flush(bench, f"r{rng.randrange(6)}")  # two of them are unknown
             bench.engine.tick()
-        bench.run()
-        bench.close()
+        bench.finish()
         return {key: (each.token_ids, each.logprobs) for key, each in bench.completions.items()}
 
     assert run(True) == run(False)
@@ -66,8 +65,7 @@ def test_branches_of_a_running_source_share_its_pages_and_have_a_fresh_requests_
     prompt, prompts = prompt_of(21), {}
     bench.submit("source", prompt, 80, sampling={"temperature": 1.0, "seed": 9})
     for i in range(6):
-        for _ in range(9):
-            bench.engine.tick()
+        bench.ticks(9)
         flush(bench, "source")
         drawn = bench.tokens("source")
         offset = 21 + max(len(drawn) - i, 0)
@@ -113,8 +111,7 @@ def test_branches_of_sources_that_are_preempted_cancelled_or_zombies(model, prom
     for i in range(5):
         bench.submit(f"r{i}", prompt_of(10, i), 50, sampling={"temperature": 1.0, "seed": i})
     for i in range(12):
-        for _ in range(rng.randrange(1, 14)):
-            bench.engine.tick()
+        bench.ticks(rng.randrange(1, 14))
         which = rng.randrange(5)
         flush(bench, f"r{which}")
         if i % 4 == 3:
@@ -163,13 +160,11 @@ def test_a_branch_of_tokens_of_older_weights_is_one_of_the_present_weights(folde
     bench = Bench(model, receiver=mailbox, kv_on_swap=kv_on_swap)
     prompt = prompt_of(18)
     bench.submit("source", prompt, 60, sampling={"temperature": 1.0, "seed": 9})
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     mailbox.ready = Update(1, other, model)
     while not mailbox.done:
         bench.engine.tick()
-    for _ in range(10):
-        bench.engine.tick()
+    bench.ticks(10)
     flush(bench, "source")
     source = prompt + bench.tokens("source")
     assert set(bench.completions["source", 0].versions) == {0, 1}
@@ -186,8 +181,7 @@ def test_branches_of_a_model_with_states_go_on_from_a_snapshot(tmp_path, prompt_
     bench = Bench(model)
     prompt = [token % 83 for token in prompt_of(21)]
     bench.submit("source", prompt, 40, sampling={"temperature": 1.0, "seed": 9})
-    for _ in range(24):
-        bench.engine.tick()
+    bench.ticks(24)
     flush(bench, "source")
     drawn = bench.tokens("source")
     assert len(drawn) > 8

@@ -31,21 +31,17 @@ def test_a_place_for_a_fetch_without_room_takes_no_snapshot_that_was_found(tmp_p
     talk = prompt_of(50, 1)
     longer = talk + prompt_of(150, 2)
     for name, prompt in (("short", talk), ("long", longer)):
-        bench.submit(name, prompt, 1)
-        bench.run()
+        bench.complete(name, prompt, 1)
     for i in range(8):
-        bench.submit(f"filler{i}", prompt_of(100, 500 + i), 2)
-        bench.run()
+        bench.complete(f"filler{i}", prompt_of(100, 500 + i), 2)
     bench.submit("row", prompt_of(9, 77), 290)
     grow_until(bench, 30)
     bench.submit("again", talk, 1)
     while "again" not in bench.done:
         bench.engine.tick()
-    bench.submit("turn", longer + [1, 2, 3], 2)
-    bench.run()
+    bench.complete("turn", longer + [1, 2, 3], 2)
     alone = Bench(model)
-    alone.submit("turn", longer + [1, 2, 3], 2)
-    alone.run()
+    alone.complete("turn", longer + [1, 2, 3], 2)
     assert bench.tokens("turn") == alone.tokens("turn")
     alone.close(), bench.close()
 
@@ -55,11 +51,9 @@ def test_a_session_that_gives_way_for_a_fetch_without_room_is_not_used(model, pr
     tier = bench.engine.parts.tier.known
     tier.costs.computed = lambda tokens, seconds: None
     known, begin = prompt_of(100, 1), prompt_of(80, 2)
-    bench.submit("known", known, 1)
-    bench.run()
+    bench.complete("known", known, 1)
     for i in range(12):
-        bench.submit(f"filler{i}", prompt_of(60, 5000 + i), 1)
-        bench.run()
+        bench.complete(f"filler{i}", prompt_of(60, 5000 + i), 1)
     own, other = Conversation(bench, "own", prompt_of), Conversation(bench, "other", prompt_of)
     own.submit(0, 1, prompt=known[:41])
     bench.run()
@@ -96,13 +90,10 @@ def test_a_fetch_without_its_half_full_page_begins_with_no_page_that_gave_way(mo
     said = first + greedy(first, 40)
     long = said + any_prompt(31, 9)
     after = long + greedy(long, 2)[:1] + [7]
-    bench.submit("long", long, 2)
-    bench.run()
+    bench.complete("long", long, 2)
     for i in range(12):
-        bench.submit(f"filler{i}", any_prompt(60, 5000 + i), 1)
-        bench.run()
-    bench.submit("twin", first, 40)
-    bench.run()
+        bench.complete(f"filler{i}", any_prompt(60, 5000 + i), 1)
+    bench.complete("twin", first, 40)
     own, other = (Conversation(bench, name, any_prompt) for name in ("own", "other"))
     own.submit(0, 40, prompt=first)
     bench.run()

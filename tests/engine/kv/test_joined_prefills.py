@@ -23,8 +23,7 @@ def alone(model, prompts: list[list[int]], max_tokens: int = 6, **fields) -> dic
     """What each request gets when nothing is shared."""
     bench = Bench(model, prefix_cache=False, max_rows=1)
     together(bench, prompts, max_tokens, **fields)
-    bench.run()
-    bench.close()
+    bench.finish()
     return {f"r{i}": bench.tokens(f"r{i}") for i in range(len(prompts))}
 
 
@@ -54,8 +53,7 @@ def test_equal_prompts_beside_rows_that_decode_are_computed_once(model, prompt_o
     bench = Bench(model, prefill_chunk_tokens=16)
     for i, prompt in enumerate(busy):
         bench.submit(f"r{i}", prompt, 12, sampling={**SAMPLED, "seed": i})
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     sizes = watch_prefills(bench)
     for i in range(4, 8):
         bench.submit(f"r{i}", prompts[i], 12, sampling={**SAMPLED, "seed": i})
@@ -231,8 +229,7 @@ def test_random_arrivals_have_their_own_tokens_and_lose_no_page(model, prompt_of
     cancelled = set()
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         bench.submit(f"r{i}", prompt, length, priority=rng.randint(0, 1), sampling={**SAMPLED, "seed": i})
-        for _ in range(rng.choice((0, 0, 1, 4))):
-            bench.engine.tick()
+        bench.ticks(rng.choice((0, 0, 1, 4)))
         if rng.random() < 0.15:
             victim = f"r{rng.randint(0, i)}"
             cancelled.add(victim)
@@ -263,8 +260,7 @@ def test_random_arrivals_compute_each_page_once(model, prompt_of, seed):
         pages.update(tuple(prompt[:end]) for end in range(page, len(prompt) + 1, page))
         # The tokens after the last full page, which only equal prompts share, or the last token again.
         most += (len(prompt) % page or 1) + n - 1
-        for _ in range(rng.choice((0, 0, 1, 4))):
-            bench.engine.tick()
+        bench.ticks(rng.choice((0, 0, 1, 4)))
     bench.run()
     assert sum(sizes) <= page * len(pages) + most
 
@@ -278,8 +274,7 @@ def test_equal_prompts_take_as_many_pages_as_one_request_for_all(model, prompt_o
         while len(bench.engine.roster.decoding) < 8:
             bench.engine.tick()
         used.append(bench.engine.roster.allocator.pool.used)
-        bench.run()
-        bench.close()
+        bench.finish()
     assert used[0] <= used[1]
 
 
@@ -288,8 +283,7 @@ def test_a_prompt_that_needs_every_page_can_do_without_the_copy_of_its_end(model
     """The page to copy would be one too many, and nothing runs that could give one back."""
     bench = Bench(model, kv_pages=11, page_size=4)
     for name in ("a", "b"):
-        bench.submit(name, prompt_of(length), tokens)
-        bench.run()
+        bench.complete(name, prompt_of(length), tokens)
     assert bench.tokens("a") == bench.tokens("b")
 
 

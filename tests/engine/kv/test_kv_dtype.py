@@ -128,14 +128,12 @@ def test_weights_that_change_bring_new_codes(model, folders, prompt_of):
     other, mailbox = load(folders[1]), Mailbox()
     bench = Bench(model, receiver=mailbox, kv_on_swap="recompute", **FP8)
     bench.submit("a", prompt_of(13), 50)
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     mailbox.ready = Update(1, other, model)
     bench.run()
     k = bench.completions["a", 0].versions.index(1)
     fresh = Bench(load(folders[1]), **FP8)
-    fresh.submit("b", prompt_of(13) + bench.tokens("a")[:k], 50 - k)
-    fresh.run()
+    fresh.complete("b", prompt_of(13) + bench.tokens("a")[:k], 50 - k)
     assert fresh.tokens("b") == bench.tokens("a")[k:]
     bench.close(), fresh.close()
 
@@ -178,13 +176,11 @@ def test_a_rebuilt_engine_clears_its_pages(model, prompt_of):
     from rollout.engine.build import rebuild_engine
 
     bench = Bench(model, **FP8)
-    bench.submit("a", prompt_of(9), 20)
-    bench.run()
+    bench.complete("a", prompt_of(9), 20)
     for tensor in bench.engine.executor.step.kv.tensors:
         tensor.fill_(0x7F if tensor.dtype == torch.uint8 else float("nan"))
     rebuild_engine(bench.engine, bench.settings)
-    bench.submit("b", prompt_of(9), 20)
-    bench.run()
+    bench.complete("b", prompt_of(9), 20)
     assert bench.tokens("b") == bench.tokens("a")
 
 

@@ -172,16 +172,13 @@ def test_kv_under_lease_stays_on_the_host_when_others_fill_it(model, prompt_of, 
     bench = offloading(model, 40)
     tier = bench.engine.parts.tier.known
     tier.costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
-    bench.submit("kept", prompt_of(33, 1), 9, lease_s=lease_s)
-    bench.run()
+    bench.complete("kept", prompt_of(33, 1), 9, lease_s=lease_s)
     for name, tokens in (("row", 90), ("large", 135)):  # pages of sessions are copied, then all are needed
-        bench.submit(name, prompt_of(tokens, tokens), 20)
-        bench.run()
+        bench.complete(name, prompt_of(tokens, tokens), 20)
     assert bench.status().sessions.holding == 0
     crowd(bench, prompt_of)
     said = prompt_of(33, 1) + bench.tokens("kept") + prompt_of(5)
-    bench.submit("next", said, 9)
-    bench.run()
+    bench.complete("next", said, 9)
     assert bench.done["next"].cached_tokens == (41 if lease_s else 0)
     assert bench.tokens("next") == greedy(said, 9)
 
@@ -192,8 +189,7 @@ def test_kv_under_lease_stays_on_the_host_when_others_fill_it(model, prompt_of, 
 def crowd(bench: Bench, prompt_of, count: int = 12) -> None:
     """Other requests, one after the other, which need more pages than the pool has."""
     for i in range(count):
-        bench.submit(f"crowd{len(bench.done)}", prompt_of(60, 7000 + i), 1)
-        bench.run()
+        bench.complete(f"crowd{len(bench.done)}", prompt_of(60, 7000 + i), 1)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -202,25 +198,21 @@ def test_kv_under_lease_is_there_after_others_needed_pages_and_other_kv_is_not(m
     sampling = {"temperature": 1.0, "seed": 3}
     for name, fields in (("kept", {"lease_s": LEASE_S}), ("lost", {})):
         bench.submit(name, prompt_of(33, len(name)), 9, n=n, sampling=sampling, **fields)
-        bench.submit(f"{name}2", prompt_of(33, 5 + len(fields)), 9, **fields)
-        bench.run()
+        bench.complete(f"{name}2", prompt_of(33, 5 + len(fields)), 9, **fields)
     crowd(bench, prompt_of)
     for index in range(n):
         said = prompt_of(33, 4) + bench.tokens("kept", index) + prompt_of(5)
-        bench.submit(f"next{index}", said, 9)
-        bench.run()
+        bench.complete(f"next{index}", said, 9)
         assert bench.done[f"next{index}"].cached_tokens == 41, "prompt and completion but its last token"
         assert bench.tokens(f"next{index}") == greedy(said, 9)
-    bench.submit("again", prompt_of(33, 5), 9)
-    bench.run()
+    bench.complete("again", prompt_of(33, 5), 9)
     assert bench.done["again"].cached_tokens == 0
 
 
 def test_rows_take_pages_under_lease_when_there_are_no_others(model, prompt_of, greedy):
     bench = Bench(model, kv_pages=61, max_rows=4)
     for i in range(6):
-        bench.submit(f"kept{i}", prompt_of(36, i), 4, lease_s=LEASE_S)
-        bench.run()
+        bench.complete(f"kept{i}", prompt_of(36, i), 4, lease_s=LEASE_S)
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(20, 50 + i), 38)
     bench.run()
@@ -231,8 +223,7 @@ def test_rows_take_pages_under_lease_when_there_are_no_others(model, prompt_of, 
 @pytest.mark.parametrize("fields", [{"prefix_cache": False}, {"session_share": 0.0}])
 def test_a_lease_that_is_of_no_use_keeps_nothing(model, prompt_of, fields):
     bench = Bench(model, **fields)
-    bench.submit("r", prompt_of(33), 9, lease_s=LEASE_S)
-    bench.run()
+    bench.complete("r", prompt_of(33), 9, lease_s=LEASE_S)
     assert bench.status().sessions.holding == 0
 
 
@@ -240,8 +231,7 @@ def test_leases_end_with_their_client_and_with_the_weights(model, folders, promp
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox)
     for client in ("c", "d"):
-        bench.submit(f"of {client}", prompt_of(33), 9, client, lease_s=LEASE_S)
-        bench.run()
+        bench.complete(f"of {client}", prompt_of(33), 9, client, lease_s=LEASE_S)
     assert bench.status().sessions.holding == 2
     bench.engine.inbox.put(EndSession("c"))
     bench.run()
@@ -255,8 +245,7 @@ def test_a_lease_of_a_session_holds_beside_sessions_without_one(model, prompt_of
     bench = Bench(model, kv_pages=61, session_share=1.0, prefix_cache=False)
     kept, other = Conversation(bench, "k", prompt_of), Conversation(bench, "oo", prompt_of)
     kept.say(40, lease_s=LEASE_S), other.say(40)
-    bench.submit("row", prompt_of(150, 9), 9)
-    bench.run()
+    bench.complete("row", prompt_of(150, 9), 9)
     kept.say(3)
     assert kept.reused == 48
     other.say(3)

@@ -21,8 +21,7 @@ SAMPLED = {"temperature": 1.0, "seed": 5}
 def test_a_group_prefills_its_prompt_once(model, prompt_of, greedy, length, prefix_cache):
     bench = Bench(model, prefix_cache=prefix_cache)
     sizes = watch_prefills(bench)
-    bench.submit("g", prompt_of(length), 20, n=5)
-    bench.run()
+    bench.complete("g", prompt_of(length), 20, n=5)
     assert sum(sizes) == length + 4, "the prompt once, and its last token again for each follower"
     expected = greedy(prompt_of(length), 20)
     assert all(bench.tokens("g", i) == expected for i in range(5))
@@ -31,20 +30,17 @@ def test_a_group_prefills_its_prompt_once(model, prompt_of, greedy, length, pref
 def test_followers_that_wait_for_rows_still_share(model, prompt_of):
     bench = Bench(model, max_rows=2, prefix_cache=False)
     sizes = watch_prefills(bench)
-    bench.submit("g", prompt_of(31), 9, n=7, sampling=SAMPLED)
-    bench.run()
+    bench.complete("g", prompt_of(31), 9, n=7, sampling=SAMPLED)
     assert sum(sizes) == 31 + 6
 
 
 def test_the_tests_see_a_share_without_its_copy(model, prompt_of):
     """Without copy-on-write of the last page the followers read an empty one, and their tokens are wrong."""
     right = Bench(model)
-    right.submit("g", prompt_of(31), 20, n=3, sampling=SAMPLED)
-    right.run()
+    right.complete("g", prompt_of(31), 20, n=3, sampling=SAMPLED)
     wrong = Bench(model)
     wrong.engine.executor.step._copy_pages = lambda copies: None
-    wrong.submit("g", prompt_of(31), 20, n=3, sampling=SAMPLED)
-    wrong.run()
+    wrong.complete("g", prompt_of(31), 20, n=3, sampling=SAMPLED)
     assert [wrong.tokens("g", i) for i in (1, 2)] != [right.tokens("g", i) for i in (1, 2)]
     right.close(), wrong.close()
 
@@ -52,12 +48,10 @@ def test_the_tests_see_a_share_without_its_copy(model, prompt_of):
 def test_a_prompt_seen_before_is_taken_from_the_cache(model, prompt_of, greedy):
     bench = Bench(model)
     prompt = prompt_of(50)
-    bench.submit("a", prompt, 8)
-    bench.run()
+    bench.complete("a", prompt, 8)
     sizes = watch_prefills(bench)
     bench.submit("b", prompt, 8)
-    bench.submit("c", prompt[:41] + prompt_of(9, 3), 8)
-    bench.run()
+    bench.complete("c", prompt[:41] + prompt_of(9, 3), 8)
     assert bench.done["b"].cached_tokens == 49 and bench.done["c"].cached_tokens == 40
     assert sum(sizes) == 1 + 10
     assert bench.tokens("b") == bench.tokens("a") == greedy(prompt, 8)
@@ -67,11 +61,9 @@ def test_a_prompt_seen_before_is_taken_from_the_cache(model, prompt_of, greedy):
 def test_generated_tokens_are_cached_too(model, prompt_of, greedy):
     bench = Bench(model)
     prompt = prompt_of(10)
-    bench.submit("a", prompt, 30)
-    bench.run()
+    bench.complete("a", prompt, 30)
     turn = prompt + bench.tokens("a") + prompt_of(5, 9)
-    bench.submit("b", turn, 8)
-    bench.run()
+    bench.complete("b", turn, 8)
     assert bench.done["b"].cached_tokens == 39, "all but the last token"
     assert bench.tokens("b") == greedy(turn, 8)
 
@@ -79,15 +71,11 @@ def test_generated_tokens_are_cached_too(model, prompt_of, greedy):
 def test_the_cache_evicts_the_least_recently_used_page_first(model, prompt_of):
     bench = Bench(model, kv_pages=33)
     for name in ("a", "b"):
-        bench.submit(name, prompt_of(40, ord(name)), 4)
-        bench.run()
-    bench.submit("a2", prompt_of(40, ord("a")), 4)  # a is used again: b is the oldest now
-    bench.run()
-    bench.submit("c", prompt_of(40, 7), 30)
-    bench.run()
+        bench.complete(name, prompt_of(40, ord(name)), 4)
+    bench.complete("a2", prompt_of(40, ord("a")), 4)  # a is used again: b is the oldest now
+    bench.complete("c", prompt_of(40, 7), 30)
     bench.submit("a3", prompt_of(40, ord("a")), 1)
-    bench.submit("b3", prompt_of(40, ord("b")), 1)
-    bench.run()
+    bench.complete("b3", prompt_of(40, ord("b")), 1)
     assert bench.done["a3"].cached_tokens > bench.done["b3"].cached_tokens > 0, "the end of a prefix goes first"
 
 
@@ -106,8 +94,7 @@ def test_preempted_completions_have_the_tokens_of_an_undisturbed_run(model, prom
     for bench in (tight, roomy):
         for i in range(6):
             bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
-        bench.run()
-        bench.close()
+        bench.finish()
     assert tight.engine.roster.counters.preemptions > 0 == roomy.engine.roster.counters.preemptions
     assert sum(done.preemptions for done in tight.done.values()) == tight.engine.roster.counters.preemptions
     for i in range(6):
@@ -141,8 +128,7 @@ def test_a_long_prompt_never_holds_up_decoding_for_more_than_one_chunk(model, pr
     bench.engine.scheduler.launched = lambda plan: (kinds.append((plan.kind, plan.tokens)), launched(plan))
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(6, i), 120)
-    for _ in range(10):
-        bench.engine.tick()
+    bench.ticks(10)
     del kinds[:]
     bench.submit("long", prompt_of(800), 4)
     while bench.engine.roster.groups.get(("c", "r0")):
@@ -179,13 +165,11 @@ def test_page_pool_counts_and_evicts():
 def test_pages_with_mixed_versions_are_not_remembered(model, prompt_of):
     bench = Bench(model)
     bench.submit("a", prompt_of(10), 40)
-    for _ in range(12):
-        bench.engine.tick()
+    bench.ticks(12)
     change_weights(bench.engine.roster, 1, recompute=False)
     bench.run()
     assert bench.engine.roster.allocator.pool.cached == 0
-    bench.submit("b", prompt_of(10), 40)
-    bench.run()
+    bench.complete("b", prompt_of(10), 40)
     assert bench.done["b"].cached_tokens == 0 and bench.engine.roster.allocator.pool.cached > 0
 
 
@@ -195,11 +179,9 @@ def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
     allocator = bench.engine.roster.allocator
     allocator.forget_all = lambda: None
     allocator.prefixes.oldest_for = lambda group, version: 0
-    bench.submit("a", prompt_of(10), 4)
-    bench.run()
+    bench.complete("a", prompt_of(10), 4)
     change_weights(bench.engine.roster, 1, recompute=False)
-    bench.submit("b", prompt_of(10), 4)
-    bench.run()
+    bench.complete("b", prompt_of(10), 4)
     assert bench.done["b"].cached_tokens == 9, "old KV was reused: this is what versions of keys and pages prevent"
 
 
@@ -212,11 +194,9 @@ def _versionless_init(self, version: int, page_size: int, adapter_edition: int =
 def test_the_longest_sequence_is_bounded_by_model_and_pool(model, prompt_of, pages, longest):
     bench = Bench(model, kv_pages=pages)
     assert longest_sequence(bench.settings, model, bench.engine) == longest
-    bench.submit("fits", prompt_of(longest - 20), 20)
-    bench.run()
+    bench.complete("fits", prompt_of(longest - 20), 20)
     assert len(bench.tokens("fits")) == 20
-    bench.submit("too long", prompt_of(longest - 19), 20)
-    bench.run()
+    bench.complete("too long", prompt_of(longest - 19), 20)
     (refusal,) = (event for event in bench.events if isinstance(event, Rejected))
     assert (refusal.key[1], refusal.code, refusal.field) == ("too long", "bad_request", "max_tokens")
     assert f"{longest + 1} tokens" in refusal.message and f"at most {longest}" in refusal.message

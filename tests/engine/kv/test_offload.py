@@ -25,7 +25,6 @@ def test_an_offloaded_sequence_resumes_without_recomputation(model, prompt_of, d
     assert bench.engine.roster.counters.prompt_tokens == 6 * 10, "a return is no admission"
     assert sum(prefills) == 6 * 10 + preemptions, "each prompt once, and after a return the token that was drawn last"
     assert all(bench.completions[f"r{i}", 0].recomputed == () for i in range(6))
-    bench.close()
     assert_as_if_undisturbed(bench, model, prompt_of)
 
 
@@ -48,7 +47,6 @@ def test_late_streams_change_nothing(model, prompt_of, seed):
     submit_six(bench, prompt_of)
     bench.run()
     assert counts(bench).restored > 0
-    bench.close()
     assert_as_if_undisturbed(bench, model, prompt_of)
 
 
@@ -130,7 +128,6 @@ def test_a_sequence_that_finds_no_room_is_recomputed(model, prompt_of, host_page
     assert counts(bench).refused > 0 and counts(bench).offloaded + counts(bench).refused == preemptions
     assert counts(bench).restored == counts(bench).offloaded and (counts(bench).offloaded > 0) == (host_pages > 1)
     assert sum(prefills) > 60 + preemptions
-    bench.close()
     assert_as_if_undisturbed(bench, model, prompt_of)
 
 
@@ -222,17 +219,14 @@ def test_random_traffic_leaks_nothing_and_changes_no_token(model, prompt_of, see
     cancelled = set()
     for name, job in jobs.items():
         crowd.submit(name, **dict(job))
-        for _ in range(rng.randint(0, 8)):
-            crowd.engine.tick()
+        crowd.ticks(rng.randint(0, 8))
         if rng.random() < 0.15:
             cancelled.add(name)
             crowd.engine.inbox.put(Cancel(("c", name)))
-    crowd.run()
-    crowd.close()
+    crowd.finish()
     alone = Bench(model, max_rows=4, kv_pages=600, prefix_cache=False)
     for name, job in jobs.items():
-        alone.submit(name, **{**job, "session": None})
-        alone.run()
+        alone.complete(name, **{**job, "session": None})
         for i in range(job["n"]):
             mine, theirs = crowd.tokens(name, i), alone.tokens(name, i)
             assert mine == (theirs[: len(mine)] if name in cancelled else theirs), name

@@ -105,8 +105,7 @@ def test_a_parked_sequence_holds_no_slot(model, adapters):
     running = bench.engine.roster.running
     assert all(seq.adapter_use.slot is NO_SLOT for seq in waiting)
     assert table.known["a0"].slot.refs == running - sum(seq.row > 0 for seq in waiting)
-    bench.submit("other", prompt_of(9, 8), 5, adapter="a1", priority=1)
-    bench.run()
+    bench.complete("other", prompt_of(9, 8), 5, adapter="a1", priority=1)
     assert table.counts.evicted == 2, "from the first to the other, and back"
     assert list(bench.done).index("other") < list(bench.done).index(waiting[0].group.key[1])
     assert counts(bench).restored == counts(bench).offloaded
@@ -202,8 +201,7 @@ def test_a_turn_whose_adapter_changed_while_it_was_offloaded_leaves_nothing(mode
     bench.run()
     assert set(versions_of(bench, "t2")) == {0, 1} and counts(bench).restored == 1
     said = prompt_of(8, 2) + bench.tokens("t2") + prompt_of(5, 7)
-    bench.submit("next", said, 9, **session)
-    bench.run()
+    bench.complete("next", said, 9, **session)
     assert bench.done["next"].cached_tokens == 0
     greedy_is(adapters[1][1], said, bench.tokens("next"))
 
@@ -247,8 +245,7 @@ def test_an_adapter_is_unloaded_after_its_last_parked_sequence(model, adapters):
     assert Done(2) in bench.events and Done(3) in bench.events
     for name in prompts:
         again = prompts[name] + bench.tokens(name)
-        bench.submit(f"{name} again", again, 12, adapter="a0")
-        bench.run()
+        bench.complete(f"{name} again", again, 12, adapter="a0")
         assert bench.done[f"{name} again"].cached_tokens == 0
         greedy_is(adapters[2][1], again, bench.tokens(f"{name} again"))
 
@@ -301,11 +298,9 @@ def test_under_random_versions_every_token_follows_from_the_kv_that_is_reported(
     for name, (prompt, which, fields) in jobs.items():
         adapter = None if which is None else f"a{which}"
         bench.submit(name, prompt, rng.randint(30, 60), adapter=adapter, stream_every=4, **fields)
-        for _ in range(rng.randint(0, 6)):
-            bench.engine.tick()
+        bench.ticks(rng.randint(0, 6))
     for _ in range(5):
-        for _ in range(rng.randint(5, 35)):
-            bench.engine.tick()
+        bench.ticks(rng.randint(5, 35))
         which = rng.randrange(2)
         versions[which].append(rng.randrange(4))
         bench.engine.inbox.put(PutAdapter(f"a{which}", adapters[versions[which][-1]][0]))

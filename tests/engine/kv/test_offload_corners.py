@@ -28,8 +28,7 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
     copied.wait()
     while not counts(bench).restored:
         bench.engine.tick()
-    for _ in range(4):
-        bench.engine.tick()
+    bench.ticks(4)
     for i in range(6):
         bench.submit(f"h{i}", prompt_of(4, i), 30, priority=1)
     while counts(bench).offloaded == 1:

@@ -16,8 +16,7 @@ def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, extra):
     submit_six(bench, prompt_of)
     while not (counts(bench).restored if extra > 10 else counts(bench).offloaded):
         bench.engine.tick()
-    for _ in range(extra % 12):
-        bench.engine.tick()
+    bench.ticks(extra % 12)
     for i in range(5):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
     bench.run()
@@ -48,7 +47,6 @@ def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, 
     bench.run()
     assert "the bus is broken" in bench.engine.parts.tier.failure
     assert counts(bench).restored < bench.engine.roster.counters.preemptions
-    bench.close()
     assert_as_if_undisturbed(bench, model, prompt_of)
 
 

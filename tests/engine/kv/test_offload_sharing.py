@@ -76,8 +76,7 @@ def test_pages_that_only_offloaded_sequences_share_are_copied_once_when_others_n
 
     books.page_moves = books.page_moves._replace(next_out=watched)
     bench.submit("g", prompt_of(32), 90, n=3)
-    bench.submit("high", prompt_of(4, 1), 140, priority=1)
-    bench.run()
+    bench.complete("high", prompt_of(4, 1), 140, priority=1)
     assert sum(owners > 1 for _, owners in sent) >= 8 and len({id(page) for page, _ in sent}) == len(sent)
     assert sum(prefills) == 32 + 2 + 4 + counts(bench).restored
     assert bench.tokens("high") == greedy(prompt_of(4, 1), 140)
@@ -95,8 +94,7 @@ def test_pages_that_parked_sequences_are_left_alone_with_go_when_pages_are_short
         running = [seq for seq in bench.engine.roster.groups["c", "g"].sequences if not seq.kv.is_offloaded]
     (last,) = running
     bench.engine.inbox.put(StopAt(("c", "g"), last.index, len(last.tokens), "enough"))
-    bench.submit("next", prompt_of(68, 2), 2, priority=2)
-    bench.run()
+    bench.complete("next", prompt_of(68, 2), 2, priority=2)
     assert list(bench.done)[0] == "next", "there is room for it before the other one ends"
     assert bench.tokens("high") == greedy(prompt_of(4, 1), 140)
     assert [len(bench.tokens("g", i)) == 90 for i in range(3)].count(True) == 2
@@ -126,8 +124,7 @@ def test_a_restored_prompt_is_found_by_other_requests(model, prompt_of):
     submit_six(bench, prompt_of)
     bench.run()
     assert counts(bench).pages_in > 0
-    bench.submit("again", prompt_of(10, 5) + bench.tokens("r5")[:22], 4)
-    bench.run()
+    bench.complete("again", prompt_of(10, 5) + bench.tokens("r5")[:22], 4)
     assert bench.done["r5"].preemptions > 0 and bench.done["again"].cached_tokens == 31
 
 
@@ -161,8 +158,7 @@ def test_a_turn_that_was_offloaded_leaves_its_kv_to_its_session(model, prompt_of
     bench.run()
     assert counts(bench).restored > 0 and bench.done["t2"].preemptions > 0
     said = prompt_of(8, 2) + bench.tokens("t2") + prompt_of(5, 7)
-    bench.submit("next", said, 9, **session)
-    bench.run()
+    bench.complete("next", said, 9, **session)
     assert bench.done["next"].cached_tokens == 57 and bench.tokens("next") == greedy(said, 9)
 
 
@@ -179,6 +175,5 @@ def test_a_turn_that_ends_while_its_kv_comes_back_leaves_nothing(model, prompt_o
     bench.engine.inbox.put(Cancel(("c", "t2")))
     bench.run()
     said = prompt_of(8, 2) + bench.tokens("t2") + prompt_of(5, 7)
-    bench.submit("next", said, 9, **session)
-    bench.run()
+    bench.complete("next", said, 9, **session)
     assert len(bench.tokens("t2")) > 8 and bench.tokens("next") == greedy(said, 9)

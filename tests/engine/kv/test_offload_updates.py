@@ -117,8 +117,7 @@ def test_under_random_updates_every_token_follows_from_the_kv_that_is_reported(f
     for name, prompt in prompts.items():
         bench.submit(name, prompt, rng.randint(30, 60), stream_every=4)
     for version in (1, 2, 3):
-        for _ in range(rng.randint(10, 45)):
-            bench.engine.tick()
+        bench.ticks(rng.randint(10, 45))
         mailbox.ready = Update(version, models[version % 2], model)
     bench.run()
     assert counts(bench).offloaded > 0

@@ -26,8 +26,7 @@ def host_of(bench: Bench):
 def push_out(bench: Bench, prompt_of) -> None:
     """Other requests take the whole pool."""
     for i in range(2 + bench.engine.roster.allocator.pool.total // 15):
-        bench.submit(f"other{len(bench.done)}", prompt_of(60, 9000 + i), 1)
-        bench.run()
+        bench.complete(f"other{len(bench.done)}", prompt_of(60, 9000 + i), 1)
 
 
 def prefetch(bench: Bench, prompt: list[int], adapter: str | None = None, salt: bytes = b"") -> int:
@@ -68,16 +67,14 @@ def test_a_prefetch_of_what_is_there_or_unknown_copies_nothing(model, prompt_of)
     assert host.counts.fetched == 0
     bench.close()
     alone = Bench(model)
-    alone.submit("r", prompt_of(33), 1)
-    alone.run()
+    alone.complete("r", prompt_of(33), 1)
     assert prefetch(alone, prompt_of(33)) == 33, "without host memory it says what is there"
 
 
 def test_a_prefetch_takes_no_page_of_a_session_and_brings_what_fits(model, prompt_of):
     bench = offloading(model, kv_pages=81, session_share=1.0)
     host = host_of(bench)
-    bench.submit("far", prompt_of(80, 1), 1)
-    bench.run()
+    bench.complete("far", prompt_of(80, 1), 1)
     push_out(bench, prompt_of)
     near = Conversation(bench, "near", prompt_of)
     near.say(271)
@@ -92,13 +89,11 @@ def test_a_prefetch_takes_no_page_of_a_session_and_brings_what_fits(model, promp
 def test_rows_that_run_keep_a_page_each(model, prompt_of, greedy):
     bench = offloading(model, kv_pages=81)
     host_of(bench)
-    bench.submit("far", prompt_of(60, 1), 1)
-    bench.run()
+    bench.complete("far", prompt_of(60, 1), 1)
     push_out(bench, prompt_of)
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(30, 40 + i), 40)
-    for _ in range(8):
-        bench.engine.tick()
+    bench.ticks(8)
     assert prefetch(bench, prompt_of(60, 1)) > 0
     assert [bench.tokens(f"r{i}") for i in range(3)] == [greedy(prompt_of(30, 40 + i), 40) for i in range(3)]
     assert bench.engine.roster.counters.preemptions == 0

@@ -37,8 +37,7 @@ def test_a_hit_is_counted_where_it_was_found(model) -> None:
 
     def ask(name: str, prompt: list[int], **options: Any) -> dict[str, int]:
         """What one more request adds to the counts."""
-        bench.submit(name, prompt, 6, **options)
-        bench.run()
+        bench.complete(name, prompt, 6, **options)
         now = dict(bench.status().prefix_hits)
         added = {kind: now[kind] - count for kind, count in before.items()}
         before.update(now)
@@ -74,9 +73,7 @@ def test_a_preempted_row_counts_each_time_it_finds_a_prefix(model) -> None:
 def test_the_next_turn_finds_all_positions_before_the_last_token(model, tokens) -> None:
     """Positions before the last token have KV: 39, 40 and 41."""
     bench = Bench(model, page_size=4, kv_pages=400)
-    bench.submit("turn 1", prompt_of(33), tokens)
-    bench.run()
-    bench.submit("turn 2", prompt_of(33) + bench.tokens("turn 1") + prompt_of(5, 1), 2)
-    bench.run()
+    bench.complete("turn 1", prompt_of(33), tokens)
+    bench.complete("turn 2", prompt_of(33) + bench.tokens("turn 1") + prompt_of(5, 1), 2)
     if not model.spec.state_layers:
         assert bench.done["turn 2"].cached_tokens == 32 + tokens

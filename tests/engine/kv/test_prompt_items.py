@@ -52,8 +52,7 @@ def test_prompts_with_different_salts_share_no_kv(model, prompt_of, greedy):
 
 def test_a_prompt_of_several_items_is_generated_from_and_cached_like_any_other(model, prompt_of, greedy):
     bench, tokens = Bench(model, page_size=PAGE), prompt_of(30)
-    bench.submit("one", tokens, 8)
-    bench.run()
+    bench.complete("one", tokens, 8)
     greedily = SamplingParams(temperature=0.0)
     bench.engine.inbox.put(Submit(Request(("c", "several"), in_items(tokens, [3, 16]), 8, sampling=greedily)))
     bench.run()

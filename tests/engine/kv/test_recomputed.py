@@ -18,8 +18,7 @@ def test_an_update_without_preemption_computes_nothing_again(model, other, promp
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox)
     bench.submit("a", prompt_of(13), 40)
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     mailbox.ready = Update(1, other, model)
     bench.run()
     completion = bench.completions["a", 0]
@@ -34,8 +33,7 @@ def test_kv_that_a_preemption_lost_is_reported_with_its_position_and_version(mod
     prompts = [prompt_of(10, i) for i in range(6)]
     for i, prompt in enumerate(prompts):
         bench.submit(f"r{i}", prompt, 60, stream_every=3)
-    for _ in range(30):
-        bench.engine.tick()
+    bench.ticks(30)
     mailbox.ready = Update(1, other, model)
     bench.run()
     assert bench.engine.roster.counters.preemptions > 0
@@ -55,8 +53,7 @@ def test_recompute_at_an_update_is_reported_at_the_change_of_version(model, othe
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, kv_on_swap="recompute")
     bench.submit("a", prompt_of(13), 50)
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     mailbox.ready = Update(1, other, model)
     bench.run()
     completion = bench.completions["a", 0]
@@ -69,8 +66,7 @@ def test_a_prefill_under_two_versions_reports_both(model, other, prompt_of):
     bench = Bench(model, None, mailbox, prefill_chunk_tokens=8)
     old = np.array(prompt_of(30, 1), np.int32)
     bench.submit("a", prompt_of(4), 40, prior=Prior(old))
-    for _ in range(3):
-        bench.engine.tick()
+    bench.ticks(3)
     mailbox.ready = Update(1, other, model)
     bench.run()
     assert bench.completions["a", 0].recomputed == ((30, 0), (30, 1))
@@ -82,8 +78,7 @@ def test_a_prompt_half_way_through_its_first_prefill_reports_both_versions(model
     bench = Bench(model, None, mailbox, prefill_chunk_tokens=8)
     bench.submit("a", prompt_of(30), 20, stream_every=1)
     bench.submit("b", prompt_of(30, 1), 20)
-    for _ in range(2):
-        bench.engine.tick()
+    bench.ticks(2)
     mailbox.ready = Update(1, other, model)
     bench.run()
     assert bench.completions["a", 0].recomputed == ((0, 0), (0, 1)) and set(bench.completions["a", 0].versions) == {1}
@@ -96,8 +91,7 @@ def test_an_interrupted_prefill_is_not_reported(model, other, prompt_of, hf_mode
     bench = Bench(model, None, mailbox, prefill_chunk_tokens=8, kv_on_swap="recompute")
     bench.submit("first", prompt_of(30), 20)
     bench.submit("again", prompt_of(4), 40, prior=Prior(np.array(prompt_of(30, 1), np.int32)))
-    for _ in range(9):
-        bench.engine.tick()
+    bench.ticks(9)
     assert [seq.group.key[1] for seq in bench.engine.roster.prefilling] == ["again"]
     mailbox.ready = Update(1, other, model)
     bench.run()

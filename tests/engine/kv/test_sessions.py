@@ -193,8 +193,7 @@ def test_a_turn_that_never_ran_leaves_the_session_as_it_was(model, prompt_of):
     talk = Conversation(bench, "s", prompt_of)
     talk.say(10)
     bench.submit("long", prompt_of(5), 60)
-    for _ in range(4):
-        bench.engine.tick()
+    bench.ticks(4)
     said = talk.said
     talk.submit(3)
     bench.engine.tick()
@@ -252,8 +251,7 @@ def test_a_turn_that_failed_leaves_nothing(model, prompt_of):
     bench = Bench(model, prefix_cache=False)
     talk = Conversation(bench, "s", prompt_of)
     talk.submit(10, 50)
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     bench.engine.roster.end(("c", talk.turn), "error", "its logits are not finite")
     bench.run()
     assert bench.status().pages_used == 0
@@ -370,8 +368,7 @@ def test_a_prompt_that_does_not_fit_anyway_costs_no_session_its_pages(model, pro
     bench.submit("row", prompt_of(120), 30)
     bench.engine.tick()
     bench.submit("large", prompt_of(112, 1), 5)  # 29 pages and one to spare; 17 are free, and the session's 12
-    for _ in range(3):
-        bench.engine.tick()
+    bench.ticks(3)
     assert (pages_of(bench), bench.engine.roster.waiting) == (12, 1)
     bench.run()
     assert len(bench.tokens("large")) == 5
@@ -447,8 +444,7 @@ def test_no_kv_of_older_weights_is_reused(model, folders, prompt_of, greedy, kv_
     idle, straddling = Conversation(bench, "i", prompt_of), Conversation(bench, "ss", prompt_of)
     idle.say(20)
     straddling.submit(20, 40)
-    for _ in range(12):
-        bench.engine.tick()
+    bench.ticks(12)
     mailbox.ready = Update(1, other, model)
     bench.run()
     assert bench.status().sessions.holding == (kv_on_swap == "recompute"), "the idle one has nothing any more"
@@ -475,8 +471,7 @@ def test_a_turn_that_ends_while_the_weights_change_leaves_no_old_kv(model, folde
         bench = Bench(model, None, mailbox)
         talk = Conversation(bench, "s", prompt_of)
         talk.submit(10, 50, stop={"token_ids": (stop,)})
-        for _ in range(ticks):
-            bench.engine.tick()
+        bench.ticks(ticks)
         mailbox.ready = Update(1, other, model)
         bench.run()
         talk.ended()
@@ -529,8 +524,7 @@ def test_random_conversations_have_the_right_tokens_and_lose_no_page(model, prom
             bench.engine.inbox.put(EndSession("c", talk.name))
         if rng.random() < 0.1:
             bench.submit(f"r{step}", prompt_of(rng.randrange(1, 30), step), rng.randrange(1, 30))
-        for _ in range(rng.randrange(1, 6)):
-            bench.engine.tick()
+        bench.ticks(rng.randrange(1, 6))
         sessions = bench.engine.roster.allocator.sessions
         sessions.check()
         for talk in [talk for talk in busy if bench.completions[talk.turn, 0].finish]:
@@ -556,8 +550,7 @@ def test_status_says_for_how_many_more_sessions_there_is_room(model, prompt_of):
     status = bench.status()
     assert status.sessions.room == (60 - status.sessions.pages) * 3 // status.sessions.pages < 8
     talks[1].submit(1, max_tokens=40)
-    for _ in range(12):
-        bench.engine.tick()
+    bench.ticks(12)
     busy = bench.status()
     assert busy.rows_running == 1 and 3 <= busy.sessions.room <= status.sessions.room
     bench.run()

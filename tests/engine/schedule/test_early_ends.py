@@ -21,8 +21,7 @@ def finished(bench: Bench, name: str, n: int) -> list[str]:
 def test_once_enough_are_complete_the_rest_come_back_as_far_as_they_are(model, prompt_of, depth, enough):
     def run(**fields) -> Bench:
         bench = Bench(model, pipeline_depth=depth, max_rows=4)  # some of the eight wait for a row
-        bench.submit("g", prompt_of(9), 60, n=8, sampling=LENGTHS, stop={"token_ids": STOPS}, **fields)
-        bench.run()
+        bench.complete("g", prompt_of(9), 60, n=8, sampling=LENGTHS, stop={"token_ids": STOPS}, **fields)
         bench.close()
         return bench
 
@@ -40,8 +39,7 @@ def test_once_enough_are_complete_the_rest_come_back_as_far_as_they_are(model, p
 def test_two_that_end_in_one_step_are_one_too_many_only_if_asked_for(model, prompt_of):
     """All eight end at one step, by length: the first in order counts, the others of that step are cancelled."""
     bench = Bench(model, max_rows=8)
-    bench.submit("g", prompt_of(9), 12, n=8, sampling=LENGTHS, min_complete=2)
-    bench.run()
+    bench.complete("g", prompt_of(9), 12, n=8, sampling=LENGTHS, min_complete=2)
     assert sorted(finished(bench, "g", 8)) == ["cancelled"] * 6 + ["length"] * 2
 
 
@@ -54,8 +52,7 @@ def test_a_completion_ends_before_its_versions_span_too_much(folders, model, pro
     bench.submit("r", prompt_of(9), 60, max_version_span=span)
     bench.submit("free", prompt_of(8, 1), 60)
     for version in (1, 2):
-        for _ in range(12):
-            bench.engine.tick()
+        bench.ticks(12)
         mailbox.ready = Update(version, other, model)
     bench.run()
     versions = bench.completions["r", 0].versions
@@ -74,8 +71,7 @@ def test_one_that_waits_when_it_becomes_too_old_takes_no_row_again(folders, mode
     bench.submit("first", prompt_of(9), 30)
     bench.submit("old", prompt_of(9, 1), 30, prior=prior, max_version_span=0)
     bench.submit("unknown", prompt_of(9, 1), 30, prior=Prior(prior.token_ids), max_version_span=0)
-    for _ in range(5):
-        bench.engine.tick()
+    bench.ticks(5)
     mailbox.ready = Update(1, load(folders[1]), model)
     bench.run()
     assert bench.completions["old", 0].finish.reason == "stale" and bench.tokens("old") == []
@@ -87,8 +83,7 @@ def test_one_that_waits_when_it_becomes_too_old_takes_no_row_again(folders, mode
 def test_a_completion_that_goes_on_with_older_weights_counts_them_too(model, prompt_of, span, reason):
     """As after a restart of the worker, which begins with the weights of its folder."""
     bench = Bench(model)
-    bench.submit("r", prompt_of(9), 20, prior=Prior(np.array([3, 4], np.int32), 5, 5), max_version_span=span)
-    bench.run()
+    bench.complete("r", prompt_of(9), 20, prior=Prior(np.array([3, 4], np.int32), 5, 5), max_version_span=span)
     assert bench.completions["r", 0].finish.reason == reason
     assert bool(bench.tokens("r")) == (reason == "length")
 
@@ -100,7 +95,6 @@ def test_one_that_waits_for_a_newer_version_is_not_too_old_for_those_before(fold
     bench.submit("r", prompt_of(9), 20, prior=prior, max_version_span=0, min_version=2)
     for version in (1, 2):
         mailbox.ready = Update(version, load(folders[1]), model)
-        for _ in range(4):
-            bench.engine.tick()
+        bench.ticks(4)
     bench.run()
     assert bench.completions["r", 0].finish.reason == "length"

@@ -306,8 +306,7 @@ def crowd(model, prompt_of, client: str) -> tuple[Bench, int]:
     rng = random.Random(0)
     for i in range(240):
         bench.submit(f"a{i}", prompt_of(5, i), rng.randrange(LENGTH // 2, 3 * LENGTH // 2), client="a")
-    for _ in range(100):
-        bench.engine.tick()
+    bench.ticks(100)
     bench.submit("b", prompt_of(9, 999), LENGTH, client=client)
     return bench, steps_until_done(bench, "b")
 
@@ -317,17 +316,14 @@ def test_one_request_does_not_wait_for_240_completions_of_another_client(model, 
     alone = Bench(model)
     alone.submit("b", prompt_of(9, 999), LENGTH, client="b")
     alone_steps = steps_until_done(alone, "b")
-    alone.close()
 
     fair, fair_steps = crowd(model, prompt_of, client="b")
     assert fair_steps <= 2 * alone_steps
-    fair.run()
-    fair.close()
+    fair.finish()
 
     by_arrival, arrival_steps = crowd(model, prompt_of, client="a")
     assert len(by_arrival.done) > 230 and arrival_steps > 10 * alone_steps
-    by_arrival.run()
-    by_arrival.close()
+    by_arrival.finish()
     assert fair.tokens("b") == by_arrival.tokens("b") == alone.tokens("b")
     assert all(fair.tokens(f"a{i}") == by_arrival.tokens(f"a{i}") for i in range(240))
 
@@ -335,8 +331,7 @@ def test_one_request_does_not_wait_for_240_completions_of_another_client(model, 
 def test_one_group_of_240_is_not_ahead_of_another_client(model, prompt_of):
     bench = Bench(model)
     bench.submit("a", prompt_of(9), LENGTH, client="a", n=240)
-    for _ in range(10):
-        bench.engine.tick()
+    bench.ticks(10)
     bench.submit("b", prompt_of(9, 1), LENGTH, client="b", n=8)
     assert steps_until_done(bench, "b") < 6 * LENGTH  # 8 rows: alternately with a's
     bench.run()
@@ -369,10 +364,8 @@ def test_a_client_does_not_lose_its_row_to_the_many_rows_of_another(model, promp
     bench = Bench(model, kv_pages=60, max_rows=8)
     for i in range(60):
         bench.submit(f"a{i}", prompt_of(8, i), 60, client="a")
-    for _ in range(20):
-        bench.engine.tick()
-    bench.submit("b", prompt_of(8, 99), 60, client="b")
-    bench.run()
+    bench.ticks(20)
+    bench.complete("b", prompt_of(8, 99), 60, client="b")
     assert sum(bench.done[f"a{i}"].preemptions for i in range(60)) > 10
     assert bench.done["b"].preemptions <= 1
 
@@ -383,8 +376,7 @@ def test_requests_with_one_prompt_that_join_its_prefill_leave_others_their_place
         bench.submit(f"a{i}", prompt_of(61), 20, client="a")
     bench.engine.tick()
     bench.submit("b", prompt_of(61), 20, client="b")
-    for _ in range(2):
-        bench.engine.tick()
+    bench.ticks(2)
     bench.submit("c", prompt_of(30, 1), 20, client="c")
     while not {"b", "c"} <= bench.done.keys():
         bench.engine.tick()

@@ -143,7 +143,6 @@ def test_tokens_are_those_of_an_engine_with_room(loop, model):
     loop.arrive()
     loop.bench.run()
     roomy = Bench(model)
-    roomy.submit("new", loop.prompt_of(84, 5), 8)
-    roomy.run()
+    roomy.complete("new", loop.prompt_of(84, 5), 8)
     assert loop.bench.tokens("new") == roomy.tokens("new")
     roomy.close(), loop.end()

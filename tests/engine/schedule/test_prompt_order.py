@@ -133,8 +133,7 @@ def test_a_prompt_does_not_wait_for_40_of_another_client(model, prompt_of, joins
         bench = Bench(model, max_rows=64, kv_pages=2000)
         for i in range(40):
             bench.submit(f"a{i}", prompt_of(60, i), 4, client="a")
-        for _ in range(10):
-            bench.engine.tick()
+        bench.ticks(10)
         bench.submit("b", prompt, 4, client="b" if fair else "a")
         count = steps_until(bench, lambda: "b" in bench.done)
         bench.run()
@@ -166,8 +165,7 @@ def test_a_long_prompt_is_computed_whatever_others_send(model, prompt_of, tokens
     bench = Bench(model, max_rows=32, kv_pages=2000)
     crowd = Crowd(bench, prompt_of, tokens, own_clients)
     crowd.feed()
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     bench.submit("a", prompt_of(300, 1), 4, client="a")
     # Nine clients share the steps: 9 * 300 tokens of 64 a step, and as many steps that decode.
     assert steps_until(bench, lambda: "a" in bench.done, before_each=crowd.feed) < 2 * 9 * 300 / CHUNK + 40

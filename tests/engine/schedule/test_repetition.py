@@ -56,8 +56,7 @@ def plain(model, prompt_of):
     bench = Bench(model, max_rows=16)
     for name, (prompt, sampling, stop, _) in asked(prompt_of).items():
         bench.submit(name, prompt, 48, sampling=sampling, stop=stop)
-    bench.run()
-    bench.close()
+    bench.finish()
     return {name: done.token_ids for (name, _), done in bench.completions.items()}
 
 
@@ -131,9 +130,8 @@ def test_completions_of_a_group_end_on_their_own(model, prompt_of):
     """And those that ended by repetition count for `min_complete`."""
     bench = Bench(model, max_rows=16)
     sampling = {"temperature": 2.0, "seed": 1, "logit_bias": BIAS}
-    bench.submit(
+    bench.complete(
         "g", prompt_of(6), 200, n=6, sampling=sampling, stop={"repetition": RepetitionRule(1, 3, 3)}, min_complete=3
     )
-    bench.run()
     reasons = [bench.completions["g", i].finish.reason for i in range(6)]
     assert reasons.count("repetition") >= 3 and set(reasons) <= {"repetition", "cancelled"}

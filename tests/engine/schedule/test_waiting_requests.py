@@ -16,8 +16,7 @@ def test_a_request_that_ended_is_not_kept_until_its_deadline(model, prompt_of):
     bench = Bench(model)
     before = sequences()
     for i in range(100):
-        bench.submit(f"r{i}", prompt_of(9), 2, deadline_s=1e6)
-        bench.run()
+        bench.complete(f"r{i}", prompt_of(9), 2, deadline_s=1e6)
     assert sequences() - before < 50
 
 
@@ -41,13 +40,11 @@ def test_the_prefix_of_a_request_that_waits_for_pages_is_not_hashed_at_each_step
     monkeypatch.setattr(PrefixKeys, "next_key", lambda self, page: hashed.append(1) or next_key(self, page))
     bench = Bench(model, max_rows=4, kv_pages=100)
     bench.submit("runs", prompt_of(200), 100)
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     bench.submit("waits", prompt_of(200) + prompt_of(180, 5), 8)
     bench.engine.tick()
     assert bench.engine.roster.waiting == 1
     del hashed[:]
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     assert len(hashed) < 100, "20 steps: at most the keys of the running row's new pages, and one look for the prefix"
     bench.run()

@@ -111,8 +111,7 @@ def test_a_token_that_is_not_allowed_ends_the_completion_as_an_error(model, prom
     """What must not happen is noticed: here because masks are not applied."""
     monkeypatch.setattr("rollout_kernels.sampling.reference.allow_only", lambda *_: None)
     bench = Bench(model)
-    bench.submit("r", prompt_of(9), 30, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE], STOP))
-    bench.run()
+    bench.complete("r", prompt_of(9), 30, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE], STOP))
     completion = bench.completions["r", 0]
     assert completion.finish.reason == "error" and "does not allow" in completion.finish.error
 
@@ -146,8 +145,7 @@ def test_a_constraint_that_leads_nowhere_ends_its_own_completion_before_a_token_
     bench.submit("bad", prompt_of(9), 20, sampling=SAMPLED, stop=stop, constraint=constraint)
     bench.submit("last", prompt_of(9), 4, sampling=SAMPLED, stop=stop, constraint=constraint)
     bench.submit("good", prompt_of(9, 1), 20, sampling=SAMPLED, constraint=Cycle([X, Y]))
-    bench.submit("free", prompt_of(9, 2), 20, sampling=SAMPLED)
-    bench.run()
+    bench.complete("free", prompt_of(9, 2), 20, sampling=SAMPLED)
     for name in ("bad", "last"):
         completion = bench.completions[name, 0]
         assert completion.finish.reason == "error" and reason in completion.finish.error
@@ -295,22 +293,19 @@ def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_go
     slow, steady, seldom = [0.4], [0.09], [0.9, *[0.01] * 9]
     for name, costs_s in (("slow", slow), ("steady", steady), ("seldom", seldom)):
         bench.submit(name, prompt_of(9), 40, sampling=SAMPLED, constraint=Costly([X], spent_s, costs_s))
-    bench.submit("free", prompt_of(9, 1), 40, sampling=SAMPLED)
-    bench.run()
+    bench.complete("free", prompt_of(9, 1), 40, sampling=SAMPLED)
     ended = bench.completions["slow", 0]
     assert ended.finish.reason == "error" and "too long" in ended.finish.error
     assert len(ended.token_ids) == 3, "the fourth mask is 1.2 s more than 0.1 s for each"
     assert {bench.completions[name, 0].finish.reason for name in ("steady", "seldom", "free")} == {"length"}
     assert bench.engine.masks.left_behind == 0
-    bench.submit("next", prompt_of(9), 2, sampling=SAMPLED, constraint=Cycle([X]))
-    bench.run()
+    bench.complete("next", prompt_of(9), 2, sampling=SAMPLED, constraint=Cycle([X]))
     assert bench.completions["next", 0].finish.reason == "length", "the time of ended requests is not charged again"
 
 
 def test_time_that_others_had_is_not_counted(model, prompt_of):
     time = MaskTime(bench := Bench(model), 0.5)
-    bench.submit("waits", prompt_of(9), 14, sampling=SAMPLED, constraint=Slow([X], time, 0.1))
-    bench.run()
+    bench.complete("waits", prompt_of(9), 14, sampling=SAMPLED, constraint=Slow([X], time, 0.1))
     assert bench.completions["waits", 0].finish.reason == "length"
 
 
@@ -321,8 +316,7 @@ def test_a_mask_that_is_late_writes_to_memory_that_is_never_read(model, prompt_o
     before = {slot.masks.host.data_ptr() for slot in slots}
     bench.engine.pipeline.free_slots.extend(slots)
     hanging = Endless(0)
-    bench.submit("hangs", prompt_of(9), 20, sampling=SAMPLED, constraint=hanging)
-    bench.run()
+    bench.complete("hangs", prompt_of(9), 20, sampling=SAMPLED, constraint=hanging)
     assert len({slot.masks.host.data_ptr() for slot in slots} - before) == 1
     hanging.let_go.set()
 
@@ -356,8 +350,7 @@ def test_without_a_stop_token_a_completion_ends_where_its_constraint_allows_noth
     bench.submit("free", prompt_of(9, 1), 20, sampling=SAMPLED)
     bench.submit("ends", prompt_of(9, 2), 20, sampling=SAMPLED, constraint=Whole([X, Y, X, Y, []]))
     bench.submit("known", prompt_of(9, 2), 20, constraint=Whole([[]]), prior=Prior(np.array([7, 8], np.int32)))
-    bench.submit("stuck", prompt_of(9, 3), 20, sampling=SAMPLED, constraint=Cycle([X, Y, X, []]))
-    bench.run()
+    bench.complete("stuck", prompt_of(9, 3), 20, sampling=SAMPLED, constraint=Cycle([X, Y, X, []]))
     done = bench.completions["ends", 0]
     assert letters(done.token_ids) == "xyxy" and (done.finish.reason, done.finish.stop) == ("stop", None)
     known = bench.completions["known", 0]
@@ -387,8 +380,7 @@ def test_a_continued_completion_is_followed_from_its_new_tokens(model, prompt_of
 
     bench = Bench(model)
     prior = Prior(np.array([X[0], Y[0]], dtype=np.int32))
-    bench.submit("r", prompt_of(9), 20, sampling=SAMPLED, prior=prior, constraint=Later([X, Y, SIZE]))
-    bench.run()
+    bench.complete("r", prompt_of(9), 20, sampling=SAMPLED, prior=prior, constraint=Later([X, Y, SIZE]))
     assert bench.completions["r", 0].finish.reason == "length"
     assert letters(bench.tokens("r")) == "sxysxysxysxysxysxy"
 
@@ -401,8 +393,7 @@ def test_too_many_that_hang_end_constraints_and_nothing_else(model, prompt_of):
         bench.submit(f"h{i}", prompt_of(9, i), 20, sampling=SAMPLED, constraint=constraint)
     bench.run()
     bench.submit("late", prompt_of(9, 50), 20, sampling=SAMPLED, constraint=Cycle([X, Y]))
-    bench.submit("free", prompt_of(9, 51), 20, sampling=SAMPLED)
-    bench.run()
+    bench.complete("free", prompt_of(9, 51), 20, sampling=SAMPLED)
     assert bench.completions["late", 0].finish.error == masks_module.GIVEN_UP
     assert bench.completions["free", 0].finish.reason == "length"
     for constraint in hanging:
@@ -428,8 +419,7 @@ def test_the_wait_for_masks_is_no_activity(model, prompt_of):
             return place
 
     bench = Bench(model)
-    bench.submit("r", prompt_of(9), 20, sampling=SAMPLED, constraint=Slow([X, Y], STOP))
-    bench.run()
+    bench.complete("r", prompt_of(9), 20, sampling=SAMPLED, constraint=Slow([X, Y], STOP))
     steps = bench.engine.meter.recent_steps()
     waited_s = sum(step.mask_wait[1] - step.mask_wait[0] for step in steps)
     totals = bench.engine.meter.totals()

@@ -75,8 +75,7 @@ def submit_all(bench: Bench, prompt_of, always: bool, ticks: int = 0, **more) ->
         bench.submit(f"{kind}{i}", prompt_of(7 + i, i), 40, sampling=sampling, **fields, **more)
         bench.submit(f"plain{i}", prompt_of(7 + i, i), 12 + i, sampling={"temperature": 1.0, "seed": i})
         names += [f"{kind}{i}", f"plain{i}"]
-        for _ in range(ticks):
-            bench.engine.tick()
+        bench.ticks(ticks)
     return names
 
 
@@ -188,8 +187,7 @@ def test_where_a_token_is_barred_a_step_waits_and_the_row_is_free_again(model, p
     seen = watch_plans(bench)
     bias = ((0, 4.0), (1, -100.0), (2, -100.0), (STOP, -100.0))
     sampling = {"temperature": 1.0, "seed": 3, "logit_bias": bias}
-    bench.submit("text", prompt_of(9), 60, sampling=sampling, constraint=made("text", False))
-    bench.run()
+    bench.complete("text", prompt_of(9), 60, sampling=sampling, constraint=made("text", False))
     tokens = bench.tokens("text")
     begun = tokens[:-1].count(0)
     assert 5 < begun < 50 and len(tokens) == 60 and 3 not in [b for a, b in pairwise(tokens) if a == 0]
@@ -201,8 +199,7 @@ def test_a_row_waits_for_masks_only_from_its_marker_on(model, prompt_of):
     bench = Bench(model)
     seen = watch_plans(bench)
     fields = {"sampling": {"temperature": 1.0, "seed": 3, "logit_bias": BIAS}, "stop": {"token_ids": (STOP,)}}
-    bench.submit("one", prompt_of(9, 3), 60, constraint=made("one", False), **fields)
-    bench.run()
+    bench.complete("one", prompt_of(9, 3), 60, constraint=made("one", False), **fields)
     tokens = bench.tokens("one")
     at = tokens.index(MARK)
     assert 2 < at < 50 and obeys(tokens, "one")
@@ -222,8 +219,7 @@ def test_weights_that_change_around_the_marker_leave_no_token_unmasked(folders, 
         model, other, mailbox = load(folders[0]), load(folders[1]), Mailbox()
         bench = Bench(model, None, mailbox, kv_on_swap=kv_on_swap, max_rows=16)
         submit_all(bench, prompt_of, always=False)
-        for _ in range(ticks):
-            bench.engine.tick()
+        bench.ticks(ticks)
         mailbox.ready = Update(1, other, model)
         bench.run()
         begun += check_all(bench)
@@ -248,8 +244,7 @@ def test_an_update_between_the_marker_and_the_next_token_keeps_the_kv(folders, p
 
     roster.draw_again = with_an_update
     sampling = {"temperature": 1.0, "seed": 3, "logit_bias": BIAS, **rules}
-    bench.submit("one", prompt_of(9, 3), 60, sampling=sampling, constraint=made("one", False))
-    bench.run()
+    bench.complete("one", prompt_of(9, 3), 60, sampling=sampling, constraint=made("one", False))
     done = bench.completions["one", 0]
     at = done.token_ids.index(MARK)
     assert done.versions == [0] * (at + 1) + [1] * (len(done.token_ids) - at - 1)
@@ -280,8 +275,7 @@ def test_a_row_ends_in_any_tick_and_gives_everything_back(model, prompt_of):
     for ticks in range(1, 40, 3):
         bench = Bench(model, max_rows=6, kv_pages=60)
         names = submit_all(bench, prompt_of, always=False)
-        for _ in range(ticks):
-            bench.engine.tick()
+        bench.ticks(ticks)
         for name in names:
             bench.engine.inbox.put(Cancel(("c", name)))
         bench.run()

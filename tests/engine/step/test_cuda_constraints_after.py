@@ -46,8 +46,7 @@ def submit(bench: Bench, always: bool) -> None:
 
 def run(bench: Bench, always: bool) -> dict:
     submit(bench, always)
-    bench.run()
-    bench.close()
+    bench.finish()
     return {
         key: (done.token_ids, done.logprobs, done.drawn_logprobs, done.top_ids, done.top_logprobs, done.finish.reason)
         for key, done in bench.completions.items()

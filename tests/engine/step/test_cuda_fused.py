@@ -116,14 +116,12 @@ class Row:
 
 def test_rows_with_changed_logits_share_a_step_with_plain_ones(checkpoint, prompt_of):
     bench = Bench(load_bf16(checkpoint[0]), make_device("cuda"), kv_pages=512, page_size=16)
-    bench.submit("plain", prompt_of(9), 40, sampling={"temperature": 1.0, "seed": 4})
-    bench.run()
+    bench.complete("plain", prompt_of(9), 40, sampling={"temperature": 1.0, "seed": 4})
     alone = bench.tokens("plain")
     bench.submit("plain2", prompt_of(9), 40, sampling={"temperature": 1.0, "seed": 4})
     bench.submit("biased", prompt_of(9), 40, sampling={"temperature": 1.0, "seed": 5, "logit_bias": ((7, 80.0),)})
     bench.submit("cut", prompt_of(9), 40, sampling={"temperature": 1.0, "seed": 6, "top_k": 1})
-    bench.submit("greedy", prompt_of(9), 40)
-    bench.run()
+    bench.complete("greedy", prompt_of(9), 40)
     same = next((i for i, (a, b) in enumerate(zip(bench.tokens("plain2"), alone, strict=True)) if a != b), 40)
     assert same >= 3, "the same draws; later tokens may part by rounding in another batch size"
     assert bench.tokens("biased") == [7] * 40

@@ -114,6 +114,5 @@ def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, monkeypatc
         shared_saved_bytes=1,
     )
     bench.submit("a", prompt(700, 1), 300, n=8, sampling={"temperature": 1.0, "seed": 1})
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     assert_steady(bench, monkeypatch)

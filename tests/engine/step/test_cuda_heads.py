@@ -62,9 +62,7 @@ def load_drafted(folders):
 
 def run(bench: Bench, submit_all: Callable[[Bench], object] = submit) -> Bench:
     submit_all(bench)
-    bench.run()
-    bench.close()
-    return bench
+    return bench.finish()
 
 
 def test_its_drafts_by_kernels_are_those_of_torch(folders, monkeypatch):
@@ -89,8 +87,7 @@ def _drafts(bench: Bench, prompts: list[list[int]], length: int, temperatures: l
     seen = watch_drafts(bench)
     for i, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True)):
         bench.submit(f"r{i}", prompt, length, sampling={"temperature": temperature, "seed": i})
-    bench.run()
-    bench.close()
+    bench.finish()
     tokens = completions_by_seed(bench)
     return {(ints[SEED], ints[LENGTH], tuple(tokens[ints[SEED]])): guesses for ints, _, guesses in seen}
 
@@ -126,16 +123,13 @@ def test_its_steps_are_captured_and_wait_for_nothing(folders, monkeypatch):
     compiled = watch_compilation(monkeypatch)
     for i in range(8):
         bench.submit(f"r{i}", prompt_of(100, i), 200, sampling={"temperature": 1.0, "seed": i})
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     headers.clear()
     reserved = torch.cuda.memory_reserved()
     tick_without_waiting(bench)
     assert torch.cuda.memory_reserved() == reserved
     assert all((header.size, header.ahead, header.facts["drafts"]) == (32, 3, ["draft"]) for header in headers[:100])
-    bench.submit("other", prompt_of(333, 9), 50, sampling={"temperature": 1.0, "seed": 3, "top_k": 5})
-    bench.run()
-    bench.close()
+    bench.complete("other", prompt_of(333, 9), 50, sampling={"temperature": 1.0, "seed": 3, "top_k": 5})
     assert compiled == []
 
 

@@ -242,8 +242,7 @@ def test_nothing_is_compiled_while_serving(mixtrals, monkeypatch):
     bench = bench_of(load_bf16(mixtrals[0]), max_rows=24, cuda_graph_rows=6, prefill_chunk_tokens=700)
     compiled = watch_compilation(monkeypatch)
     for i, length in enumerate((1, 3, 7, 9, 30, 33, 65, 100, 129, 200, 300, 500, 690)):
-        bench.submit(f"r{i}", prompt(length, i), 12)
-        bench.run()
+        bench.complete(f"r{i}", prompt(length, i), 12)
     for i in range(24):
         bench.submit(f"s{i}", prompt(20 + i, i), 10 + i)
     bench.run()
@@ -281,8 +280,7 @@ def test_float32_takes_the_generic_path(checkpoint):
     model = load_model(ModelSettings(path=str(folder), dtype="float32"), torch.device("cuda")).model
     bench = bench_of(model)
     assert not capturable(model) and not bench.engine.executor.captures
-    bench.submit("a", prompt(20, 1), 30)
-    bench.run()
+    bench.complete("a", prompt(20, 1), 30)
     assert logprob_errors(bench, reference, {"a": prompt(20, 1)}).max() < 1e-3
 
 
@@ -355,6 +353,5 @@ def test_nothing_is_compiled_while_serving_with_routing(mixtrals, monkeypatch):
     bench = bench_of(load_bf16(mixtrals[0]), max_rows=24, cuda_graph_rows=6, prefill_chunk_tokens=700, routing=True)
     compiled = watch_compilation(monkeypatch)
     for i, length in enumerate((1, 3, 7, 9, 30, 65, 129, 200, 300, 690)):
-        bench.submit(f"r{i}", prompt(length, i), 12, routing_from=0)
-        bench.run()
+        bench.complete(f"r{i}", prompt(length, i), 12, routing_from=0)
     assert compiled == []

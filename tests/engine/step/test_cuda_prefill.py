@@ -180,8 +180,7 @@ def test_recorded_experts_are_those_of_steps_without_these_kernels(tmp_path, mon
             without_hopper(monkeypatch)
         bench = small_bench(tmp_path, routing=True)
         ids = torch.randint(VOCAB, (2500,), generator=torch.Generator().manual_seed(3)).tolist()
-        bench.submit("r", ids, 2, routing_from=0)
-        bench.run()
+        bench.complete("r", ids, 2, routing_from=0)
         routing.append(np.concatenate(bench.completions["r", 0].routing)[:2500, 0])
         bench.close()
     mine, theirs = routing

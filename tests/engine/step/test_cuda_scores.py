@@ -129,8 +129,7 @@ def test_without_scores_a_prompt_fills_the_cache_and_nothing_is_compiled_for_it(
     for i, length in enumerate((1, 16, 70, 256)):
         bench.submit(f"r{i}", prompt(length, i), 0, n=3, prompt_logprobs=i % 2 == 0)
     bench.run()
-    bench.submit("next", prompt(256, 3), 5)
-    bench.run()
+    bench.complete("next", prompt(256, 3), 5)
     assert bench.done["next"].cached_tokens == 255 and not compiled
 
 
@@ -138,8 +137,7 @@ def test_steps_with_tops_never_wait_for_the_device(folder):
     bench = Bench(load_bf16(folder), make_device("cuda"), kv_pages=600)
     for i in range(6):
         bench.submit(f"r{i}", prompt(20, i), 400, top_logprobs=5 * (i % 2))
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     tick_without_waiting(bench)
     bench.run()
     assert all(len(bench.completions[f"r{i}", 0].top_ids) == (400 if i % 2 else 0) for i in range(6))
@@ -150,8 +148,7 @@ def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
     bench = Bench(load_bf16(folder), make_device("cuda"), kv_pages=600)
     for i in range(3):
         bench.submit(f"r{i}", prompt(20, i), 100, top_logprobs=5 * (i % 2))
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     bench.engine.executor.compute.run(lambda: torch.cuda._sleep(2_000_000_000))
     bench.engine.tick()
     newest = bench.engine.pipeline.steps()[-1]
@@ -162,8 +159,7 @@ def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
 def test_a_launch_that_scores_a_prompt_returns_before_the_step_has_run(folder):
     bench = Bench(load_bf16(folder), make_device("cuda"), kv_pages=600)
     bench.submit("a", prompt(20, 0), 100)
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     bench.engine.executor.compute.run(lambda: torch.cuda._sleep(2_000_000_000))
     bench.submit("b", prompt(200, 1), 5, prompt_logprobs=True, prompt_tops=5)
     bench.engine.tick()

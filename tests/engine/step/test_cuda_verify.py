@@ -45,9 +45,7 @@ def submit(bench: Bench) -> None:
 
 def run(bench: Bench) -> Bench:
     submit(bench)
-    bench.run()
-    bench.close()
-    return bench
+    return bench.finish()
 
 
 def tokens_of(bench: Bench) -> dict[tuple[str, int], list[int]]:
@@ -129,8 +127,7 @@ def test_logprobs_are_those_of_plain_steps_up_to_rounding(folder, monkeypatch, s
             adapter = f"a{i % 3}" if i % 3 < slots else None
             sampling = {"temperature": 100.0, "seed": i}
             each.submit(f"r{i}", prompt_of(300 + 20 * i, i), 64, sampling=sampling, adapter=adapter)
-        each.run()
-        each.close()
+        each.finish()
         known.update(tokens_of(plain))
     assert bench.drafts.accepted > 100
     for key, one in plain.completions.items():
@@ -153,13 +150,11 @@ def test_verify_steps_are_captured_and_wait_for_nothing(folder, monkeypatch, dra
     compiled = watch_compilation(monkeypatch)
     for i in range(8):
         bench.submit(f"r{i}", prompt_of(100, i), 200, sampling={"temperature": 1.0, "seed": i})
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     headers.clear()
     reserved = torch.cuda.memory_reserved()
     tick_without_waiting(bench)
     assert torch.cuda.memory_reserved() == reserved
-    bench.run()
-    bench.close()
+    bench.finish()
     assert compiled == []
     assert all(header.size == 32 for header in headers[:100]) and all(header.ahead == 3 for header in headers[:100])

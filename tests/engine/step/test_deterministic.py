@@ -48,8 +48,7 @@ def completed(model, order: random.Random | None, **engine) -> list[tuple[list[i
         if order.random() < 0.4:
             length = order.randint(1, 200)
             bench.submit(f"other{place}", [order.randrange(70) for _ in range(length)], order.randint(1, 150))
-        for _ in range(order.randint(0, 30)):
-            bench.engine.tick()
+        bench.ticks(order.randint(0, 30))
     bench.run()
     found = [(bench.tokens(f"r{i}"), bench.completions[f"r{i}", 0].raw_logprobs) for i in range(REQUESTS)]
     bench.close()

@@ -69,8 +69,7 @@ def test_tokens_of_verify_steps_have_the_probabilities_of_the_model(folder, monk
     for each in (plain, bench):
         for i in range(count):
             each.submit(f"r{i}", PROMPT, 4, sampling={"temperature": TEMPERATURE, "seed": i, "logit_bias": bias})
-        each.run()
-        each.close()
+        each.finish()
         known.update({key: done.token_ids for key, done in each.completions.items()})
     drafts = bench.drafts
     assert drafts.drafted > 1.5 * count and 0.2 < drafts.accepted / drafts.drafted < 0.6
@@ -93,8 +92,7 @@ def test_drafts_change_no_more_than_another_batch_size_does(folder, monkeypatch)
         each.run()
         known.update({key: done.token_ids for key, done in plain.completions.items()})
     for i in range(8):
-        alone.submit(f"r{i}", prompt_of(100 + i, i), new, sampling={"temperature": 100.0, "seed": i})
-        alone.run()
+        alone.complete(f"r{i}", prompt_of(100 + i, i), new, sampling={"temperature": 100.0, "seed": i})
     for each in (alone, plain, many, bench):
         each.close()
     assert bench.drafts.accepted > 100

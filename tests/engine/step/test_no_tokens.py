@@ -71,8 +71,7 @@ def test_scores_are_transformers_up_to_the_full_context(model, prompt_of, hf_mod
 def test_scores_equal_those_of_a_request_that_draws_a_token_bit_for_bit(model, prompt_of):
     def scores(max_tokens: int) -> np.ndarray:
         bench = Bench(model, prefill_chunk_tokens=16)
-        bench.submit("a", prompt_of(40), max_tokens, prompt_logprobs=True, prompt_tops=3)
-        bench.run()
+        bench.complete("a", prompt_of(40), max_tokens, prompt_logprobs=True, prompt_tops=3)
         bench.close()
         return bench.done["a"].prompt_logprobs
 
@@ -82,13 +81,11 @@ def test_scores_equal_those_of_a_request_that_draws_a_token_bit_for_bit(model, p
 @pytest.mark.parametrize("length", [8, 9, 21])
 def test_without_scores_it_fills_the_prefix_cache(model, prompt_of, greedy, draws, length):
     bench = Bench(model)
-    bench.submit("warm", prompt_of(length), 0)
-    bench.run()
+    bench.complete("warm", prompt_of(length), 0)
     ended_empty(bench, "warm")
     assert draws == [] and bench.completions["warm", 0].prompt_logprobs is None
     bench.submit("again", prompt_of(length), 0)
-    bench.submit("next", prompt_of(length) + [5, 6], 6)
-    bench.run()
+    bench.complete("next", prompt_of(length) + [5, 6], 6)
     ended_empty(bench, "again")
     assert bench.done["again"].cached_tokens == length - 1
     assert bench.done["next"].cached_tokens == length
@@ -113,8 +110,7 @@ def test_a_group_has_empty_completions_and_one_score(model, prompt_of, hf_models
     bench = Bench(model, max_rows=rows, prefill_chunk_tokens=10)
     sizes = watch_prefills(bench)
     bench.submit("g", prompt_of(33), 0, n=5, prompt_logprobs=True)
-    bench.submit("k", prompt_of(20, 1), 0, n=4, min_complete=2)
-    bench.run()
+    bench.complete("k", prompt_of(20, 1), 0, n=4, min_complete=2)
     ended_empty(bench, "g", 5)
     check_prompt(bench.done["g"].prompt_logprobs, prompt_of(33), hf_models[0])
     reasons = sorted(bench.completions["k", index].finish.reason for index in range(4))
@@ -126,11 +122,9 @@ def test_a_group_has_empty_completions_and_one_score(model, prompt_of, hf_models
 def test_a_session_holds_the_prompt(model, prompt_of, greedy, prefix_cache):
     bench = Bench(model, prefix_cache=prefix_cache)
     prompt, turn = prompt_of(CONTEXT), {"session": ("c", "talk"), "session_lease_s": 60.0}
-    bench.submit("first", prompt, 0, prompt_logprobs=True, **turn)
-    bench.run()
+    bench.complete("first", prompt, 0, prompt_logprobs=True, **turn)
     ended_empty(bench, "first")
-    bench.submit("second", prompt + [7], 8, **turn)
-    bench.run()
+    bench.complete("second", prompt + [7], 8, **turn)
     assert bench.done["second"].cached_tokens == CONTEXT, "all of the prompt"
     assert bench.tokens("second") == greedy(prompt + [7], 8)
 
@@ -140,8 +134,7 @@ def test_a_completion_that_has_its_tokens_is_scored_with_them(model, prompt_of, 
     bench = Bench(model, max_context_tokens=CONTEXT, prefill_chunk_tokens=8)
     prompt, drawn = prompt_of(CONTEXT - 9), prompt_of(9, 1)
     prior = Prior(np.array(drawn, np.int32), 0, 0)
-    bench.submit("a", prompt, 9, prior=prior, prompt_logprobs=True)
-    bench.run()
+    bench.complete("a", prompt, 9, prior=prior, prompt_logprobs=True)
     ended_empty(bench, "a")
     check_prompt(bench.done["a"].prompt_logprobs, prompt, hf_models[0])
     assert draws == []
@@ -154,8 +147,7 @@ def test_it_is_preempted_and_scored_anew(model, prompt_of, hf_models, host_kv_gi
     for name, ticks in (("early", 3), ("late", 8)):
         prompt = prompt_of(60, len(name))
         bench.submit(name, prompt, 0, prompt_logprobs=True)
-        for _ in range(ticks):
-            bench.engine.tick()
+        bench.ticks(ticks)
         (seq,) = bench.engine.roster.prefilling + bench.engine.roster.decoding
         bench.engine.roster.preempt(seq)
         bench.run()
@@ -174,8 +166,7 @@ def test_scores_are_of_one_version_and_say_which(model, other, prompt_of, hf_mod
         kv_on_swap = "recompute" if recompute else "keep"
         bench = Bench(mine, None, mailbox, kv_on_swap=kv_on_swap, prefill_chunk_tokens=8)
         bench.submit("a", prompt_of(60), 0, prompt_logprobs=True)
-        for _ in range(ticks):
-            bench.engine.tick()
+        bench.ticks(ticks)
         mailbox.ready = Update(1, other, mine)
         bench.run()
         ended_empty(bench, "a")
@@ -200,14 +191,12 @@ def test_states_of_linear_attention_go_on_after_the_prompt(stem, tmp_path, promp
     bench = Bench(model, prefill_chunk_tokens=8)
     prompt, turn = [token % model.spec.vocab for token in prompt_of(30)], {"session": ("c", "t")}
     bench.submit("score", prompt, 0, prompt_logprobs=True, n=3)
-    bench.submit("turn", prompt[:21], 0, session_lease_s=60.0, **turn)
-    bench.run()
+    bench.complete("turn", prompt[:21], 0, session_lease_s=60.0, **turn)
     ended_empty(bench, "score", 3)
     assert draws == []
     check_prompt(bench.done["score"].prompt_logprobs, prompt, reference)
     bench.submit("same", prompt, 5)
-    bench.submit("next", prompt[:21] + [3, 4], 5, session_lease_s=60.0, **turn)
-    bench.run()
+    bench.complete("next", prompt[:21] + [3, 4], 5, session_lease_s=60.0, **turn)
     assert bench.done["same"].cached_tokens == 29 and bench.done["next"].cached_tokens == 21
     for name, text in (("same", prompt), ("next", [*prompt[:21], 3, 4])):
         tokens = bench.tokens(name)
@@ -220,8 +209,7 @@ def test_replayed_drafts_of_neighbours_are_as_ever(model, prompt_of, greedy, mon
     bench, _ = drafting(monkeypatch, model, recorded, wrong=0.2, speculation_tokens=4)
     bench.submit("d", prompt_of(9), 40)
     for i in range(6):
-        for _ in range(2):
-            bench.engine.tick()
+        bench.ticks(2)
         bench.submit(f"s{i}", prompt_of(20, i), 0, prompt_logprobs=True)
     bench.run()
     assert bench.tokens("d") == recorded["d", 0]
@@ -244,8 +232,7 @@ def test_a_prompt_whose_pages_run_short_waits_and_is_scored(model, prompt_of, hf
 def test_a_cancel_in_its_middle_leaves_what_was_scored(model, prompt_of, hf_models):
     bench = Bench(model, prefill_chunk_tokens=8)
     bench.submit("a", prompt_of(60), 0, prompt_logprobs=True)
-    for _ in range(4):
-        bench.engine.tick()
+    bench.ticks(4)
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.run()
     done, told = bench.completions["a", 0], bench.done["a"].prompt_logprobs

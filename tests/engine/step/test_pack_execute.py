@@ -68,20 +68,18 @@ def test_an_executor_needs_nothing_but_the_bytes_of_an_upload(model, prompt_of, 
     bench.submit("scored", prompt_of(30, 9), 5, prompt_logprobs=True)
     bench.submit("ranked", prompt_of(30, 8), 5, prompt_logprobs=True, prompt_tops=3)
     named = {"prompt_last": 21, "prompt_chosen": np.arange(42, dtype=np.int32).reshape(21, 2), "prompt_entropy": True}
-    bench.submit("named", prompt_of(30, 7), 0, prompt_logprobs=True, prompt_tops=30, **named)
-    bench.run()
+    bench.complete("named", prompt_of(30, 7), 0, prompt_logprobs=True, prompt_tops=30, **named)
     assert follower.compared > 40 and follower.prefills > 8
     assert (bench.engine.roster.counters.preemptions > 0) == (pages == 40)
     bench.close()
-    other.engine.executor.close()
+    other.close(check=False)
 
 
 def test_a_row_of_a_shared_prompt_takes_the_decode_forward_and_is_set_up_by_its_upload(model, prompt_of):
     bench, forwards = Bench(model), []
     execute = bench.engine.executor.execute
     bench.engine.executor.execute = lambda upload, slot: (forwards.append(upload.header), execute(upload, slot))[1]
-    bench.submit("a", prompt_of(20), 4, n=3, sampling={"temperature": 1.0, "seed": 1})
-    bench.run()
+    bench.complete("a", prompt_of(20), 4, n=3, sampling={"temperature": 1.0, "seed": 1})
     assert [bool(header.layout) for header in forwards][:1] == [True], "the leader prefills the prompt"
     (shared,) = [header for header in forwards if "init_ints" in header.sections and not header.layout]
     assert shared.rows == 2 and {"known", "copies"} <= shared.sections.keys()

@@ -85,8 +85,7 @@ def test_a_group_shares_the_experts_of_its_prompt(family):
     model, hf_model = family
     bench = Bench(model, prefill_chunk_tokens=16, routing=True, prefix_cache=False)
     prompt = prompt_of(39, 3)
-    bench.submit("g", prompt, 20, n=3, routing_from=0, sampling={"temperature": 1.0, "seed": 5})
-    bench.run()
+    bench.complete("g", prompt, 20, n=3, routing_from=0, sampling={"temperature": 1.0, "seed": 5})
     for index in range(3):
         assert_routed(hf_model, prompt, bench.tokens("g", index), routing_of(bench, "g", index), 0)
     assert len({tuple(bench.tokens("g", index)) for index in range(3)}) > 1
@@ -97,11 +96,9 @@ def test_a_prefix_hit_has_the_experts_of_the_cached_tokens(family):
     model, hf_model = family
     bench = Bench(model, routing=True)
     prompt = prompt_of(40, 4)
-    bench.submit("first", prompt, 12)
-    bench.run()
+    bench.complete("first", prompt, 12)
     longer = prompt + bench.tokens("first")[:8] + prompt_of(5, 9)
-    bench.submit("second", longer, 10, routing_from=0)
-    bench.run()
+    bench.complete("second", longer, 10, routing_from=0)
     assert bench.done["second"].cached_tokens >= 44
     assert_routed(hf_model, longer, bench.tokens("second"), routing_of(bench, "second"), 0)
 
@@ -112,8 +109,7 @@ def test_a_turn_has_the_experts_of_the_turns_before(family):
     bench = Bench(model, routing=True, prefix_cache=False)
     session, prompt = ("c", "talk"), prompt_of(21, 4)
     for turn in range(3):
-        bench.submit(f"t{turn}", prompt, 14, routing_from=0, session=session, session_lease_s=60.0)
-        bench.run()
+        bench.complete(f"t{turn}", prompt, 14, routing_from=0, session=session, session_lease_s=60.0)
         tokens = bench.tokens(f"t{turn}")
         assert (bench.done[f"t{turn}"].cached_tokens > 0) == (turn > 0), "only the session can have it"
         assert_routed(hf_model, prompt, tokens, routing_of(bench, f"t{turn}"), 0)
@@ -146,8 +142,7 @@ def test_pages_that_came_back_from_the_host_have_their_experts_for_others_too(fa
     bench.run()
     assert bench.done["r5"].preemptions > 0 and bench.status().offload.bytes_in > 0
     longer = prompts[5] + bench.tokens("r5")[:40]
-    bench.submit("again", longer, 10, routing_from=0)
-    bench.run()
+    bench.complete("again", longer, 10, routing_from=0)
     assert bench.done["again"].cached_tokens == 48
     assert_routed(hf_model, longer, bench.tokens("again"), routing_of(bench, "again"), 0)
 
@@ -157,8 +152,7 @@ def test_an_evicted_page_is_not_read_for_another_prompt(family):
     bench = Bench(model, kv_pages=20, routing=True)
     for salt in range(6):
         prompt = prompt_of(30, salt % 4)
-        bench.submit(f"r{salt}", prompt, 12, routing_from=0)
-        bench.run()
+        bench.complete(f"r{salt}", prompt, 12, routing_from=0)
         assert_routed(hf_model, prompt, bench.tokens(f"r{salt}"), routing_of(bench, f"r{salt}"), 0)
 
 
@@ -166,13 +160,11 @@ def test_a_continued_completion_tells_from_where_it_is_asked_to(family):
     model, hf_model = family
     bench = Bench(model, routing=True)
     prompt = prompt_of(20, 5)
-    bench.submit("a", prompt, 30)
-    bench.run()
+    bench.complete("a", prompt, 30)
     tokens = bench.tokens("a")
     for first in (0, 20, 20 + 9):
         prior = Prior(np.array(tokens[:10], np.int32))
-        bench.submit(f"b{first}", prompt, 30, prior=prior, routing_from=first)
-        bench.run()
+        bench.complete(f"b{first}", prompt, 30, prior=prior, routing_from=first)
         assert tokens[10:] == bench.tokens(f"b{first}")
         assert_routed(hf_model, prompt, tokens, routing_of(bench, f"b{first}"), first)
 
@@ -186,8 +178,7 @@ def test_entries_are_of_the_forwards_that_made_the_tokens(moe, checkpoints, kv_o
     bench = Bench(model, receiver=mailbox, kv_on_swap=kv_on_swap, routing=True)
     prompt = prompt_of(25, 6)
     bench.submit("a", prompt, 40, routing_from=0)
-    for _ in range(15):
-        bench.engine.tick()
+    bench.ticks(15)
     mailbox.ready = Update(1, load(folder), model)
     bench.run()
     done = bench.completions["a", 0]
@@ -210,8 +201,7 @@ def test_kv_that_was_recomputed_before_the_first_token_is_reported_as_recomputed
     bench = Bench(model, receiver=mailbox, kv_on_swap="recompute", prefill_chunk_tokens=8, routing=True)
     prompt = prompt_of(60, 7)
     bench.submit("a", prompt, 10, routing_from=0)
-    for _ in range(4):
-        bench.engine.tick()
+    bench.ticks(4)
     mailbox.ready = Update(1, load(folder), model)
     bench.run()
     done = bench.completions["a", 0]
@@ -226,8 +216,7 @@ def test_a_rescued_completion_has_the_experts_of_its_tokens(family, pages):
     prompts = {f"r{i}": prompt_of(20 + i, i) for i in range(4)}
     for name, prompt in prompts.items():
         bench.submit(name, prompt, 90, routing_from=0)
-    for _ in range(60):
-        bench.engine.tick()
+    bench.ticks(60)
     assert (bench.engine.roster.counters.preemptions > 0) == (pages == 40)
     bench.emit(bench.engine.roster.rescue("a fault"))
     for name, prompt in prompts.items():
@@ -246,8 +235,7 @@ def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
     bench = Bench(model, routing=True)
     prompt = prompt_of(20, 1)
     bench.submit("a", prompt, 30, routing_from=0, prompt_logprobs=True)
-    for _ in range(12):
-        bench.engine.tick()
+    bench.ticks(12)
     roster = bench.engine.roster
     (seq,) = roster.decoding
     known, seq.group.prompt_scores = seq.group.prompt_scores, Full()
@@ -277,14 +265,12 @@ def test_a_rebuilt_engine_reports_its_own_choice_of_experts(family):
     bench = Bench(model, routing=True)
     prompt = prompt_of(30, 2)
     bench.submit("a", prompt, 60, routing_from=0)
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     fail_a_step(bench)
     done = bench.completions["a", 0]
     assert_routed(hf_model, prompt, done.token_ids, routing_of(bench, "a"), 0)
     rebuild_engine(bench.engine, bench.settings)
-    bench.submit("b", prompt, 20, routing_from=0)
-    bench.run()
+    bench.complete("b", prompt, 20, routing_from=0)
     assert_routed(hf_model, prompt, bench.tokens("b"), routing_of(bench, "b"), 0)
 
 
@@ -292,8 +278,7 @@ def test_a_completion_without_a_token_has_no_entries(family):
     model, _ = family
     bench = Bench(model, prefill_chunk_tokens=8, routing=True)
     bench.submit("a", prompt_of(60, 1), 5, routing_from=0)
-    for _ in range(3):
-        bench.engine.tick()
+    bench.ticks(3)
     bench.engine.roster.end(("c", "a"), "cancelled")
     bench.run()
     assert bench.tokens("a") == [] and len(routing_of(bench, "a")) == 0
@@ -307,8 +292,7 @@ def test_a_prompt_that_is_scored_without_a_token_has_the_entries_before_its_last
     bench.submit("none", prompt, 0, routing_from=len(prompt))
     bench.submit("one", prompt[:1], 0, routing_from=0)
     prior = Prior(np.array(prompt_of(5, 2), np.int32))
-    bench.submit("known", prompt, 5, routing_from=0, prior=prior)
-    bench.run()
+    bench.complete("known", prompt, 5, routing_from=0, prior=prior)
     assert_routed(hf_model, prompt, [], routing_of(bench, "all"), 0)
     assert_routed(hf_model, prompt, prompt_of(5, 2), routing_of(bench, "known"), 0)
     assert len(routing_of(bench, "none")) == len(routing_of(bench, "one")) == 0
@@ -318,8 +302,7 @@ def test_without_the_setting_nothing_is_recorded(family):
     model, _ = family
     bench = Bench(model)
     assert find_feature(bench.engine.roster.features, RoutingFeature) is None
-    bench.submit("a", prompt_of(9, 0), 5)
-    bench.run()
+    bench.complete("a", prompt_of(9, 0), 5)
     assert bench.completions["a", 0].routing == []
 
 
@@ -333,8 +316,7 @@ def test_more_than_256_experts_are_reported_in_16_bits(tmp_path):
     hf_model = make_checkpoint("qwen3_moe", tmp_path, num_experts=300, moe_intermediate_size=4)
     bench = Bench(load(tmp_path), routing=True)
     prompt = prompt_of(50, 2)
-    bench.submit("a", prompt, 20, routing_from=0)
-    bench.run()
+    bench.complete("a", prompt, 20, routing_from=0)
     routing = routing_of(bench, "a")
     assert routing.dtype == np.uint16 and routing.max() > 255
     chosen = router_logits(hf_model, prompt + bench.tokens("a")).topk(3).indices.numpy()

@@ -78,8 +78,7 @@ def test_records_of_chunks_groups_and_preempted_rows(family: tuple[Any, Any]) ->
     prompts = {f"r{i}": prompt_of(length, i) for i, length in enumerate((3, 50, 17, 31, 8))}
     for i, (name, prompt) in enumerate(prompts.items()):
         bench.submit(name, prompt, 40, n=2 if i == 1 else 1, routing_from=0, stream_every=7 * (i % 2))
-        for _ in range(3):
-            bench.engine.tick()
+        bench.ticks(3)
     bench.run()
     assert bench.engine.roster.counters.preemptions > 0
     for name, prompt in prompts.items():
@@ -94,8 +93,7 @@ def test_records_of_tokens_that_were_known_before(family: tuple[Any, Any]) -> No
     bench = Bench(model, routing=True, prefill_chunk_tokens=16)
     base = prompt_of(38, 3)
     for name, prompt, n in (("first", base, 3), ("equal", base, 1), ("longer", base + prompt_of(9, 4), 1)):
-        bench.submit(name, prompt, 12, n=n, routing_from=0)
-        bench.run()
+        bench.complete(name, prompt, 12, n=n, routing_from=0)
         for index in range(n):
             agrees(model, hf_model, prompt, bench.tokens(name, index), routing_of(bench, name, index))
         assert (bench.done[name].cached_tokens > 30) == (name != "first")

@@ -110,8 +110,7 @@ def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model
     execute = bench.engine.executor.execute
     bench.engine.executor.execute = lambda upload, slot: (told.append(upload.header), execute(upload, slot))
     for name, k in (("plain", None), ("ranks", 0), ("tops", 2)):
-        bench.submit(name, prompt_of(9), 2, prompt_logprobs=True, prompt_tops=k)
-        bench.run()
+        bench.complete(name, prompt_of(9), 2, prompt_logprobs=True, prompt_tops=k)
     asked = [(scoring.ranked, scoring.tops) for header in told if (scoring := asked_scores(header).narrow).scored]
     assert asked == [(False, 0), (True, 0), (True, 20)]
 
@@ -189,8 +188,7 @@ def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, pro
     bench = Bench(model, prefill_chunk_tokens=8)
     prompt = prompt_of(60)
     bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_tops=3)
-    for _ in range(4):
-        bench.engine.tick()
+    bench.ticks(4)
     (seq,) = bench.engine.roster.prefilling
     assert 0 < seq.kv.length < 60 and seq.scores_prompt
     bench.engine.roster.preempt(seq)
@@ -203,13 +201,10 @@ def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, pro
 def test_a_prompt_that_is_scored_takes_no_cached_page_but_leaves_its_own(model, prompt_of, hf_models, greedy):
     bench = Bench(model)
     prompt = prompt_of(50)
-    bench.submit("a", prompt, 8)
-    bench.run()
-    bench.submit("b", prompt, 8, prompt_logprobs=True, top_logprobs=2)
-    bench.run()
+    bench.complete("a", prompt, 8)
+    bench.complete("b", prompt, 8, prompt_logprobs=True, top_logprobs=2)
     bench.submit("c", prompt[:41], 8, prompt_logprobs=True)
-    bench.submit("d", prompt, 8)
-    bench.run()
+    bench.complete("d", prompt, 8)
     cached = {name: bench.done[name].cached_tokens for name in "abcd"}
     assert cached == {"a": 0, "b": 0, "c": 0, "d": 49}
     check_prompt(bench.completions["b", 0].prompt_logprobs, prompt, hf_models[0])
@@ -222,10 +217,9 @@ def test_a_turn_that_scores_its_prompt_takes_nothing_from_its_session(model, pro
     bench = Bench(model, prefix_cache=False)
     prompt, cached = prompt_of(30), []
     for name, scored in (("first", False), ("second", True), ("third", False)):
-        bench.submit(
+        bench.complete(
             name, prompt, 10, session=("c", "talk"), session_lease_s=60.0, prompt_logprobs=scored, top_logprobs=2
         )
-        bench.run()
         cached.append(bench.done[name].cached_tokens)
         check_tops(bench.completions[name, 0], prompt, 2, hf_models[0])
         if scored:
@@ -237,10 +231,8 @@ def test_a_turn_that_scores_its_prompt_takes_nothing_from_its_session(model, pro
 
 def test_pages_of_a_scored_prompt_are_found_by_others(model, prompt_of):
     bench = Bench(model)
-    bench.submit("a", prompt_of(50), 8, prompt_logprobs=True)
-    bench.run()
-    bench.submit("b", prompt_of(50), 8)
-    bench.run()
+    bench.complete("a", prompt_of(50), 8, prompt_logprobs=True)
+    bench.complete("b", prompt_of(50), 8)
     assert bench.done["b"].cached_tokens == 49
 
 
@@ -252,8 +244,7 @@ def test_a_group_scores_its_prompt_once(model, prompt_of, hf_models):
         scored.extend(span.prompt.scored for span in plan.spans if span.prompt is not None),
         launched(plan),
     )
-    bench.submit("g", prompt, 14, n=5, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
-    bench.run()
+    bench.complete("g", prompt, 14, n=5, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
     assert sum(scored) == 32
     for index in range(5):
         done = bench.completions["g", index]
@@ -267,8 +258,7 @@ def test_who_prefills_after_a_leader_that_ended_scores_the_prompt(model, prompt_
     bench = Bench(model, prefill_chunk_tokens=8)
     prompt = prompt_of(40)
     bench.submit("g", prompt, 9, n=n, sampling=SAMPLED, prompt_logprobs=True, top_logprobs=2)
-    for _ in range(3):
-        bench.engine.tick()
+    bench.ticks(3)
     assert 0 < bench.engine.roster.prefilling[0].kv.length < 40
     bench.engine.inbox.put(StopAt(("c", "g"), 0, 0, "x"))
     bench.run()
@@ -282,15 +272,13 @@ def test_who_prefills_after_a_leader_that_ended_scores_the_prompt(model, prompt_
 def test_continued_completions_tell_of_new_tokens_and_of_the_prompt_alone(model, prompt_of, hf_models):
     bench = Bench(model, prefill_chunk_tokens=8)
     prompt = prompt_of(19)
-    bench.submit("whole", prompt, 40, sampling=SAMPLED, top_logprobs=4, stream_every=5)
-    bench.run()
+    bench.complete("whole", prompt, 40, sampling=SAMPLED, top_logprobs=4, stream_every=5)
     whole = bench.completions["whole", 0]
     assert whole.deltas > 5 and not whole.drawn_logprobs, "telling more changes no draw"
     check_tops(whole, prompt, 4, hf_models[0])
     prior = Prior(np.array(whole.token_ids[:15], dtype=np.int32))
     sampling = {**SAMPLED, "seed": whole.seed}
-    bench.submit("rest", prompt, 40, sampling=sampling, prior=prior, top_logprobs=4, prompt_logprobs=True)
-    bench.run()
+    bench.complete("rest", prompt, 40, sampling=sampling, prior=prior, top_logprobs=4, prompt_logprobs=True)
     rest = bench.completions["rest", 0]
     assert rest.token_ids == whole.token_ids[15:] and rest.top_ids == whole.top_ids[15:]
     check_prompt(rest.prompt_logprobs, prompt, hf_models[0])
@@ -301,8 +289,7 @@ def test_tops_of_constrained_rows_are_the_models_own(model, prompt_of, hf_models
     stop = {"token_ids": (5,)}
     allowed = AllowList((5, 11, 12), VOCAB)
     bench.submit("a", prompt_of(12), 20, sampling=SAMPLED, constraint=allowed, stop=stop, top_logprobs=5)
-    bench.submit("b", prompt_of(30, 1), 20, sampling=SAMPLED, top_logprobs=2)
-    bench.run()
+    bench.complete("b", prompt_of(30, 1), 20, sampling=SAMPLED, top_logprobs=2)
     done = bench.completions["a", 0]
     assert set(done.token_ids) <= {5, 11, 12}
     assert not {token for row in done.top_ids for token in row} <= {5, 11, 12}
@@ -332,8 +319,7 @@ def test_prompt_logprobs_are_of_the_version_of_the_first_token(model, other, pro
     bench = Bench(model, None, mailbox, kv_on_swap=kv_on_swap, prefill_chunk_tokens=8)
     prompt = prompt_of(60)
     bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_tops=3)
-    for _ in range(4):
-        bench.engine.tick()
+    bench.ticks(4)
     assert 0 < bench.engine.roster.prefilling[0].kv.length < 60
     mailbox.ready = Update(1, other, model)
     bench.run()
@@ -361,8 +347,7 @@ def test_a_prompt_that_is_scored_again_and_not_to_the_end_tells_of_one_version(m
     bench = Bench(model, None, mailbox, prefill_chunk_tokens=8)
     prompt = prompt_of(60)
     bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_tops=2)
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     before = bench.engine.roster.prefilling[0].kv.length
     mailbox.ready = Update(1, other, model)
     while not (running := bench.engine.roster.prefilling) or not 16 <= running[0].kv.length < before:
@@ -401,8 +386,7 @@ def test_completions_that_end_early_have_as_many_tops_as_tokens(model, prompt_of
     first = greedy(prompt, 12).index(stop)
     bench.submit("a", prompt, 40, stop={"token_ids": (stop,)}, top_logprobs=3)
     bench.submit("b", prompt_of(9, 2), 40, top_logprobs=2, sampling=SAMPLED)
-    for _ in range(8):
-        bench.engine.tick()
+    bench.ticks(8)
     bench.engine.inbox.put(Cancel(("c", "b")))
     bench.run()
     for name in ("a", "b"):
@@ -427,8 +411,7 @@ def test_a_completion_that_has_ended_keeps_no_tops_while_its_group_goes_on(model
 def test_logits_that_are_not_finite_leave_whole_tops(model, prompt_of):
     bench = Bench(model)
     bench.submit("a", prompt_of(9), 50, sampling={"temperature": 1.0, "seed": 1}, top_logprobs=3)
-    for _ in range(6):
-        bench.engine.tick()
+    bench.ticks(6)
     bench.engine.executor.compute.run(lambda: model.norm.weight.fill_(float("nan")))
     bench.run()
     done = bench.completions["a", 0]
@@ -440,8 +423,7 @@ def test_after_a_fault_tokens_are_handed_back_with_their_tops(model, prompt_of, 
     bench = Bench(model)
     prompt = prompt_of(21)
     bench.submit("a", prompt, 50, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
-    for _ in range(9):
-        bench.engine.tick()
+    bench.ticks(9)
     seq = bench.engine.roster.decoding[0]
     seq.drawn.tops.add(np.zeros(3, np.int32), np.zeros(3, np.float32))  # of a token that was not taken any more
     bench.engine.fail("broken")
@@ -459,12 +441,10 @@ def test_steps_without_scores_have_one_upload_and_one_download(model, prompt_of)
     d2h.run = lambda work: (downloads.append(work), run(work))
     steps, launched = [], bench.engine.scheduler.launched
     bench.engine.scheduler.launched = lambda plan: (steps.append(plan), launched(plan))
-    bench.submit("plain", prompt_of(20), 10)
-    bench.run()
+    bench.complete("plain", prompt_of(20), 10)
     assert len(downloads) == len(steps) > 5
     bench.submit("asks", prompt_of(30, 1), 4, top_logprobs=1)
-    bench.submit("plain again", prompt_of(20, 2), 30)
-    bench.run()
+    bench.complete("plain again", prompt_of(20, 2), 30)
     assert len(downloads) == len(steps) + 4, "one more for each step of the row that asks"
 
 

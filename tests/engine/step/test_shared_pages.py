@@ -106,8 +106,7 @@ def test_segments_stay_true_under_preemption_ends_and_arrivals(model, prompt_of,
     for i in range(24):
         ids = [*rng.choice(stems), *prompt_of(rng.randint(1, 12), i)]
         bench.submit(f"r{i}", ids, rng.randint(2, 40), n=rng.choice([1, 1, 3]))
-        for _ in range(rng.randint(0, 6)):
-            bench.engine.tick()
+        bench.ticks(rng.randint(0, 6))
     bench.run()
     assert seen.shared > 100
     bench.engine.check_integrity()
@@ -115,8 +114,7 @@ def test_segments_stay_true_under_preemption_ends_and_arrivals(model, prompt_of,
 
 def test_small_savings_are_not_worth_it(model, prompt_of, seen):
     bench = seen.watch(Bench(model, max_rows=8, **(ANY | {"shared_saved_bytes": 1 << 40})))
-    bench.submit("a", prompt_of(33, 1), 24, n=4)
-    bench.run()
+    bench.complete("a", prompt_of(33, 1), 24, n=4)
     assert seen.steps > 20 and seen.shared == 0
 
 

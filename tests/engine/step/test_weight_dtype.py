@@ -57,11 +57,9 @@ def run(model, prompt_of, receiver=None, swap=None, **engine):
     for i in range(4):
         bench.submit(f"r{i}", [t % 71 for t in prompt_of(5 + 9 * i, i)], 40, sampling={"temperature": 1.0, "seed": i})
     if swap is not None:
-        for _ in range(15):
-            bench.engine.tick()
+        bench.ticks(15)
         receiver.ready = swap
-    bench.run()
-    bench.close()
+    bench.finish()
     return [(bench.tokens(f"r{i}"), bench.completions[f"r{i}", 0].raw_logprobs) for i in range(4)]
 
 
@@ -92,8 +90,7 @@ def test_a_prompt_after_a_swap_is_that_of_a_fresh_engine(format, kv_dtype, folde
     bench, fresh = Bench(model, receiver=mailbox, **engine), Bench(load(folders[1], format), **engine)
 
     def ask(where, name):
-        where.submit(name, prompt, 12, sampling={"temperature": 1.0, "seed": 5})
-        where.run()
+        where.complete(name, prompt, 12, sampling={"temperature": 1.0, "seed": 5})
         return where.tokens(name), where.completions[name, 0].raw_logprobs
 
     before = ask(bench, "before")
@@ -166,8 +163,7 @@ def test_on_a_gpu_captured_steps_read_the_codes_and_see_new_ones(format, tmp_pat
         differences = []
         for i in range(6):
             prompt = [t % 71 for t in prompt_of(5 + 37 * i, i)]
-            bench.submit(f"r{i}", prompt, 60, sampling={"temperature": 1.0, "seed": i})
-            bench.run()
+            bench.complete(f"r{i}", prompt, 60, sampling={"temperature": 1.0, "seed": i})
             done = bench.completions[f"r{i}", 0]
             logits = whole(exact, prompt + done.token_ids)[len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
@@ -179,8 +175,7 @@ def test_on_a_gpu_captured_steps_read_the_codes_and_see_new_ones(format, tmp_pat
     settings = {"weight_dtype": format, "kv_on_swap": "recompute"}
     bench = Bench(model, make_device("cuda"), receiver=mailbox, page_size=16, **settings)
     bench.submit("a", [1, 2, 3], 40)
-    for _ in range(10):
-        bench.engine.tick()
+    bench.ticks(10)
     mailbox.ready = Arriving(1, load(tmp_path / "new", dtype="bfloat16"), model)
     bench.run()
     fresh = load(tmp_path / "new", format, "bfloat16", "cuda")
@@ -188,8 +183,7 @@ def test_on_a_gpu_captured_steps_read_the_codes_and_see_new_ones(format, tmp_pat
         assert torch.equal(mine, theirs)
     k = bench.completions["a", 0].versions.index(1)
     after = Bench(fresh, make_device("cuda"), page_size=16, **settings)
-    after.submit("b", [1, 2, 3] + bench.tokens("a")[:k], 40 - k)
-    after.run()
+    after.complete("b", [1, 2, 3] + bench.tokens("a")[:k], 40 - k)
     assert after.tokens("b")[:3] == bench.tokens("a")[k : k + 3]
     bench.close(), after.close()
 

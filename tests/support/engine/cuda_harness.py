@@ -43,8 +43,7 @@ def make_fused_checkpoint(folder: Path) -> Path:
 
 def assert_steady(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that decode cost no allocation and no synchronisation but one event a step; then run to the end."""
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     monkeypatch.setattr(_CudaClock, "_RENEW_MS", 0.5)  # every few steps instead of every few thousand
     with no_allocation():
         tick_without_waiting(bench)
@@ -53,12 +52,10 @@ def assert_steady(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_one_launch_a_step(bench: Bench, steps: int = 32) -> None:
     """Of rows that decode a step is one graph launch, one copy to the device and one from it, and nothing else."""
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profiler:
-        for _ in range(steps):
-            bench.engine.tick()
+        bench.ticks(steps)
         torch.cuda.synchronize()
     calls = Counter(event.name for event in profiler.events())
     assert calls["cudaGraphLaunch"] == steps, calls
@@ -71,8 +68,7 @@ def assert_one_launch_a_step(bench: Bench, steps: int = 32) -> None:
 def tick_without_waiting(bench: Bench) -> None:
     """100 steps, and an error if one of them waits for the device other than by its event."""
     with no_waiting():
-        for _ in range(100):
-            bench.engine.tick()
+        bench.ticks(100)
 
 
 @contextmanager

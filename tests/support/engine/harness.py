@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -134,6 +134,21 @@ class Bench:
                 return
             self.engine.tick()
         raise AssertionError(f"the engine is still busy after {ticks} ticks")
+
+    def complete(self, name: str, prompt: Iterable[int], max_tokens: int = 16, **fields) -> None:
+        """Submit a request, and tick until nothing is left to do."""
+        self.submit(name, prompt, max_tokens, **fields)
+        self.run()
+
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.tick()
+
+    def finish(self) -> Self:
+        """Tick until nothing is left to do, then close."""
+        self.run()
+        self.close()
+        return self
 
     def status(self) -> EngineStatus:
         return Inspector(self.engine).status()

@@ -68,8 +68,7 @@ def main(checkpoint: Path) -> None:
     reference.change_logits = watched
     bench = Bench(load(checkpoint))
     bench.submit("with", [1, 2, 3], 4, sampling=sampling.rules)
-    bench.submit("without", [4, 5, 6], 4, sampling={})
-    bench.run()
+    bench.complete("without", [4, 5, 6], 4, sampling={})
     column = FIRST_FLOAT_RULE + [rule.name for rule in FLOAT_RULES].index("floor_penalty")
     values = set(bench.engine.executor.step.rows.floats[1:, column].tolist())
     if {2.5, -5.0} <= values:

@@ -47,8 +47,7 @@ def assert_as_if_undisturbed(bench: Bench, model, prompt_of) -> None:
     if not _undisturbed:
         roomy = Bench(model, kv_pages=600)
         submit_six(roomy, prompt_of)
-        roomy.run()
-        roomy.close()
+        roomy.finish()
         _undisturbed.update({name: completion for (name, _), completion in roomy.completions.items()})
     for i in range(6):
         mine, theirs = bench.completions[f"r{i}", 0], _undisturbed[f"r{i}"]

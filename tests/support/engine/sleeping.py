@@ -79,10 +79,6 @@ class Sleeping(Bench):
     def wake(self) -> Done | Failed:
         return self.obeyed(self.order(WakeUp))
 
-    def ticks(self, count: int) -> None:
-        for _ in range(count):
-            self.engine.tick()
-
 
 def submit_some(bench: Sleeping, prompt_of) -> None:
     """Completions of each kind, more than there are rows."""

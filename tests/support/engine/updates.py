@@ -45,8 +45,7 @@ class Mailbox:
 
 
 def swap_in_the_middle(bench: Bench, mailbox: Mailbox, update: Update, ticks: int) -> None:
-    for _ in range(ticks):
-        bench.engine.tick()
+    bench.ticks(ticks)
     mailbox.ready = update
     bench.run()
 
@@ -62,8 +61,7 @@ def beside_a_fresh_engine(
     swap_in_the_middle(bench, mailbox, update, ticks=20)
     swapped = boundary(bench, "a")
     fresh = fresh_bench()
-    fresh.submit("b", prompt + bench.tokens("a")[:swapped], 50 - swapped)
-    fresh.run()
+    fresh.complete("b", prompt + bench.tokens("a")[:swapped], 50 - swapped)
     bench.close(), fresh.close()
     return bench.tokens("a")[swapped:], fresh.tokens("b")
 

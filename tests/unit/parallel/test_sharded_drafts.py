@@ -64,8 +64,7 @@ def complete(folder: Path, group: TensorGroup | None, drafts: bool = True) -> Fo
         prompt = torch.randint(0, loaded.spec.vocab, (9 + 10 * number,), generator=generator).tolist()
         sampling = {"temperature": 0.0, **options.get("sampling", {}), "seed": number}
         bench.submit(name, prompt, 14, **{**options, "sampling": sampling})
-    bench.run()
-    bench.close()
+    bench.finish()
     done = {name: bench.completions[name, 0] for name in REQUESTS}
     return {
         "tokens": {name: one.token_ids for name, one in done.items()},

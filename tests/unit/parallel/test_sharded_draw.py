@@ -133,8 +133,7 @@ def _complete(folder: Path, group: TensorGroup | None) -> Completed:
     for number, (name, options) in enumerate(REQUESTS.items()):
         prompt = torch.randint(0, 97, (9 + 30 * number,), generator=torch.Generator().manual_seed(number)).tolist()
         bench.submit(name, prompt, 24, **options)
-    bench.run()
-    bench.close()
+    bench.finish()
     return {
         name: {
             "tokens": found.token_ids,
