@@ -1,8 +1,6 @@
 """A draft model changes no completion, drafts what its reference says, and its drafts are verified without a wait."""
 
 import functools
-import random
-import threading
 
 import pytest
 import torch
@@ -13,33 +11,21 @@ from rollout.engine.features.drafts import verify
 from rollout.engine.features.drafts.drafter import DraftAfter
 from rollout.engine.features.drafts.model_drafter import DRAFT, READ
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages.to_engine import Cancel, StopAt
 from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from rollout.engine.step.sampler import Sampler
 from tests.engine.step.test_verify import accept_by_kernel, set_up_by_kernel
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import (
-    BAD,
-    FragileCycle,
-    adapted,
     assert_same,
-    random_work,
     recorded,
-    run_work,
     submit_all,
-    submit_constrained,
-    submit_free,
     submit_six,
 )
-from tests.support.engine.adapted import make_adapters
-from tests.support.engine.constraints import SIZE, Cycle, X, Y, only_hangs_are_late
 from tests.support.engine.drafting import drafter_of, drafting, fixed_costs, replayed_drafts, row_by_row, watch_drafts
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of, watch_plans
-from tests.support.engine.offloading import PAGE
-from tests.support.engine.replay import replayed
 from tests.support.engine.sleeping import Sleeping, outcome, submit_some
-from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
+from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
 from tests.support.models.draft_heads import head_config, head_forward, head_logits, random_head, save_head
 from tests.support.models.every_family import EVERY_FAMILY
@@ -347,129 +333,6 @@ def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted, monkey
     assert len(checked) > 60
 
 
-@pytest.mark.parametrize(("host_pages", "wrong"), [(0, 0.0), (512, 0.3)])
-def test_preempted_rows_come_back_as_they_were(folders, drafted, monkeypatch, host_pages, wrong):
-    plain = Bench(load(folders[0]), kv_pages=600)
-    submit_six(plain)
-    plain.run()
-    replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
-    page_bytes = drafted.spec.kv_bytes_per_token(drafted.embed.dtype) * PAGE
-    fields = {"kv_pages": 40, "page_size": PAGE, "host_kv_gib": host_pages * page_bytes / 2**30}
-    bench = Bench(drafted, **HEADS, **fields)
-    submit_six(bench)
-    run_watched(bench)
-    bench.close()
-    assert bench.engine.roster.counters.preemptions > 0 and bench.drafts.accepted > 100
-    assert_same(bench, plain)
-
-
-@pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
-def test_a_swap_between_verify_steps(folders, hf_models, drafted, monkeypatch, kv_on_swap):
-    old = Bench(load(folders[0]))
-    for i in range(3):
-        old.submit(f"r{i}", prompt_of(8 + i, i), 50, sampling={"temperature": 0.0, "seed": i})
-    old.run()
-    replayed_drafts(monkeypatch, completions_by_seed(old), 0.2)
-    mailbox = Mailbox()
-    bench = Bench(drafted, receiver=mailbox, kv_on_swap=kv_on_swap, recompute_fraction=1.0, **HEADS)
-    for i in range(3):
-        bench.submit(f"r{i}", prompt_of(8 + i, i), 50, sampling={"temperature": 0.0, "seed": i})
-    swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), drafted), 7)
-    assert bench.drafts.accepted > 5
-    for i in range(3):
-        done = bench.completions[f"r{i}", 0]
-        assert set(done.versions) == {0, 1} and done.versions == sorted(done.versions)
-        assert done.token_ids == replayed(hf_models, prompt_of(8 + i, i), done)
-
-
-@pytest.mark.parametrize("seed", [0, *nightly(1)])
-def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(folders, drafted, monkeypatch, seed):
-    six = Bench(load(folders[0]), kv_pages=600)
-    submit_six(six)
-    six.run()
-    replayed_drafts(monkeypatch, completions_by_seed(six), 0.2)
-    bench, rng = Bench(drafted, **HEADS, kv_pages=60), random.Random(seed)
-    submit_six(bench)
-    for i in range(6):
-        bench.ticks(rng.randint(1, 5))
-        key = ("c", f"r{i}")
-        bench.engine.inbox.put(Cancel(key) if i % 2 else StopAt(key, 0, 3, "end"))
-    run_watched(bench)
-    for (name, index), completion in bench.completions.items():
-        assert completion.token_ids == six.tokens(name, index)[: len(completion.token_ids)]
-
-
-def test_rows_with_adapters_and_turns_of_known_prompts_draft_too(folders, drafted, hf_models, tmp_path_factory):
-
-    adapters, slots = (
-        make_adapters(hf_models[0], folders[0], tmp_path_factory),
-        {"adapter_slots": 2, "adapter_rank": 16},
-    )
-    plain = adapted(Bench(load(folders[0]), max_rows=16, **slots), adapters)
-    plain.run()
-    bench = adapted(Bench(drafted, max_rows=16, **slots, **HEADS), adapters)
-    run_watched(bench)
-    assert_same(bench, plain)
-    for each in (plain, bench):
-        submit_free(each)  # the prefix cache holds KV of the first ones
-        each.complete("again", prompt_of(9, 20) + each.tokens("stops", 0), 12, sampling=SAMPLED)
-        each.close()
-    assert_same(bench, plain)
-    assert bench.drafts.drafted > 300
-
-
-@pytest.mark.parametrize("depth", [2, *nightly(1)])
-def test_rows_with_a_constraint_draft_too(folders, drafted, monkeypatch, depth):
-    """Masks follow right drafts, so steps are saved; wrong ones and those that no mask allows are refused."""
-    plain = Bench(load(folders[0]))
-    submit_constrained(plain)
-    plain.complete("a", prompt_of(9), 61, sampling={**SAMPLED, "seed": 70}, constraint=Cycle([X, Y, SIZE]))
-    plain.close()
-    right = completions_by_seed(plain)
-    for wrong in (0.0, 0.3):
-        with monkeypatch.context() as patched:
-            replayed_drafts(patched, right, wrong)
-            bench = Bench(drafted, **HEADS, pipeline_depth=depth)
-            bench.submit("a", prompt_of(9), 61, sampling={**SAMPLED, "seed": 70}, constraint=Cycle([X, Y, SIZE]))
-            run_watched(bench)
-            assert bench.tokens("a") == plain.tokens("a")
-            assert wrong or bench.engine.roster.counters.decode_rows == 15
-            submit_constrained(bench)
-            run_watched(bench)
-            bench.close()
-            assert_same(bench, plain)
-            drafts = bench.drafts
-            assert drafts.accepted > 100 and (not wrong or drafts.accepted < drafts.drafted)
-
-
-@pytest.mark.parametrize("how", ["raise", *nightly("nothing", "hang")])
-def test_a_constraint_that_fails_along_drafts_changes_no_completion(folders, drafted, monkeypatch, how):
-    fields = {"mask_s": 0.4} if how == "hang" else {}
-
-    def run(bench: Bench, how: str) -> Bench:
-        only_hangs_are_late(bench)
-        constraint = FragileCycle(how)
-        timer = threading.Timer(100, constraint.let_go.set)
-        timer.start()
-        for i in range(1 if how == "hang" else 4):
-            bench.submit(f"r{i}", prompt_of(9, i), 60, sampling={**SAMPLED, "seed": i}, constraint=constraint)
-        bench.run()
-        timer.cancel()
-        constraint.let_go.set()
-        bench.close()
-        return bench
-
-    paths = completions_by_seed(run(Bench(load(folders[0]), **fields), ""))
-    for path in paths.values():
-        path[6::2] = [BAD] * len(path[6::2])
-    plain = run(Bench(load(folders[0]), **fields), how)
-    replayed_drafts(monkeypatch, paths, 0.0)
-    bench = run(Bench(drafted, **HEADS, **fields), how)
-    assert_same(bench, plain)
-    drafts = bench.drafts
-    assert drafts.drafted > drafts.accepted > 0
-
-
 # --- only where it pays ----------------------------------------------------------------------------------------------
 
 
@@ -591,30 +454,6 @@ def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch
 
 
 # --- everything at once ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", [0, *nightly(*range(1, 30))])
-def test_any_drafts_of_any_rows_give_what_none_give(folders, drafted, hf_models, tmp_path_factory, monkeypatch, seed):
-    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; drafts right, wrong, random."""
-    rng = random.Random(seed)
-    adapters = make_adapters(hf_models[0], folders[0], tmp_path_factory)
-    fields, asked = random_work(rng, [None, None, None, [X, Y], [X, Y, SIZE]])
-    plain = Bench(load(folders[0]), **{**fields, "kv_pages": 600, "max_rows": 16})
-    run_work(plain, asked, adapters, random.Random(1))
-    if rng.random() < 0.8:
-        replayed_drafts(monkeypatch, completions_by_seed(plain), rng.choice([0.0, 0.1, 0.5]), seed)
-    bench = Bench(
-        drafted,
-        speculation=rng.choice(["heads", "heads", "auto"]),
-        speculation_model="a folder",
-        speculation_tokens=rng.randint(1, 6),
-        speculation_rows=rng.choice([3, 16, 64]),
-        host_kv_gib=rng.choice([0.0, 0.001]),
-        **fields,
-    )
-    run_work(bench, asked, adapters, rng)
-    assert_same(bench, plain)
-    assert bench.drafts.drafted > 0 or bench.settings.engine.speculation == "auto"
 
 
 @pytest.mark.parametrize("family", ["Gemma3", "DeepseekV3", *nightly("qwen3_moe", "GptOss", "Glm4Moe")])

@@ -6,18 +6,16 @@ import pytest
 import torch
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
+from rollout.engine.messages.to_engine import PutAdapter
 from tests.engine.test_invariants import run_watched
-from tests.engine.test_speculation import RULES, SAMPLED, assert_same, recorded
+from tests.engine.test_speculation import RULES, SAMPLED, assert_same, recorded, submit_six
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.constraints import Cycle
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.drafting import drafting
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load
-from tests.support.engine.replay import replayed
 from tests.support.engine.sleeping import Sleeping
-from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
 from tests.support.models.hybrids import make_hybrid
 from tests.support.peft_adapters import ALL
@@ -159,62 +157,11 @@ def test_turns_of_a_session_go_on_after_drafts(made, model, monkeypatch, depth):
 # --- pages run short, weights change, requests end, the device sleeps or fails ---
 
 
-def submit_six(bench: Bench) -> None:
-    for i in range(6):
-        bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
-
-
 @pytest.fixture(scope="module")
 def six(made) -> Bench:
     bench = Bench(load(made()[0]), kv_pages=600)
     submit_six(bench)
     return bench.finish()
-
-
-@pytest.mark.parametrize(("states", "wrong", "depth"), [(0, 0.0, 2), (8, 0.4, 2), *nightly((8, 0.1, 1), (1, 0.4, 2))])
-def test_preempted_rows_come_back_as_they_were(model, monkeypatch, six, states, wrong, depth):
-    host_gib = 2 * states * model.spec.state_bytes(torch.float32) / 2**30
-    fields = {"kv_pages": 40, "max_rows": 8, "host_kv_gib": host_gib, "pipeline_depth": depth}
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), wrong, ragged=wrong == 0.4, **fields)
-    submit_six(bench)
-    run_watched(bench)
-    assert bench.engine.roster.counters.preemptions > 0
-    assert not states or bench.status().offload.restored > 0
-    assert_same(bench, six)
-
-
-@pytest.mark.parametrize(("kv_on_swap", "seed"), [("keep", 0), *nightly(("recompute", 1), ("keep", 2))])
-def test_a_swap_between_verify_steps(made, model, monkeypatch, six, kv_on_swap, seed):
-    folders, hf_models = zip(*(made(seed=which) for which in (0, 1)), strict=True)
-    old = Bench(model)
-    for i in range(3):
-        old.submit(f"r{i}", prompt_of(8 + i, i), 50)
-    old.finish()
-    mailbox = Mailbox()
-    fields = {"receiver": mailbox, "kv_on_swap": kv_on_swap, "recompute_fraction": 1.0}
-    bench, _ = drafting(monkeypatch, model, recorded(old.completions), 0.3, seed, **fields)
-    for i in range(3):
-        bench.submit(f"r{i}", prompt_of(8 + i, i), 50)
-    swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 8 + seed)
-    assert bench.drafts.accepted > 5
-    for i in range(3):
-        done = bench.completions[f"r{i}", 0]
-        assert set(done.versions) == {0, 1} and done.versions == sorted(done.versions)
-        assert done.token_ids == replayed(hf_models, prompt_of(8 + i, i), done)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(model, monkeypatch, six, seed):
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.2, seed, kv_pages=60)
-    rng = random.Random(seed)
-    submit_six(bench)
-    for i in range(6):
-        bench.ticks(rng.randint(1, 6))
-        key = ("c", f"r{i}")
-        bench.engine.inbox.put(Cancel(key) if i % 2 else StopAt(key, 0, 3, "end"))
-    run_watched(bench)
-    for (name, index), completion in bench.completions.items():
-        assert completion.token_ids == six.tokens(name, index)[: len(completion.token_ids)]
 
 
 @pytest.mark.parametrize("on_host", [True, False])

@@ -10,17 +10,15 @@ import pytest
 
 from rollout.constraints.matcher import ANYTHING
 from rollout.engine.inspect import Inspector
-from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
+from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.messages.to_service import Delta
 from rollout.metrics.definitions import DRAFT_AGES
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.adapted import bench_of, make_adapters, versions_of
-from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y, only_hangs_are_late
+from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.drafting import drafting, fixed_costs, row_by_row
 from tests.support.engine.harness import Bench, Completion, load, prompt_of, watch_plans
-from tests.support.engine.offloading import PAGE
-from tests.support.engine.replay import replayed
 from tests.support.engine.routing import assert_routed, routing_of
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
@@ -207,7 +205,8 @@ def test_turns_of_a_session_go_on_after_drafts(model, monkeypatch):
 
 def submit_six(bench: Bench) -> None:
     for i in range(6):
-        bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
+        prompt = [token % 83 for token in prompt_of(10, i)]  # as other models have fewer tokens
+        bench.submit(f"r{i}", prompt, 60, sampling={"temperature": 1.0, "seed": i})
 
 
 @pytest.fixture(scope="module")
@@ -217,56 +216,11 @@ def six(folders) -> Bench:
     return bench.finish()
 
 
-@pytest.mark.parametrize(("host_pages", "wrong"), [(0, 0.0), (512, 0.4)])
-def test_preempted_rows_come_back_as_they_were(model, monkeypatch, six, host_pages, wrong):
-    page_bytes = model.spec.kv_bytes_per_token(model.embed.dtype) * PAGE
-    fields = {"kv_pages": 40, "page_size": PAGE, "host_kv_gib": host_pages * page_bytes / 2**30}
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), wrong, ragged=wrong == 0.4, **fields)
-    submit_six(bench)
-    run_watched(bench)
-    bench.close()
-    assert bench.engine.roster.counters.preemptions > 0
-    assert_same(bench, six)
-
-
-@pytest.mark.parametrize(("kv_on_swap", "seed"), [("keep", 0), ("recompute", 1)])
-def test_a_swap_between_verify_steps(model, folders, hf_models, monkeypatch, kv_on_swap, seed):
-    """Each token is the one that its version of the weights draws, over the KV that the completion says it has."""
-    old = Bench(model)
-    for i in range(3):
-        old.submit(f"r{i}", prompt_of(8 + i, i), 50)
-    old.run()
-    mailbox = Mailbox()
-    fields = {"receiver": mailbox, "kv_on_swap": kv_on_swap, "recompute_fraction": 1.0}
-    bench, _ = drafting(monkeypatch, model, recorded(old.completions), 0.3, seed, **fields)
-    for i in range(3):
-        bench.submit(f"r{i}", prompt_of(8 + i, i), 50)
-    swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 6 + seed)
-    assert bench.drafts.accepted > 5
-    for i in range(3):
-        done = bench.completions[f"r{i}", 0]
-        assert set(done.versions) == {0, 1} and done.versions == sorted(done.versions)
-        assert done.token_ids == replayed(hf_models, prompt_of(8 + i, i), done)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(model, monkeypatch, six, seed):
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.2, seed, kv_pages=60)
-    rng = random.Random(seed)
-    submit_six(bench)
-    for i in range(6):
-        bench.ticks(rng.randint(1, 6))
-        key = ("c", f"r{i}")
-        bench.engine.inbox.put(Cancel(key) if i % 2 else StopAt(key, 0, 3, "end"))
-    run_watched(bench)
-    for (name, index), completion in bench.completions.items():
-        assert completion.token_ids == six.tokens(name, index)[: len(completion.token_ids)]
-
-
 def test_a_completion_that_may_span_no_version_ends_whole(model, folders, monkeypatch, six):
     mailbox = Mailbox()
     bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.0, receiver=mailbox)
-    bench.submit("r0", prompt_of(10, 0), 60, sampling={"temperature": 1.0, "seed": 0}, max_version_span=0)
+    prompt = [token % 83 for token in prompt_of(10, 0)]
+    bench.submit("r0", prompt, 60, sampling={"temperature": 1.0, "seed": 0}, max_version_span=0)
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 5)
     bench.close()
     done = bench.completions["r0", 0]
@@ -327,64 +281,6 @@ def submit_constrained(bench: Bench) -> None:
         bench.submit(f"r{i}", prompt_of(9, i), 40, sampling={**RULES[i % len(RULES)], "seed": i}, **fields)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "ragged", "depth"), [(0.0, False, 2), (0.3, True, 2), (0.2, True, 1), (1.0, False, 2)]
-)
-def test_constrained_rows_draft_like_others(model, monkeypatch, wrong, ragged, depth):
-    plain = Bench(model)
-    submit_constrained(plain)
-    plain.finish()
-    fields = {"speculation_tokens": 4, "pipeline_depth": depth}
-    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), wrong, depth, ragged, **fields)
-    submit_constrained(bench)
-    run_watched(bench)
-    assert_same(bench, plain)
-    drafts = bench.drafts
-    assert drafts.accepted == 0 if wrong == 1.0 else drafts.accepted > 60
-    assert {completion.finish.reason for completion in plain.completions.values()} == {"stop", "length"}
-
-
-def test_drafts_of_constrained_rows_save_steps(model, monkeypatch):
-    plain = Bench(model)
-    plain.complete("a", prompt_of(9), 61, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
-    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.0, speculation_tokens=3)
-    bench.complete("a", prompt_of(9), 61, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
-    bench.close()
-    assert bench.tokens("a") == plain.tokens("a")
-    assert bench.engine.roster.counters.decode_rows == 15 and plain.engine.roster.counters.decode_rows == 60
-
-
-@pytest.mark.parametrize("how", ["raise", "hang", *nightly("nothing")])
-def test_a_constraint_that_fails_along_drafts_changes_no_completion(model, monkeypatch, how):
-    """Paths lead to where the constraint breaks. A row that does not go there goes on; one that does, ends there."""
-    seeds = range(1) if how == "hang" else range(4)
-    fields, length = {"mask_s": 0.4} if how == "hang" else {}, 60
-
-    def run(bench: Bench, how: str) -> Bench:
-        only_hangs_are_late(bench)
-        constraint = FragileCycle(how)
-        timer = threading.Timer(100, constraint.let_go.set)
-        timer.start()
-        for i in seeds:
-            bench.submit(f"r{i}", prompt_of(9, i), length, sampling={**SAMPLED, "seed": i}, constraint=constraint)
-        bench.run()
-        timer.cancel()
-        constraint.let_go.set()
-        bench.close()
-        return bench
-
-    paths = recorded(run(Bench(model, **fields), "").completions)
-    for path in paths.values():
-        path[6::2] = [BAD] * len(path[6::2])
-    plain = run(Bench(model, **fields), how)
-    bench, _ = drafting(monkeypatch, model, paths, 0.0, **fields)
-    assert_same(run(bench, how), plain)
-    assert any(completion.finish.reason == "error" for completion in plain.completions.values())
-    assert all(len(completion.token_ids) > 6 for completion in plain.completions.values())
-    drafts = bench.drafts
-    assert drafts.drafted > drafts.accepted > 0
-
-
 # --- adapters ---
 
 
@@ -401,18 +297,6 @@ def adapted(bench: Bench, adapters, count: int = 2) -> Bench:
         fields = {"sampling": RULES[i % len(RULES)], "adapter": adapter, "n": 1 + i % 2}
         bench.submit(f"r{i}", prompt_of(9, i // 3), 40, **fields)
     return bench
-
-
-@pytest.mark.parametrize(("wrong", "ragged"), [(0.0, False), (0.3, True)])
-def test_rows_with_adapters_draft_like_others(model, monkeypatch, adapters, wrong, ragged):
-    slots = {"adapter_slots": 2, "adapter_rank": 16, "max_rows": 16}
-    plain = adapted(Bench(model, **slots), adapters)
-    plain.finish()
-    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), wrong, ragged=ragged, **slots)
-    run_watched(adapted(bench, adapters))
-    assert_same(bench, plain)
-    assert bench.drafts.accepted > 100
-    assert len({tuple(bench.tokens(f"r{i}")) for i in (0, 1, 2)}) == 3, "adapters and the model say other things"
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 6))])
@@ -491,32 +375,6 @@ def run_work(bench: Bench, asked: list, adapters: list, gaps: random.Random) -> 
     run_watched(bench)
     bench.close()
     return bench
-
-
-@pytest.mark.parametrize("seed", [1, *nightly(0, *range(2, 40))])
-def test_any_drafts_of_any_rows_give_what_none_give(model, monkeypatch, adapters, seed):
-    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; drafts right, wrong, missing."""
-    rng = random.Random(seed)
-    host = rng.choice([0.0, 0.001])
-    fields, asked = random_work(rng, [None, None, [X, Y], [X, Y, SIZE]])
-    plain = Bench(model, **{**fields, "kv_pages": 600, "max_rows": 16})
-    run_work(plain, asked, adapters, random.Random(1))
-    bench, _ = drafting(
-        monkeypatch,
-        model,
-        recorded(plain.completions),
-        rng.choice([0.0, 0.1, 0.5]),
-        seed,
-        ragged=rng.random() < 0.7,
-        speculation=rng.choice(["suffix", "suffix", "auto"]),
-        speculation_tokens=rng.randint(1, 6),
-        speculation_rows=rng.choice([3, 16, 64]),
-        host_kv_gib=host,
-        **fields,
-    )
-    run_work(bench, asked, adapters, rng)
-    assert_same(bench, plain)
-    assert bench.drafts.drafted > 0 or bench.settings.engine.speculation == "auto"
 
 
 # --- experts ---
