@@ -19,9 +19,7 @@ from tests.engine.test_speculation import (
     FragileCycle,
     adapted,
     assert_same,
-    random_work,
     recorded,
-    run_work,
     submit_constrained,
     submit_free,
     submit_six,
@@ -223,28 +221,3 @@ def test_rows_with_adapters_and_turns_of_known_prompts_draft_too(way, monkeypatc
         submit_free(each)  # the prefix cache holds KV of the first ones
         each.complete("again", prompt_of(9, 20) + each.tokens("stops", 0), 12, sampling=SAMPLED)
     assert_same(bench, plain)
-
-
-@with_attention
-@pytest.mark.parametrize("seed", [1, *nightly(0, *range(2, 30))])
-def test_any_drafts_of_any_rows_give_what_none_give(way, monkeypatch, adapters, seed):
-    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows; drafts right, wrong, missing."""
-    rng = random.Random(seed)
-    fields, asked = random_work(rng, [None, None, [X, Y], [X, Y, SIZE]])
-    plain = Bench(way.load(), **{**fields, "kv_pages": 600, "max_rows": 16})
-    run_work(plain, asked, adapters, random.Random(1))
-    own = way.draft is not None and rng.random() < 0.2
-    fields |= {
-        "speculation": rng.choice([*["suffix" if way.draft is None else "heads"] * 2, "auto"]),
-        "speculation_tokens": rng.randint(1, 6),
-        "speculation_rows": rng.choice([3, 16, 64]),
-        "host_kv_gib": rng.choice([0.0, 0.001]),
-    }
-    wrong, ragged = rng.choice([0.0, 0.1, 0.5]), rng.random() < 0.7
-    if own:  # what the random draft model drafts itself
-        bench = Bench(way.load(), **{**HEADS, **fields})
-    else:
-        bench = way.drafting(monkeypatch, plain, wrong, seed, ragged, **fields)
-    run_work(bench, asked, adapters, rng)
-    assert_same(bench, plain)
-    assert bench.drafts.drafted > 0 or bench.settings.engine.speculation == "auto"

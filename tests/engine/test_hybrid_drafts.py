@@ -1,15 +1,11 @@
 """Models with linear attention draft like others: states follow the accepted drafts, whatever happens to them."""
 
-import random
-
 import pytest
 import torch
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages.to_engine import PutAdapter
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import RULES, SAMPLED, assert_same, recorded, submit_six
-from tests.support.engine.adapted import make_adapters
 from tests.support.engine.constraints import Cycle
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.drafting import drafting
@@ -196,62 +192,3 @@ def test_an_engine_that_is_built_again_drafts_on(model, monkeypatch, six):
 
 
 # --- everything at once ---
-
-
-@pytest.mark.parametrize(("stem", "seed"), [("Qwen3Next", 1), *nightly(("Qwen3_5", 0), *(
-    (stem, seed) for stem in ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "OlmoHybrid") for seed in range(2, 14)
-))])  # fmt: skip
-def test_any_drafts_of_any_rows_give_what_none_give(made, tmp_path_factory, monkeypatch, stem, seed):
-    """Adapters, all kinds of sampling, groups, sessions, stops, few pages, rows or places; any drafts."""
-    rng = random.Random(seed)
-    folder, hf_model = made(stem)
-    model = load(folder)
-    adapters = make_adapters(hf_model, folder, tmp_path_factory, TARGETS) if stem == "Qwen3_5" else []
-    host_gib = rng.choice([0, 6, 16]) * model.spec.state_bytes(torch.float32) / 2**30
-    fields = {
-        "max_rows": rng.choice([2, 5, 16]),
-        "kv_pages": rng.choice([45, 60, 256]),
-        "pipeline_depth": rng.choice([1, 2]),
-        "prefill_chunk_tokens": rng.choice([16, 64]),
-        "state_snapshots": rng.choice([2, 9]),
-    }
-    asked = []
-    for i in range(12):
-        more = {
-            "sampling": {**rng.choice(RULES), "seed": i},
-            "stop": {"token_ids": (5, 31), "min_tokens": rng.choice([0, 5])} if rng.random() < 0.6 else {},
-            "n": rng.choice([1, 1, 3]),
-            "top_logprobs": rng.choice([0, 0, 2]),
-            "stream_every": rng.choice([0, 1, 3]),
-            **({"adapter": rng.choice([None, "a0", "a1"])} if adapters else {}),
-        }
-        asked.append((f"r{i}", prompt_of(rng.randint(1, 20), i % 5), rng.randint(1, 45), more))
-    if adapters:
-        fields |= {"adapter_slots": 2, "adapter_rank": 16}
-
-    def run(bench: Bench, gaps: random.Random) -> Bench:
-        for i, (adapter, _) in enumerate(adapters):
-            bench.engine.inbox.put(PutAdapter(f"a{i}", adapter, token=i))
-        for name, prompt, length, more in asked:
-            bench.submit(name, prompt, length, **more)
-            bench.ticks(gaps.choice([0, 0, 2, 9]))
-        run_watched(bench)
-        bench.close()
-        return bench
-
-    plain = run(Bench(model, **{**fields, "kv_pages": 600, "max_rows": 16}), random.Random(1))
-    bench, _ = drafting(
-        monkeypatch,
-        model,
-        recorded(plain.completions),
-        rng.choice([0.0, 0.1, 0.5]),
-        seed,
-        ragged=rng.random() < 0.7,
-        speculation_tokens=rng.randint(1, 6),
-        speculation_rows=rng.choice([3, 16, 64]),
-        host_kv_gib=host_gib,
-        **fields,
-    )
-    run(bench, rng)
-    assert_same(bench, plain)
-    assert bench.drafts.drafted > 0

@@ -1,6 +1,6 @@
 """A layer for multi-token prediction of the served checkpoint: it drafts what its reference says, and changes nothing.
 
-What else may happen to rows with drafts is in `test_heads` and `test_heads_fuzz`: the engine knows one draft model.
+What else may happen to rows with drafts is in `test_drafters` and `test_drafts_fuzz`: the engine knows one draft model.
 """
 
 from dataclasses import replace

@@ -13,19 +13,16 @@ from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import (
     SAMPLED,
     assert_same,
-    random_work,
-    run_work,
     submit_all,
     submit_free,
 )
 from tests.support.engine.adapted import make_adapters
-from tests.support.engine.constraints import SIZE, Cycle, X, Y
+from tests.support.engine.constraints import Cycle
 from tests.support.engine.drafting import drafting, fixed_costs, row_by_row
 from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
-from tests.support.kernels.grids import nightly
 from tests.support.ngrams import CheckedDrafts, texts_of
 
 NGRAM = {"speculation": "ngram"}
@@ -210,26 +207,6 @@ def test_cancels_leave_nothing_behind(model):
         if tick % 6 == 3:
             bench.engine.inbox.put(Cancel(("c", f"r{tick // 6}")))
     run_watched(bench)
-
-
-@pytest.mark.parametrize("seed", [1, *nightly(0, *range(2, 40))])
-def test_any_work_gives_what_it_gives_without(model, adapters, seed):
-    """Adapters, constraints, all kinds of sampling, groups, stops, few pages or rows."""
-    rng = random.Random(seed)
-    host = rng.choice([0.0, 0.001])
-    fields, asked = random_work(rng, [None, None, [X, Y], [X, Y, SIZE]])
-    plain = Bench(model, **{**fields, "kv_pages": 600, "max_rows": 16})
-    run_work(plain, asked, adapters, random.Random(1))
-    bench = Bench(
-        model,
-        speculation=rng.choice(["ngram", "ngram", "auto"]),
-        speculation_tokens=rng.randint(1, 6),
-        speculation_rows=rng.choice([3, 16, 64]),
-        host_kv_gib=host,
-        **fields,
-    )
-    run_work(bench, asked, adapters, rng)
-    assert_same(bench, plain)
 
 
 def test_the_ids_of_tokens_are_part_of_a_page(model):

@@ -1,7 +1,7 @@
 """Drafts by n-grams in all families and whatever happens to rows: drafts fit the text, completions stay the same."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,18 +9,15 @@ import torch
 
 from rollout.config import ModelSettings
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages.to_engine import PutAdapter
 from rollout.models import load_model
-from tests.engine.test_heads_fuzz import SLOTS, assert_as_without, play, requests_of
+from tests.engine.test_drafts_fuzz import by_ngrams, disturbed
 from tests.engine.test_invariants import run_watched
 from tests.engine.test_speculation import assert_same
-from tests.support.engine.adapted import make_adapters
 from tests.support.engine.drafting import fixed_costs, row_by_row
 from tests.support.engine.faults import fail_a_step
-from tests.support.engine.harness import VOCAB, Bench, load
+from tests.support.engine.harness import Bench, load
 from tests.support.engine.images import submit as submit_image
 from tests.support.engine.sleeping import Sleeping
-from tests.support.engine.updates import Mailbox
 from tests.support.kernels.grids import nightly
 from tests.support.models.every_family import EVERY_FAMILY
 from tests.support.models.hybrids import FOLLOW_NO_DRAFTS
@@ -156,46 +153,9 @@ def test_placeholders_of_images_are_tokens_of_the_text(name, tmp_path, monkeypat
     assert checked.count > 30 and checked.wrong == []
 
 
-def whatever_happens(seed: int, load_one: Callable[[], Any], adapters: list[Any], vocab: int) -> None:
-    """Sessions, known tokens, scores of prompts, early ends; updates, sleeps and pauses in the middle."""
-    rng = random.Random(seed)
-    asked = requests_of(rng, vocab, bool(adapters))
-    fields: dict[str, Any] = {"pipeline_depth": rng.choice([1, 2]), "prefill_chunk_tokens": rng.choice([16, 64])}
-    fields |= SLOTS if adapters else {}
-
-    def adapted(bench: Bench) -> Bench:
-        for i, (adapter, *_) in enumerate(adapters[:2]):
-            bench.engine.inbox.put(PutAdapter(f"a{i}", adapter, token=i))
-        return bench
-
-    plain = play(adapted(Bench(load_one(), max_rows=16, kv_pages=600, **fields)), asked, None, random.Random(1))
-    bench = Sleeping(
-        load_one(),
-        receiver=Mailbox(),
-        speculation=rng.choice(["ngram", "ngram", "auto"]),
-        speculation_tokens=rng.randint(1, 6),
-        speculation_rows=rng.choice([3, 16, 64]),
-        host_kv_gib=rng.choice([0.0, 0.001]),
-        kv_on_swap=rng.choice(["keep", "recompute"]),
-        recompute_fraction=1.0,
-        max_rows=rng.choice([2, 5, 16]),
-        kv_pages=rng.choice([40, 60, 256]),
-        **fields,
-    )
-    play(adapted(bench), asked, plain, rng)
-    assert_as_without(bench, plain, asked)
-    assert bench.drafts.drafted > 0 or bench.settings.engine.speculation == "auto"
-
-
-@pytest.mark.parametrize("seed", [0, *nightly(*range(1, 40))])
-def test_whatever_happens_completions_stay_as_without_drafts(folders, hf_models, tmp_path_factory, seed):
-    adapters = make_adapters(hf_models[0], folders[0], tmp_path_factory)
-    whatever_happens(seed, lambda: load(folders[0]), adapters, VOCAB)
-
-
 @pytest.mark.parametrize(
     ("name", "seed"), nightly(*((name, seed) for name in [*_IN_EVERY_RUN, *_AT_NIGHT] for seed in (1, 2)))
 )
 def test_whatever_happens_in_other_families(name, seed, tmp_path):
     vocab = EVERY_FAMILY[name](tmp_path, 0).config.get_text_config().vocab_size
-    whatever_happens(seed, lambda: load(tmp_path), [], vocab)
+    disturbed(seed, lambda: load(tmp_path), by_ngrams(lambda: load(tmp_path)), [], vocab)

@@ -8,7 +8,6 @@ import threading
 import numpy as np
 import pytest
 
-from rollout.constraints.matcher import ANYTHING
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.messages.to_service import Delta
@@ -336,45 +335,6 @@ def test_a_newer_adapter_is_stamped_at_its_first_token(model, monkeypatch, adapt
 
 
 # --- everything at once ---
-
-
-def random_work(rng: random.Random, constraints: list) -> tuple[dict, list]:
-    """Settings of an engine, and what it is asked for: adapters, all kinds of sampling, groups, stops."""
-    fields = {
-        "max_rows": rng.choice([2, 5, 16]),
-        "kv_pages": rng.choice([40, 60, 256]),
-        "pipeline_depth": rng.choice([1, 2]),
-        "prefill_chunk_tokens": rng.choice([16, 64]),
-        "adapter_slots": 2,
-        "adapter_rank": 16,
-    }
-    asked = []
-    for i in range(14):
-        constraint = rng.choice(constraints)
-        stop = {"token_ids": (STOP, 31), "min_tokens": rng.choice([0, 5])} if rng.random() < 0.6 else {}
-        more = {
-            "sampling": {**rng.choice(RULES), "seed": i},
-            "stop": stop,
-            "n": rng.choice([1, 1, 3]),
-            "adapter": rng.choice([None, "a0", "a1"]),
-            "top_logprobs": rng.choice([0, 0, 2]),
-            "stream_every": rng.choice([0, 1, 3]),
-        }
-        asked.append((f"r{i}", prompt_of(rng.randint(3, 20), i % 5), rng.randint(1, 45), constraint, more))
-    return fields, asked
-
-
-def run_work(bench: Bench, asked: list, adapters: list, gaps: random.Random) -> Bench:
-    """Run what `random_work` asks for, with random gaps between the requests."""
-    for i in range(2):
-        bench.engine.inbox.put(PutAdapter(f"a{i}", adapters[i][0], token=i))
-    for name, prompt, length, lists, more in asked:
-        constraint = ANYTHING if lists is None else Cycle(lists, STOP if more["stop"] else None)
-        bench.submit(name, prompt, length, constraint=constraint, **more)
-        bench.ticks(gaps.choice([0, 0, 2, 9]))
-    run_watched(bench)
-    bench.close()
-    return bench
 
 
 # --- experts ---

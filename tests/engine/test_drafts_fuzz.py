@@ -1,8 +1,9 @@
-"""A draft model amid all that may happen to rows: what comes out is what an engine without drafts returns."""
+"""Drafts amid all that may happen to rows: what comes out is what an engine without drafts returns."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +15,20 @@ from rollout.engine.messages.requests import NOTHING_BEFORE, Prior
 from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
 from tests.engine.test_heads import completions_by_seed
 from tests.engine.test_invariants import run_watched
-from tests.engine.test_speculation import RULES, STOP
-from tests.support.engine.adapted import make_adapters
+from tests.engine.test_speculation import RULES, STOP, recorded
+from tests.support.engine.adapted import Adapters, make_adapters
 from tests.support.engine.constraints import SIZE, AlwaysMasked, Cycle, X, Y
 from tests.support.engine.conversation import LEASE_S
-from tests.support.engine.drafting import replayed_drafts
+from tests.support.engine.drafting import drafting, replayed_drafts
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
 from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.every_family import EVERY_FAMILY
+from tests.support.models.hybrids import make_hybrid
 from tests.support.models.mtp_layers import LAYOUTS, make_predicting
+from tests.support.peft_adapters import ALL
 
 MORE_RULES = [
     *RULES,
@@ -166,18 +169,19 @@ def assert_as_without(bench: Bench, plain: Bench, asked: list[Asked]) -> None:
 
 
 def disturbed(
-    monkeypatch: pytest.MonkeyPatch,
     seed: int,
-    load_plain,
-    load_drafted,
-    adapters: list[Any],
+    load_plain: Callable[[], Any],
+    make: Callable[..., Bench],
+    adapters: Adapters,
     vocab: int,
     routed: bool = False,
+    **own: Any,
 ) -> None:
+    """Compare an engine with drafts, which `make(plain, rng, **fields)` returns, with one without."""
     rng = random.Random(seed)
     asked = requests_of(rng, vocab, bool(adapters), routed)
     slots = SLOTS if adapters else {"routing": routed}
-    fields = {"pipeline_depth": rng.choice([1, 2]), "prefill_chunk_tokens": rng.choice([16, 64]), **slots}
+    fields = {"pipeline_depth": rng.choice([1, 2]), "prefill_chunk_tokens": rng.choice([16, 64]), **slots, **own}
 
     def adapted(bench: Bench) -> Bench:
         for i, (adapter, *_) in enumerate(adapters[:2]):
@@ -185,13 +189,10 @@ def disturbed(
         return bench
 
     plain = play(adapted(Bench(load_plain(), max_rows=16, kv_pages=600, **fields)), asked, None, random.Random(1))
-    if rng.random() < 0.8:
-        replayed_drafts(monkeypatch, completions_by_seed(plain), rng.choice([0.0, 0.1, 0.5]), seed)
-    bench = Sleeping(
-        load_drafted(),
+    bench = make(
+        plain,
+        rng,
         receiver=Mailbox(),
-        speculation=rng.choice(["heads", "heads", "auto"]),
-        speculation_model="a folder",
         speculation_tokens=rng.randint(1, 6),
         speculation_rows=rng.choice([3, 16, 64]),
         host_kv_gib=rng.choice([0.0, 0.001]),
@@ -206,13 +207,69 @@ def disturbed(
     assert bench.drafts.drafted > 0 or bench.settings.engine.speculation == "auto"
 
 
+def by_model(monkeypatch: pytest.MonkeyPatch, load_drafted: Callable[[], Any], seed: int) -> Callable[..., Bench]:
+    """A draft model; most often it drafts what was drawn without it, some of it wrong."""
+
+    def make(plain: Bench, rng: random.Random, **fields: Any) -> Bench:
+        if rng.random() < 0.8:
+            replayed_drafts(monkeypatch, completions_by_seed(plain), rng.choice([0.0, 0.1, 0.5]), seed)
+        speculation = rng.choice(["heads", "heads", "auto"])
+        return Sleeping(load_drafted(), speculation=speculation, speculation_model="a folder", **fields)
+
+    return make
+
+
+def by_host(monkeypatch: pytest.MonkeyPatch, load_one: Callable[[], Any], seed: int) -> Callable[..., Bench]:
+    """The host drafts what was drawn without it, some of it wrong or missing."""
+
+    def make(plain: Bench, rng: random.Random, **fields: Any) -> Bench:
+        how = (rng.choice([0.0, 0.1, 0.5]), seed, rng.random() < 0.7, Sleeping)
+        fields["speculation"] = rng.choice(["suffix", "suffix", "auto"])
+        return drafting(monkeypatch, load_one(), recorded(plain.completions), *how, **fields)[0]
+
+    return make
+
+
+def by_ngrams(load_one: Callable[[], Any]) -> Callable[..., Bench]:
+    def make(plain: Bench, rng: random.Random, **fields: Any) -> Bench:
+        return Sleeping(load_one(), speculation=rng.choice(["ngram", "ngram", "auto"]), **fields)
+
+    return make
+
+
+@pytest.mark.parametrize("way", ["heads", "host", "ngrams"])
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 40))])
-def test_whatever_happens_completions_stay_as_without_drafts(folders, hf_models, tmp_path_factory, monkeypatch, seed):
-    """Sessions, known tokens, scores of prompts, early ends; updates, sleeps and pauses in the middle."""
+def test_whatever_happens_completions_stay_as_without_drafts(
+    folders, hf_models, tmp_path_factory, monkeypatch, way, seed
+):
+    """Adapters, constraints, sessions, known tokens, scores of prompts, early ends; updates, sleeps, pauses."""
     config = head_config(hf_models[0].config, 60 if seed % 2 else None)
     head = save_head(tmp_path_factory.mktemp("head"), config, random_head(config, seed))
     adapters = make_adapters(hf_models[0], folders[0], tmp_path_factory)
-    disturbed(monkeypatch, seed, lambda: load(folders[0]), lambda: load(folders[0], draft=head), adapters, VOCAB)
+
+    def load_one() -> Any:
+        return load(folders[0])
+
+    ways = {
+        "heads": by_model(monkeypatch, lambda: load(folders[0], draft=head), seed),
+        "host": by_host(monkeypatch, load_one, seed),
+        "ngrams": by_ngrams(load_one),
+    }
+    disturbed(seed, load_one, ways[way], adapters, VOCAB)
+
+
+@pytest.mark.parametrize(("stem", "seed"), [("Qwen3Next", 1), *nightly(("Qwen3_5", 0), *(
+    (stem, seed) for stem in ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "OlmoHybrid") for seed in range(2, 14)
+))])  # fmt: skip
+def test_states_follow_drafts_whatever_happens(tmp_path_factory, monkeypatch, stem, seed):
+    folder, rng = tmp_path_factory.mktemp("hybrid"), random.Random(seed)
+    hf_model = make_hybrid(stem, folder, 0)
+    linear = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    targets = (linear, (*ALL, *linear))
+    adapters = make_adapters(hf_model, folder, tmp_path_factory, targets) if stem == "Qwen3_5" else []
+    host = by_host(monkeypatch, lambda: load(folder), seed)
+    vocab = hf_model.config.get_text_config().vocab_size
+    disturbed(seed, lambda: load(folder), host, adapters, vocab, state_snapshots=rng.choice([2, 9]))
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 20))])
@@ -221,7 +278,8 @@ def test_experts_of_tokens_are_recorded_as_without_drafts(tmp_path, monkeypatch,
     config = head_config(hf_model.config)
     head = save_head(tmp_path / "head", config, random_head(config, seed))
     target = tmp_path / "target"
-    disturbed(monkeypatch, seed, lambda: load(target), lambda: load(target, draft=head), [], config["vocab_size"], True)
+    draft = by_model(monkeypatch, lambda: load(target, draft=head), seed)
+    disturbed(seed, lambda: load(target), draft, [], config["vocab_size"], True)
 
 
 @pytest.mark.parametrize(
@@ -231,15 +289,9 @@ def test_experts_of_tokens_are_recorded_as_without_drafts(tmp_path, monkeypatch,
 def test_layers_of_the_checkpoint_draft_whatever_happens(tmp_path, monkeypatch, name, seed):
     """Layers for multi-token prediction: with experts, with latent attention, dense, of models with states."""
     found = make_predicting(name, tmp_path)
-    disturbed(
-        monkeypatch,
-        seed,
-        lambda: load(tmp_path),
-        lambda: load(tmp_path, mtp="needed"),
-        [],
-        found.model.config.vocab_size,
-        routed=name not in ("MiMo", "Qwen3_5"),
-    )
+    draft = by_model(monkeypatch, lambda: load(tmp_path, mtp="needed"), seed)
+    routed = name not in ("MiMo", "Qwen3_5")
+    disturbed(seed, lambda: load(tmp_path), draft, [], found.model.config.vocab_size, routed)
 
 
 @pytest.mark.parametrize("what", ["nan", *nightly("inf", "huge")])
