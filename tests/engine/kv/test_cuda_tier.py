@@ -75,17 +75,14 @@ def test_moving_known_pages_takes_no_memory_and_synchronises_nothing(folders, pr
     prompts = [prompt_of(120, i) for i in range(12)]
     for turn in range(2):  # kernels are loaded at their first use
         for i, prompt in enumerate(prompts):
-            bench.submit(f"r{turn} {i}", prompt, 1)
-            bench.run()
+            bench.complete(f"r{turn} {i}", prompt, 1)
     fetched = host_tier(bench).known.host.counts.fetched
     assert fetched > 0
     for i, prompt in enumerate(prompts[:4]):
         bench.submit(f"again {i}", prompt, 1)
     held = torch.cuda.memory_reserved()  # the prompts' last tokens are computed, in memory of torch's own pool
     with no_waiting():
-        for _ in range(60):
-            bench.engine.tick()
+        bench.ticks(60)
     bench.run()
     assert torch.cuda.memory_reserved() == held
     assert host_tier(bench).known.host.counts.fetched > fetched
-    bench.close()

@@ -65,15 +65,13 @@ def settle(bench: Bench) -> None:
 def push_out(bench: Bench, prompt_of, *prompts: list[int], others: int = 12) -> None:
     """Compute prompts, and others until neither the pool nor the host has their pages."""
     for prompt in [*prompts, *(prompt_of(60, 5000 + i) for i in range(others))]:
-        bench.submit(f"before{len(bench.done)}", prompt, 1)
-        bench.run()
+        bench.complete(f"before{len(bench.done)}", prompt, 1)
         settle(bench)
 
 
 def back(bench: Bench, prompt: list[int], tokens: int = 8) -> int:
     """Ask for a prompt again; returns how many tokens of it were found."""
-    bench.submit("back", prompt, tokens)
-    bench.run()
+    bench.complete("back", prompt, tokens)
     return bench.done["back"].cached_tokens
 
 
@@ -136,7 +134,6 @@ def test_a_session_that_left_the_host_goes_on(model, prompt_of, greedy, tmp_path
     said = [*talk.said, *prompt_of(7, 1000 * 2 + 4)]
     talk.say(7)
     assert talk.reused == 58 and talk.said == [*said, *greedy(said, 9)]
-    bench.close()
 
 
 def test_the_experts_of_tokens_come_back_with_their_page(tmp_path, prompt_of):
@@ -144,11 +141,9 @@ def test_the_experts_of_tokens_come_back_with_their_page(tmp_path, prompt_of):
     bench = with_disk(load(tmp_path / "model"), tmp_path / "kv", routing=True)
     prompt = [token % 71 for token in prompt_of(50, 1)]
     push_out(bench, lambda length, salt: [token % 71 for token in prompt_of(length, salt)], prompt)
-    bench.submit("back", prompt, 8, routing_from=0)
-    bench.run()
+    bench.complete("back", prompt, 8, routing_from=0)
     assert bench.done["back"].cached_tokens == 49 and bench.engine.parts.tier.known.host.counts.disk_read == 13
     assert_routed(hf_model, prompt, bench.tokens("back"), routing_of(bench, "back"), 0)
-    bench.close()
 
 
 # --- other weights ---
@@ -171,8 +166,7 @@ def test_new_weights_use_nothing_that_is_on_disk(model, folders, prompt_of, tmp_
             bench.engine.tick()
     assert back(bench, prompt) == (49 if level == 1 else 0)
     alone = Bench(load(folders[level != 1]))
-    alone.submit("back", prompt, 8)
-    alone.run()
+    alone.complete("back", prompt, 8)
     assert bench.tokens("back") == alone.tokens("back")
     alone.close(), bench.close()
 
@@ -201,8 +195,7 @@ def test_a_rebuilt_engine_begins_with_an_empty_folder(model, prompt_of, greedy, 
     bench = with_disk(model, tmp_path)
     prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
-    bench.submit("found", prompt, 8)
-    bench.run()
+    bench.complete("found", prompt, 8)
     assert bench.done["found"].cached_tokens == 49
     bench.submit("runs", prompt_of(5, 2), 30)
     bench.engine.tick()
@@ -211,7 +204,6 @@ def test_a_rebuilt_engine_begins_with_an_empty_folder(model, prompt_of, greedy, 
     assert bench.status().kept.disk_read == 13, "totals go on"
     assert bench.engine.parts.tier.known.host.disk.pages == 0 and len(list(tmp_path.iterdir())) == 1
     assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
-    bench.close()
 
 
 # --- what is wrong with a folder ---
@@ -241,13 +233,11 @@ def test_a_file_with_another_content_is_not_used(model, prompt_of, greedy, tmp_p
     push_out(bench, prompt_of, prompt)
     for path in [path for path in tmp_path.glob("*/*") if path.name != "lock"]:
         spoil(path, how, tmp_path)
-    bench.submit("back", prompt, 8)
-    bench.run()
+    bench.complete("back", prompt, 8)
     assert bench.tokens("back") == greedy(prompt, 8)
     assert bench.engine.parts.tier.known.host.counts.disk_failed >= 1
     Inspector(bench.engine).set_gauges()
     assert bench.engine.meter.report()["kv/disk_failed_pages"] >= 1
-    bench.close()
 
 
 @pytest.mark.parametrize("when", ["before writes", "before reads"])
@@ -259,12 +249,10 @@ def test_a_folder_that_is_deleted_costs_hits_alone(model, prompt_of, greedy, tmp
     push_out(bench, prompt_of, prompt)
     if when == "before reads":
         shutil.rmtree(tmp_path / "kv")
-    bench.submit("back", prompt, 8)
-    bench.run()
+    bench.complete("back", prompt, 8)
     assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8)
     assert bench.engine.parts.tier.known.host.counts.disk_failed >= 1
     assert ("KV is no longer written" if when == "before writes" else "KV could not be read") in caplog.text
-    bench.close()
 
 
 @pytest.fixture
@@ -296,7 +284,6 @@ def test_a_full_disk_ends_writing_and_says_so(model, prompt_of, greedy, tmp_path
     assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
     disk = bench.engine.parts.tier.known.host.disk
     assert "No space left" in disk.failure and disk.failure in caplog.text and disk.pages == 0
-    bench.close()
 
 
 def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, greedy, tmp_path, patience, held_reads):
@@ -316,7 +303,6 @@ def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, 
     assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8)
     gate.set()
     assert bench.engine.parts.tier.known.host.disk.failure
-    bench.close()
 
 
 class HangingFiles:
@@ -367,7 +353,6 @@ def test_a_read_is_under_way_when_its_fetch_is_of_no_use_any_more(model, folders
         assert bench.done["back"].cached_tokens == 0
     if what in ("broken bus", "rows need the host"):
         assert bench.tokens("back") == greedy(prompt, 8)
-    bench.close()
 
 
 def test_a_write_that_hangs_delays_nothing(model, prompt_of, greedy, tmp_path, monkeypatch):
@@ -376,11 +361,9 @@ def test_a_write_that_hangs_delays_nothing(model, prompt_of, greedy, tmp_path, m
     bench = with_disk(model, tmp_path)
     prompt = prompt_of(50, 1)
     for i in range(12):
-        bench.submit(f"r{i}", prompt_of(60, 5000 + i), 1)
-        bench.run()
+        bench.complete(f"r{i}", prompt_of(60, 5000 + i), 1)
     assert back(bench, prompt) == 0 and bench.tokens("back") == greedy(prompt, 8)
     gate.set()
-    bench.close()
 
 
 class Pages:
@@ -518,10 +501,8 @@ def test_a_rebuilt_engine_does_without_a_folder_that_cannot_be_used(model, promp
     (tmp_path / "kv").write_bytes(b"")
     rebuild_engine(bench.engine, bench.settings)
     assert "KV is no longer written to disk" in caplog.text
-    bench.submit("after", prompt_of(50, 1), 8)
-    bench.run()
+    bench.complete("after", prompt_of(50, 1), 8)
     assert bench.tokens("after") == greedy(prompt_of(50, 1), 8)
-    bench.close()
 
 
 # --- settings and folders ---

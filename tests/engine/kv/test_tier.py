@@ -41,8 +41,7 @@ def pushed_out(bench: Bench, prompt_of, *prompts: list[int]) -> None:
     pool = bench.engine.roster.allocator.pool
     others = [prompt_of(60, 5000 + i) for i in range(-(-pool.total // 15))]
     for prompt in [*prompts, *others]:
-        bench.submit(f"before{len(bench.done)}", prompt, 1)
-        bench.run()
+        bench.complete(f"before{len(bench.done)}", prompt, 1)
 
 
 # --- agents that come back ---
@@ -125,8 +124,7 @@ def test_a_sequence_waits_for_its_fetch_without_a_row_and_computes_only_the_rest
     bench.engine.tick()
     prefills = watch_prefills(bench)
     bench.submit("back", prompt, 8)
-    for _ in range(20):
-        bench.engine.tick()
+    bench.ticks(20)
     (seq,) = bench.engine.roster.groups["c", "back"].sequences
     assert seq.state is SequenceState.WAITING and not seq.kv.pages and len(bench.engine.roster.decoding) == 1
     assert len(bench.engine.roster.groups["c", "runs"].sequences[0].tokens) > 10, "the row that runs does not wait"
@@ -135,7 +133,6 @@ def test_a_sequence_waits_for_its_fetch_without_a_row_and_computes_only_the_rest
     assert sum(prefills) == 1 and bench.done["back"].cached_tokens == 49
     assert bench.tokens("back") == greedy(prompt, 8)
     assert tier_of(bench).host.counts.fetched == 13
-    bench.close()
 
 
 def test_sequences_that_want_the_same_pages_wait_for_one_fetch(model, prompt_of, greedy):
@@ -149,7 +146,6 @@ def test_sequences_that_want_the_same_pages_wait_for_one_fetch(model, prompt_of,
     assert tier_of(bench).host.counts.fetched == 11, "the first one finds the end of its prompt"
     for i, prompt in enumerate(prompts):
         assert bench.done[f"back{i}"].cached_tokens >= 40 and bench.tokens(f"back{i}", i) == greedy(prompt, 5)
-    bench.close()
 
 
 def test_pieces_of_several_fetches_take_turns(model, prompt_of):
@@ -158,10 +154,8 @@ def test_pieces_of_several_fetches_take_turns(model, prompt_of):
     long, short = prompt_of(80, 1), prompt_of(16, 2)
     pushed_out(bench, prompt_of, long, short)
     bench.submit("long", long, 1)
-    bench.submit("short", short, 1)
-    bench.run()
+    bench.complete("short", short, 1)
     assert list(bench.done)[-2:] == ["short", "long"] and tier.host.counts.fetched >= 19 + 3
-    bench.close()
 
 
 @pytest.mark.parametrize("when", ["queued", "over"])
@@ -175,10 +169,8 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(model, prompt_of, whe
     bench.engine.inbox.put(Cancel(("c", "back")))
     if when == "over":
         bench.run()
-    bench.submit("again", prompt, 2)
-    bench.run()
+    bench.complete("again", prompt, 2)
     assert bench.done["again"].cached_tokens == 49
-    bench.close()
 
 
 def test_pages_can_be_fetched_without_a_sequence(model, prompt_of):
@@ -200,10 +192,8 @@ def test_pages_can_be_fetched_without_a_sequence(model, prompt_of):
     assert tier.fetch(allocator, prefix, 0, spare=0) is not None
     bench.run()
     assert all(allocator.pool.find(key) for key in keys)
-    bench.submit("back", prompt, 2)
-    bench.run()
+    bench.complete("back", prompt, 2)
     assert bench.done["back"].cached_tokens == 49 and allocator.tier.known.host.counts.fetched == 13
-    bench.close()
 
 
 # --- faults, updates, sleep ---
@@ -251,8 +241,7 @@ def test_new_weights_forget_what_is_kept(model, folders, prompt_of, hf_models, w
     bench.run()
     assert bench.done["back"].cached_tokens == 0 and bench.completions["back", 0].versions == [1] * 8
     alone = Bench(load(folders[1]))
-    alone.submit("back", prompt, 8)
-    alone.run()
+    alone.complete("back", prompt, 8)
     assert bench.tokens("back") == alone.tokens("back")
     alone.close(), bench.close()
 
@@ -269,7 +258,6 @@ def test_preempted_rows_take_the_room_of_kept_pages(model, prompt_of, greedy):
     assert counts.refused == 0 and counts.restored == counts.offloaded > 0
     for i in range(6):
         assert bench.tokens(f"r{i}") == greedy(prompt_of(10, i), 60)
-    bench.close()
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -285,10 +273,8 @@ def test_what_the_host_keeps_outlives_a_sleep_that_keeps_the_weights(model, fold
     bench.wake()
     if level == 2:
         bench.links.receiver.ready = Update(1, load(folders[0]), bench.engine.executor.step.model)
-    bench.submit("back", prompt, 2)
-    bench.run()
+    bench.complete("back", prompt, 2)
     assert bench.done["back"].cached_tokens == (49 if level == 1 else 0)
-    bench.close()
 
 
 def test_a_rebuilt_engine_keeps_nothing_and_has_the_same_memory(model, prompt_of, greedy):
@@ -305,10 +291,8 @@ def test_a_rebuilt_engine_keeps_nothing_and_has_the_same_memory(model, prompt_of
     assert bench.engine.executor.mover.host_memory is memory
     assert tier.host.kept == 0 and tier.host.counts.written == written > 0
     pushed_out(bench, prompt_of, prompt)
-    bench.submit("back", prompt, 8)
-    bench.run()
+    bench.complete("back", prompt, 8)
     assert bench.done["back"].cached_tokens == 49 and bench.tokens("back") == greedy(prompt, 8)
-    bench.close()
 
 
 # --- what goes along, and whether it is worth it ---
@@ -319,16 +303,12 @@ def test_fetched_pages_have_the_experts_of_their_tokens(tmp_path, prompt_of):
     bench = Bench(load(tmp_path), kv_pages=40, routing=True, host_kv_gib=0.01)
     tier_of(bench)
     prompt = [token % 71 for token in prompt_of(50, 1)]
-    bench.submit("first0", prompt, 1)
-    bench.run()
+    bench.complete("first0", prompt, 1)
     for i in range(4):
-        bench.submit(f"other{i}", [token % 71 for token in prompt_of(60, 9 + i)], 1)
-        bench.run()
-    bench.submit("back", prompt, 8, routing_from=0)
-    bench.run()
+        bench.complete(f"other{i}", [token % 71 for token in prompt_of(60, 9 + i)], 1)
+    bench.complete("back", prompt, 8, routing_from=0)
     assert bench.done["back"].cached_tokens == 49 and tier_of(bench).host.counts.fetched == 13
     assert_routed(hf_model, prompt, bench.tokens("back"), routing_of(bench, "back"), 0)
-    bench.close()
 
 
 def test_copies_that_take_longer_than_computing_are_not_made(model, prompt_of):
@@ -337,10 +317,8 @@ def test_copies_that_take_longer_than_computing_are_not_made(model, prompt_of):
     tier.costs.copied(1, 10.0)
     prompt = prompt_of(50, 1)
     pushed_out(bench, prompt_of, prompt)
-    bench.submit("back", prompt, 2)
-    bench.run()
+    bench.complete("back", prompt, 2)
     assert not tier.costs.pays and tier.host.counts.written == 0 and bench.done["back"].cached_tokens == 0
-    bench.close()
 
 
 def test_costs_compare_the_quickest_of_the_last_copies_with_prompt_steps():
@@ -384,8 +362,7 @@ def test_status_and_metrics_tell_what_is_kept(model, prompt_of):
     tier_of(bench)
     prompt = prompt_of(50, 1)
     pushed_out(bench, prompt_of, prompt)
-    bench.submit("back", prompt, 2)
-    bench.run()
+    bench.complete("back", prompt, 2)
     status, offload = bench.status().kept, bench.status().offload
     page_bytes = bench.engine.executor.mover.host_memory.page_bytes
     assert (status.fetched_tokens, status.bytes_in) == (52, 13 * page_bytes)
@@ -395,7 +372,6 @@ def test_status_and_metrics_tell_what_is_kept(model, prompt_of):
     report = bench.engine.meter.report()
     assert (report["kv/kept_bytes"], report["kv/fetched_tokens"]) == (status.bytes_out, 52)
     assert report["kv/host_kept_pct"] == 100 * status.pages / 200 and report["kv/lost_pages"] == status.lost_pages
-    bench.close()
 
 
 # --- the books ---

@@ -269,11 +269,9 @@ def test_rows_that_are_preempted_take_the_room_of_kept_states(model):
     bench.run()
     counts = bench.engine.parts.tier.offload.counts
     assert counts.restored == counts.offloaded > 0
-    bench.close()
 
 
 def test_an_engine_without_a_prefix_cache_keeps_no_states(model):
     bench = hosting(model, prefix_cache=False, receiver=Mailbox())
     crowd_out(bench)
     assert bench.engine.parts.tier.known.states.kept == 0
-    bench.close()
