@@ -117,7 +117,7 @@ class AttentionBatch:
         return self._shared[key]
 
     def in_chunks(self, size: int, page_size: int) -> AttentionBatch:
-        """The step as layers take it whose tokens see those of their own chunk of `size` positions: whole pages."""
+        """The step for layers in which a token sees only its own chunk of `size` positions, which are whole pages."""
         return self.shared(("chunks of positions", size), lambda: self._in_chunks(size, page_size))
 
     def _in_chunks(self, size: int, page_size: int) -> AttentionBatch:
@@ -214,7 +214,7 @@ class WantedTokens:
 
 
 def check_chunk(size: int, page_size: int) -> None:
-    """Raise ValueError unless a chunk of so many positions is whole pages."""
+    """Raise ValueError unless a chunk of this many positions is whole pages."""
     if size % page_size:
         raise ValueError(f"page_size ({page_size}) must be a divisor of attention_chunk_size ({size})")
 

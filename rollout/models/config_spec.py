@@ -136,7 +136,7 @@ def _unused(config: Any, family: Family, tower: TowerSpec | None) -> tuple[str, 
 
 
 def _shared_names(family: Family, layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:
-    """Beginnings of tensors that checkpoints may have for the keys and values of layers that share those of others."""
+    """Prefixes of tensors that checkpoints may have for keys and values of layers that share another layer's."""
     modules = (*family.attention_names.qkv[1:], family.attention_names.qk_norm[1])
     shared = [
         i for i, layer in enumerate(layers) if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv == "shared"

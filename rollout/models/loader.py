@@ -193,7 +193,7 @@ def resolve_format(asked: AskedFormat, config: CheckpointConfig) -> Format:
 
 
 def check_cut(settings: ModelSettings, folder: Path, ranks: int, weights: AskedFormat = "auto") -> None:
-    """Raise as `load_model` does if the model cannot be cut into so many shards, from its configuration alone.
+    """Raise as `load_model` does if the model cannot be cut into this many shards, from its configuration alone.
 
     Raises ValueError also if the shards would cut blocks of weights that share a scale.
     """
@@ -353,7 +353,8 @@ def _settle_tying(
 ) -> tuple[dict[str, StoredTensor], bool]:
     """Decide as transformers does what becomes of tensors that config.json ties; returns the tensors to read.
 
-    A group has the names of a tensor, and those of the tensors tied to it. If a checkpoint has both with other values,
+    A group has the names of a tensor, and the names of the tensors tied to it. If a checkpoint has both with other
+    values,
     they are not tied, and the second result is False. If it has only one that is tied to the first, that is the first.
     """
     settled = dict(tensors)

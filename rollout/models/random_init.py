@@ -39,7 +39,7 @@ _TIED_GAIN = 8.0
 def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None, progress: Progress | None = None) -> None:
     """Fill all parameters in place, on their device. The values depend on the seed, the device type and the dtype.
 
-    Those of a shard are its part of the values of the `whole` model, which are made one parameter at a time; `progress`
+    A shard gets its part of the values of the `whole` model, which are made one parameter at a time; `progress`
     gets (parameters done, parameters in all).
     """
     generator = torch.Generator(device=model.embed.device).manual_seed(seed)

@@ -186,7 +186,7 @@ class AttentionSpec:
     value_norm: bool = False  # each value head is normalised, without weights
     kv: KVSource = "own"
     chunk: int | None = None  # positions of a chunk: a token attends within its own one; None: to all before it
-    shard: HeadShard | None = None  # the heads above are those of one rank
+    shard: HeadShard | None = None  # the heads above are one rank's
 
     @property
     def q_dim(self) -> int:
@@ -282,7 +282,7 @@ class IndexerSpec:
     heads: int
     dim: int  # dimensions of a head, of which the first ones turn
     top_k: int  # tokens that a token attends to
-    interleaved: bool  # a dimension turns with its neighbour, whatever those of latent attention do
+    interleaved: bool  # a dimension turns with its neighbour, whatever latent attention does
     eps: float = 1e-6  # epsilon of the norm of keys
     names: IndexerNames = IndexerNames()
 
@@ -319,7 +319,7 @@ class LatentSpec:
     growth: QueryGrowth | None = None
     indexer: IndexerSpec | None = None  # chooses tokens, also for the layers after it that share its choice
     shares_choice: bool = False  # it uses the choice of the last indexer before it
-    shard: Shard | None = None  # the heads above are those of one rank; latents are whole on every rank
+    shard: Shard | None = None  # the heads above are one rank's; latents are whole on every rank
 
     @property
     def head_dim(self) -> int:
@@ -378,7 +378,7 @@ class StateSizes(NamedTuple):
     heads: int
     key_dim: int
     value_dim: int
-    channels: int  # those of the convolution
+    channels: int  # channels of the convolution
     conv: int  # tokens that it sees, the present one included
 
     def bytes(self, dtype: torch.dtype) -> int:
@@ -447,7 +447,7 @@ class DeltaNetSpec(StateMixer):
     interleaved: bool = False  # the input product is sorted by key head: its q, k, v, z; and its b, a
     beta_scale: float = 1.0  # how much of a key's old value a token may replace: 1 all of it, 2 reflects it
     names: DeltaNetNames = DeltaNetNames()
-    shard: Shard | None = None  # the heads above are those of one rank
+    shard: Shard | None = None  # the heads above are one rank's
 
     @property
     def mixed(self) -> int:
@@ -535,7 +535,7 @@ class KimiDeltaSpec(StateMixer):
     conv: int  # tokens that the convolution sees, the present one included
     eps: float  # epsilon of the norm of the outputs
     names: KimiDeltaNames = KimiDeltaNames()
-    shard: Shard | None = None  # the heads above are those of one rank
+    shard: Shard | None = None  # the heads above are one rank's
 
     @property
     def width(self) -> int:
@@ -574,7 +574,7 @@ class KimiDeltaSpec(StateMixer):
 
     @property
     def conv_cuts(self) -> tuple[Cut | None, ...]:
-        """As those of `DeltaNetSpec`."""
+        """As the fields of `DeltaNetSpec`."""
         joined = None if self.shard is None else self.shard.cut(*(self.width,) * 3)
         return joined, *(self.width_cut,) * 3
 
@@ -620,7 +620,7 @@ class Mamba2Spec(StateMixer):
     steps: tuple[float, float]  # the least and the largest step
     eps: float  # epsilon of the norm of the outputs, of each group on its own
     names: Mamba2Names = Mamba2Names()
-    shard: Shard | None = None  # the heads and groups above are those of one rank
+    shard: Shard | None = None  # the heads and groups above are one rank's
     all_groups: int = 0  # a shard: the groups of the whole model; one is on every rank
 
     @property
@@ -629,7 +629,7 @@ class Mamba2Spec(StateMixer):
 
     @property
     def mixed_widths(self) -> tuple[int, int, int]:
-        """Widths of the inputs of the heads, of what is written, and of what is read: the convolution's channels."""
+        """Widths of the convolution's channels: the heads' inputs, what writes to the state, what reads it."""
         return self.width, self.groups * self.state_dim, self.groups * self.state_dim
 
     @property
@@ -1075,7 +1075,7 @@ class ModelSpec:
         return tuple(index for index, layer in enumerate(self.layers) if _has_kv(layer.mixer))
 
     def kv_index(self, layer: int) -> int:
-        """The place of the KV that a layer reads among those of `attention_layers`."""
+        """The index of the KV that a layer reads, among the KV of `attention_layers`."""
         mixer = self.layers[layer].mixer
         if isinstance(mixer, AttentionSpec) and mixer.kv == "shared":
             kind = (mixer.turned, mixer.window, mixer.kv_shape)

@@ -65,7 +65,7 @@ class KnownMedia:
         self._hashes: dict[str, None] = {}  # oldest first
 
     def to_send(self, media: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The images of a request; those that the worker has not got yet have their pixels."""
+        """The images of a request. An image that the worker has not got yet has its pixels."""
         items = []
         for item in media:
             known = item["hash"] in self._hashes

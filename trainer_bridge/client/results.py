@@ -201,7 +201,7 @@ class PromptTokenScores(NamedTuple):
 
     @property
     def all_known(self) -> bool:
-        """True if all log-probs are known, except that of the prompt's first token, which has none."""
+        """True if all log-probs are known, except for the prompt's first token, which has none."""
         known = self.prompt_logprobs
         if known is None or np.isnan(known[1:]).any():
             return False

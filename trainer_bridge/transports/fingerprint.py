@@ -19,7 +19,8 @@ _WORDS = 1 << 16  # words of one piece: their int64 copy stays in a CPU's cache
 def fingerprint(data: torch.Tensor, first: int = 0) -> torch.Tensor:
     """int64, no dimension, on the device of `data` (uint8, one dimension, any length).
 
-    The fingerprints of parts that follow each other add up to that of the whole: `first` is the number of the first
+    The fingerprints of parts that follow each other add up to the fingerprint of the whole: `first` is the number of
+    the first
     word. All parts but the last have whole words.
     """
     whole = data.numel() // 4 * 4

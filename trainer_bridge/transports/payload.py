@@ -40,7 +40,7 @@ class Payload:
     means the usual size. With `once` a tensor that comes under several names has the first one, until
     `use_every_name`; not with `spread`, since all ranks must do the same.
 
-    Raises ValueError for tensors that cannot be sent: another dtype than those of `TORCH_DTYPES`, sparse tensors, or
+    Raises ValueError for tensors that cannot be sent: a dtype that is not in `TORCH_DTYPES`, sparse tensors, or
     several CUDA devices.
     """
 

@@ -46,7 +46,7 @@ class SectionsManifest(Manifest):
 
 @dataclass(frozen=True)
 class Sections:
-    """A plan. `manifest` is that of the stream of all sections; its entries have the names of the whole tensors.
+    """A plan. `manifest` describes the stream of all sections; its entries have the names of the whole tensors.
 
     `parts` has the tensor of each entry, by its number in the update's manifest, and the cut. `begins` has the place of
     each rank's section in the stream; `ranks` and `cuts` are what it was planned from, and the digest of that.

@@ -52,7 +52,7 @@ class Reusable:
 
 
 class Prefixes:
-    """Finds KV in the pool and in `sessions`, and makes that of running sequences findable, if `cache`.
+    """Finds KV in the pool and in `sessions`. With `cache` it also makes KV of running sequences findable.
 
     The KV may belong to weights that are up to `max_age` versions old.
     """
@@ -192,7 +192,7 @@ class Prefixes:
     def oldest_for(self, group: Group, version: int) -> int:
         """The oldest weights version in KV that a group may use, besides its sequences' own.
 
-        Scores of a prompt are of one version.
+        All scores of a prompt are made by one version.
         """
         asked = 0 if group.prompt_due else group.request.max_kv_age
         return version - (self.max_age if asked is None else min(asked, self.max_age))

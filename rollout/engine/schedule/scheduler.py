@@ -333,7 +333,7 @@ def newcomer_waits(roster: Roster, seq: Sequence, pages: int) -> bool:
 
 
 def prompt_spans(roster: Roster, limits: SchedulerLimits, upload_words: Callable[[Sequence, int], int]) -> list[Span]:
-    """The spans of prompts for one step, in their order, within `limits`; `upload_words` bounds those of a span.
+    """The spans of prompts for one step, in their order, within `limits`; `upload_words` bounds the words of a span.
 
     A sequence whose KV is still being copied back waits, and the others do not wait for it. The step also ends where a
     feature has no room for more.

@@ -44,7 +44,7 @@ class StepFeature(PageMirror):
     def ready(self, heads: list[Sequence]) -> list[Sequence]:
         """Called before a row is given, with the first waiting sequence of each adapter and of none, in their order.
 
-        Return those that can have a row now.
+        Return the sequences that can have a row now.
         """
         return heads
 

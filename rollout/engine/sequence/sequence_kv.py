@@ -55,7 +55,7 @@ class PrefixKeys:
     def tail_key(self, content: bytes, positions: int) -> bytes:
         """The key of the first `positions` of the next page, which have this content.
 
-        The number is in the key, because the content of a position after a video is longer than that of a token.
+        The number is in the key, because the content of a position after a video is longer than a token's.
         """
         person = b"tail" + positions.to_bytes(4, "little")
         return blake2b(content, key=self._last, digest_size=16, person=person).digest()

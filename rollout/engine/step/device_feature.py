@@ -148,7 +148,9 @@ class DeviceFeature(Generic[Output]):
         return {}
 
     def reads_hidden(self, header: Header) -> bool:
-        """Called before a prefill: return True if the last layer must compute all tokens, not only those that draw."""
+        """Called before a prefill: return True if the last layer must compute all tokens, not only the ones that
+        draw.
+        """
         return False
 
     def forward_ends(self, batch: AttentionBatch, output: Output) -> None:
@@ -202,7 +204,7 @@ class DeviceFeature(Generic[Output]):
         return ()
 
     def copy_output(self, target: Output, source: Output, tokens: int) -> None:
-        """Called after a captured forward of `tokens` tokens: copy its output, `source`, to that of the slot."""
+        """Called after a captured forward of `tokens` tokens: copy its output, `source`, to the slot's output."""
 
     def read(self, words: np.ndarray, header: Header, output: Output) -> object:
         """Called when a step is read: return the entry of `StepOutput.of_features`, or None for none.

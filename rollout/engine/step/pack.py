@@ -63,7 +63,7 @@ class Packer:
         self.shared = shared
 
     def pack(self, plan: Plan, staging: UploadStaging) -> Upload:
-        """Pack a step; its sequences are those of the plan's moment, before the step is noted as launched."""
+        """Pack a step, before it is noted as launched: its sequences are still as the plan saw them."""
         staging.begin()
         size = 0
         layout: tuple[tuple[int, int, int, int], ...] = ()

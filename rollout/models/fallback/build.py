@@ -60,7 +60,9 @@ def make_module(cls: Any, config: Any, dtype: torch.dtype, device: torch.device,
 
 
 def max_positions(config: Any) -> int:
-    """The longest context of a model; 128K tokens if its config names none, as those of models with states alone."""
+    """The longest context of a model; 128K tokens if its config names none, such as the config of a model with states
+    alone.
+    """
     text = config.get_text_config()
     named = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
     most = next((value for value in named if type(value) is int and value >= 2), _NO_LIMIT)

@@ -237,7 +237,7 @@ def _class_of(layer: LayerCache) -> Any:
 
 
 def _kept(pages_PSGD: torch.Tensor, new_BGND: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Store new rows in the pages; those of the whole context, [B, G, L, D]."""
+    """Store new rows in the pages; returns the rows of the whole context, [B, G, L, D]."""
     if not pages_PSGD.shape[-1]:
         return new_BGND
     flat, context_BL = pages_PSGD.flatten(0, 1), piece.context_BL

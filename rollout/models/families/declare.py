@@ -127,7 +127,7 @@ def windows_by_type(config: Any) -> tuple[int | None, ...]:
 
 @by_layer(layer_types=layer_list(str), attention_chunk_size=integer(1, 1 << 31))
 def chunks_by_type(config: Any) -> tuple[int | None, ...]:
-    """The config names the layers whose tokens see those of their own chunk of positions."""
+    """The config names the layers in which a token sees only its own chunk of positions."""
     for kind in config.layer_types:
         if kind not in ("full_attention", "chunked_attention"):
             raise ValueError(f"layer type {kind!r:.80} is not supported; supported: full_attention, chunked_attention")
@@ -357,7 +357,7 @@ def all_indexed(config: Any) -> tuple[str, ...]:
 
 @by_layer(layer_types=layer_list(str), indexer_types=layer_list(str))
 def indexed_by_type(config: Any) -> tuple[str, ...]:
-    """The config names the layers with an indexer, and those that share the choice of the last one."""
+    """The config names the layers with an indexer, and the layers that share the choice of the last one."""
     all_indexed.function(config)
     kinds = tuple(config.indexer_types)
     if not set(kinds) <= {"full", "shared"} or kinds[:1] == ("shared",):

@@ -26,7 +26,9 @@ class Marks(NamedTuple):
     kv_versions: tuple[tuple[int, int, int], ...] = ()
 
     def joined(self, delta: Delta) -> Marks:
-        """These, of tokens that another worker drew, and those of a delta, which has all of this worker's."""
+        """These values of tokens that another worker drew, then the values of a delta, which has all of this
+        worker's.
+        """
         recomputed, kv_versions = self.recomputed + delta.recomputed, self.kv_versions + delta.kv_versions
         return Marks(recomputed, _joined(self.adapter_versions, delta.adapter_versions), kv_versions)
 

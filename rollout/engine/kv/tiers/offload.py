@@ -360,7 +360,7 @@ class OffloadBooks:
             self.host_states.give_back(state.host_place)
 
     def copies_state(self, seq: Sequence) -> bool:
-        """True while the copy of a row's state to the host is queued or under way; queues that of a preempted one.
+        """True while the copy of a row's state to the host is queued or under way; queues it for a preempted row.
 
         The sequence has no step in flight, and keeps its row and its pages until the copy is over: then it is settled.
         """
