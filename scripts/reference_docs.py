@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import trainer_bridge
 from rollout.config.gateway_settings import GatewayFile
 from rollout.gateway.http.http_errors import from_worker
-from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
+from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Kind, Metric
 from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.families import FAMILIES, MULTIMODAL
@@ -140,14 +140,11 @@ A worker reports every `metrics.interval_s` seconds, and for the whole run at it
 (`_total` for counters), beside `rollout_worker_info` (label `model`), `rollout_report_time_s` and
 `rollout_report_step` (in JSON lines `time` and `step`).
 
-- **Gauges** (no kind is named) are of now, or of the interval. A mean or percentile without a sample keeps its last
-  value.
-- **Counters** count since the start.
-- **Histograms** count by size: over the interval in W&B and JSON lines (`[begin, bound, count]`, no empty buckets),
-  since the start in Prometheus.
-- `gpu/...` includes CPUs that compute. `gpu/run/...` is the same since the start.
-
-Each line: name (kind, unit), meaning. `_pct` is %, `_ms` milliseconds, `_s` seconds."""
+- **Gauges** are of now, or of the interval. A mean or percentile without a sample keeps its last value.
+- **Counters**, marked +, count since the start.
+- **Histograms**, marked #, count by size: over the interval in W&B and JSON lines (`[begin, bound, count]`, no empty
+  buckets), since the start in Prometheus.
+- `gpu/...` includes CPUs that compute. `gpu/run/...` is the same since the start."""
 
 _BY_VERSION = """
 ## By weights version
@@ -261,10 +258,13 @@ def _metric_lines(metrics: Iterable[Metric]) -> list[str]:
         ends = [(metric.name.removeprefix(begin), metric.meaning[len(shared) + 1 :]) for metric in members]
         parts = [f"`{end}`" if end == rest else f"`{end}` {rest}" if end else rest for end, rest in ends]
         meaning = f"{shared.rstrip(':,')}: {'; '.join(parts)}" if shared else first.meaning
-        units = [first.kind if first.kind != "gauge" else "", "" if _tells_unit(first) else first.unit]
-        unit = ", ".join(filter(None, units))
-        lines.append(f"- {name}{f' ({unit})' if unit else ''}: {meaning}")
+        unit = "" if _tells_unit(first) else f" ({first.unit})"
+        lines.append(f"- {name}{_MARKS[first.kind]}{unit}: {meaning}")
     return lines
+
+
+#: What the page writes after the name of a metric of a kind.
+_MARKS: Mapping[Kind, str] = {"gauge": "", "counter": "+", "histogram": "#"}
 
 
 def _tells_unit(metric: Metric) -> bool:
@@ -280,9 +280,13 @@ def settings_page() -> str:
     groups: dict[tuple[str | None, str], list[SettingKey]] = {}
     for key in setting_keys():
         groups.setdefault((key.section, key.group), []).append(key)
+    before: str | None = ""
     for (section, group), keys in groups.items():
-        title = f"{group} (`[{section}]`)" if section else f"{group} (no section)"
-        lines += ["", f"## {title}", "", *(_setting(key, key.name) for key in keys)]
+        if section != before:
+            lines += ["", f"## {f'`[{section}]`' if section else 'Without a section'}"]
+        before = section
+        alone = sum(other == section for other, _ in groups) == 1
+        lines += [*([] if alone else ["", f"### {group}"]), "", *(_setting(key, key.name) for key in keys)]
     return "\n".join(lines) + "\n"
 
 

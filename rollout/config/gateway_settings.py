@@ -30,7 +30,7 @@ class GatewaySettings(SettingsSection):
     ready_file: str | None = Field(None, description="file for the URL, written when the gateway listens")
     start_s: float = Field(600.0, gt=0, description="seconds to wait at the start for a worker")
     resume: bool | None = Field(
-        None, description="continue requests of a lost worker on another one; none: if there are several"
+        None, description="continue requests of a lost worker on another one; none: with several workers"
     )
     resume_s: float = Field(120.0, gt=0, description="seconds that a resumed request may be without a worker")
     heartbeat_s: float = Field(
@@ -41,12 +41,12 @@ class GatewaySettings(SettingsSection):
     min_version: int = Field(0, ge=0, description="a worker with older weights is unhealthy")
     stream_every: int = Field(1, ge=1, description="least tokens of an event of a stream")
     session_s: float = Field(
-        3600.0, gt=0, description="seconds after which an idle X-Session-ID or an unused stored response is forgotten"
+        3600.0, gt=0, description="seconds until an idle X-Session-ID or an unused stored response is forgotten"
     )
     max_kept_bytes: int = Field(
         1 << 30,
         ge=0,
-        description="most bytes of kept trajectories, and of stored responses; those unused for longest go; 0: none",
+        description="most bytes of kept trajectories, and of stored responses; 0: none",
     )
     max_in_flight: int = Field(8192, ge=1, description="most completions in flight; further ones get status 429")
     max_connections: int = Field(
@@ -57,16 +57,15 @@ class GatewaySettings(SettingsSection):
     keep_alive_s: float = Field(
         620.0,
         gt=0,
-        description="seconds until an idle connection is closed, which loses a request that comes meanwhile: keep it "
-        "above the limit of proxies and of clients' pools",
+        description="seconds until an idle connection is closed; keep it above the limit of proxies and clients",
     )
     max_body_bytes: int = Field(64 << 20, ge=1, description="most bytes of a request's body")
     body_s: float = Field(60.0, gt=0, description="seconds for a request's body to arrive")
     send_s: float = Field(60.0, gt=0, description="seconds that a client may leave an answer unread")
     logprobs: LogprobMode = Field(
         "policy",
-        description="log-prob of a sampled token. policy: at the request's temperature; processed: of the "
-        "distribution it was drawn from; raw: at temperature 1",
+        description="log-prob of a sampled token; policy: at the request's temperature; processed: of the "
+        "distribution that was drawn from; raw: at temperature 1",
     )
     routed_experts: ExpertFormat = Field(
         "off",
@@ -74,17 +73,15 @@ class GatewaySettings(SettingsSection):
     )
     tool_parser: str = Field(
         "auto",
-        description="format of tool calls, such as hermes; auto: the one that the chat template writes; none: calls "
-        "stay text",
+        description="format of tool calls, such as hermes; auto: the chat template's; none: calls stay text",
     )
     reasoning_parser: str = Field(
         "none",
-        description="format of reasoning, such as think; auto: the one that the chat template writes; none: it stays "
-        "text",
+        description="format of reasoning, such as think; auto: the chat template's; none: it stays text",
     )
     constrain_reasoning: bool = Field(
         False,
-        description="apply constraints from the first token on; false: after the reasoning, if it has a parser",
+        description="apply constraints from the first token on, not after the reasoning",
     )
     trust_request_chat_template: bool = Field(False, description="accept chat templates in requests: each is a program")
     weights_root: str | None = Field(None, description="folder below which updates read weights; none: they do not")

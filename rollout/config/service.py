@@ -26,9 +26,9 @@ class RequestSettings(SettingsSection):
 
     max_queue: int = Field(4096, ge=1, description="most completions in the queue")
     lease_s: float = Field(
-        60.0, ge=0, description="seconds that a named client may be away before its requests are cancelled"
+        60.0, ge=0, description="seconds until the requests of a named client that is away are cancelled"
     )
-    drain_s: float = Field(30.0, ge=0, description="seconds of a drain; then completions are returned as they are")
+    drain_s: float = Field(30.0, ge=0, description="seconds until a drain returns completions as they are")
 
 
 class MediaSettings(SettingsSection):

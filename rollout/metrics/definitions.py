@@ -167,7 +167,7 @@ def _ended(reason: str) -> Metric[Stretch]:
 #: The values of every report.
 METRICS: tuple[Metric[Stretch], ...] = (
     Metric(
-        "gpu/active_pct", "gauge", "%", "share of the last 10 s in which the compute stream ran a step, on any device",
+        "gpu/active_pct", "gauge", "%", "share of the last 10 s in which the compute stream ran a step",
         _ACTIVE, lambda stretch: stretch.active_pct,
     ),
     Metric(
@@ -191,12 +191,12 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "pipeline/predicted_speedup", "gauge", "x",
-        "predicted gain of the overlap: host time plus device time, over the larger one, less zombie rows",
+        "predicted gain of the overlap: (host time + device time) / the larger one, less zombie rows",
         _SPEEDUP, lambda stretch: _speedups(stretch)[0],
     ),
     Metric(
         "pipeline/observed_speedup", "gauge", "x",
-        "observed gain: the same sum over the time with work, without swaps and offloads",
+        "observed gain: (host time + device time) / time with work, without swaps and offloads",
         _SPEEDUP, lambda stretch: _speedups(stretch)[1],
     ),
     Metric(
@@ -212,7 +212,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     Metric("queue/waiting", "gauge", "completions", "completions without a row", _ROWS),
     Metric(
         "rollout/zombie_rows_pct", "gauge", "%",
-        "launched rows whose sequence ended before the step's commit",
+        "launched rows whose token is dropped",
         Panel("Rollout", "Zombie rows"), lambda stretch: stretch.samples.zombie_rows_pct(),
     ),
     Metric(
@@ -251,7 +251,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "kv/older_reused_tokens", "counter", "tokens",
-        "tokens of admitted rows with known KV of older weights (`max_kv_age`)", _HITS,
+        "admitted tokens with KV of older weights (`max_kv_age`)", _HITS,
     ),
     Metric(
         "prefix/hits_group", "counter", "rows",
@@ -259,11 +259,11 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "prefix/hits_pages", "counter", "rows",
-        "rows that took full pages of a known prefix from the cache", _HITS,
+        "rows that took pages of a known prefix", _HITS,
     ),
     Metric(
         "prefix/hits_prompt_end", "counter", "rows",
-        "rows that went on from the end of an equal prompt (with linear attention also of a beginning of theirs)",
+        "rows that went on from the end of an equal prompt",
         _HITS,
     ),
     Metric(
@@ -272,17 +272,17 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "kv/prefix_hit_pct", "gauge", "%",
-        "admitted prompt tokens whose KV was cached or shared, since start",
+        "share of the prompt tokens whose KV was cached or shared, since start",
         _KV, top="prefix hits",
     ),
     Metric(
         "prefill/tokens_computed", "counter", "tokens",
-        "tokens that prefills computed, some again",
+        "tokens that prefills computed",
         _PREFILL, top="prefilled",
     ),
     Metric(
         "prefill/tokens_shared", "counter", "tokens",
-        "admitted prompt tokens whose KV was cached or shared",
+        "prompt tokens whose KV was cached or shared",
         _PREFILL, top="shared",
     ),
     Metric(
@@ -290,7 +290,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "speculation/accepted", "counter", "tokens",
-        "drafts that equalled the token drawn at their position", _SPECULATION,
+        "drafts that equalled the drawn token", _SPECULATION,
     ),
     Metric(
         "speculation/accepted_pct", "gauge", "%", "share of the drafts that were accepted, since start",
@@ -304,12 +304,12 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "speculation/saved_s", "gauge", "s",
-        "device time that drafts saved since start: the expected time of plain steps for the same tokens, minus the "
-        "time of the steps and drafts", _SAVED, top="saved",
+        "device time that drafts saved since start: expected time of plain steps for the same tokens, minus time of "
+        "the steps and drafts", _SAVED, top="saved",
     ),
     Metric(
         "speculation/expected_saved_s", "gauge", "s",
-        "the same with the expected time of verify steps in place of the measured one", _SAVED,
+        "the same with the expected time of verify steps", _SAVED,
         top="expected",
     ),
     Metric(
@@ -337,11 +337,11 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "rollout/reclaimed_rows", "counter", "count",
-        "completions that ended because their client was gone", _PREEMPTED,
+        "completions that ended with their client", _PREEMPTED,
     ),
     Metric(
         "kv/host_used_pct", "gauge", "%",
-        "host memory for KV with preempted sequences",
+        "part of `host_kv_gib` with preempted sequences",
         Panel("KV on the host", "Host memory in use"),
     ),
     Metric(
@@ -357,7 +357,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "kv/host_kept_pct", "gauge", "%",
-        "host memory for KV with known prefixes and idle sessions",
+        "part of `host_kv_gib` with known prefixes and idle sessions",
         Panel("KV on the host", "Host memory in use"),
     ),
     Metric("kv/kept_bytes", "counter", "bytes", "KV of known prefixes copied to the host", _COPIED),
@@ -368,7 +368,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "kv/lost_pages", "counter", "pages",
-        "known pages that were dropped before their copy to the host",
+        "known pages dropped before their copy to the host",
         Panel("KV on the host", "Lost"),
     ),
     Metric(
@@ -378,7 +378,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     Metric("kv/disk_read_pages", "counter", "pages", "pages read from disk", _DISK),
     Metric(
         "kv/disk_failed_pages", "counter", "pages",
-        "pages that could not be written or read; the log says why", _DISK,
+        "pages that could not be written or read", _DISK,
     ),
     Metric(
         "images/encoded", "counter", "count", "encoded images",
@@ -395,11 +395,11 @@ METRICS: tuple[Metric[Stretch], ...] = (
         Panel("Images", "Buffer in use"),
     ),
     Metric(
-        "adapters/loads", "counter", "count", "copies of LoRA adapters to slots on the device, for requests that wait",
+        "adapters/loads", "counter", "count", "adapters copied to a slot",
         Panel("Adapters", "Loads"),
     ),
     Metric(
-        "adapters/evictions", "counter", "count", "LoRA adapters that lost their slot to another one",
+        "adapters/evictions", "counter", "count", "adapters that lost their slot",
         Panel("Adapters", "Evictions"),
     ),
     Metric(
@@ -408,7 +408,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "ranks/steps_behind", "gauge", "steps",
-        "steps launched by rank 0 and not completed by the slowest rank",
+        "steps launched and not completed by the slowest rank",
         Panel("Tensor group", "Steps behind"),
     ),
     Metric(
@@ -429,13 +429,12 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "off_policy/version_span", "gauge", "versions",
-        "newest minus oldest weights version of a finished completion, mean",
+        "newest minus oldest version of a finished completion, mean",
         Panel("Weights", "Versions in a completion"), lambda stretch: stretch.samples.version_span.value(),
     ),
     Metric(
         "mismatch/k3_kl", "gauge", "nats",
-        "estimate of the KL divergence from worker to trainer: mean of exp(d) - 1 - d, d = trainer's log-prob - "
-        "worker's, at most 20 in the exponent",
+        "estimate of KL(worker || trainer): mean of exp(d) - 1 - d, d = trainer's log-prob - worker's",
         Panel("Trainer and worker", "KL, worker to trainer"), _mismatch(lambda stretch: stretch.mismatch.k3_kl),
     ),
     Metric(
@@ -502,7 +501,7 @@ VERSION_METRICS: tuple[Metric[Served], ...] = (
         lambda served: served.tokens / served.wall_s if served.wall_s > 0 else None,
     ),
     Metric(
-        "by_version/active_pct", "gauge", "%", "part of it in which the compute stream ran a step",
+        "by_version/active_pct", "gauge", "%", "part of it with a step on the compute stream",
         _by_version("Active"),
         lambda served: min(100.0, max(0.0, percent(served.busy_s, served.wall_s))) if served.wall_s > 0 else None,
     ),
