@@ -342,7 +342,7 @@ class GroupDestination(UpdateMemory):
         self._phase = _Phase.LANDED
         self._relays[0].pass_on(start, None, self._taker.take(start, self._arriving))
 
-    def put(self, start: int, data: torch.Tensor) -> None:
+    def put(self, start: int, data: torch.Tensor) -> torch.Tensor:
         """Take bytes from any device. Waits for room: transports that put from threads of their own do not look."""
         left_s, observed = _ROOM_S, ObservedTime(_LOOK_S)
         while not self._direct and not self.wait_for_room():  # the watch of the group finds a rank that does nothing
@@ -351,11 +351,15 @@ class GroupDestination(UpdateMemory):
                 raise InternalError(f"a rank took no piece of the update for {_ROOM_S:g} s")
         self._phase = _Phase.LANDED
         if self._direct:
-            self._taker.take(start, data)
-            return
-        self._relays[0].reserve(data.numel()).copy_(data, non_blocking=True)
-        taken = self._taker.take(start, data)  # on a device: its event is after the copy above
+            here = data.clone()  # it may be in another GPU's memory, which is read once
+            self._taker.take(start, here)
+            return here
+        piece = self._relays[0].reserve(data.numel())
+        piece.copy_(data, non_blocking=True)
+        here = piece if piece.device == data.device else data
+        taken = self._taker.take(start, here)  # on a device: its event is after the copy above
         self._relays[0].pass_on(start, taken, taken)
+        return here
 
     def copied(self) -> bool:
         """Whether every rank has its part and is ready to swap. All bytes are verified when this is first called.

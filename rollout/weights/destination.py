@@ -57,9 +57,13 @@ class UpdateMemory:
         if self.writes_arriving and read is not None:
             read.synchronize()  # the next bytes arrive in the same memory
 
-    def put(self, start: int, data: torch.Tensor) -> None:
+    def put(self, start: int, data: torch.Tensor) -> torch.Tensor:
         """Take bytes from any device; `data` may be reused after the call, in stream order."""
         self._taker.take(start, data)
+        memory = self._staging.memory
+        if self._taker is not self._staging or not memory.layout.is_stream or memory.blocks[0].device != data.device:
+            return data
+        return memory.blocks[0][start : start + data.numel()]
 
     def offer(self, transport: str, options: Mapping[str, Any]) -> None:
         """As `Destination.offer`: one rank takes everything itself."""

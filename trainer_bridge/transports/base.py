@@ -36,8 +36,11 @@ class Destination(Protocol):
     def landed(self, start: int, end: int) -> None:
         """Note that the memory of these bytes is filled. Each byte lands exactly once."""
 
-    def put(self, start: int, data: torch.Tensor) -> None:
-        """Write bytes (uint8, one dimension, any device) at `start` of the stream, on their device's current stream."""
+    def put(self, start: int, data: torch.Tensor) -> torch.Tensor:
+        """Write bytes (uint8, one dimension, any device) at `start` of the stream, on their device's current stream.
+
+        Returns these bytes to be verified: if possible where they are now, which is nearer than another GPU's memory.
+        """
 
     def offer(self, transport: str, options: Mapping[str, Any]) -> None:
         """Note memory of the publisher that other processes of the worker may read, by the options of `begin`."""

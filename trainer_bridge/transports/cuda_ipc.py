@@ -268,8 +268,7 @@ class CudaIpcReceiver(SharedReceiver):
         if incoming.destination.leave_to_owner(index, start, end, check):
             return False
         data = self._slots[index % len(self._slots)][: end - start]
-        incoming.destination.put(start, data)
-        self._taken.append((index, check, fingerprint(data)))
+        self._taken.append((index, check, fingerprint(incoming.destination.put(start, data))))
         return False
 
     def copied(self, incoming: IncomingUpdate) -> bool:

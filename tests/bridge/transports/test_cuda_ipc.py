@@ -303,13 +303,35 @@ def test_slots_are_closed_when_copies_out_of_them_have_run_though_taking_one_fai
         def synchronize(self) -> None:
             events.append("wait")
 
+    def fails(start: int, data: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("unspecified launch failure")
+
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     with ByHand(Driver()) as hand:
         (check,) = hand.pack(range(1))
-        with pytest.raises((AssertionError, RuntimeError, ValueError)):  # the device of host memory is no GPU
+        monkeypatch.setattr(hand.incoming.destination, "put", fails)
+        with pytest.raises(RuntimeError, match="launch failure"):
             hand.announce(0, check)  # its copy is on the stream
         hand.receiver.drop(hand.incoming, WeightsRejected("it failed"))
         assert events == ["wait"] + ["close"] * 16
+
+
+def test_what_is_verified_are_the_bytes_where_they_have_landed() -> None:
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="cuda_ipc", bucket_bytes=SMALL) as publisher:
+        shared(worker, publisher)
+        publisher.publish(old := new_tensors(worker.model, 1), 1).applied(20)
+        take = worker.staging.take
+
+        def damages(start: int, data: torch.Tensor) -> Any:
+            taken = take(start, data)
+            if start == 2 * SMALL:
+                worker.staging.memory.blocks[0][start + 5] ^= 1
+            return taken
+
+        worker.staging.take = damages  # type: ignore[method-assign]
+        with pytest.raises(RolloutError, match="bucket 2 arrived damaged"):
+            publisher.publish(new_tensors(worker.model, 2), 2).applied(20)
+        assert serves(worker.model, old)
 
 
 class FailsOnce(HostMemory):
