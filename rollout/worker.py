@@ -404,17 +404,16 @@ def serve(
     if settings.engine.speculation_model is not None:
         with stage(f"fetching {settings.engine.speculation_model}") as advance:
             draft = fetch_draft(settings, advance)
-    check_cut(settings.model, folder, settings.engine.tensor_parallel, settings.engine.weight_format)
+    engine = settings.engine
+    check_cut(settings.model, folder, engine.tensor_parallel, engine.weight_format, engine.deals_rows)
     ranks = Ranks(settings, folder, draft, followers)
     try:
         try:
             group = ranks.connect(device.torch_device)
             with stage("loading weights") as shown:
                 advance = advance_both(shown, ranks.start.advance)
-                weights = settings.engine.weight_format
-                loaded = load_model(
-                    settings.model, device.torch_device, advance, folder, weights, group, draft, settings.engine.mtp
-                )
+                how = (engine.weight_format, group, draft, engine.mtp, engine.deals_rows)
+                loaded = load_model(settings.model, device.torch_device, advance, folder, *how)
             worker = Worker(settings, loaded, sinks, health, restarts, ranks)
         except (RuntimeError, ConnectError) as error:  # perhaps a rank was lost, which the watching thread finds
             if cause := ranks.wait_for_cause(_CAUSE_S):

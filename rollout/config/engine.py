@@ -241,6 +241,11 @@ class RankSettings(SettingsSection):
         le=64,
         description="GPUs of this machine for the model (ranks, a process each); heads and widths must divide by it",
     )
+    attention_split: Literal["heads", "rows"] = Field(
+        "heads",
+        description="what ranks divide in attention; rows: each rank has all its weights, and the KV of its own rows; "
+        "for models with experts",
+    )
     rank_stall_s: float | None = Field(
         8.0,
         gt=0,
@@ -248,6 +253,11 @@ class RankSettings(SettingsSection):
         "many at the start; none: never",
     )
     check_ranks: bool = Field(False, description="for debugging: end the worker if ranks draw different tokens")
+
+    @property
+    def deals_rows(self) -> bool:
+        """Whether each rank runs the attention of its own rows."""
+        return self.attention_split == "rows" and self.tensor_parallel > 1
 
     @property
     def rank_start_stall_s(self) -> float | None:
@@ -342,6 +352,17 @@ class EngineSettings(
     def snapshot_places(self) -> int:
         """`state_snapshots`, or its default."""
         return max(4, self.max_rows // 4) if self.state_snapshots is None else self.state_snapshots
+
+    @model_validator(mode="after")
+    def _dealt_rows_alone(self) -> EngineSettings:
+        others = {
+            "host_kv_gib = 0": self.host_kv_gib > 0,
+            "speculation = off": self.speculation != "off",
+            "deterministic = false": self.deterministic,
+        }
+        if self.attention_split == "rows" and (wrong := [name for name, is_set in others.items() if is_set]):
+            raise ValueError(f"attention_split = rows needs {' and '.join(wrong)}")
+        return self
 
     @model_validator(mode="after")
     def _deterministic_without_adapters(self) -> EngineSettings:

@@ -46,7 +46,7 @@ from rollout.models.spec import AttentionSpec
 
 def longest_sequence(settings: Settings, model: LanguageModel, engine: Engine) -> int:
     """The longest prompt plus completion that the model, the settings and the pool allow, tokens."""
-    pages, asked = engine.roster.allocator.pool.total + 1, settings.engine
+    pages, asked = engine.roster.allocator.pool.total_of_rank + 1, settings.engine
     return PoolSize(pages, asked.page_size, context_limit(asked, model), asked.max_rows).longest
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -79,7 +79,8 @@ def allocate_kv(
     """A KV cache of zeros; `zeros` allocates it, by default torch does."""
     dtype = kv_dtype(engine, model)
     tokens = keeps_token_ids(engine, model)
-    return KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states, tokens)
+    kv = KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states, tokens)
+    return replace(kv, dealt=model.spec.shard) if isinstance(model, Decoder) and model.spec.deals_rows else kv
 
 
 def allocate_states(site: Site) -> States:
@@ -136,7 +137,9 @@ def build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], to
     known = host_kv.pages > 0 and engine.prefix_cache  # known pages are kept on the host, and so are states after them
     keeps = known and (not states or (places > 0 and host_states.pages > 0))
     elsewhere = host.total + host.disk.total
-    pool = PagePool(step.kv.pages, host.note_evicted, elsewhere) if keeps else PagePool(step.kv.pages)
+    dealt = step.kv.dealt
+    pages, ranks = step.kv.pages_of_all, 1 if dealt is None else dealt.size
+    pool = PagePool(pages, host.note_evicted, elsewhere) if keeps else PagePool(pages, ranks=ranks)
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)
     sessions = Sessions(pool, engine.page_size, most_pages, snapshots, totals.sessions)

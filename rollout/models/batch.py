@@ -19,7 +19,7 @@ import torch
 from rollout_kernels import DecodePlan, plan_paged_decode
 
 from rollout.models.lora_slots import StepAdapters
-from rollout.models.spec import KVShape
+from rollout.models.spec import KVShape, Shard
 from rollout.models.state_pool import NO_STATES, States
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class AttentionBatch:
     rope_positions: torch.Tensor | None = None
     images: StepImages | None = None  # tokens of the step that are images
     taps: HiddenTaps | None = None  # hidden states that are kept for a draft model
+    own_chunks: tuple[int, ...] | None = None  # chunks of this rank, if rows are dealt; None: all
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -252,6 +253,8 @@ class KVCache:
     scales: list[torch.Tensor] = field(default_factory=list)  # empty where there are no codes
     states: States = NO_STATES  # states of the layers without KV
     tokens: torch.Tensor | None = None  # int32 [P, S]; None where nothing reads them
+    #: Rows are dealt to ranks: page p of this rank of them is rank * pages + p in a step.
+    dealt: Shard | None = None
 
     def layer(self, index: int) -> LayerKV:
         """The part that a layer reads and writes; `index` counts the layers that have KV."""
@@ -274,8 +277,31 @@ class KVCache:
 
     @property
     def pages(self) -> int:
-        """Pages of the pool, the dump page included."""
+        """Pages of this rank's pool, the dump page included."""
         return len(self.k[0])
+
+    @property
+    def pages_of_all(self) -> int:
+        """Pages that steps can name: those of all ranks if rows are dealt."""
+        return self.pages * (1 if self.dealt is None else self.dealt.size)
+
+    def has_page(self, pages: torch.Tensor) -> torch.Tensor:
+        """Which of these pages of a step this rank has, bool."""
+        local = pages - self._first
+        return (local >= 0) & (local < self.pages)
+
+    def local_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """Pages of a step as this rank numbers its own ones; the dump page for those of other ranks."""
+        return pages if self.dealt is None else (pages - self._first).masked_fill(~self.has_page(pages), 0)
+
+    def local_slots(self, slots_T: torch.Tensor) -> torch.Tensor:
+        """As `local_pages`, for slots: page * page_size + offset."""
+        foreign_T = ~self.has_page(slots_T // self.page_size)
+        return (slots_T - self._first * self.page_size).masked_fill(foreign_T, 0)
+
+    @property
+    def _first(self) -> int:
+        return 0 if self.dealt is None else self.dealt.rank * self.pages
 
     @classmethod
     def allocate(

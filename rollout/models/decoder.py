@@ -14,6 +14,7 @@ from rollout_kernels.sampling import VocabShard
 from torch import nn
 
 from rollout.models.batch import AttentionBatch, KVCache
+from rollout.models.dealt_rows import deal, mixed
 from rollout.models.delta_net import DeltaNet
 from rollout.models.draft_head import DraftHead
 from rollout.models.kimi_delta import KimiDelta
@@ -120,7 +121,8 @@ class DecoderLayer(Block):
 
     def _add(self, x_TH: torch.Tensor, block: Block, norms: Norms, context: StepContext) -> torch.Tensor:
         scale = self.spec.residual_scale
-        output = block(x_TH if norms.before is None else norms.before(x_TH), context)
+        normed_TH = x_TH if norms.before is None else norms.before(x_TH)
+        output = mixed(block, normed_TH, context) if block is self.mixer else block(normed_TH, context)
         if norms.after is None and scale == 1.0:
             return output.add_to(x_TH)
         y_TH = output.value() if norms.after is None else norms.after(output.value())
@@ -286,7 +288,7 @@ class Decoder(Block):
             x_TH = images.replace_in(x_TH)
         cos_sin = tuple(rope(batch.rotary_positions) for rope in self.ropes)
         inputs_TLD = None if self.token_inputs is None else self.token_inputs(token_ids_T, x_TH)
-        context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv, token_inputs_TLD=inputs_TLD)
+        context = deal(StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv, token_inputs_TLD=inputs_TLD))
         taps = batch.taps
         for index, layer in enumerate(self.layers):
             if taps is not None:

@@ -49,6 +49,7 @@ from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_redu
 
 from rollout.models import deterministic as one_order
 from rollout.models.batch import AttentionBatch, KVCache, WantedTokens
+from rollout.models.dealt_rows import deal, mixed
 from rollout.models.decoder import Decoder, DecoderLayer, Norms
 from rollout.models.delta_net import DeltaNet
 from rollout.models.deterministic import KernelProduct, head_product, kernel_product
@@ -215,7 +216,7 @@ class FusedDecoder:
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
         inputs_TLD = None if model.token_inputs is None else model.token_inputs(token_ids_T, residual_TH)
         all_cos_sin = (cos_sin, *(rope(batch.rotary_positions) for rope in others))
-        context = StepContext(all_cos_sin, slots_T, batch, kv, token_inputs_TLD=inputs_TLD)
+        context = deal(StepContext(all_cos_sin, slots_T, batch, kv, token_inputs_TLD=inputs_TLD))
         last, *before = reversed([cast(DecoderLayer, layer) for layer in model.layers])
         added = None
         for index, layer in enumerate(reversed(before)):
@@ -256,6 +257,8 @@ class FusedDecoder:
     def takes_wanted(self) -> bool:
         """True if steps may name the tokens whose hidden states are wanted."""
         last = self._model.layers[-1].mixer
+        if self._model.spec.deals_rows:
+            return False
         return last in self._fused and isinstance(last, Attention) and not self._deterministic
 
     def _embed(
@@ -299,16 +302,24 @@ class FusedDecoder:
         x_TH = self._norm(residual_TH, last, layer.mixer_norms.before)
         if taps is not None:  # the norm has added what was left
             taps.take(index, residual_TH)
-        mixed: Unsummed | None
+        added: Unsummed | None
         if layer.mixer in self._fused and isinstance(layer.mixer, DeltaNet):
-            mixed = self._linear_attention(layer, layer.mixer, x_TH, residual_TH, context)
+            added = self._linear_attention(layer, layer.mixer, x_TH, residual_TH, context)
         elif layer.mixer in self._fused:
             assert isinstance(layer.mixer, Attention)
-            queries = self._queries(layer.mixer, x_TH, context)
-            mixed = self._attention(layer, queries, context.batch, context.kv, residual_TH)
+            if context.own is None:
+                queries = self._queries(layer.mixer, x_TH, context)
+                out_TK = self._attend(layer.mixer, queries, context.batch, context.kv)
+            elif context.own.none:
+                out_TK = x_TH.new_zeros(len(x_TH), layer.mixer.o_proj.spec.inputs)
+            else:
+                own = context.own.context
+                queries = self._queries(layer.mixer, context.own.take(x_TH), own)
+                out_TK = context.own.give(self._attend(layer.mixer, queries, own.batch, own.kv), len(x_TH))
+            added = self._output("o", out_TK, layer, context.batch.adapters, residual_TH)
         else:
-            mixed = _unsummed(layer.mixer(x_TH, context).value()[None], layer, layer.mixer_norms)
-        return self._after_mixer(layer, residual_TH, mixed, context)
+            added = _unsummed(mixed(layer.mixer, x_TH, context).value()[None], layer, layer.mixer_norms)
+        return self._after_mixer(layer, residual_TH, added, context)
 
     def _last_layer(
         self,
@@ -328,11 +339,12 @@ class FusedDecoder:
         if not len(residual_SH):
             return residual_SH, None
         self._begin(len(residual_SH))
-        mixed = self._attention(layer, queries, wanted.batch, context.kv, residual_SH)
+        out_SK = self._attend(layer.mixer, queries, wanted.batch, context.kv)
+        output = self._output("o", out_SK, layer, wanted.batch.adapters, residual_SH)
         inputs_TLD = context.token_inputs_TLD
         inputs_SLD = None if inputs_TLD is None else inputs_TLD.index_select(0, wanted.at_S)
         context = context._replace(batch=wanted.batch, token_inputs_TLD=inputs_SLD)
-        return self._after_mixer(layer, residual_SH, mixed, context)
+        return self._after_mixer(layer, residual_SH, output, context)
 
     def _after_mixer(
         self, layer: DecoderLayer, residual_TH: torch.Tensor, last: Unsummed | None, context: StepContext
@@ -509,19 +521,14 @@ class FusedDecoder:
             gate_TK = attention.gate_proj(x_TH)
         return Queries(attention.grown(q_TQD, batch), gate_TK)
 
-    def _attention(
-        self, layer: DecoderLayer, queries: Queries, batch: AttentionBatch, kv: KVCache, residual_TH: torch.Tensor
-    ) -> Unsummed | None:
-        """The attention block's output for these queries; None if the residual stream has it already."""
-        attention = layer.mixer
-        assert isinstance(attention, Attention)
+    def _attend(self, attention: Attention, queries: Queries, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
+        """The input of the attention block's output product for these queries, [T, K]."""
         cache = kv.layer(attention.kv_index)
         if self._deterministic:
             out_TQD = one_order.attend(queries.q_TQD, batch, cache, attention.scale, attention.spec.window)
         else:
             out_TQD = attention.attend(queries.q_TQD, batch, cache)
-        out_TK = gate_output(out_TQD.flatten(1), queries.gate_TK)
-        return self._output("o", out_TK, layer, batch.adapters, residual_TH)
+        return gate_output(out_TQD.flatten(1), queries.gate_TK)
 
     def _linear_attention(
         self,

@@ -144,6 +144,31 @@ class StepContext(NamedTuple):
     kv: KVCache
     run_experts: RunExperts | None = None  # runs sparse blocks in the place of their own code
     token_inputs_TLD: torch.Tensor | None = None  # the inputs of layers that are made of tokens
+    own: OwnTokens | None = None  # this rank's tokens, if rows are dealt to ranks
+
+
+class OwnTokens(NamedTuple):
+    """The tokens of a step whose attention this rank runs (`rollout.models.dealt_rows`)."""
+
+    context: StepContext  # as mixers take it
+    at_N: torch.Tensor | None  # int64: where they are in a prefill; None in a decode, which has all rows
+    foreign_T1: torch.Tensor | None  # bool: the tokens of other ranks, in a decode
+
+    @property
+    def none(self) -> bool:
+        """True if this rank has no token of the step."""
+        return self.at_N is not None and not len(self.at_N)
+
+    def take(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """The rows of `x_TH` that mixers take."""
+        return x_TH if self.at_N is None else x_TH[self.at_N]
+
+    def give(self, out_NK: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The results of mixers in a step of `tokens` tokens, with zeros for the other ranks' tokens."""
+        if self.at_N is None:
+            assert self.foreign_T1 is not None
+            return out_NK.masked_fill(self.foreign_T1, 0.0)
+        return out_NK.new_zeros(tokens, out_NK.shape[1]).index_copy_(0, self.at_N, out_NK)
 
 
 # --- outputs of blocks -----------------------------------------------------------------------------------------------
@@ -380,8 +405,9 @@ class Attention(Block):
             q_cut, k_cut = (
                 (None, None) if spec.shard is None else (spec.q_cut(spec.head_dim), spec.kv_cut(spec.head_dim))
             )
-            self.q_norm = HeadsNorm(spec.q_dim, q_cut, spec, dtype, device, group)
-            self.k_norm = HeadsNorm(spec.kv_dim, k_cut, spec, dtype, device, group)
+            of_heads = ONE_RANK if spec.shard is None else group
+            self.q_norm = HeadsNorm(spec.q_dim, q_cut, spec, dtype, device, of_heads)
+            self.k_norm = HeadsNorm(spec.kv_dim, k_cut, spec, dtype, device, of_heads)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""

@@ -120,13 +120,14 @@ def load_model(
     group: TensorGroup | None = None,
     draft: Path | None = None,
     mtp: MTP = "unused",
+    deals_rows: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint, or its shapes with random weights, onto `device`.
 
     `progress` is called with (values copied, values in all). `folder` is the result of `fetch`, if it was called
     before. `weights` is the format of the weights that may be codes; auto: that of the checkpoint. With a `group` of
     several ranks the model is this rank's shard; the views of `trainer_views` still take whole tensors of the
-    checkpoint, and copy the shard's part of them.
+    checkpoint, and copy the shard's part of them; `deals_rows` as in `shard_spec`.
     `draft` is the folder of a model that drafts for it; without it, `mtp` says whether the checkpoint's own layers do.
 
     On the meta device a native model is an outline: it has shapes without memory. Only config.json and the headers of
@@ -143,7 +144,7 @@ def load_model(
     check_links(folder)
 
     def load(impl: ModelImpl) -> LoadedModel:
-        return _load(settings, impl, device, progress, folder, weights, group, draft, mtp)
+        return _load(settings, impl, device, progress, folder, weights, group, draft, mtp, deals_rows)
 
     try:
         return load(settings.model_impl)
@@ -167,6 +168,7 @@ def _load(
     group: TensorGroup,
     draft: Path | None,
     mtp: MTP,
+    deals_rows: bool,
 ) -> LoadedModel:
     """As `load_model`, in one way of running it."""
     config = read_config(folder, impl)
@@ -176,7 +178,7 @@ def _load(
     own = getattr(config.whole, "dtype", None) or getattr(config.text, "dtype", None)
     dtype = _pick_dtype(settings, own or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)
-    source = _Source(settings, folder, config, tensors, dtype, device, progress, group, draft, mtp)
+    source = _Source(settings, folder, config, tensors, dtype, device, progress, group, draft, mtp, deals_rows)
     native = is_native(config.architecture, impl)
     model: LanguageModel = _load_native(source, format) if native else _load_fallback(source, format)
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
@@ -192,7 +194,9 @@ def resolve_format(asked: AskedFormat, config: CheckpointConfig) -> Format:
     return "fp8_block" if is_block_fp8(config.whole) else "plain"
 
 
-def check_cut(settings: ModelSettings, folder: Path, ranks: int, weights: AskedFormat = "auto") -> None:
+def check_cut(
+    settings: ModelSettings, folder: Path, ranks: int, weights: AskedFormat = "auto", deals_rows: bool = False
+) -> None:
     """Raise as `load_model` does if the model cannot be cut into this many shards, from its configuration alone.
 
     Raises ValueError also if the shards would cut blocks of weights that share a scale.
@@ -204,7 +208,7 @@ def check_cut(settings: ModelSettings, folder: Path, ranks: int, weights: AskedF
     if not is_native(config.architecture, settings.model_impl):
         raise ValueError(_no_shards(config.architecture, ranks))
     choose_factors(config.text, settings.longrope)
-    spec = shard_spec(_read_spec(folder, config, settings.images), 0, ranks)
+    spec = shard_spec(_read_spec(folder, config, settings.images), 0, ranks, deals_rows)
     check_format(spec, resolve_format(weights, config))
 
 
@@ -244,6 +248,7 @@ class _Source:
     group: TensorGroup
     draft: Path | None
     mtp: MTP
+    deals_rows: bool
 
     @property
     def architecture(self) -> str:
@@ -270,7 +275,7 @@ def _load_native(source: _Source, format: Format) -> Decoder:
         stored, tied = _settle_tying(stored, [(embeds, heads)], source)
         whole = replace(whole, tied=tied)
     group = source.group
-    spec = shard_spec(whole, group.rank, group.size)
+    spec = shard_spec(whole, group.rank, group.size, source.deals_rows)
     check_format(spec, format)
     spec = replace(spec, draft=_own_draft(source, spec, format))
     outline = Decoder(spec, source.dtype, torch.device("meta"), format, group)  # shapes without memory

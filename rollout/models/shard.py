@@ -10,6 +10,8 @@
     norms, routers,  whole on every rank
       vision tower
 
+With rows dealt to ranks (`rollout.models.dealt_rows`) attention is whole on every rank, too.
+
 Each block reads the whole hidden state, which is the same on all ranks, and makes a part of a sum over the ranks.
 """
 
@@ -36,8 +38,10 @@ from rollout.models.spec import (
 EXPERT_BLOCK = 128
 
 
-def shard_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
+def shard_spec(spec: ModelSpec, rank: int, size: int, deals_rows: bool = False) -> ModelSpec:
     """The spec of what rank `rank` of `size` ranks keeps of a model; `spec` itself for one rank.
+
+    With `deals_rows` attention is not cut, because each rank runs that of its own rows.
 
     Raises:
         ValueError: the model cannot be cut into `size` shards, with the reason.
@@ -46,7 +50,9 @@ def shard_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
         return spec
     shard = Shard(rank, size)
     try:
-        layers = {layer: _layer(layer, shard) for layer in dict.fromkeys(spec.layers)}
+        if deals_rows and spec.moe is None:
+            raise _CannotCutError("attention_split = rows is for models with experts: use heads")
+        layers = {layer: _layer(layer, shard, deals_rows) for layer in dict.fromkeys(spec.layers)}
         if not replace(spec, shard=Shard(size - 1, size)).kept_vocab:
             raise _CannotCutError(f"its vocabulary has {spec.vocab} tokens")
     except _CannotCutError as error:
@@ -65,9 +71,8 @@ def spec_of_rank(spec: ModelSpec, rank: int) -> ModelSpec:
 def _layer_of_rank(layer: LayerSpec, shard: Shard) -> LayerSpec:
     mixer, block = layer.mixer, layer.feed_forward
     if isinstance(mixer, AttentionSpec):
-        assert mixer.shard is not None
-        mixer = replace(mixer, shard=mixer.shard._replace(shard=shard))
-    elif mixer is not None:
+        mixer = mixer if mixer.shard is None else replace(mixer, shard=mixer.shard._replace(shard=shard))
+    elif mixer is not None and mixer.shard is not None:
         mixer = replace(mixer, shard=shard)
     if isinstance(block, DenseSpec):
         block = replace(block, shard=shard)
@@ -83,10 +88,18 @@ class _CannotCutError(Exception):
     """Why a model cannot be cut."""
 
 
-def _layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
-    mixer = None if layer.mixer is None else _mixer(layer.mixer, shard)
+def _layer(layer: LayerSpec, shard: Shard, deals_rows: bool) -> LayerSpec:
+    mixer = layer.mixer
+    if mixer is not None:
+        mixer = _dealt(mixer) if deals_rows else _mixer(mixer, shard)
     block = None if layer.feed_forward is None else _feed_forward(layer.feed_forward, shard)
     return replace(layer, mixer=mixer, feed_forward=block)
+
+
+def _dealt(mixer: MixerSpec) -> MixerSpec:
+    if not isinstance(mixer, AttentionSpec | LatentSpec):
+        raise _CannotCutError("attention_split = rows is not for layers with states: use heads")
+    return replace(mixer, dealt=True)
 
 
 def _mixer(mixer: MixerSpec, shard: Shard) -> MixerSpec:

@@ -119,6 +119,11 @@ def _joined(cuts: tuple[Cut, ...]) -> Cut:
     return Cut(0, whole, tuple(ranges))
 
 
+def _all_inputs(width: int, partial: bool) -> Cut | None:
+    """The cut of a product that is a part of a sum over the ranks although it has all inputs; None for any other."""
+    return Cut(1, width, ((0, width),)) if partial else None
+
+
 def _widths(modules: tuple[str, ...], widths: tuple[int, ...]) -> tuple[int, ...]:
     """The outputs of each module, if one module may hold all of them."""
     return widths if len(modules) > 1 else (sum(widths),)
@@ -187,6 +192,7 @@ class AttentionSpec:
     kv: KVSource = "own"
     chunk: int | None = None  # positions of a chunk: a token attends within its own one; None: to all before it
     shard: HeadShard | None = None  # the heads above are one rank's
+    dealt: bool = False  # all heads are here, and rows of other ranks are not: its output is a part of a sum
 
     @property
     def q_dim(self) -> int:
@@ -237,8 +243,9 @@ class AttentionSpec:
 
     @property
     def o(self) -> LinearSpec:
-        cut = None if self.shard is None else self.q_cut(self.v_dim).at(1)
-        return LinearSpec(self.heads * self.v_dim, (self.names.o,), (self.hidden,), self.o_bias, (), cut)
+        width = self.heads * self.v_dim
+        cut = _all_inputs(width, self.dealt) if self.shard is None else self.q_cut(self.v_dim).at(1)
+        return LinearSpec(width, (self.names.o,), (self.hidden,), self.o_bias, (), cut)
 
     @property
     def turned(self) -> tuple[RopeSpec, int]:
@@ -320,6 +327,7 @@ class LatentSpec:
     indexer: IndexerSpec | None = None  # chooses tokens, also for the layers after it that share its choice
     shares_choice: bool = False  # it uses the choice of the last indexer before it
     shard: Shard | None = None  # the heads above are one rank's; latents are whole on every rank
+    dealt: bool = False  # as `AttentionSpec.dealt`
 
     @property
     def head_dim(self) -> int:
@@ -354,8 +362,9 @@ class LatentSpec:
 
     @property
     def o(self) -> LinearSpec:
-        cut = None if self.shard is None else self.shard.cut(self.heads * self.value_dim).at(1)
-        return LinearSpec(self.heads * self.value_dim, (self.names.o,), (self.hidden,), self.bias, (), cut)
+        width = self.heads * self.value_dim
+        cut = _all_inputs(width, self.dealt) if self.shard is None else self.shard.cut(width).at(1)
+        return LinearSpec(width, (self.names.o,), (self.hidden,), self.bias, (), cut)
 
     def _head_cuts(self, width: int) -> tuple[Cut, ...]:
         """A shard's cut of a module that has `width` outputs for each head."""
@@ -1052,6 +1061,11 @@ class ModelSpec:
     def kept_vocab(self) -> range:
         """The tokens whose rows of embedding and output layer are kept: all, or one rank's."""
         return range(self.vocab) if self.shard is None else self.vocab_of(self.shard.rank)
+
+    @property
+    def deals_rows(self) -> bool:
+        """Whether each rank runs the attention of its own rows."""
+        return any(isinstance(layer.mixer, AttentionSpec | LatentSpec) and layer.mixer.dealt for layer in self.layers)
 
     def vocab_of(self, rank: int) -> range:
         """The tokens that a rank of this shard's group keeps; the first ranks keep equally many.

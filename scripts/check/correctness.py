@@ -160,7 +160,7 @@ def same_pages_as_ever(engine: Engine) -> None:
     """
     pool = engine.roster.allocator.pool
     assert pool.free == pool.total, "no page is used or known"
-    pool._free.sort(reverse=True)
+    pool.sort_free()
 
 
 class Checker:

@@ -1,6 +1,8 @@
 """Workers of several ranks against workers of one rank: same model, same requests, gloo on a CPU."""
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from safetensors.torch import load_file
 from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.families import make_checkpoint
 from tests.support.tokenizer_folder import make_tokenizer_folder
-from tests.support.worker.harness import assert_idle, paused_amid
-from tests.support.worker.rank_pair import LOGPROB, Pair, assert_all_equal, start_pair
+from tests.support.worker.harness import assert_idle, launch, paused_amid
+from tests.support.worker.lost_ranks import FAULT, ended, followers_of
+from tests.support.worker.rank_pair import LOGPROB, Pair, assert_all_equal, assert_equal, start_pair
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.publish.publisher import WeightPublisher
 
@@ -26,12 +29,19 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "stop": {"ignore_eos": True}}
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
 
 
-#: Ranks and speculation of the second worker.
+#: Ranks, speculation and the split of attention of the second worker.
 CASES = [
-    (2, "off"),
+    (2, "off", "heads"),
+    (2, "off", "rows"),
     *(
         pytest.param(case, marks=pytest.mark.nightly)
-        for case in [(2, "suffix"), (2, "ngram"), (2, "heads"), (4, "off")]
+        for case in [
+            (2, "suffix", "heads"),
+            (2, "ngram", "heads"),
+            (2, "heads", "heads"),
+            (4, "off", "heads"),
+            (4, "off", "rows"),
+        ]
     ),
 ]
 
@@ -45,7 +55,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     make_checkpoint("qwen3_moe", folder, seed=1, vocab_size=vocab, **SIZES)
     make_tokenizer_folder(folder)
     logs = tmp_path_factory.mktemp("logs")
-    flags = dict(zip(("tensor_parallel", "speculation"), request.param, strict=True)) | {"check_ranks": True}
+    names = ("tensor_parallel", "speculation", "attention_split")
+    flags = dict(zip(names, request.param, strict=True)) | {"check_ranks": True}
+    if flags["attention_split"] == "rows":
+        flags |= {"kv_pages": 52, "max_rows": 24}  # of each rank; its rows are still too many for it
     if flags["speculation"] == "heads":
         config = head_config(AutoConfig.from_pretrained(folder), vocab // 2)
         flags["speculation_model"] = save_head(logs / "head", config, random_head(config))
@@ -58,7 +71,7 @@ def test_groups_prefixes_and_preemption_give_the_same_tokens(pair: Pair) -> None
     shared = pair.prompt(21, 0)
     requests: list[dict[str, Any]] = [
         {"prompt": shared + pair.prompt(3 + 5 * i, i), "max_tokens": 30 + 3 * i, "n": 1 + i % 3, **SAMPLED}
-        for i in range(6)
+        for i in range(12)
     ]
     for i, request in enumerate(requests):
         request |= {"seed": i} | ({"temperature": 0.0} if i % 2 else {})
@@ -174,6 +187,48 @@ def test_cancel_and_pause_leave_nothing_behind_on_any_rank(pair: Pair) -> None:
     assert_idle(pair.several)
     requests = [{"prompt": pair.prompt(6 + i, i), "max_tokens": 15, "temperature": 0.0} for i in range(4)]
     assert_all_equal(pair.both(requests))
+
+
+def test_turns_of_sessions_find_their_kv(pair: Pair) -> None:
+    def talk(client: RolloutClient) -> list[Any]:
+        prompts, said = [pair.prompt(14 + i, i) for i in range(2)], []
+        for turn in range(3):
+            requests = [
+                {"prompt": prompt, "max_tokens": 9, "session": f"s{i}", **SAMPLED, "seed": i}
+                for i, prompt in enumerate(prompts)
+            ]
+            answers = [result.completions[0] for result in client.generate_many(requests)]
+            said += answers
+            prompts = [
+                [*prompt, *answer.token_ids.tolist(), *pair.prompt(3, turn)]
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+        for i in range(2):
+            client.end_session(f"s{i}")
+        return said
+
+    theirs, ours = pair.each(talk)
+    for a, b in zip(ours, theirs, strict=True):
+        assert_equal(a, b)
+    for status in pair.each(lambda client: client.status()):
+        assert status["sessions"]["hits"] >= 4
+
+
+def test_a_rank_that_is_killed_amid_dealt_rows_hands_back_all_tokens(pair: Pair, tmp_path: Path) -> None:
+    flags = FLAGS | {"tensor_parallel": 2, "attention_split": "rows"}
+    with (
+        launch(pair.folder, log=tmp_path / "log", **flags) as worker,
+        RolloutClient(worker.endpoint, timeout_s=60) as client,
+    ):
+        request = {"prompt": pair.prompt(9, 1), "max_tokens": 190, "n": 4, **SAMPLED}
+        stream = client.generate(**request, stream="tokens")
+        next(stream)
+        (follower,) = followers_of(worker.pid)
+        os.kill(follower, signal.SIGKILL)
+        completions = stream.wait().completions
+        assert {completion.finish_reason for completion in completions} <= {"error", "length"}
+        assert any(completion.finish_reason == "error" and len(completion) for completion in completions)
+        assert ended(worker) == FAULT
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(9)])

@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from rollout.config import EngineSettings
 from rollout.engine.features.adapters.memory import AdapterMemory
+from rollout.engine.features.dealt_rows.feature import DealtRows
 from rollout.engine.features.drafts.drafter import device_drafter
 from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.features.images.encoder import ImageEncoder
@@ -31,6 +32,7 @@ FEATURES: tuple[MakeFeature, ...] = (
     RoutingRecord.make,
     ScoreTaker.make,
     ImageEncoder.make,
+    DealtRows.make,
     DraftVerifier.make,
 )
 

@@ -53,8 +53,26 @@ class PageAllocator:
     # --- admission ---------------------------------------------------------------------------------------------------
 
     def find_reusable(self, seq: Sequence, version: int) -> Reusable:
-        """KV that `seq` need not compute, now or after another prefill; none if it has KV of its own to restore."""
-        return Reusable() if seq.kv.is_offloaded else self.prefixes.find(seq, version)
+        """KV that `seq` need not compute, now or after another prefill; none if it has KV of its own to restore.
+
+        Where rows are dealt to ranks, this also chooses the rank of `seq`: one that has KV of more than half of its
+        tokens, else the one with the most room.
+        """
+        if seq.kv.is_offloaded:
+            return Reusable()
+        if self.pool.ranks == 1:
+            return self.prefixes.find(seq, version)
+        found = []
+        for rank in range(self.pool.ranks):
+            seq.kv.rank = rank
+            found.append(self.prefixes.find(seq, version))
+        half = (seq.prompt_len + len(seq.tokens)) // 2
+
+        def order(rank: int) -> tuple[bool, int]:
+            return found[rank].tokens > half, self.pool.available_of(rank) + self.prefixes.evictable_of(rank)
+
+        seq.kv.rank = max(range(self.pool.ranks), key=order)
+        return found[seq.kv.rank]
 
     def pages_for_new(self, seq: Sequence, reusable: Reusable) -> int:
         """Pages that `seq` needs in addition to its shared ones; `reusable` was just found for it."""
@@ -86,12 +104,12 @@ class PageAllocator:
         shared = reusable.shared
         for page in shared:  # a session that gives way, but not enough, would lose its pages without keys
             self.pool.retain(page)
-        new = self.claim(reusable.pages, wanted - len(shared), spare)
+        new = self.claim(reusable.pages, wanted - len(shared), spare, seq.kv.rank)
         if new is None:
             self.prefixes.release(reusable)
         if new is None and reusable.copied:
             reusable = reusable.without_copy(self.page_size)  # the page to copy may be the one that is short
-            new = self.claim(reusable.pages, wanted - len(reusable.shared), spare)
+            new = self.claim(reusable.pages, wanted - len(reusable.shared), spare, seq.kv.rank)
         for page in reversed(shared):
             self.pool.release(page)
         if new is None:
@@ -119,29 +137,29 @@ class PageAllocator:
         most = pages_for(max(tokens, seq.prompt_len + seq.max_tokens - 1), self.page_size)
         return min(pages_for(tokens, self.page_size) + 1, most)
 
-    def claim(self, retained: list[int], count: int, spare: int) -> list[int] | None:
+    def claim(self, retained: list[int], count: int, spare: int, rank: int = 0) -> list[int] | None:
         """Retain pages and allocate `count` new ones. None, without a change, if fewer than `spare` would be left."""
         for page in retained:
             self.pool.retain(page)
-        if not self._make_room(count + spare, retained):
+        if not self._make_room(count + spare, retained, rank):
             for page in retained:
                 self.pool.release(page)
             return None
-        new = [self.pool.allocate() for _ in range(count)]
+        new = [self.pool.allocate(rank) for _ in range(count)]
         assert all(new), "availability was checked"
         return new
 
-    def _make_room(self, pages: int, retained: list[int]) -> bool:
-        """Make `pages` pages available, if necessary from idle sessions. False if there are too few.
+    def _make_room(self, pages: int, retained: list[int], rank: int) -> bool:
+        """Make `pages` pages of a rank available, if necessary from idle sessions. False if there are too few.
 
         Pages of sessions that are `retained` for the new sequence would not become available.
         """
-        pool = self.pool
-        if pool.available - pool.being_copied >= pages:
+        pool, most = self.pool, self.pool.available_of(rank) + self.prefixes.evictable_of(rank) - self.tier.writing
+        if pool.available_of(rank) - pool.being_copied >= pages:
             return True
-        enough = self.admissible - self.sessions.count(retained) >= pages  # sessions give way only if that is enough
-        while enough and pool.available - pool.being_copied < pages:
-            enough = self.prefixes.evict_one()
+        enough = most - self.sessions.count(retained) >= pages  # sessions give way only if that is enough
+        while enough and pool.available_of(rank) - pool.being_copied < pages:
+            enough = self.prefixes.evict_one(rank)
             self.given_way += enough
         if not enough:
             self.tier.send_unshared()  # pages that sessions gave up may have no other users left
@@ -151,8 +169,8 @@ class PageAllocator:
 
     def try_grow(self, seq: Sequence) -> bool:
         """Allocate one more page for `seq`. False if no page is free and no session has one."""
-        while not (page := self.pool.allocate()):
-            if not self.prefixes.evict_one():
+        while not (page := self.pool.allocate(seq.kv.rank)):
+            if not self.prefixes.evict_one(seq.kv.rank):
                 return False
         seq.kv.add_pages([page], self.page_size)
         return True

@@ -7,7 +7,8 @@ device, pages on the host.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Set
+from collections.abc import Callable, Hashable, Iterator, Set
+from itertools import chain
 from typing import Generic, TypeVar
 
 #: The heap of times is cleaned when it has more entries than this plus twice those in use.
@@ -64,7 +65,11 @@ class EvictionOrder(Generic[K]):
     @property
     def first(self) -> K:
         """The next entry to evict. There must be one."""
-        return next(iter(self._others or self._leased))
+        return next(iter(self))
+
+    def __iter__(self) -> Iterator[K]:
+        """The entries in the order of their eviction."""
+        return chain(self._others, self._leased)
 
     def add(self, key: K, until_s: float, now_s: float) -> None:
         """Add an entry that was used just now, with a lease until `until_s`, unless that is over."""

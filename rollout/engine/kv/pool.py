@@ -9,6 +9,9 @@ Every page but page 0 is in exactly one of three states:
 Page 0 is the dump page: padding rows write there, and it fills a page table past the row's own pages. It is never
 allocated: where a page is expected, 0 means that there is none.
 
+If rows are dealt to ranks, the pages are numbered over all ranks, and the first page of each rank is its dump page. A
+sequence has pages of one rank.
+
 A prefix is known by a chain of digests, one for each full page: digest_i = H(digest_{i-1}, content of page i), and
 digest_{-1} is the weights version and, with an adapter, the edition of its weights. The content is what the items of
 the prompt say about the page's positions (`messages.Prompt.content`), and for generated tokens their ids. So a key
@@ -30,6 +33,7 @@ each sequence that goes on from it.
 
 from collections import OrderedDict
 from collections.abc import Callable, Set
+from itertools import chain
 
 DUMP_PAGE = 0
 
@@ -99,18 +103,46 @@ class PrefixEnds:
         self._after.clear()
 
 
+class _Unused:
+    """The pages of one rank that no sequence uses."""
+
+    def __init__(self, first: int, pages: int) -> None:
+        self.free = list(range(first + pages - 1, first, -1))
+        # Cached pages, oldest use first, in the order of their eviction: pages that `look` has returned, other
+        # pages, and pages that are being copied to the host.
+        self.seen: OrderedDict[int, None] = OrderedDict()
+        self.evictable: OrderedDict[int, None] = OrderedDict()
+        self.leaving: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def cached(self) -> int:
+        return len(self.seen) + len(self.evictable) + len(self.leaving)
+
+    def queue_of(self, page: int) -> OrderedDict[int, None]:
+        """The eviction queue of a cached page."""
+        return next(pages for pages in (self.seen, self.evictable, self.leaving) if page in pages)
+
+
 class PagePool:
     """Counts references to `total` pages and finds known ones by prefix key; `evicted` is called with evicted keys.
 
-    A tier has room for `elsewhere` more known pages.
+    Each of `ranks` ranks has an equal part of them. A tier has room for `elsewhere` more known pages.
     """
 
-    def __init__(self, total: int, evicted: Callable[[bytes], object] = lambda key: None, elsewhere: int = 0) -> None:
-        if total < 2:
-            raise ValueError(f"a KV pool needs at least 2 pages, one of them the dump page; got {total}")
-        self.total = total - 1  # pages that can be allocated
+    def __init__(
+        self,
+        total: int,
+        evicted: Callable[[bytes], object] = lambda key: None,
+        elsewhere: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        if total < 2 * ranks:
+            raise ValueError(f"a KV pool needs at least 2 pages, one of them the dump page; got {total // ranks}")
+        self.total = total - ranks  # pages that can be allocated
+        self.ranks = ranks
         self.refs = [0] * total
-        self._free = list(range(total - 1, 0, -1))
+        self._pages = total // ranks  # pages of each rank
+        self._unused = [_Unused(rank * self._pages, self._pages) for rank in range(ranks)]
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._tail_page_of: dict[bytes, int] = {}
@@ -118,31 +150,26 @@ class PagePool:
         self._oldest = [0] * total  # oldest weights version of a known page's KV
         self._evicted = evicted
         self.ends = PrefixEnds(self.total + elsewhere)
-        # Cached pages, oldest use first, in the order of their eviction: pages that `look` has returned, other
-        # pages, and pages that are being copied to the host.
-        self._seen: OrderedDict[int, None] = OrderedDict()
-        self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._leaving: OrderedDict[int, None] = OrderedDict()
         self._copies = Copies()  # copies of known pages to the host
         self.half_copies = Copies()  # copies of the first positions of used pages, which no step in flight writes to
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return sum(len(unused.free) for unused in self._unused)
 
     @property
     def cached(self) -> int:
-        return len(self._seen) + len(self._evictable) + len(self._leaving)
+        return sum(unused.cached for unused in self._unused)
 
     @property
     def being_copied(self) -> int:
         """Cached pages that are being copied to the host."""
-        return len(self._leaving)
+        return sum(len(unused.leaving) for unused in self._unused)
 
     @property
     def unseen(self) -> int:
         """Cached pages that `look` has not returned."""
-        return len(self._evictable)
+        return sum(len(unused.evictable) for unused in self._unused)
 
     @property
     def used(self) -> int:
@@ -150,14 +177,32 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can hand out now."""
-        return len(self._free) + self.cached
+        """Pages that `allocate` can hand out now, of all ranks."""
+        return self.free + self.cached
 
-    def allocate(self) -> int:
-        """Allocate a page with one reference; 0 if all are used. If none is free, evict the oldest cached one."""
-        if self._free:
-            page = self._free.pop()
-        elif cached := self._seen or self._evictable or self._leaving:
+    def available_of(self, rank: int) -> int:
+        """Pages that `allocate` can hand out now, of one rank."""
+        unused = self._unused[rank]
+        return len(unused.free) + unused.cached
+
+    @property
+    def total_of_rank(self) -> int:
+        """Pages of each rank that can be allocated: a sequence can have as many."""
+        return self._pages - 1
+
+    def rank_of(self, page: int) -> int:
+        """The rank that has a page."""
+        return page // self._pages
+
+    def allocate(self, rank: int = 0) -> int:
+        """Allocate a page of a rank with one reference; 0 if all are used.
+
+        If none is free, evict the oldest cached one.
+        """
+        unused = self._unused[rank]
+        if unused.free:
+            page = unused.free.pop()
+        elif cached := unused.seen or unused.evictable or unused.leaving:
             page, _ = cached.popitem(last=False)
             self._evicted(self._key_of[page])
             self._forget(page)
@@ -165,6 +210,11 @@ class PagePool:
             return 0
         self.refs[page] = 1
         return page
+
+    def sort_free(self) -> None:
+        """Have `allocate` hand out free pages in the order of their numbers."""
+        for unused in self._unused:
+            unused.free.sort(reverse=True)
 
     def retain(self, page: int) -> None:
         """Add a reference to a page that is used or cached."""
@@ -177,12 +227,13 @@ class PagePool:
         assert self.refs[page] > 0, f"page {page} released more often than it was retained"
         self.refs[page] -= 1
         if self.refs[page] == 0:
+            unused = self._of(page)
             if page in self._copies:
-                self._leaving[page] = None
+                unused.leaving[page] = None
             elif page in self._key_of:
-                self._evictable[page] = None
+                unused.evictable[page] = None
             else:
-                self._free.append(page)
+                unused.free.append(page)
                 self.half_copies.give_up(page)
                 self._forget_tail(page)
 
@@ -223,8 +274,9 @@ class PagePool:
 
     def look(self) -> tuple[bytes, int]:
         """The key and number of the oldest cached page that `look` has not returned; there has to be one."""
-        page, _ = self._evictable.popitem(last=False)
-        self._seen[page] = None
+        unused = next(unused for unused in self._unused if unused.evictable)
+        page, _ = unused.evictable.popitem(last=False)
+        unused.seen[page] = None
         return self._key_of[page], page
 
     def begin_copy(self, page: int, copy: object) -> None:
@@ -232,23 +284,25 @@ class PagePool:
         self._copies.begin(page, copy)
         if not self.refs[page]:
             del self._lru(page)[page]
-            self._leaving[page] = None
+            self._of(page).leaving[page] = None
 
     def end_copy(self, page: int, copy: object) -> bool:
         """End the copy; False if the page was evicted meanwhile, so that the copy has to be discarded."""
         valid = self._copies.end(page, copy)
-        if valid and page in self._leaving:
-            del self._leaving[page]
-            self._seen[page] = None
+        unused = self._of(page)
+        if valid and page in unused.leaving:
+            del unused.leaving[page]
+            unused.seen[page] = None
         return valid
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def forget_all(self) -> None:
         """Forget all prefixes: cached pages become free, used pages can no longer be found."""
-        for cached in (self._seen, self._evictable, self._leaving):
-            self._free += cached
-            cached.clear()
+        for unused in self._unused:
+            for cached in (unused.seen, unused.evictable, unused.leaving):
+                unused.free += cached
+                cached.clear()
         self._copies.give_up_all()
         self.half_copies.give_up_all()
         for index in (self._page_of, self._key_of, self._tail_page_of, self._tail_key_of):
@@ -256,12 +310,18 @@ class PagePool:
 
     def check(self) -> None:
         """Assert that every page is in exactly one state."""
-        free, cached = set(self._free), self._seen.keys() | self._evictable.keys() | self._leaving.keys()
-        assert len(free) == len(self._free), "a page is free twice"
+        free, cached = set[int](), set[int]()
+        for rank, unused in enumerate(self._unused):
+            free.update(unused.free)
+            cached.update(chain(unused.seen, unused.evictable, unused.leaving))
+            pages = chain(unused.free, unused.seen, unused.evictable, unused.leaving)
+            assert all(self.rank_of(page) == rank for page in pages), "a page is with another rank"
+        dumps = {rank * self._pages for rank in range(self.ranks)}
+        assert len(free) == self.free, "a page is free twice"
         assert len(cached) == self.cached, "a page is cached twice"
         assert not self._copies and not self.half_copies, "a page is being copied"
-        assert not free & cached and DUMP_PAGE not in free | cached, "a page is both free and cached"
-        for page in range(1, self.total + 1):
+        assert not free & cached and not dumps & (free | cached), "a page is both free and cached"
+        for page in set(range(len(self.refs))) - dumps:
             in_pool = page in free or page in cached
             assert (self.refs[page] == 0) == in_pool, f"page {page}: {self.refs[page]} refs, in pool: {in_pool}"
         assert all(self._page_of[key] == page for page, key in self._key_of.items()), "the prefix index disagrees"
@@ -276,7 +336,7 @@ class PagePool:
             return False
         if not self.refs[known]:
             del self._lru(known)[known]
-            self._free.append(known)
+            self._of(known).free.append(known)
         if known in self._key_of:
             self._forget(known)
         else:
@@ -285,7 +345,10 @@ class PagePool:
 
     def _lru(self, page: int) -> OrderedDict[int, None]:
         """The eviction queue of a cached page."""
-        return next(pages for pages in (self._seen, self._evictable, self._leaving) if page in pages)
+        return self._of(page).queue_of(page)
+
+    def _of(self, page: int) -> _Unused:
+        return self._unused[page // self._pages]
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]

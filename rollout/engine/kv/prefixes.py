@@ -77,7 +77,12 @@ class Prefixes:
         """KV that `seq` need not compute: the prompt of its group, else KV of its session or, if more, of the cache."""
         tokens, shared = seq.identity(seq.history()), seq.group.shared_prompt
         full = (len(tokens) - 1) // self.page_size  # the page of the last token is never shared: it is written again
-        if shared is not None and shared.oldest >= self.oldest_for(seq.group, version) and not seq.tokens:
+        usable = (
+            shared is not None
+            and shared.oldest >= self.oldest_for(seq.group, version)
+            and self._is_here(seq, shared.pages)
+        )
+        if shared is not None and usable and not seq.tokens:
             keys = shared.keys.fork(full) if shared.keys else NO_KEYS
             found = Reusable(shared.pages[:full], shared.pages[full], len(tokens) - 1, keys=keys, place=shared.place)
             found.hit, found.oldest = "group", shared.oldest
@@ -174,14 +179,18 @@ class Prefixes:
 
     def no_keys(self, seq: Sequence, version: int) -> PrefixKeys:
         """The keys of a prefix without pages; without the weights version if KV of several ones is used."""
-        return PrefixKeys(0 if self.max_age else version, self.page_size, seq.adapter_use.edition)
+        return PrefixKeys(0 if self.max_age else version, self.page_size, seq.adapter_use.edition, seq.kv.rank)
+
+    def _is_here(self, seq: Sequence, pages: list[int]) -> bool:
+        """True if the rank of a sequence has these pages of another one."""
+        return self.pool.rank_of(pages[0]) == seq.kv.rank
 
     def _find_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
         if seq.group.session is None:
             return Reusable()
         oldest = self.oldest_for(seq.group, version)
         kv, same = self.sessions.match(seq.group.session, tokens, oldest, seq.adapter_use.edition)
-        if kv is None:
+        if kv is None or not self._is_here(seq, kv.pages):
             return Reusable()
         full = same // self.page_size
         copied = kv.pages[full] if same % self.page_size else 0
@@ -239,9 +248,13 @@ class Prefixes:
         """Pages that `evict_one` can make available."""
         return self.sessions.pages
 
-    def evict_one(self) -> bool:
-        """Have an idle session give up its pages; False if none has any."""
-        return self.sessions.evict_one()
+    def evictable_of(self, rank: int) -> int:
+        """Those of a rank."""
+        return self.sessions.pages_of(rank)
+
+    def evict_one(self, rank: int) -> bool:
+        """Have an idle session of this rank give up its pages; False if none has any."""
+        return self.sessions.evict_one(rank)
 
     # --- a sequence runs ----------------------------------------------------------------------------------------------
 

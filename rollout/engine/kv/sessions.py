@@ -69,12 +69,17 @@ class Sessions:
         self._unseen: OrderedDict[SessionKey, int] = OrderedDict()  # first pages that `look` has not returned
         self._refs: dict[int, int] = {}  # how many sessions have a page, by page
         self._refs_sum = 0
+        self._pages_of = [0] * pool.ranks  # pages of each rank
         self._leases = EndTimes[SessionKey]()  # when sessions between two turns end
 
     @property
     def pages(self) -> int:
         """Pages that sessions have; rows may use some of them, too."""
         return len(self._refs)
+
+    def pages_of(self, rank: int) -> int:
+        """Those of a rank."""
+        return self._pages_of[rank]
 
     @property
     def holding(self) -> int:
@@ -173,13 +178,19 @@ class Sessions:
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
-    def evict_one(self) -> bool:
-        """Release the pages of the least recently used session; False if no session has any."""
-        if self._order:
-            self.counts.evicted += 1
-            self._drop(self._with_kv[self._order.first])
-            return True
-        return False
+    def evict_one(self, rank: int | None = None) -> bool:
+        """Release the pages of the least recently used session, of this rank if one is given; False if none has any."""
+        sessions = map(self._with_kv.__getitem__, self._order)
+        first = next((session for session in sessions if rank is None or self._rank_of(session) == rank), None)
+        if first is None:
+            return False
+        self.counts.evicted += 1
+        self._drop(first)
+        return True
+
+    def _rank_of(self, session: KeptSession) -> int:
+        assert session.kv is not None
+        return self.pool.rank_of(session.kv.pages[0])
 
     def end(self, client: str, name: str | None = None) -> None:
         """End a session, or all of a client's; a turn that runs goes on and leaves nothing."""
@@ -211,6 +222,8 @@ class Sessions:
             assert kv.keys is NO_KEYS or len(kv.keys) >= len(kv.tokens) // self.page_size, "a page has no key"
             for page in kv.pages:
                 refs[page] = refs.get(page, 0) + 1
+        of_ranks = Counter(map(self.pool.rank_of, refs))
+        assert self._pages_of == [of_ranks[rank] for rank in range(self.pool.ranks)], "a rank's pages are wrong"
         assert refs == self._refs and sum(refs.values()) == self._refs_sum, "sessions count their pages wrongly"
         self._order.check(self._with_kv.keys())
         assert self._unseen.keys() <= self._with_kv.keys(), "a session without pages is to be copied"
@@ -248,6 +261,7 @@ class Sessions:
         pages = left.pages[: -(-count // self.page_size)]
         for page in pages:
             self.pool.retain(page)
+            self._pages_of[self.pool.rank_of(page)] += page not in self._refs
             self._refs[page] = self._refs.get(page, 0) + 1
         self._refs_sum += len(pages)
         # A copy: a view would keep the tokens of a whole prompt of which little was computed.
@@ -302,6 +316,7 @@ class Sessions:
             self._refs[page] -= 1
             if not self._refs[page]:
                 del self._refs[page]
+                self._pages_of[self.pool.rank_of(page)] -= 1
         self._refs_sum -= len(session.kv.pages)
         for end in self._ends(session.kv):
             self.snapshots.withdraw(end)

@@ -108,7 +108,11 @@ class StatePrefixes(Prefixes):
         """Pages of sessions and of cached snapshots."""
         return self.sessions.count_alone(self.snapshots.pages)
 
-    def evict_one(self) -> bool:
+    def evictable_of(self, rank: int) -> int:
+        """As `evictable`: rows with states are not dealt to ranks."""
+        return self.evictable
+
+    def evict_one(self, rank: int) -> bool:
         """Have an idle session, or a cached snapshot that keeps a page, give up its pages; False if there is none."""
         return self.sessions.evict_one() or self.snapshots.evict_page()
 

@@ -45,7 +45,7 @@ def _grow(roster: Roster, seq: Sequence) -> None:
         elif roster.ending or allocator.tier.outgoing or allocator.tier.send_unshared():
             return  # pages are already being copied back
         else:
-            roster.preempt(_last(roster))
+            roster.preempt(_last(roster, seq.kv.rank))
 
 
 def _make_way(roster: Roster, outgoing: int) -> None:
@@ -60,9 +60,9 @@ def _make_way(roster: Roster, outgoing: int) -> None:
         roster.preempt(_last(roster))
 
 
-def _last(roster: Roster) -> Sequence:
-    """The row to preempt: of the lowest priority, of the client that has most of these rows, the youngest."""
-    rows = roster.decoding + roster.prefilling
+def _last(roster: Roster, rank: int = 0) -> Sequence:
+    """The row of a rank to preempt: of the lowest priority, of the client that has most of these rows, the youngest."""
+    rows = [seq for seq in roster.decoding + roster.prefilling if seq.kv.rank == rank]
     lowest = min(seq.priority for seq in rows)
     rows = [seq for seq in rows if seq.priority == lowest]
     of_client = Counter(seq.group.client for seq in rows)

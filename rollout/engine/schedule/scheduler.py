@@ -61,7 +61,7 @@ class Scheduler:
         """Queue a request, or emit `Rejected`."""
         roster, allocator = self.roster, self.roster.allocator
         assert request.key not in roster.groups, "the service keeps keys unique"
-        pool_tokens = allocator.pool.total * self._page_size
+        pool_tokens = allocator.pool.total_of_rank * self._page_size
         busy = allocator.sessions.turn_of(request) in roster.groups
         now = roster.clock()
         group = Group(request, arrived_s=now, client=request.key[0], unfinished=request.n)

@@ -23,12 +23,13 @@ class PrefixKeys:
     By these keys other sequences find the pages (`kv/pool`).
     """
 
-    def __init__(self, version: int, page_size: int, adapter_edition: int = 0) -> None:
-        self.version, self._adapter_edition = version, adapter_edition
+    def __init__(self, version: int, page_size: int, adapter_edition: int = 0, rank: int = 0) -> None:
+        self.version, self._adapter_edition, self._rank = version, adapter_edition, rank
         self._page_size = page_size
         self._keys: list[bytes] = []
         adapter = adapter_edition.to_bytes(8, "little") if adapter_edition else b""
-        self._last = blake2b(version.to_bytes(8, "little") + adapter, digest_size=16).digest()
+        of_rank = b"rank" + rank.to_bytes(4, "little") if rank else b""
+        self._last = blake2b(version.to_bytes(8, "little") + adapter + of_rank, digest_size=16).digest()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -43,7 +44,7 @@ class PrefixKeys:
 
     def fork(self, pages: int) -> PrefixKeys:
         """A copy with the keys of the first `pages` pages, to go on with another content."""
-        keys = PrefixKeys(self.version, self._page_size, self._adapter_edition)
+        keys = PrefixKeys(self.version, self._page_size, self._adapter_edition, self._rank)
         keys._keys = self._keys[:pages]
         keys._last = keys._keys[-1] if keys._keys else keys._last
         return keys
@@ -151,6 +152,7 @@ class SequenceKV(KVContent):
     """The KV of a sequence in the pool, once everything launched has run; empty while it has no row."""
 
     pages: list[int] = field(default_factory=list)
+    rank: int = 0  # rank that has its pages, if rows are dealt to ranks
     capacity: int = 0  # tokens that fit in `pages`
     #: All tokens that the prefill under way goes through, int32; empty if none is.
     prefill_tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)

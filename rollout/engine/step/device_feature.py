@@ -93,6 +93,7 @@ class BatchFields(TypedDict, total=False):
     adapters: StepAdapters
     experts: ExpertRecord
     images: StepImages
+    own_chunks: tuple[int, ...]
     rope_positions: torch.Tensor
     taps: HiddenTaps | None
 

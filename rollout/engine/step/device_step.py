@@ -229,6 +229,6 @@ class DeviceStep:
         return self.rows.pages[:, :columns].index_select(0, rows_B)
 
     def _copy_pages(self, copies_N2: torch.Tensor) -> None:
-        source_N, target_N = copies_N2.unbind(1)
+        source_N, target_N = self.kv.local_pages(copies_N2).unbind(1)
         for cache in self.kv.tensors:
             cache.index_copy_(0, target_N, cache.index_select(0, source_N))

@@ -43,8 +43,8 @@ def _steps(model: Decoder, forward: Any) -> torch.Tensor:
     return join_logits(model, torch.cat(found))
 
 
-def _load(folder: Path, dtype: str, group: TensorGroup | None = None) -> Decoder:
-    return load_model(ModelSettings(path=str(folder), dtype=dtype), CPU, group=group).model
+def _load(folder: Path, dtype: str, group: TensorGroup | None = None, deals: bool = False) -> Decoder:
+    return load_model(ModelSettings(path=str(folder), dtype=dtype), CPU, group=group, deals_rows=deals).model
 
 
 def _by_kernels(group: TensorGroup, folder: Path, shared: Path | None, dtype: str) -> torch.Tensor:
@@ -80,23 +80,25 @@ def test_shards_by_the_kernels_give_the_logits_of_one_rank(
     assert (results[0] - exact).abs().max() < 1e-4
 
 
-def _by_both(group: TensorGroup, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    model = _load(folder, "bfloat16", group)
+def _by_both(group: TensorGroup, folder: Path, deals: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    model = _load(folder, "bfloat16", group, deals)
     return _steps(model, FusedDecoder(model)), _steps(model, model)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "width"),
+    ("name", "width", "deals"),
     [
-        ("Qwen2Moe", 32),
-        *nightly(("GptOss", 64), ("Qwen3Moe", 256), ("Qwen2Moe", 256), ("Llama4", 32), ("NemotronH", 32)),
+        ("Qwen2Moe", 32, False),
+        ("Qwen3Moe", 32, True),
+        *nightly(("GptOss", 64, False), ("Qwen3Moe", 256, False), ("Qwen2Moe", 256, False), ("GptOss", 64, True)),
+        *nightly(("Llama4", 32, False), ("NemotronH", 32, False), ("Llama4", 32, True)),
     ],
 )
 def test_experts_of_shards_by_the_kernels_are_as_close_to_float32_as_by_torch(
-    name: str, width: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+    name: str, width: int, deals: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
-    """Whole experts by rank, and parts of each one; shared ones that are stored with them."""
+    """Whole experts by rank, and parts of each one; shared ones that are stored with them; rows dealt to ranks."""
     config = EXPERTS | {"moe_intermediate_size": width, "shared_expert_intermediate_size": 2 * width}
     if name == "GptOss":  # its biases of down projections are added by expert
         config = SIZES | CONFIGS[name] | {"num_local_experts": 4, "hidden_size": 64}
@@ -109,7 +111,7 @@ def test_experts_of_shards_by_the_kernels_are_as_close_to_float32_as_by_torch(
     reference.save_pretrained(tmp_path)
     wide = _load(tmp_path, "float32")
     exact = _steps(wide, wide)
-    (kernels, torch_), (others, _) = start_ranks(2).run(_by_both, tmp_path)
+    (kernels, torch_), (others, _) = start_ranks(2).run(_by_both, tmp_path, deals)
     assert torch.equal(kernels, others)
     # A token near a tie takes other experts in bf16, whatever computes it: medians, not the largest errors.
     errors = [(found - exact).norm(dim=1) / exact.norm(dim=1) for found in (kernels, torch_)]

@@ -67,7 +67,7 @@ class RoutingRecord(DeviceFeature[StepExperts]):
         return None if shape is None else cls(shape)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> RoutingFeature:
-        entries = ExpertPages(self.shape, engine.kv.pages, engine.kv.page_size, engine.host_pages)
+        entries = ExpertPages(self.shape, engine.kv.pages_of_all, engine.kv.page_size, engine.host_pages)
         log.info("experts of tokens are kept", extra={"host_bytes": entries.nbytes})
         return RoutingFeature(entries)
 

@@ -1,0 +1,1 @@
+"""Rows dealt to ranks: says whose prompts are in a step."""

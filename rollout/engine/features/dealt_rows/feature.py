@@ -1,0 +1,49 @@
+"""Rows that are dealt to ranks: each rank learns which chunks of a prefill are its own.
+
+The forward of a decode finds its own rows by their pages (`rollout.models.dealt_rows`). A prefill takes its own chunks
+out of the step, so the host of each rank has to know them.
+"""
+
+from __future__ import annotations
+
+from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.step.device_feature import BatchFields, DeviceFeature, HostParts, Site
+from rollout.engine.step.row_state import RowState
+from rollout.engine.upload import StepInput, UploadStaging
+from rollout.models.decoder import Decoder
+
+_NAME = "dealt_rows"
+
+
+class DealtRowsFeature(StepFeature):
+    """Sends the rank of each span."""
+
+    name = _NAME
+
+    def pack(self, plan: Plan, staging: UploadStaging) -> None:
+        staging.facts[_NAME] = [span.seq.kv.rank for span in plan.spans]
+
+
+class DealtRows(DeviceFeature[None]):
+    """Tells the forwards of rank `rank` which chunks are its own."""
+
+    name = _NAME
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @classmethod
+    def make(cls, site: Site) -> DealtRows | None:
+        model = site.model
+        return cls(model.group.rank) if isinstance(model, Decoder) and model.spec.deals_rows else None
+
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> DealtRowsFeature:
+        return DealtRowsFeature()
+
+    def prefill_fields(self, rows: RowState, step: StepInput, output: None) -> BatchFields:
+        """The chunks of this rank; a rehearsal does not name ranks, and runs all chunks on each."""
+        ranks = step.header.facts.get(_NAME)
+        if ranks is None:
+            return {}
+        return {"own_chunks": tuple(at for at, rank in enumerate(ranks) if rank == self._rank)}
