@@ -19,6 +19,7 @@ from rollout.models.language_model import LanguageModel, native
 from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
 from rollout.network.access import Access
+from rollout.process.compiling import use_kernels
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.capabilities import ServedModel
@@ -37,6 +38,7 @@ def check_settings(settings: Settings) -> Device:
         Access.from_settings(settings.security).check_binds(settings)
         ranks = settings.engine.tensor_parallel
         check_devices(settings.model.device, ranks)
+        use_kernels(settings.engine.kernel_cache)
         return make_device(settings.model.device if ranks == 1 else rank_device(settings.model.device, 0))
     except ValueError as error:
         raise SettingsError(str(error)) from error

@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "serve": ("rollout.cli.serve", "run a worker"),
         "plan": ("rollout.cli.plan", "show how the memory of a GPU would be divided; needs no GPU and no weights"),
+        "kernels": ("rollout.cli.kernels", "compile a model's kernels into a folder, for faster starts"),
         "gateway": ("rollout.cli.gateway", "serve workers over HTTP: OpenAI, vLLM and SGLang dialects"),
         "status": ("rollout.cli.status", "show the state of a worker"),
         "generate": ("rollout.cli.generate", "complete a prompt on a worker"),

@@ -33,6 +33,9 @@ class StepSettings(SettingsSection):
         le=4096,
         description="most rows of a decode step in a CUDA graph; 0: no graphs",
     )
+    kernel_cache: str | None = Field(
+        None, description="folder of `rollout kernels`: kernels in it are not compiled at the start; never written"
+    )
     group_attention: bool = Field(
         True, description="on a GPU, read shared KV pages once for all rows, where that is faster"
     )

@@ -9,6 +9,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 #: Seconds after which a compilation is taken for failed.
@@ -75,3 +76,20 @@ def watch_compilations() -> None:
 
     knobs.runtime.jit_cache_hook = _here.begins
     knobs.runtime.jit_post_compile_hook = _here.ended
+
+
+def use_kernels(shipped: str | None) -> None:
+    """From now on, read compiled kernels from this folder, too. No-op without Triton.
+
+    Raises ValueError if there is no such folder.
+    """
+    if shipped is not None and not Path(shipped).is_dir():
+        raise ValueError(f"kernel_cache: there is no folder {shipped}; `rollout kernels MODEL --into FOLDER` makes one")
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton import knobs
+
+    from rollout.process.kernel_cache import KernelCache
+
+    KernelCache.shipped = None if shipped is None else Path(shipped)
+    knobs.cache.manager_class = KernelCache

@@ -24,7 +24,7 @@ from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import Header, Upload
 from rollout.models import load_model
-from rollout.process.compiling import watch_compilations
+from rollout.process.compiling import use_kernels, watch_compilations
 from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
 from rollout.process.threads import hand_over_soon, set_cpu_threads
@@ -165,6 +165,7 @@ def run_follower(told: dict[str, Any]) -> None:
     start = StartProgress(report)
     try:
         watch_compilations()
+        use_kernels(settings.engine.kernel_cache)
         set_cpu_threads()
         hand_over_soon()  # the thread of updates must not hold back the launch of a step
         device = make_device(rank_device(settings.model.device, rank))
