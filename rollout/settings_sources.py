@@ -37,9 +37,9 @@ POSITIONAL = {"model.path": "MODEL", "gateway.endpoints": "ENDPOINT"}
 #: The declarations of the two programs.
 ROOTS: tuple[type[SettingsSection], ...] = (Settings, GatewayFile)
 Root = TypeVar("Root", bound=SettingsSection)
-_FLAG = re.compile(r"--[a-z][a-z-]*")
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 #: A word that may be the name of a setting, with or without its section; and whether a value is given to it.
-_NAME = re.compile(r"(?<![\w./-])([a-z][a-z_]*(?:\.[a-z_]+)?)(?![\w/-])( = )?")
+_NAME = re.compile(r"(?<![\w./-])([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)?)(?![\w/-])( = )?")
 
 
 class SettingsError(ValueError):
