@@ -65,9 +65,10 @@ class KVSettings(SettingsSection):
     kv_memory_max_gib: float | None = Field(
         None, gt=0, description="most GiB of the KV pool; set it if a trainer shares the GPU"
     )
-    kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
+    kv_dtype: Literal["auto", "fp8_e4m3", "fp8_int8"] = Field(
         "auto",
-        description="fp8_e4m3: half the bytes of bf16, relative error up to 1/16; needs compute capability 8.9",
+        description="fp8_e4m3: half the bytes of bf16, relative error up to 1/16; fp8_int8: values as int8, a quarter "
+        "of their error; both need compute capability 8.9",
     )
     prefix_cache: bool = Field(True, description="keep KV for requests with the same prefix")
     state_snapshots: int | None = Field(

@@ -183,24 +183,25 @@ def context_limit(settings: EngineSettings, model: LanguageModel) -> int:
 
 
 def kv_dtype(settings: EngineSettings, model: LanguageModel, target: DeviceTarget | None = None) -> torch.dtype:
-    """The dtype of keys and values in the pool: the model's dtype, or e4m3 codes with scales.
+    """The dtype of keys and values in the pool: the model's dtype, or of `CODED_KV`.
 
     Raises ValueError for codes that the kernels of this GPU cannot read, or not for heads of this size.
     """
-    if settings.kv_dtype == "auto":
+    asked = settings.kv_dtype
+    if asked == "auto":
         return model.embed.dtype
     target = target or DeviceTarget.of(model)
     if isinstance(model, Decoder) and any(isinstance(layer.mixer, LatentSpec) for layer in model.spec.layers):
-        raise ValueError("kv_dtype = fp8_e4m3 is not possible for latent attention: use auto")
+        raise ValueError(f"kv_dtype = {asked} is not possible for latent attention: use auto")
     odd = next((dim for shape in model.spec.kv_shapes for dim in (shape.k_dim, shape.v_dim) if dim % 4), None)
     if target.kind == "cuda" and odd is not None:
-        raise ValueError(f"kv_dtype = fp8_e4m3 needs a head dimension that is a multiple of 4, not {odd}: use auto")
+        raise ValueError(f"kv_dtype = {asked} needs a head dimension that is a multiple of 4, not {odd}: use auto")
     if target.kind == "cuda" and not model.spec.plain_scores:
-        raise ValueError("kv_dtype = fp8_e4m3 has no kernels for attention with a softcap or sinks: use auto")
+        raise ValueError(f"kv_dtype = {asked} has no kernels for attention with a softcap or sinks: use auto")
     capability = target.capability
     if target.kind == "cuda" and (capability or torch.cuda.get_device_capability(model.embed.device)) < _FP8_CAPABILITY:
-        raise ValueError("kv_dtype = fp8_e4m3 needs a GPU of compute capability 8.9 or later: use auto")
-    return torch.float8_e4m3fn
+        raise ValueError(f"kv_dtype = {asked} needs a GPU of compute capability 8.9 or later: use auto")
+    return torch.int8 if asked == "fp8_int8" else torch.float8_e4m3fn
 
 
 def adapter_host_bytes(settings: EngineSettings, model: LanguageModel) -> int:

@@ -19,7 +19,7 @@ import torch
 from rollout_kernels import DecodePlan, plan_paged_decode
 
 from rollout.models.lora_slots import StepAdapters
-from rollout.models.spec import KVShape, Shard
+from rollout.models.spec import CODED_KV, KVShape, Shard
 from rollout.models.state_pool import NO_STATES, States
 
 if TYPE_CHECKING:
@@ -318,15 +318,16 @@ class KVCache:
         """Allocate `pages` pages of `page_size` tokens, zeroed: attention masks hide values, but not NaN.
 
         `spec` says what each layer that has KV keeps of a token.
-        `dtype` is the model's, or `torch.float8_e4m3fn` for codes and scales. `zeros` makes the tensors; by default
+        `dtype` is the model's, or of `CODED_KV` for codes and scales. `zeros` makes the tensors; by default
         torch makes them on `device`. `states` is needed by a model that has states. `tokens`: pages have token ids.
         """
-        coded = dtype == torch.float8_e4m3fn
+        coded = dtype in CODED_KV
         make = zeros or functools.partial(zeroed, device)
-        value_dtype = torch.uint8 if coded else dtype
-        k = [make((pages, page_size, shape.heads, shape.k_dim), value_dtype) for shape in spec.kv_shapes]
+        k_dtype = torch.uint8 if coded else dtype
+        v_dtype = torch.int8 if dtype == torch.int8 else k_dtype
+        k = [make((pages, page_size, shape.heads, shape.k_dim), k_dtype) for shape in spec.kv_shapes]
         v = [
-            make((pages, page_size, shape.heads, shape.v_dim), value_dtype) if shape.v_dim else keys[..., :0]
+            make((pages, page_size, shape.heads, shape.v_dim), v_dtype) if shape.v_dim else keys[..., :0]
             for shape, keys in zip(spec.kv_shapes, k, strict=True)
         ]
         scale_shapes = [(pages, 2, shape.heads, page_size) for shape in spec.kv_shapes] if coded else []

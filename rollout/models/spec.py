@@ -58,6 +58,10 @@ class RopeSpec:
         return int(head_dim * self.share)
 
 
+#: What a cache of codes is called: e4m3, or e4m3 keys and int8 values.
+CODED_KV = (torch.float8_e4m3fn, torch.int8)
+
+
 class KVShape(NamedTuple):
     """The KV of a token in one layer: a key and a value for each KV head; a `v_dim` of 0 if values are in the keys.
 
@@ -69,8 +73,8 @@ class KVShape(NamedTuple):
     v_dim: int
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV cache that one token takes; e4m3 codes have float32 scales as well."""
-        scales = 2 * torch.float32.itemsize if dtype == torch.float8_e4m3fn else 0
+        """Bytes of KV cache that one token takes; codes have float32 scales as well."""
+        scales = 2 * torch.float32.itemsize if dtype in CODED_KV else 0
         return self.heads * ((self.k_dim + self.v_dim) * dtype.itemsize + scales)
 
 

@@ -248,12 +248,16 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     yield "gated", lambda: triton_elementwise.gated(gate_up, None, shape.activation)
     if shape.inner % formats.BLOCK == 0:
         yield "gated, to codes", lambda: triton_elementwise.gated_codes(gate_up, shape.activation)
-    for coded in (False, True):
-        cache = empty(64, PAGE, shape.kv_heads, shape.dim, dtype=torch.uint8 if coded else torch.bfloat16)
-        scales = floats(64, 2, shape.kv_heads, PAGE) if coded else None
-        to = (slots, cache, cache, shape.heads, scales, x.dtype)
+    sixteen, e4m3 = torch.bfloat16, torch.uint8
+    for name, dtypes in (
+        ("", (sixteen, sixteen)),
+        (", fp8 KV", (e4m3, e4m3)),
+        (", fp8 keys and int8 values", (e4m3, torch.int8)),
+    ):
+        cache = tuple(empty(64, PAGE, shape.kv_heads, shape.dim, dtype=dtype) for dtype in dtypes)
+        scales = floats(64, 2, shape.kv_heads, PAGE) if name else None
+        to = (slots, cache[0], cache[1], shape.heads, scales, x.dtype)
         parts, heads = floats(1, rows, width), empty(2, shape.dim)
-        name = ", fp8 KV" if coded else ""
         yield (
             f"finish q/k/v{name}",
             lambda a=(parts, None, heads, 1e-6, cos, cos, *to): triton_elementwise.finish_qkv(*a),
@@ -318,7 +322,7 @@ def _decode(
     work = plan_decode_work(lens, shape.kv_heads, segments_SW=segments, **how)
     q = empty(rows, shape.heads, shape.dim)
     how = {"scale": 0.1, "window": window, "scales_P2GS": scales, "work": work, **_variant(shape, variant)}
-    triton_decode.decode_attention(q, cache, cache, table, lens, **how)
+    triton_decode.decode_attention(q, cache[0], cache[1], table, lens, **how)
 
 
 def _variant(shape: Shape, variant: bool) -> dict[str, Any]:
@@ -329,10 +333,10 @@ def _variant(shape: Shape, variant: bool) -> dict[str, Any]:
 def _prefill(shape: Shape, cache, scales, window, variant: bool = False) -> None:
     q, lens = empty(2048, shape.heads, shape.dim), ints(4, dtype=torch.int64)
     how = {"max_query": 2048, "scale": 0.1, "window": window, "scales_P2GS": scales, **_variant(shape, variant)}
-    prefill_attention(q, cache, cache, ints(4, 1024), ints(5), lens, **how)
+    prefill_attention(q, cache[0], cache[1], ints(4, 1024), ints(5), lens, **how)
     if capability_of_gluon() and shape.dim == HEAD_DIM:
         kv = gather_kv(
-            cache, cache, ints(4, 1024), lens, rows=8192, most=2048, dtype=torch.bfloat16, scales_P2GS=scales
+            cache[0], cache[1], ints(4, 1024), lens, rows=8192, most=2048, dtype=torch.bfloat16, scales_P2GS=scales
         )
         items = prefill_items(ints(5), lens, 64, window)
         gathered_attention(q, *kv, items, scale=0.1, window=window)

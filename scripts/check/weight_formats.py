@@ -1,4 +1,4 @@
-"""What each format of weights costs: log-probs of a model whose weights went through codes, against float32.
+"""What each format of weights and KV costs: log-probs of a model whose weights went through codes, against float32.
 
     PYTHONPATH=.:kernels python -m scripts.check.weight_formats FOLDER [--tokens 1024] [--length 8192] [--out FILE]
     PYTHONPATH=.:kernels python -m scripts.check.weight_formats --shape qwen3-8b --layers 2 --vocab 8192
@@ -10,6 +10,8 @@ it is given the values that the codes stand for:
     float32    the error of the format alone
     bfloat16   with activations in bf16, as a worker computes; the row `bf16` is a worker without codes
     codes      with activations in bf16, rounded to codes before coded products, as with `fp8_activations_from = 1`
+
+The rows `KV ...` have 16-bit weights, and keys and values in a `kv_dtype`.
 
 Log-probs are those of the next token of the text. The ratio is exp(log-prob - reference): the importance weight of a
 token that a worker drew and a trainer in float32 scores.
@@ -34,6 +36,8 @@ from scripts.bench.output import write_results
 from scripts.bench.shapes import model_config
 
 _FORMATS: tuple[Format, ...] = ("fp8_block", "fp8_row", "mxfp8")
+#: Of a worker without codes, and with keys and values as codes.
+_KV = {"bf16": None, "KV fp8_e4m3": torch.float8_e4m3fn, "KV fp8_int8": torch.int8}
 #: Ratios outside of these count as far; truncated importance sampling often cuts at 2.
 _NEAR, _CUT = (0.8, 1.25), 2.0
 #: Tokens that are computed at once.
@@ -77,13 +81,15 @@ def _round_inputs_of(linear: Linear) -> None:
 
 
 @torch.inference_mode()
-def hidden_states(model: Decoder, tokens: Sequence[int], length: int) -> torch.Tensor:
+def hidden_states(
+    model: Decoder, tokens: Sequence[int], length: int, kv_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """The last hidden states [T, H] of sequences of `length` tokens, which begin without the tokens before them."""
     parts, device = [], model.embed.device
     for first in range(0, len(tokens), length):
         sequence = tokens[first : first + length]
         pages = -(-len(sequence) // _PAGE)
-        kv = KVCache.allocate(model.spec, pages + 1, _PAGE, model.embed.dtype, device)
+        kv = KVCache.allocate(model.spec, pages + 1, _PAGE, kv_dtype or model.embed.dtype, device)
         table = torch.arange(1, pages + 1, dtype=torch.int32, device=device)[None]
         for begin in range(0, len(sequence), _CHUNK):
             end = min(begin + _CHUNK, len(sequence))
@@ -130,7 +136,12 @@ def measure(
     """A row for each format and dtype."""
     exact = load(folder, "float32", "plain", random, device)
     exact_TH = hidden_states(exact, tokens, length)
-    cases: list[tuple[Format, str]] = [("plain", "bfloat16"), ("fp8_block", "codes")]
+    plain = load(folder, "bfloat16", "plain", random, device)
+    for name, kv_dtype in _KV.items():
+        figures = compare(plain, hidden_states(plain, tokens, length, kv_dtype), exact, exact_TH, tokens, length)
+        yield {"format": name, "computed_in": "bfloat16", **figures}
+    del plain
+    cases: list[tuple[Format, str]] = [("fp8_block", "codes")]
     cases += [(format, dtype) for dtype in ("float32", "bfloat16") for format in _FORMATS]
     for format, dtype in cases:
         try:
@@ -143,7 +154,7 @@ def measure(
             round_inputs(model, coded)
         del coded
         figures = compare(model, hidden_states(model, tokens, length), exact, exact_TH, tokens, length)
-        yield {"format": "bf16" if format == "plain" else format, "computed_in": dtype, **figures}
+        yield {"format": format, "computed_in": dtype, **figures}
 
 
 def text_tokens(folder: Path, count: int) -> list[int]:

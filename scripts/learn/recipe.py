@@ -57,7 +57,7 @@ class Recipe:
     kv_on_swap: Literal["keep", "recompute"] = _setting("keep", "KV of running completions when the weights change")
     speculation: Literal["off", "suffix", "ngram", "auto"] = _setting("off", "source of the worker's drafts")
     weight_dtype: Literal["auto", "bf16", "fp8_block", "fp8_row", "mxfp8"] = _setting("auto", "of the worker's weights")
-    kv_dtype: Literal["auto", "fp8_e4m3"] = _setting("auto", "of the worker's KV")
+    kv_dtype: Literal["auto", "fp8_e4m3", "fp8_int8"] = _setting("auto", "of the worker's KV")
     max_rows: int = _setting(0, "completions that the worker runs at once; 0: one batch, at most 1024")
     kv_gib: float = _setting(4.0, "most memory for the worker's KV")
     # what is measured

@@ -9,11 +9,11 @@ The page table maps a row's positions to pages: position p lies at offset `p % p
                                       ^ L - W lies in here
 ```
 
-A cache has the queries' dtype, or holds e4m3 codes (uint8) and one float32 scale for each token and KV head. The
-scales are one tensor [P, 2, G, S]: index 0 for keys, 1 for values. With a scale for each token and head, no token
-limits another token's precision, no calibration is needed, and a page stays self-contained. A head of 128 takes 132
-bytes. Scales are float32, because a rounded scale would add its error to every code. A head's scales are contiguous
-within a page, as a tile reads them.
+A cache has the queries' dtype, or holds codes and one float32 scale for each token and KV head. Codes are e4m3 (uint8),
+those of values perhaps int8. The scales are one tensor [P, 2, G, S]: index 0 for keys, 1 for values. With a scale for
+each token and head, no token limits another token's precision, no calibration is needed, and a page stays
+self-contained. A head of 128 takes 132 bytes. Scales are float32, because a rounded scale would add its error to every
+code. A head's scales are contiguous within a page, as a tile reads them.
 
 Two variants of the softmax: a softcap bounds the scaled scores s by `softcap tanh(s / softcap)`; a sink is a score that
 a query head has beside those of the context: it takes its share of the softmax and adds no value.
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels.common.fp8 import quantize_heads, values_of
+from rollout_kernels.common.fp8 import quantize_heads, quantize_values, values_of
 
 if TYPE_CHECKING:
     from rollout_kernels.attention.triton_decode_plan import DecodeWork
@@ -67,10 +67,12 @@ def write_kv(
         k_cache_PSGD: changed in place; the dtype of the keys, or uint8 with `scales_P2GS`.
         v_cache_PSGD: likewise.
         slots_T: int64, distinct, except on the dump page, where the order of writes is undefined.
-        scales_P2GS: float32, changed in place; with it the caches get e4m3 codes.
+        scales_P2GS: float32, changed in place; with it the caches get codes: e4m3, or of values int8 if that is the
+            dtype of their cache.
     """
     if scales_P2GS is not None:
-        (k_TGD, k_scales_TG), (v_TGD, v_scales_TG) = quantize_heads(k_TGD), quantize_heads(v_TGD)
+        quantize_v = quantize_values if v_cache_PSGD.dtype == torch.int8 else quantize_heads
+        (k_TGD, k_scales_TG), (v_TGD, v_scales_TG) = quantize_heads(k_TGD), quantize_v(v_TGD)
         page_size = k_cache_PSGD.shape[1]
         pages_T, offsets_T = slots_T // page_size, slots_T % page_size
         scales_P2GS[pages_T, :, :, offsets_T] = torch.stack((k_scales_TG, v_scales_TG), dim=1)

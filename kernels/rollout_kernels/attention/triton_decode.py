@@ -252,8 +252,9 @@ def decode_attention(
     rows, heads, dim = q_BHD.shape
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
     assert q_BHD.stride(2) == 1 and k_cache_PSGD.stride(3) == 1 and page_table_BP.stride(1) == 1
-    assert k_cache_PSGD.stride() == v_cache_PSGD.stride() and k_cache_PSGD.dtype == v_cache_PSGD.dtype
+    assert k_cache_PSGD.stride() == v_cache_PSGD.stride()
     assert k_cache_PSGD.dtype == (q_BHD.dtype if scales_P2GS is None else torch.uint8)
+    assert v_cache_PSGD.dtype in (k_cache_PSGD.dtype, None if scales_P2GS is None else torch.int8)
     assert scales_P2GS is None or scales_P2GS.is_contiguous()
     if work is None:
         config = default_decode_config(dim, q_BHD.dtype, rows, coded=scales_P2GS is not None, group=heads // kv_heads)
@@ -274,6 +275,7 @@ def decode_attention(
         assert softcap is None and sinks_H is None
         caches = (k_cache_PSGD.view(torch.int32), v_cache_PSGD.view(torch.int32))  # four codes a word
         third, factors = scales_P2GS, factors[:1]
+        variants = {"INT8": v_cache_PSGD.dtype == torch.int8}
     else:
         variants = {"SOFTCAP": softcap is not None}
     (decode_codes_kernel if coded else _decode_kernel)[(kv_heads, shares)](

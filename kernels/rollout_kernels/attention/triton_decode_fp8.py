@@ -1,8 +1,8 @@
-"""The decode attention kernel for caches of e4m3 codes: as in `triton_decode`, plus a scale for each token and KV head.
+"""The decode attention kernel for caches of codes: as in `triton_decode`, plus a scale for each token and KV head.
 
 The kernel reads four codes at a time, as one word. The bytes j of all words are the elements j, j + 4, j + 8, ... of a
 head. One matrix product handles one j; queries and results are split in the same way, so no data has to be permuted.
-Six instructions convert two words to eight f16 values.
+Six instructions convert two words of e4m3 to eight f16 values, and fourteen two words of int8, which values may be.
 
     words of keys    [N, D / 4]     scores [N, M]    = sum over j of  byte j x q[j::4]
     words of values  [D / 4, N]     out[j::4] [., M] = byte j x weights [N, M]
@@ -38,6 +38,15 @@ _BYTES = tl.constexpr(
     "mov.b32 {a0, a1}, a; mov.b32 {b0, b1}, b; cvt.rn.f16x2.e4m3x2 $0, a0; cvt.rn.f16x2.e4m3x2 $1, a1; "
     "cvt.rn.f16x2.e4m3x2 $2, b0; cvt.rn.f16x2.e4m3x2 $3, b1;}"
 )
+#: The same for int8: with the sign bit turned, a code is the lowest byte of f16 numbers from 1,024 on.
+_INT8_BYTES = tl.constexpr(
+    "{.reg .b32 a, b, t; .reg .b32 x; mov.b32 x, 0x64806480; xor.b32 a, $4, 0x80808080; xor.b32 b, $5, 0x80808080; "
+    + " ".join(
+        f"prmt.b32 t, a, b, 0x{4 + j}{4 + j}{j}{j}; lop3.b32 t, t, 0x00ff00ff, 0x64006400, 0xea; sub.f16x2 ${j}, t, x;"
+        for j in range(4)
+    )
+    + "}"
+)
 _ROOM = tl.constexpr(2.0**15)  # factor of weights: f16 overflows at twice that
 _LEAST_UNIT = tl.constexpr(2.0**-126)  # the device's logarithms and powers flush smaller numbers to zero
 
@@ -61,17 +70,28 @@ class _Inputs(NamedTuple):
 
 
 @triton.jit
-def _code(words, j: tl.constexpr, dtype: tl.constexpr):
-    return operand(((words >> (8 * j)) & 0xFF).to(tl.uint8), tl.float16).to(dtype)
+def _code(words, j: tl.constexpr, dtype: tl.constexpr, INT8: tl.constexpr):
+    byte = ((words >> (8 * j)) & 0xFF).to(tl.uint8)
+    return operand(byte.to(tl.int8, bitcast=True) if INT8 else byte, tl.float16).to(dtype)
 
 
 @triton.jit
-def _bytes(words, dtype: tl.constexpr):
-    """The four bytes of each word, e4m3 codes, decoded to f16 or float32."""
+def _bytes(words, dtype: tl.constexpr, INT8: tl.constexpr = False):
+    """The four bytes of each word, codes, decoded to f16 or float32."""
     if INTERPRETED:
-        return _code(words, 0, dtype), _code(words, 1, dtype), _code(words, 2, dtype), _code(words, 3, dtype)
+        return (
+            _code(words, 0, dtype, INT8),
+            _code(words, 1, dtype, INT8),
+            _code(words, 2, dtype, INT8),
+            _code(words, 3, dtype, INT8),
+        )
     a, b, c, d = tl.inline_asm_elementwise(
-        _BYTES, "=r,=r,=r,=r,r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+        _INT8_BYTES if INT8 else _BYTES,
+        "=r,=r,=r,=r,r,r",
+        [words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
     )
     return a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype)
 
@@ -121,8 +141,9 @@ def decode_codes_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_OWN: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    INT8: tl.constexpr,
 ):
-    """As `_decode_kernel`, but `k_ptr`, `v_ptr` and their strides count words."""
+    """As `_decode_kernel`, but `k_ptr`, `v_ptr` and their strides count words. INT8: values are int8."""
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
@@ -138,9 +159,9 @@ def decode_codes_kernel(
     for i in range(first, last):
         item = read_item(items_ptr, i)
         if BLOCK_OWN == BLOCK_M or item.sharing > 1:
-            _attend(given, to, item, item.sharing, kv_head, HEADS, PAGE_SIZE, HAS_WINDOW, BLOCK_M, BLOCK_N)
+            _attend(given, to, item, item.sharing, kv_head, HEADS, PAGE_SIZE, HAS_WINDOW, BLOCK_M, BLOCK_N, INT8)
         else:  # one row's heads alone: a smaller tile is faster
-            _attend(given, to, item, 1, kv_head, HEADS, PAGE_SIZE, HAS_WINDOW, BLOCK_OWN, BLOCK_N)
+            _attend(given, to, item, 1, kv_head, HEADS, PAGE_SIZE, HAS_WINDOW, BLOCK_OWN, BLOCK_N, INT8)
 
 
 @triton.jit
@@ -155,6 +176,7 @@ def _attend(
     HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `ResultPointers`."""
     H: tl.constexpr = HEADS.H
@@ -235,7 +257,7 @@ def _attend(
         some = tl.where(new_largest > 0.0, new_largest, 1.0)
         weight = narrow(weight * (v_scale / some * _ROOM)[:, None], dtype)
         kept = (keep * (largest / some))[None, :]
-        v_0, v_1, v_2, v_3 = _bytes(v, dtype)
+        v_0, v_1, v_2, v_3 = _bytes(v, dtype, INT8)
         acc_0 = dot(v_0, weight, acc_0 * kept)
         acc_1 = dot(v_1, weight, acc_1 * kept)
         acc_2 = dot(v_2, weight, acc_2 * kept)

@@ -261,8 +261,9 @@ def prefill_attention(
     chunks = context_lens_C.shape[0]
     assert query_starts_C1.shape == (chunks + 1,) and page_table_CP.shape[0] == chunks
     assert q_THD.stride(2) == 1 and k_cache_PSGD.stride(3) == 1 and page_table_CP.stride(1) == 1
-    assert k_cache_PSGD.stride() == v_cache_PSGD.stride() and k_cache_PSGD.dtype == v_cache_PSGD.dtype
+    assert k_cache_PSGD.stride() == v_cache_PSGD.stride()
     assert k_cache_PSGD.dtype == (q_THD.dtype if scales_P2GS is None else torch.uint8)
+    assert v_cache_PSGD.dtype in (k_cache_PSGD.dtype, None if scales_P2GS is None else torch.int8)
     assert scales_P2GS is None or scales_P2GS.is_contiguous()
     assert query_starts_C1.is_contiguous() and context_lens_C.is_contiguous()
     if config is None:

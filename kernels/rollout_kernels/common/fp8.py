@@ -1,8 +1,11 @@
-"""Eight-bit floats in torch: e4m3 codes with a float32 scale. `triton_fp8` computes the same bits inside kernels.
+"""Eight-bit codes in torch: e4m3 or int8, with a float32 scale. `triton_fp8` computes the same bits inside kernels.
 
 A code has four significant bits. The value of a code differs from the original by at most 2^-4 of the original, or by
 at most 2^-10 of the scale where the original is below 2^-6 of the scale. Codes are stored as uint8, because torch can
 index and copy uint8 on every device, but not float8.
+
+int8 codes have the same distance everywhere, 1/127 of the largest magnitude: a quarter of the error of e4m3 where
+magnitudes are alike, as in values. Keys have some large channels, beside which the others would be lost.
 
 Legend: T tokens, G KV heads, D head dimension.
 """
@@ -23,8 +26,8 @@ def codes_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(codes: torch.Tensor) -> torch.Tensor:
-    """The float32 values of e4m3 codes (uint8)."""
-    return codes.view(torch.float8_e4m3fn).float()
+    """The float32 values of e4m3 codes (uint8), or of int8."""
+    return codes.float() if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn).float()
 
 
 def quantize_heads(x_TGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,3 +42,11 @@ def quantize_heads(x_TGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # The divisor is a tensor: on a GPU, torch replaces division by a Python number with a product by its reciprocal.
     scales_TG = (most_TG / torch.full_like(most_TG, LARGEST)).clamp(min=LEAST_SCALE)
     return codes_of(x / scales_TG[..., None]), scales_TG
+
+
+def quantize_values(x_TGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 codes [T, G, D] and scales [T, G]: as `quantize_heads`, but a NaN, too, makes its whole head NaN."""
+    x = x_TGD.float()
+    most_TG = x.abs().amax(dim=-1)
+    scales_TG = (most_TG / torch.full_like(most_TG, 127.0)).clamp(min=LEAST_SCALE)
+    return (x / scales_TG[..., None]).round().nan_to_num(0.0).to(torch.int8), scales_TG

@@ -36,6 +36,14 @@ def head_scale(most):
 
 
 @triton.jit
+def int8_code(value):
+    """The int8 code of a float32 value within +-127: rounded to nearest even; of NaN 0."""
+    # Adding 1.5 x 2^23 leaves the rounded value in the lowest bits.
+    code = (tl.where(value == value, value, 0.0) + 12582912.0).to(tl.int32, bitcast=True)
+    return code.to(tl.int8)
+
+
+@triton.jit
 def block_codes(x):
     """Codes [B, 128] and scales [B] of float32 values: a product with the inverse of the scale, rounded to nearest."""
     scale = head_scale(tl.max(tl.abs(x), axis=1))
@@ -45,7 +53,9 @@ def block_codes(x):
 
 @triton.jit
 def operand(codes, dtype: tl.constexpr):
-    """The values of codes in `dtype` (float32, bf16 or f16), each of which represents every code exactly."""
+    """The values of codes, e4m3 or int8, in `dtype`: float32, bf16 and f16 represent every code exactly."""
+    if codes.dtype == tl.int8:
+        return narrow(codes.to(tl.float32), dtype)
     half = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     if INTERPRETED:
         # Triton's interpreter decodes NaN as 480.

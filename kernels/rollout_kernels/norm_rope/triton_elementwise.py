@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-from rollout_kernels.common.triton_fp8 import block_codes, e4m3_code, head_scale
+from rollout_kernels.common.triton_fp8 import block_codes, e4m3_code, head_scale, int8_code
 from rollout_kernels.common.triton_math import (
     INTERPRETED,
     NANS,
@@ -395,17 +395,28 @@ def _finish_qkv_kernel(
         high = high.to(tl.float32)
         most_low = tl.max(tl.where(low == low, tl.abs(low), 0.0), 1)
         most_high = tl.max(tl.where(high == high, tl.abs(high), 0.0), 1)
-        scale = head_scale(tl.maximum(most_low, most_high))[:, None]
-        low = e4m3_code(tl.div_rn(low, tl.broadcast_to(scale, low.shape)))
-        high = e4m3_code(tl.div_rn(high, tl.broadcast_to(scale, high.shape)))
+        most = tl.maximum(most_low, most_high)
+        scale = head_scale(most)[:, None]
+        if v_cache_ptr.dtype.element_ty == tl.int8:
+            nans = tl.max(tl.maximum((low != low).to(tl.int32), (high != high).to(tl.int32)), 1) > 0
+            v_scale = tl.where(nans, float("nan"), tl.maximum(tl.div_rn(most, 127.0), 2.0**-126))[:, None]
+            scale = tl.where(is_v, v_scale, scale)
+        low = tl.div_rn(low, tl.broadcast_to(scale, low.shape))
+        high = tl.div_rn(high, tl.broadcast_to(scale, high.shape))
+        v_low, v_high = low, high
+        low, high = e4m3_code(low), e4m3_code(high)
+        if v_cache_ptr.dtype.element_ty == tl.int8:
+            v_low, v_high = int8_code(v_low), int8_code(v_high)
+        else:
+            v_low, v_high = low, high
         # Scales are [P, 2, G, page size]. Heads of values follow heads of keys, in the scales as in `head`.
         page = slot // PAGE_SIZE * (2 * KV_HEADS) + head - Q_HEADS
         tl.store(scales_ptr + page * PAGE_SIZE + slot % PAGE_SIZE, scale, mask=(head >= Q_HEADS) & (head < heads))
     tl.store(at_k + at_low, low, mask=live & is_k)
     tl.store(at_k + at_high, high, mask=live & is_k)
     at_v = v_cache_ptr + (token + head - Q_HEADS - KV_HEADS) * D
-    tl.store(at_v + at_low, low, mask=live & is_v)
-    tl.store(at_v + at_high, high, mask=live & is_v)
+    tl.store(at_v + at_low, v_low if FP8 else low, mask=live & is_v)
+    tl.store(at_v + at_high, v_high if FP8 else high, mask=live & is_v)
 
 
 def finish_qkv(
@@ -442,7 +453,7 @@ def finish_qkv(
         sin_M1T: likewise, with the sign of the rotation.
         slots_M: int64, page * page_size + offset of each token.
         k_cache_PSGD: keys, written in place; contiguous, in the model's dtype, or uint8 for e4m3 codes.
-        v_cache_PSGD: values, likewise.
+        v_cache_PSGD: values, likewise, or int8 beside e4m3 keys.
         q_heads: query heads.
         scales_P2GS: float32 scales of keys, then values, contiguous and written in place; only with e4m3 codes.
         dtype: the model's dtype, for the queries; required with e4m3 codes.

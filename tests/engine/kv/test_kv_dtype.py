@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollout_kernels.common.fp8 import quantize_heads, values_of
+from rollout_kernels.common.fp8 import quantize_heads, quantize_values, values_of
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -25,12 +25,12 @@ from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 
-FP8 = {"kv_dtype": "fp8_e4m3"}
+FP8, INT8 = {"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "fp8_int8"}
 DEMO = Path(__file__).parents[3] / "rollout" / "demo" / "checkpoints" / "ones"
 
 
-def rounded(x_BGSD: torch.Tensor) -> torch.Tensor:
-    codes, scales = quantize_heads(x_BGSD)
+def rounded(x_BGSD: torch.Tensor, quantize=quantize_heads) -> torch.Tensor:
+    codes, scales = quantize(x_BGSD)
     return values_of(codes) * scales[..., None]
 
 
@@ -38,11 +38,16 @@ def attention_with_rounded_kv(module, query, key, value, mask, **options):
     return sdpa_attention_forward(module, query, rounded(key), rounded(value), mask, **options)
 
 
-def reference(folder: Path, fp8: bool):
+def attention_with_int8_values(module, query, key, value, mask, **options):
+    return sdpa_attention_forward(module, query, rounded(key), rounded(value, quantize_values), mask, **options)
+
+
+def reference(folder: Path, fp8: bool, int8: bool = False):
     """transformers' model in float32, with keys and values that were codes once, or as they are."""
-    AttentionInterface.register("rounded_kv", attention_with_rounded_kv)
-    AttentionMaskInterface.register("rounded_kv", sdpa_mask)
-    implementation = "rounded_kv" if fp8 else "sdpa"
+    implementation = ("int8_values" if int8 else "rounded_kv") if fp8 else "sdpa"
+    if fp8:
+        AttentionInterface.register(implementation, attention_with_int8_values if int8 else attention_with_rounded_kv)
+        AttentionMaskInterface.register(implementation, sdpa_mask)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=implementation)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
@@ -91,18 +96,21 @@ def family(request, tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["e4m3 values", "int8 values"])
 @pytest.mark.parametrize("pages", [75, *nightly(600)], ids=["with preemptions", "roomy"])
-def test_logprobs_are_those_of_transformers_with_the_same_rounding(family, pages):
+def test_logprobs_are_those_of_transformers_with_the_same_rounding(family, pages, int8):
     """Chunked prompts, decode, prefix hits, group shares, preemption: nothing but the rounding differs.
 
     float32's own errors are below 1e-4, as without codes. Where they carry a value over the middle between two codes,
     that value is a step (an eighth) off; so few do that the mean keeps to 1e-3, and one changes a log-prob by less than
     0.1. Rounding itself costs more than ten times that mean, so a scale or a code that is another's shows.
     """
-    model, exact, coded = load(family), reference(family, fp8=False), reference(family, fp8=True)
+    model, exact, coded = load(family), reference(family, fp8=False), reference(family, fp8=True, int8=int8)
     sparse = model.spec.moe is not None
-    bench = Bench(model, max_rows=5, kv_pages=pages, prefill_chunk_tokens=23, routing=sparse, **FP8)
-    assert all(cache.dtype == torch.uint8 for cache in bench.engine.executor.step.kv.k)
+    bench = Bench(model, max_rows=5, kv_pages=pages, prefill_chunk_tokens=23, routing=sparse, **(INT8 if int8 else FP8))
+    kv = bench.engine.executor.step.kv
+    assert all(cache.dtype == torch.uint8 for cache in kv.k)
+    assert all(cache.dtype == (torch.int8 if int8 else torch.uint8) for cache in kv.v)
     prompts = {
         f"r{i}": torch.randint(0, model.spec.vocab, (length,), generator=torch.Generator().manual_seed(i)).tolist()
         for i, length in enumerate((3, 50, 17, 31, 4, 8))
@@ -160,15 +168,16 @@ def test_the_demo_counts_right_with_kv_in_fp8():
         assert errors(exact, prompt, bench, text).max() < 0.1
 
 
-def test_the_pool_counts_codes_and_scales(model):
-    fp8 = EngineSettings(max_rows=4, **FP8)
+@pytest.mark.parametrize("codes", [FP8, INT8])
+def test_the_pool_counts_codes_and_scales(codes, model):
+    fp8 = EngineSettings(max_rows=4, **codes)
     dtype = kv_dtype(fp8, model)
     kv = KVCache.allocate(model.spec, 5, 16, dtype, "cpu")
     held = sum(tensor.numel() * tensor.element_size() for tensor in kv.tensors)
     page = model.spec.kv_bytes_per_token(dtype) * 16
     assert held == 5 * page and page == 16 * 2 * 2 * 2 * (12 + 4), "layers, K and V, heads; codes and a scale"
     memory = DeviceMemory(0, 100 * page + page // 2, StepNeeds())
-    assert kv_pages(EngineSettings(max_rows=4, kv_memory_fraction=0.5, **FP8), model, dtype, 1024, memory) == 50
+    assert kv_pages(EngineSettings(max_rows=4, kv_memory_fraction=0.5, **codes), model, dtype, 1024, memory) == 50
     assert kv_dtype(EngineSettings(), model) == torch.float32
 
 

@@ -8,7 +8,7 @@ import torch
 from rollout_kernels import paged_decode_attention, paged_prefill_attention, plan_decode, rope_cos_sin, write_kv
 from rollout_kernels.attention.triton_decode import decode_attention
 from rollout_kernels.attention.triton_prefill import prefill_attention
-from rollout_kernels.common.fp8 import LEAST_SCALE, quantize_heads, values_of
+from rollout_kernels.common.fp8 import LEAST_SCALE, quantize_heads, quantize_values, values_of
 from rollout_kernels.norm_rope.triton_elementwise import finish_qkv
 
 from tests.support.kernels.attention_cases import (
@@ -30,16 +30,17 @@ from tests.support.kernels.grids import nightly
 
 NAN = 0x7F
 HALF_STEP = 2.0**-4
+VALUES = pytest.mark.parametrize("values", [torch.uint8, torch.int8], ids=["e4m3 values", "int8 values"])
 
 
 class CodedPool(Pool):
     """Contexts as codes and scales; all other codes and scales are NaN. `contexts` holds the dequantised values."""
 
-    def __init__(self, lens, page_size, kv_heads, dim, spare=0):
+    def __init__(self, lens, page_size, kv_heads, dim, spare=0, values=torch.uint8):
         super().__init__(lens, page_size, kv_heads, dim, spare=spare)
         table, plain = self.table.cpu(), self.contexts
         shape = self.k.shape
-        self.k, self.v = (torch.full(shape, NAN, dtype=torch.uint8) for _ in range(2))
+        self.k, self.v = (torch.full(shape, NAN, dtype=dtype) for dtype in (torch.uint8, values))
         self.scales = torch.full((shape[0], 2, kv_heads, page_size), float("nan"))
         self.contexts = []
         for row, (k, v) in enumerate(plain):
@@ -66,7 +67,10 @@ class CodedPool(Pool):
 
     def without_nan(self):
         """Caches and scales without NaN, for the torch twin, which multiplies hidden values by zero."""
-        return (*(cache.where(cache & NAN != NAN, 0x30).cpu() for cache in (self.k, self.v)), self.scales.nan_to_num(2))
+        caches = (
+            cache if cache.dtype == torch.int8 else cache.where(cache & NAN != NAN, 0x30) for cache in (self.k, self.v)
+        )
+        return (*(cache.cpu() for cache in caches), self.scales.nan_to_num(2))
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -94,6 +98,24 @@ def test_heads_of_zeros_and_of_extreme_numbers_keep_their_values(dtype):
     assert (back[2] - x[2].float()).abs().max() <= max(least * HALF_STEP, LEAST_SCALE * 2.0**-10)
 
 
+def test_int8_values_are_at_most_half_a_step_off_and_nearer_than_e4m3():
+    x = torch.randn(50, 3, 64) * torch.exp(4 * torch.randn(50, 3, 1))
+    codes, scales = quantize_values(x)
+    off = values_of(codes).double() * scales[..., None] - x
+    assert (off.abs() <= 0.5001 * scales[..., None]).all() and codes.abs().amax(-1).eq(127).all()
+    e4m3, e4m3_scales = quantize_heads(x)
+    assert off.norm() < 0.35 * (values_of(e4m3).double() * e4m3_scales[..., None] - x).norm()
+
+
+def test_a_value_that_is_not_finite_makes_its_head_of_int8_nan_and_no_other():
+    x = torch.randn(3, 2, 8)
+    x[0, 1, 3], x[2, 0, 5], x[1, 0] = float("nan"), float("-inf"), 0
+    codes, scales = quantize_values(x)
+    back = values_of(codes) * scales[..., None]
+    assert back[[0, 2], [1, 0]].isnan().all() and back[1, 0].eq(0).all()
+    assert back[[0, 1, 1, 2], [0, 0, 1, 1]].isfinite().all()
+
+
 def test_a_nan_stays_a_nan_and_affects_no_other_head():
     x = torch.randn(3, 2, 8)
     x[0, 1, 3], x[2, 0, 5] = float("nan"), float("inf")
@@ -104,9 +126,10 @@ def test_a_nan_stays_a_nan_and_affects_no_other_head():
     assert back[[0, 1, 1, 2], [0, 0, 1, 1]].isfinite().all()
 
 
+@VALUES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("norm", "dim", "q_heads", "kv_heads"), [(True, 24, 4, 2), (False, 16, 7, 3)])
-def test_the_kernel_stores_the_codes_and_scales_of_the_twin(norm, dim, q_heads, kv_heads, dtype):
+def test_the_kernel_stores_the_codes_and_scales_of_the_twin(norm, dim, q_heads, kv_heads, dtype, values):
     """The codes of exactly those values that it stores in a cache without codes; zeros and NaN included."""
     rows, page_size = 5, 4
     parts = torch.randn(1, rows, (q_heads + 2 * kv_heads) * dim, device=DEVICE).to(dtype)
@@ -121,16 +144,20 @@ def test_the_kernel_stores_the_codes_and_scales_of_the_twin(norm, dim, q_heads, 
     shape = (4, page_size, kv_heads, dim)
     plain = [torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(2)]
     q = finish_qkv(parts, None, norm_2D, 1e-6, *cos_sin, slots, *plain, q_heads)
-    coded = [torch.full(shape, 77, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    coded = [torch.full(shape, 77, dtype=each, device=DEVICE) for each in (torch.uint8, values)]
     scales = torch.full((4, 2, kv_heads, page_size), -1.0, device=DEVICE)
     again = finish_qkv(parts, None, norm_2D, 1e-6, *cos_sin, slots, *coded, q_heads, scales, dtype)
     assert torch.equal(q, again) and again.dtype == dtype
     expected = [torch.full_like(cache, 77) for cache in coded]
     expected_scales = torch.full_like(scales, -1.0)
     write_kv(*(cache.flatten(0, 1)[slots] for cache in plain), *expected, slots, expected_scales)
-    assert torch.equal(scales, expected_scales)
-    assert (expected[1] & NAN).eq(NAN).sum() == 1 and expected_scales.eq(LEAST_SCALE).sum() == 2 * kv_heads
-    for got, wanted in zip(coded, expected, strict=True):
+    assert torch.equal(scales.nan_to_num(-2.0), expected_scales.nan_to_num(-2.0))
+    assert expected_scales.eq(LEAST_SCALE).sum() == 2 * kv_heads
+    if values == torch.int8:
+        assert expected_scales.isnan().sum() == 1 and torch.equal(coded[1], expected[1])
+    else:
+        assert (expected[1] & NAN).eq(NAN).sum() == 1
+    for got, wanted in [*zip(coded, expected, strict=True)][: 1 if values == torch.int8 else 2]:
         not_numbers = (wanted & NAN) == NAN
         assert torch.equal(got[~not_numbers], wanted[~not_numbers]) and (got[not_numbers] & NAN).eq(NAN).all()
 
@@ -144,36 +171,39 @@ def attend(q, pool, work):
     )
 
 
+@VALUES
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 1), *nightly((2, 2))])
 @pytest.mark.parametrize(("shares", "fused"), [(4, True), (30, False), *nightly((1, True))])
-def test_decode_for_head_groups_and_splits(heads, kv_heads, shares, fused):
-    pool, q = CodedPool(LENS, 16, kv_heads, 64), queries(len(LENS), heads, 64)
+def test_decode_for_head_groups_and_splits(heads, kv_heads, shares, fused, values):
+    pool, q = CodedPool(LENS, 16, kv_heads, 64, values=values), queries(len(LENS), heads, 64)
     out = attend(q, pool, plan(pool, kv_heads, config=dataclasses.replace(SMALL, fused=fused), shares=shares))
     assert relative(out, exact_decode(q, pool, LENS, None)) < 1e-5
 
 
+@VALUES
 @pytest.mark.parametrize("window", [1, 33, *nightly(7, 150)])
 @pytest.mark.parametrize(("page_size", "block_n"), [(16, 16), (6, 32), *nightly((32, 16))])
-def test_decode_sees_its_window_and_nothing_else_and_equals_the_twin(page_size, block_n, window):
-    pool, q = CodedPool(LENS, page_size, 2, 64, spare=2), queries(len(LENS), 4, 64)
+def test_decode_sees_its_window_and_nothing_else_and_equals_the_twin(page_size, block_n, window, values):
+    pool, q = CodedPool(LENS, page_size, 2, 64, spare=2, values=values), queries(len(LENS), 4, 64)
     for row, length in enumerate(LENS):
         pool.forget(row, length - window)
     out = attend(q, pool, plan(pool, 2, window, dataclasses.replace(SMALL, block_n=block_n)))
     expected = exact_decode(q, pool, LENS, window)
     assert relative(out, expected) < 1e-5
-    keys, values, scales = pool.without_nan()
+    k, v, scales = pool.without_nan()
     table, lens = pool.table.cpu(), pool.lens.cpu()
     options = {"scale": SCALE, "window": window, "max_context": 100, "scales_P2GS": scales.cpu()}
     twin_plan = plan_decode(table, lens, page_size, window, 100, torch.float32)
-    twin = paged_decode_attention(q.cpu(), keys, values, table, lens, plan=twin_plan, **options)
+    twin = paged_decode_attention(q.cpu(), k, v, table, lens, plan=twin_plan, **options)
     assert relative(twin, expected) < 1e-5
 
 
+@VALUES
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("dim", [16, 80, *nightly(64, 128)])
-def test_decode_for_dtypes_and_head_dimensions(dim, dtype, bound):
+def test_decode_for_dtypes_and_head_dimensions(dim, dtype, bound, values):
     """With bf16 queries the kernel multiplies f16 values, which have smaller rounding errors."""
-    pool, q = CodedPool([70, 33], 16, 1, dim), queries(2, 4, dim, dtype)
+    pool, q = CodedPool([70, 33], 16, 1, dim, values=values), queries(2, 4, dim, dtype)
     out = attend(q, pool, plan(pool, 1))
     assert out.dtype == dtype
     assert relative(out, exact_decode(q, pool, [70, 33], None)) < bound
@@ -251,26 +281,28 @@ def prefill(q, pool, window, config=TINY):
     return prefill_attention(q, pool.k, pool.v, pool.table, starts, pool.lens, **options)
 
 
+@VALUES
 @pytest.mark.parametrize(("page_size", "block_n"), [(16, 16), (6, 32)])
 @pytest.mark.parametrize("window", [None, 33, *nightly(1)])
-def test_prefill_sees_its_past_and_nothing_else_and_equals_the_twin(window, page_size, block_n):
-    pool, q = CodedPool(CONTEXTS, page_size, 2, 64), queries(sum(PIECES), 4, 64)
+def test_prefill_sees_its_past_and_nothing_else_and_equals_the_twin(window, page_size, block_n, values):
+    pool, q = CodedPool(CONTEXTS, page_size, 2, 64, values=values), queries(sum(PIECES), 4, 64)
     if window is not None:
         for row, (length, context) in enumerate(zip(PIECES, CONTEXTS, strict=True)):
             pool.forget(row, context - length - window + 1)
     out = prefill(q, pool, window, dataclasses.replace(TINY, block_n=block_n))
     expected = exact_prefill(q, pool, window)
     assert relative(out, expected) < 1e-5
-    keys, values, scales = pool.without_nan()
+    k, v, scales = pool.without_nan()
     chunks = list(zip(itertools.accumulate(PIECES[:-1], initial=0), PIECES, CONTEXTS, strict=True))
     options = {"scale": SCALE, "window": window, "scales_P2GS": scales.cpu()}
-    twin = paged_prefill_attention(q.cpu(), keys, values, pool.table.cpu(), chunks, **options)
+    twin = paged_prefill_attention(q.cpu(), k, v, pool.table.cpu(), chunks, **options)
     assert relative(twin, expected) < 1e-5
 
 
+@VALUES
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
-def test_prefill_for_dtypes(dtype, bound):
-    pool, q = CodedPool(CONTEXTS, 16, 1, 80), queries(sum(PIECES), 2, 80, dtype)
+def test_prefill_for_dtypes(dtype, bound, values):
+    pool, q = CodedPool(CONTEXTS, 16, 1, 80, values=values), queries(sum(PIECES), 2, 80, dtype)
     out = prefill(q, pool, None, config=None)
     assert out.dtype == dtype
     assert relative(out, exact_prefill(q, pool, None)) < bound

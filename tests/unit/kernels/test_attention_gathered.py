@@ -8,7 +8,7 @@ import torch
 from rollout_kernels.attention.gluon_prefill import gathered_attention
 from rollout_kernels.attention.triton_gather_kv import TILE, gather_kv, gathered_rows
 from rollout_kernels.attention.triton_gathered_items import block_count, prefill_items
-from rollout_kernels.common.fp8 import quantize_heads, values_of
+from rollout_kernels.common.fp8 import quantize_heads, quantize_values, values_of
 
 from tests.support.kernels.attention_cases import DEVICE, SCALE, Pool, exact, queries, relative
 
@@ -35,10 +35,12 @@ def test_contexts_begin_at_tiles_and_zeros_follow_them(page_size):
         assert torch.equal(got_GND, expected)
 
 
-def test_codes_are_decoded_with_the_scales_of_their_token_and_head():
+@pytest.mark.parametrize("quantize_v", [quantize_heads, quantize_values])
+def test_codes_are_decoded_with_the_scales_of_their_token_and_head(quantize_v):
     pool = Pool(CONTEXTS, 16, 2, 32, torch.bfloat16)
     shape = pool.k.shape[:3]
-    (k, k_scales), (v, v_scales) = (quantize_heads(x.nan_to_num().flatten(0, 1)) for x in (pool.k, pool.v))
+    k, k_scales = quantize_heads(pool.k.nan_to_num().flatten(0, 1))
+    v, v_scales = quantize_v(pool.v.nan_to_num().flatten(0, 1))
     scales = torch.stack([x.view(shape).transpose(1, 2) for x in (k_scales, v_scales)], dim=1).contiguous()
     plain = [(values_of(codes).float() * of[..., None]).bfloat16() for codes, of in ((k, k_scales), (v, v_scales))]
     pool.k, pool.v = (codes.view(pool.k.shape) for codes in (k, v))
