@@ -335,16 +335,18 @@ def newcomer_waits(roster: Roster, seq: Sequence, pages: int) -> bool:
 def prompt_spans(roster: Roster, limits: SchedulerLimits, upload_words: Callable[[Sequence, int], int]) -> list[Span]:
     """The spans of prompts for one step, in their order, within `limits`; `upload_words` bounds the words of a span.
 
-    A sequence whose KV is still being copied back waits, and the others do not wait for it. The step also ends where a
-    feature has no room for more.
+    A sequence whose KV is still being copied back waits, and the others do not wait for it. If rows are dealt to ranks,
+    each rank with prompts gets an equal part of the tokens. The step also ends where a feature has no room for more.
     """
     spans: list[Span] = []
     tokens, words, page_size = limits.chunk_tokens, limits.upload_words, roster.allocator.page_size
+    ranks = {seq.kv.rank for seq in roster.prefilling}
+    room = dict.fromkeys(ranks, -(-tokens // max(1, len(ranks))))
     for seq in roster.prefilling:
         kv = seq.kv
-        if kv.restoring:
+        if kv.restoring or (tokens and not room[kv.rank]):
             continue
-        length = min(kv.chunk_end - kv.length, tokens)
+        length = min(kv.chunk_end - kv.length, tokens, room[kv.rank])
         needed = upload_words(seq, length)
         if length == 0 or (spans and needed > words):
             break
@@ -353,6 +355,7 @@ def prompt_spans(roster: Roster, limits: SchedulerLimits, upload_words: Callable
             length = feature.fit(seq, kv.length, length, first=not spans)
         if length:
             tokens, words = tokens - length, words - needed
+            room[kv.rank] -= length
             spans.append(prompt_span(seq, length, page_size))
         if length < wanted:
             break
