@@ -181,7 +181,7 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
 def _shares_pages(site: Site) -> bool:
     """Whether decode attention reads pages that several rows share once. The torch twin has no gain from it."""
     engine, on_gpu = site.settings.engine, site.device.torch_device.type == "cuda"
-    if not (engine.group_attention and on_gpu and isinstance(site.model, Decoder)) or engine.deals_rows:
+    if not (engine.group_attention and on_gpu and isinstance(site.model, Decoder)):
         return False
     return most_shared_rows(site.model.spec, engine.kv_dtype != "auto", engine.deterministic) > 1
 

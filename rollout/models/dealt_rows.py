@@ -27,15 +27,15 @@ def deal(context: StepContext) -> StepContext:
     if kv.dealt is None:
         return context
     if batch.chunks is None:
-        own_B = kv.has_page(batch.page_table_BP[:, 0])
+        foreign_B = ~kv.has_page(batch.page_table_BP[:, 0])
         own = replace(
             batch,
             kv_slots_T=kv.local_slots(batch.kv_slots_T),
             page_table_BP=kv.local_pages(batch.page_table_BP),
-            context_lens_B=batch.context_lens_B.masked_fill(~own_B, 0),
-            segments_SW=None,
+            context_lens_B=batch.context_lens_B.masked_fill(foreign_B, 0),
+            segments_SW=None if batch.segments_SW is None else _segments(batch.segments_SW, foreign_B),
         )
-        return context._replace(own=OwnTokens(_with(context, own), None, ~own_B[:, None]))
+        return context._replace(own=OwnTokens(_with(context, own), None, foreign_B[:, None]))
     mine = range(len(batch.chunks)) if batch.own_chunks is None else batch.own_chunks
     spans = [batch.chunks[index] for index in mine]
     device = batch.positions_T.device
@@ -51,6 +51,12 @@ def deal(context: StepContext) -> StepContext:
     own = _chunks(batch, kv, at_N, spans, of_chunks)
     cos_sin = tuple((cos[at_N], sin[at_N]) for cos, sin in context.cos_sin)
     return context._replace(own=OwnTokens(_with(context, own)._replace(cos_sin=cos_sin), at_N, None))
+
+
+def _segments(segments_SW: torch.Tensor, foreign_B: torch.Tensor) -> torch.Tensor:
+    """The segments of own rows: rows that share pages have one rank."""
+    first_rows_B = segments_SW[len(foreign_B) :, 0].long()
+    return segments_SW.masked_fill(torch.cat((foreign_B, foreign_B[first_rows_B]))[:, None], 0)
 
 
 def _chunks(
