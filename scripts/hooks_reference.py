@@ -8,9 +8,9 @@ from typing import Any, get_type_hints
 
 import rollout.engine
 from rollout.engine.features.all import FEATURES
-from rollout.engine.kv.page_mirror import PageMirror
-from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.step.device_feature import DeviceFeature
+from rollout.engine.kv.tiers.page_mirror import PageMirror
+from rollout.engine.schedule.step_feature import AheadPlanner, StepFeature
+from rollout.engine.step.device_feature import AheadFeature, DeviceFeature
 
 _INTRODUCTION = """\
 # Hooks of features
@@ -20,8 +20,10 @@ features that have it. Its docstring says when it is called."""
 
 _SECTIONS: tuple[tuple[str, type], ...] = (
     ("On the host", StepFeature),
-    ("On the host, for KV that moves", PageMirror),
+    ("On the host, if it has data for pages of KV", PageMirror),
+    ("On the host, if rows take several tokens", AheadPlanner),
     ("On the device", DeviceFeature),
+    ("On the device, if it makes tokens ahead", AheadFeature),
 )
 
 
@@ -33,16 +35,16 @@ def hooks_page() -> str:
     for title, base in _SECTIONS:
         hooks = dict(_hooks(base))
         module = f"`{base.__module__.replace('.', '/')}.py`"
-        lines += ["", f"## {title}", "", f"{len(hooks)} hooks, {module}:", ""]
+        lines += ["", f"## {title}", "", f"{len(hooks)} hook{'s' if len(hooks) > 1 else ''}, {module}:", ""]
         for name, hook in hooks.items():
-            kinds = on_device if base is DeviceFeature else on_host
-            having = ", ".join(kind.name for kind in kinds if getattr(kind, name) is not hook)
+            kinds = on_device if issubclass(base, DeviceFeature) else on_host
+            having = ", ".join(kind.name for kind in kinds if getattr(kind, name, hook) is not hook)
             lines.append(f"- `{name}`: {having}")
     return "\n".join(lines) + "\n"
 
 
 #: The hooks on the device that are called before there is a step.
-_AT_START = ("host_part", "begin_rows", "output_words", "output", "decode_work", "put_largest")
+_AT_START = ("host_part", "output_words", "output", "put_largest")
 
 
 def trace_table(name: str) -> str:

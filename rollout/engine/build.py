@@ -19,6 +19,7 @@ from rollout.engine.device.releasable import HostPages, PermanentMemory, Releasa
 from rollout.engine.device.streams import Device
 from rollout.engine.features.all import FEATURES, MakeFeature
 from rollout.engine.gate import Gate
+from rollout.engine.kv.tiers.page_mirror import PageMirror
 from rollout.engine.loop import Engine
 from rollout.engine.messages.to_service import Event
 from rollout.engine.parts import EngineLinks, EngineParts, NoReceiver, Receiver
@@ -163,7 +164,8 @@ def _build_parts(
         upload_words=steps.words - spare_words(engine.max_rows, spare),
     )
     features = _host_features(executor, version, totals.features)
-    allocator = build_allocator(site, executor, features, totals)
+    mirrors = [feature for feature in features if isinstance(feature, PageMirror)]
+    allocator = build_allocator(site, executor, mirrors, totals)
     roster = Roster(allocator, engine.max_rows, version, time.perf_counter, totals.counters, features)
     step = executor.step
     shared = make_shared_pages(model, step.kv, engine, step.shares_pages)

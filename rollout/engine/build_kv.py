@@ -14,7 +14,6 @@ from rollout.engine.device.group_orders import GroupOrders
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.all import keeps_token_ids
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.prefixes import Prefixes
 from rollout.engine.kv.sessions import SessionCounts, Sessions
@@ -26,6 +25,7 @@ from rollout.engine.kv.tiers.host_pages import HostEntryCounts, HostPageBooks
 from rollout.engine.kv.tiers.host_tier import HostTier
 from rollout.engine.kv.tiers.known import KnownBooks
 from rollout.engine.kv.tiers.offload import OffloadBooks, OffloadCounts
+from rollout.engine.kv.tiers.page_mirror import PageMirror
 from rollout.engine.kv.tiers.page_mover import HostMemory, PageMover
 from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.roster import Roster

@@ -37,7 +37,7 @@ from rollout.engine.sizing import (
     states_on_host,
     weight_bytes,
 )
-from rollout.engine.step.device_feature import DeviceFeature, OrderSizes, Site
+from rollout.engine.step.device_feature import AheadFeature, DeviceFeature, OrderSizes, Site
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, GroupRole, Movers
 from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs, Progress, capturable, make_graphs
@@ -121,7 +121,8 @@ def build_steps(site: Site, memory: Memory, progress: Progress) -> Steps:
     columns = [feature.name for feature in features if feature.row_column]
     rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, columns)
     for feature in features:
-        feature.begin_rows(rows)
+        if isinstance(feature, AheadFeature):
+            feature.begin_rows(rows)
     chunk = chunk_tokens(engine, model)
     words = slot_words(engine.max_rows, most_pages, context, chunk, features)
     group = model.group if isinstance(model, Decoder) else ONE_RANK

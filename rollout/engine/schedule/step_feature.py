@@ -6,18 +6,19 @@ The stages of a step call these hooks of every feature that their worker has. Th
     request   enter
     row       ready and admitted when a sequence gets one, left when it gives it back
     prompts   fit for each prompt
-    decode    plan_decode
     step      pack, launched, commit, committed; delta_fields for each delta
-    KV        the hooks of `PageMirror`
     loop      tick
     between   weights_changed, memory_leaves
+
+A feature that has data for each page of KV is a `PageMirror`, too. One that has rows take more than one token is an
+`AheadPlanner`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import ClassVar, TypeVar
 
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.kv.page_mirror import PageMirror
 from rollout.engine.messages.to_service import DeltaFields, Rejected
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Group, Sequence
@@ -27,7 +28,7 @@ from rollout.engine.upload import UploadStaging
 F = TypeVar("F")
 
 
-class StepFeature(PageMirror):
+class StepFeature:
     """One feature of an engine. A hook that is not overridden does nothing."""
 
     name: ClassVar[str]  # equal to the name of its device feature
@@ -65,14 +66,6 @@ class StepFeature(PageMirror):
         `first`: it is the first prompt of a step. With fewer than `length` the step takes no further prompt.
         """
         return length
-
-    def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> Plan | None:
-        """Called for each step of decode rows: return a plan if a row takes more than one token, or None.
-
-        `version` is that of the weights. The hook may give rows more pages, but must leave `kept` pages free. The first
-        feature that returns a plan makes the step.
-        """
-        return None
 
     # --- upload -------------------------------------------------------------------------------------------------------
 
@@ -122,6 +115,18 @@ class StepFeature(PageMirror):
 
     def check(self) -> None:
         """Called when the engine is drained: assert that nothing leaked."""
+
+
+class AheadPlanner(StepFeature, ABC):
+    """A feature by which rows take more than one token in a step."""
+
+    @abstractmethod
+    def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> Plan | None:
+        """Called for each step of decode rows: return a plan if a row takes more than one token, or None.
+
+        `version` is that of the weights. The hook may give rows more pages, but must leave `kept` pages free. The first
+        feature that returns a plan makes the step.
+        """
 
 
 def find_feature(features: Collection[object], kind: type[F]) -> F | None:

@@ -13,6 +13,7 @@ read only their arguments, and memory at fixed addresses. After a fault an engin
 object and its large memory stay.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -129,9 +130,6 @@ class DeviceFeature(Generic[Output]):
         """
         raise NotImplementedError
 
-    def begin_rows(self, rows: RowState) -> None:
-        """Called when an engine has a new row state, before its first step: allocate the feature's row state."""
-
     def begin(self, rows: RowState, step: StepInput) -> None:
         """Called when a step has set up its rows, before the forward: take its extras, set up what the feature adds."""
 
@@ -183,10 +181,6 @@ class DeviceFeature(Generic[Output]):
         `replays` launch what was captured of `decode_work`; empty where decode steps are not captured.
         """
 
-    def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
-        """Called at the start for each captured size: return what `step_ends` can launch after such a step, by name."""
-        return {}
-
     # --- output -------------------------------------------------------------------------------------------------------
 
     def output_words(self, tokens: int) -> int:
@@ -220,3 +214,15 @@ class DeviceFeature(Generic[Output]):
 
         `token_ids` are those of a prefill, int64; a decode has none.
         """
+
+
+class AheadFeature(DeviceFeature[Output], ABC):
+    """A feature that makes tokens ahead of a row's draw: it has rows of its own, and may run captured work."""
+
+    @abstractmethod
+    def begin_rows(self, rows: RowState) -> None:
+        """Called when an engine has a new row state, before its first step: allocate the feature's row state."""
+
+    @abstractmethod
+    def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
+        """Called at the start for each captured size: return what `step_ends` can launch after such a step, by name."""

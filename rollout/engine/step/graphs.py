@@ -9,7 +9,7 @@
     ahead     both once more, for steps with tokens ahead of a model with states; other models run such steps in the
               graphs above
 
-    replays   what features launch themselves at    one for each name and size (`DeviceFeature.decode_work`)
+    replays   what features launch themselves at    one for each name and size (`AheadFeature.decode_work`)
               the end of a step
 
 A step of n rows takes the smallest captured size that holds them; the rest is padding on row 0. Nothing is compiled
@@ -32,7 +32,7 @@ import torch
 
 from rollout.engine.device.streams import DeviceStream
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
-from rollout.engine.step.device_feature import DeviceFeature
+from rollout.engine.step.device_feature import AheadFeature, DeviceFeature
 from rollout.engine.step.device_step import DeviceStep, Outputs
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import StepInput, Upload, put_behind
@@ -264,8 +264,9 @@ class DecodeGraphs:
     def _decode_work(self, size: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
         """Launches of features after a decode step of this size: feature, name, and the launch."""
         for feature in self._step.features:
-            for name, launch in feature.decode_work(size, self._max_context, self._step.kv).items():
-                yield feature.name, name, launch
+            if isinstance(feature, AheadFeature):
+                for name, launch in feature.decode_work(size, self._max_context, self._step.kv).items():
+                    yield feature.name, name, launch
 
     def _capture_forward(self, slot: Slot, size: int, needs: RowNeeds, ahead: bool) -> None:
         upload, graph = self._upload(slot, size, ahead), self._cuda.CUDAGraph()

@@ -30,7 +30,7 @@ from rollout.engine.features.drafts.planner import DraftPlanner, DraftVersions
 from rollout.engine.features.drafts.row_drafts import Drafts
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.schedule.step_feature import AheadPlanner
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step_output import StepOutput
@@ -46,7 +46,7 @@ class DraftNote(NamedTuple):
     drafts: Seq[Drafts] = ()  # all paths have one length
 
 
-class DraftsFeature(StepFeature):
+class DraftsFeature(AheadPlanner):
     """Drafts of one engine.
 
     Args:

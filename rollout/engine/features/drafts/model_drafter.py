@@ -79,7 +79,7 @@ class ModelDrafter(DeviceDrafter):
         self._order_G = torch.arange(self.most, device=device)
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> dict[str, Callable[[], None]]:
-        """See `DeviceFeature.decode_work`: read a step of `size` places, and draft for `size` rows."""
+        """See `AheadFeature.decode_work`: read a step of `size` places, and draft for `size` rows."""
         return {
             READ: functools.partial(self.read, size, max_context, kv),
             DRAFT: functools.partial(self.draft, size, max_context, PLAIN, kv),

@@ -35,7 +35,7 @@ from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.device_feature import BatchFields, DeviceFeature, Drawn, HostParts, Replays, Site
+from rollout.engine.step.device_feature import AheadFeature, BatchFields, Drawn, HostParts, Replays, Site
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.slot import Slot
@@ -55,7 +55,7 @@ _PAGE_WORDS = 3  # a page that a verify step sends
 MeasureCosts = Callable[[Executor, Slot, int, bool], StepCosts]
 
 
-class DraftVerifier(DeviceFeature[torch.Tensor]):
+class DraftVerifier(AheadFeature[torch.Tensor]):
     """Drafts for the model of a worker with speculation."""
 
     name = NAME

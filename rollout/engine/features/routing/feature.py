@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from rollout.engine.features.routing.entries import ExpertPages, SequenceExperts
+from rollout.engine.kv.tiers.page_mirror import PageMirror
 from rollout.engine.messages.to_service import DeltaFields
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.step_feature import StepFeature
@@ -17,7 +18,7 @@ from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step_output import StepOutput
 
 
-class RoutingFeature(StepFeature):
+class RoutingFeature(StepFeature, PageMirror):
     """The experts of the tokens of one engine."""
 
     name = "routing"
