@@ -159,7 +159,7 @@ def masks_first(engine: Engine) -> None:
 
     def executing(upload: Upload, slot: Slot) -> None:
         if packed[0].draws_later:
-            made.append(build([seq for seq in packed[0].sampled if seq.needs & RowNeeds.CONSTRAIN], slot.masks))
+            made.append(build([seq for seq in packed[0].sampled if seq.group.needs & RowNeeds.CONSTRAIN], slot.masks))
         execute(upload, slot)
 
     engine.masks.build = lambda seqs, masks: made.pop()  # type: ignore[method-assign, assignment, return-value]

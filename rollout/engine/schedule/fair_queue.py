@@ -278,18 +278,18 @@ class PromptOrder:
         """Add a sequence that has got a row, and has to compute this many tokens of its prompt."""
         if seq.group.client not in self.last_due:
             self.last_due = {client: due for client, due in self.last_due.items() if due > self._now}
-        seq.due = self.last_due[seq.group.client] = self._next(seq, tokens)
+        seq.queued.due = self.last_due[seq.group.client] = self._next(seq, tokens)
         self._insert(seq)
 
     def begin(self, seq: Sequence) -> None:
         """Note that the first chunk of a row is launched."""
-        self._now = max(self._now, seq.due)
+        self._now = max(self._now, seq.queued.due)
 
     def hasten(self, other: Sequence, seq: Sequence, tokens: int) -> None:
         """Note that `seq`, which has no row and would compute this many tokens, waits for the prefill of `other`."""
         due = self._next(seq, tokens)
-        if due < other.due and not other.row_ready:
-            other.due = self.last_due[seq.group.client] = due
+        if due < other.queued.due and not other.row_ready:
+            other.queued.due = self.last_due[seq.group.client] = due
             self._prefilling.remove(other)
             self._insert(other)
 
@@ -304,4 +304,4 @@ class PromptOrder:
 
 
 def _due(seq: Sequence) -> int:
-    return seq.due
+    return seq.queued.due

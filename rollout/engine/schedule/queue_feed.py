@@ -145,7 +145,7 @@ class QueueFeed:
         group.leader = None
         if group.followers and self._allocator.share_prompt(leader, version):
             for seq in group.followers:
-                seq.may_share = True
+                seq.queued.may_share = True
                 self.queue.push(seq)
             group.unstarted, group.followers = len(group.followers), []
         else:
@@ -170,8 +170,8 @@ class QueueFeed:
 
     def _started(self, seq: Sequence) -> None:
         """Note that a sequence got a row or ended: it no longer needs the shared prompt."""
-        if seq.may_share:
-            seq.may_share = False
+        if seq.queued.may_share:
+            seq.queued.may_share = False
             seq.group.unstarted -= 1
             if seq.group.unstarted == 0:
                 self._allocator.close_shared_prompt(seq.group)
@@ -183,7 +183,7 @@ class QueueFeed:
 
     def _lead_again(self, group: Group) -> None:
         """Close the shared prompt of a group: the first member that has not started is its leader again."""
-        unstarted = [seq for seq in group.sequences if seq.may_share]
+        unstarted = [seq for seq in group.sequences if seq.queued.may_share]
         for seq in unstarted:
             self._started(seq)
         group.leader, group.followers = unstarted[0], unstarted[1:]

@@ -107,7 +107,7 @@ class Roster:
         tokens = len(seq.kv.prefill_tokens) - seq.kv.length
         self.prompt_order.admit(seq, tokens)
         if not seq.begun:
-            seq.computed = tokens
+            seq.queued.computed = tokens
         group, cached_tokens = seq.group, min(seq.kv.length, seq.prompt_len)
         if not seq.kv.is_offloaded:
             seq.kv.begin_prefill(len(seq.tokens))

@@ -274,7 +274,7 @@ class Scheduler:
         roster, drawn, request = self.roster, seq.drawn, seq.group.request
         count = len(drawn.tokens)
         # Before `min_tokens` only the mask of a constraint lets a stop token be drawn: where nothing else may follow.
-        if token in seq.stop_ids and (count > request.stop.min_tokens or seq.need_bits & _CONSTRAIN):
+        if token in seq.group.stop_ids and (count > request.stop.min_tokens or seq.need_bits & _CONSTRAIN):
             roster.finish(seq, Finish("stop", token))
         elif count >= seq.max_tokens:
             roster.finish(seq, Finish("length"))

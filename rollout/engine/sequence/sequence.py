@@ -5,7 +5,7 @@ Life of a sequence:
     WAITING --admit--> PREFILL --last chunk launched--> DECODE --finalize--> finalized
        ^                  |                                |
        |                  +---------- preempt -------------+
-       +---- refs == 0 ---- LEAVING <----------------------+        (its KV may be offloaded meanwhile: `offload`)
+       +---- refs == 0 ---- LEAVING <----------------------+        (its KV may go to a tier meanwhile)
 
 Two fields make zombies harmless: `finalized` (its outcome is decided; nothing may be added) and `inflight_refs` (steps
 in flight that still name its row). Row and pages go back only when it is finalized or LEAVING and its refs are 0.
@@ -19,14 +19,16 @@ Three counters, all in tokens:
 The last two include tokens ahead in flight (`ahead`): they count as accepted until their step is committed, which takes
 the refused ones back.
 
-A constraint may hold from some token on (`free`). Before it a row is one without a constraint. The commit that sees its
-beginning drops what was drawn after that without a mask (`drop_launched`), and the row draws it again.
+A constraint may hold from some token on. Before it a row is one without a constraint. The commit that sees it begin
+drops what was drawn after that without a mask (`drop_launched`), and the row draws it again.
 
 What a sequence has is in a few objects of plain data:
 
     drawn         its tokens and their log-probs and versions           `drawn_tokens`
     kv            its KV: pages, length, versions, offloaded pages      `sequence_kv`
     adapter_use   its adapter slot, and the adapter's versions          `adapters`
+    constraint    how far it is in its constraint
+    queued        what the queue and the order of prompts note of it
 """
 
 from __future__ import annotations
@@ -99,6 +101,11 @@ class Group:
     first_token_s: float = math.inf  # infinite before the first token
     prompt_due: bool = False  # the leader has to compute the scores of the prompt
     prompt_scores: PromptScoreRows | None = None  # None before the first scores
+    needs: RowNeeds = field(init=False)  # what its rows need of a step
+    stop_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.needs, self.stop_ids = needs_of(self.request), frozenset(self.request.stop.token_ids)
 
     @property
     def key(self) -> RequestKey:
@@ -110,6 +117,25 @@ class Group:
         return self.session is not None and self.session.turns > 1
 
 
+@dataclass(eq=False, slots=True)
+class ConstraintProgress:
+    """How far a completion is in its constraint."""
+
+    matched: int  # tokens that the matcher has seen
+    matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it
+    free: FreePart | None = None  # finds where the constraint will hold; None once it does
+    unmasked_end: int = 0  # tokens that were launched before its steps last began to have masks
+
+
+@dataclass(eq=False, slots=True)
+class QueueEntry:
+    """What the queue and the order of prompts note of a sequence."""
+
+    may_share: bool = False  # counted in `Group.unstarted`
+    computed: int = 0  # tokens whose KV its first prefill computes; 0 before its first row
+    due: int = 0  # when its prompt is computed, on the clock of `PromptOrder`
+
+
 class Sequence:
     """One completion in the making."""
 
@@ -118,32 +144,23 @@ class Sequence:
         "ahead",
         "arrival",
         "check_at",
-        "computed",
+        "constraint",
         "drawn",
-        "need_bits",
-        "needs",
         "finalized",
         "finish",
-        "free",
         "group",
         "index",
         "inflight_refs",
         "kv",
         "launched",
-        "matched",
-        "matcher",
         "max_tokens",
-        "may_share",
-        "priority",
-        "repetition",
+        "need_bits",
         "prompt_len",
+        "queued",
+        "repetition",
         "row",
         "row_ready",
-        "seed",
         "state",
-        "stop_ids",
-        "due",
-        "unmasked_end",
         "void",
         "watched",
     )
@@ -153,24 +170,16 @@ class Sequence:
         self.group = group
         self.index = index
         self.arrival = arrival
-        self.priority = request.priority
-        begins = request.prior is NOTHING_BEFORE
-        self.seed = row_seed(request.sampling.seed, index) if begins else request.sampling.seed
-        self.needs = needs_of(request)
-        self.need_bits = self.needs.value  # needs of the next step; no CONSTRAIN while that step needs no mask
-        self.stop_ids = frozenset(request.stop.token_ids)
-        self.free: FreePart | None = None  # finds where its constraint will hold; None once it does
-        self.watched = self.stop_ids  # tokens that a commit examines
-        self.unmasked_end = 0  # tokens that were launched before its steps last began to have masks
+        self.need_bits = group.needs.value  # needs of the next step; no CONSTRAIN while that step needs no mask
+        self.watched = group.stop_ids  # tokens that a commit examines
         self.max_tokens = request.max_tokens
         self.prompt_len = len(request.prompt)
 
-        self.drawn = DrawnTokens(request, self.needs.reshapes)
+        self.drawn = DrawnTokens(request, group.needs.reshapes)
         self.repetition = repetition_of(request, self.drawn.tokens)
         self.kv = SequenceKV()
         self.adapter_use = AdapterUse(group.adapter)
-        self.matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it
-        self.matched = self.drawn.known  # tokens that the matcher has seen
+        self.constraint = ConstraintProgress(self.drawn.known)
 
         self.state = SequenceState.WAITING
         self.finalized = False
@@ -182,14 +191,23 @@ class Sequence:
         self.check_at = 0  # tokens at which something is due again, if none of them stops it
         self.row = 0
         self.row_ready = False  # a launched step has set up the row's device state
-        self.may_share = False  # counted in group.unstarted
-        self.computed = 0  # tokens whose KV its first prefill computes; 0 before its first row
-        self.due = 0  # when its prompt is computed, on the clock of `PromptOrder`
+        self.queued = QueueEntry()
 
     @property
     def tokens(self) -> array:
         """The committed tokens. A loop over all rows reads `drawn.tokens`, which is faster."""
         return self.drawn.tokens
+
+    @property
+    def seed(self) -> int:
+        """The seed of its random numbers; a completion that goes on has that of its beginning."""
+        request = self.group.request
+        begins = request.prior is NOTHING_BEFORE
+        return row_seed(request.sampling.seed, self.index) if begins else request.sampling.seed
+
+    @property
+    def priority(self) -> int:
+        return self.group.request.priority
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -199,12 +217,12 @@ class Sequence:
     @property
     def begun(self) -> bool:
         """True once it has had a row."""
-        return self.computed > 0
+        return self.queued.computed > 0
 
     @property
     def cost(self) -> int:
         """Tokens that it computed and generated, except what a preemption made it compute again."""
-        return self.computed + len(self.tokens) - self.drawn.known
+        return self.queued.computed + len(self.tokens) - self.drawn.known
 
     @property
     def scores_prompt(self) -> bool:
@@ -238,7 +256,7 @@ class Sequence:
         count = len(self.tokens)
         self.kv.take_back(self.launched - count)
         self.void, self.ahead, self.launched = self.inflight_refs, 0, count
-        self.unmasked_end = count
+        self.constraint.unmasked_end = count
         self.adapter_use.dropped(count)
         self.drawn.tops.cut(count)
 
@@ -248,30 +266,31 @@ class Sequence:
         `rewinds`: the row can draw a token again.
         """
         constraint = self.group.request.constraint
-        self.free = free = constraint.free if rewinds else constraint.foreseen
+        self.constraint.free = free = constraint.free if rewinds else constraint.foreseen
         if free is not None:
-            self.watched = self.stop_ids | free.ends
+            self.watched = self.group.stop_ids | free.ends
             self.need_bits &= ~_CONSTRAIN
             self.note_constraint()
 
     def note_constraint(self) -> bool:
         """Note whether the next token needs a mask; True if it does and was launched without one."""
-        if self.free is None:
+        constraint = self.constraint
+        if constraint.free is None:
             return False
-        narrows = self.free.narrows(self.tokens)
+        narrows = constraint.free.narrows(self.tokens)
         if narrows == "all":
-            self.free, self.watched = None, self.stop_ids
+            constraint.free, self.watched = None, self.group.stop_ids
         if narrows == "no":
             self.need_bits &= ~_CONSTRAIN
         elif not self.need_bits & _CONSTRAIN:
             self.need_bits |= _CONSTRAIN
-            self.unmasked_end = self.launched
-        return narrows in ("next", "all") and len(self.tokens) < self.unmasked_end
+            constraint.unmasked_end = self.launched
+        return narrows in ("next", "all") and len(self.tokens) < constraint.unmasked_end
 
     @property
     def look_at(self) -> int:
         """The number of tokens at which its constraint or repetitions have to be looked at, whatever the token is."""
-        count, free = len(self.tokens), self.free
+        count, free = len(self.tokens), self.constraint.free
         constraint = NEVER if free is None else count + 1 if self.need_bits & _CONSTRAIN else free.look_at
         return min(constraint, count + self.repetition.every)
 

@@ -304,7 +304,7 @@ class MaskBuilder:
         for i, thread in enumerate(self._threads[: len(places)]):
             mine = places[i :: len(self._threads)]
             portion = _Portion(mine, [seqs[place] for place in mine], self._clock)
-            new_tokens = [list(seq.tokens[seq.matched :]) for seq in portion.seqs]
+            new_tokens = [list(seq.tokens[seq.constraint.matched :]) for seq in portion.seqs]
             running.append((thread, portion, thread.start(functools.partial(_fill, portion, new_tokens, masks.host))))
         until_s = self._clock.now_s() + self.timeout_s
         left: list[int] = []
@@ -312,7 +312,7 @@ class MaskBuilder:
         for thread, portion, call in running:
             self._wait(thread, portion, call, until_s)
             for seq in portion.seqs[: portion.done]:
-                seq.matched = len(seq.tokens)
+                seq.constraint.matched = len(seq.tokens)
             places, ended = portion.outcome(self.timeout_s / _FAIR_PARTS)
             left += places
             finishes |= ended | self._charge(portion)
@@ -356,7 +356,7 @@ def _fill(portion: _Portion, new_tokens: list[list[int]], host_RW: torch.Tensor)
 
 def _start_anew(ahead: TokensAhead) -> None:
     """Replace a matcher whose place is not known: a new one follows all tokens of the row, and none ahead."""
-    ahead.seq.matcher, ahead.seq.matched = None, ahead.seq.drawn.known
+    ahead.seq.constraint.matcher, ahead.seq.constraint.matched = None, ahead.seq.drawn.known
     ahead.stop()
 
 
@@ -376,12 +376,12 @@ def _fill_ahead(portion: _Portion, rows: Seq[RowAhead], host_RW: torch.Tensor, l
 
 def _follow_ahead(row: RowAhead, host_RW: torch.Tensor, until_s: float, clock: MaskClock) -> int:
     """Write the masks after a row's tokens ahead, up to one that ends it, is barred or is late; returns how many."""
-    seq, matcher, before, followed, went = row.of.seq, row.of.seq.matcher, row.own, 0, 0
+    seq, matcher, before, followed, went = row.of.seq, row.of.seq.constraint.matcher, row.own, 0, 0
     assert matcher is not None, "the mask of the row itself is made first"
     for token in row.tokens:
         place = row.first + followed
         # A token that ends the completion, or cannot be drawn, has none after it.
-        if token in seq.stop_ids or not _allows(host_RW, before, token) or clock.now_s() > until_s:
+        if token in seq.group.stop_ids or not _allows(host_RW, before, token) or clock.now_s() > until_s:
             break
         if not matcher.accept(token):
             return _FAILED
@@ -401,15 +401,15 @@ def _allows(host_RW: torch.Tensor, row: int, token: int) -> bool:
 def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int) -> Finish | None:
     """Write one mask. Returns how the completion ends if it does not go on. No other thread touches this matcher."""
     try:
-        if seq.matcher is None:
-            seq.matcher = (
+        if seq.constraint.matcher is None:
+            seq.constraint.matcher = (
                 seq.group.request.constraint.start()
             )  # started in this thread: copying the state of a large grammar may take seconds
-        if not seq.matcher.follow(tokens):
+        if not seq.constraint.matcher.follow(tokens):
             return _failed(_BROKEN)
-        if _fill_row(seq, seq.matcher, len(seq.tokens), host_RW, place):
+        if _fill_row(seq, seq.constraint.matcher, len(seq.tokens), host_RW, place):
             return None
-        return Finish("stop") if seq.matcher.complete else _failed(_DEAD_END)
+        return Finish("stop") if seq.constraint.matcher.complete else _failed(_DEAD_END)
     # A client's constraint must not end the engine, whatever the matcher does with it.
     except Exception as error:
         return _failed(f"the constraint cannot be followed from here: {error}"[:500])
@@ -420,7 +420,7 @@ def _fill_row(seq: Sequence, matcher: Matcher, index: int, host_RW: torch.Tensor
     matcher.fill(host_RW, place)
     if index < seq.group.request.stop.min_tokens:
         row_W = host_RW[place]
-        others_W = row_W & ~mask_of(seq.stop_ids, len(row_W) * WORD_BITS)
+        others_W = row_W & ~mask_of(seq.group.stop_ids, len(row_W) * WORD_BITS)
         if others_W.any():
             row_W.copy_(others_W)
     return bool(host_RW[place].any())

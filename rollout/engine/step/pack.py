@@ -139,10 +139,10 @@ def _put_setup(staging: UploadStaging, seqs: Seq[Sequence]) -> None:
 
 
 def _put_lists(staging: UploadStaging, seqs: Seq[Sequence]) -> None:
-    if banned := [seq for seq in seqs if seq.needs & RowNeeds.MIN_TOKENS]:
+    if banned := [seq for seq in seqs if seq.group.needs & RowNeeds.MIN_TOKENS]:
         staging.put("banned_rows", _rows(banned))
         staging.put("banned", np.array([_repeated(seq.group.request.stop.token_ids) for seq in banned], dtype=np.int64))
-    if biased := [seq for seq in seqs if seq.needs & RowNeeds.BIAS]:
+    if biased := [seq for seq in seqs if seq.group.needs & RowNeeds.BIAS]:
         ids = np.zeros((len(biased), MAX_LOGIT_BIAS), dtype=np.int64)
         values = np.zeros((len(biased), MAX_LOGIT_BIAS), dtype=np.float32)
         for i, seq in enumerate(biased):
@@ -152,7 +152,7 @@ def _put_lists(staging: UploadStaging, seqs: Seq[Sequence]) -> None:
         staging.put("bias_rows", _rows(biased))
         staging.put("bias_ids", ids)
         staging.put("bias", values)
-    if counted := [seq for seq in seqs if seq.needs & RowNeeds.PENALIZE]:
+    if counted := [seq for seq in seqs if seq.group.needs & RowNeeds.PENALIZE]:
         staging.put("counts_rows", _rows(counted))
         staging.put("counts", np.concatenate([_count_updates(seq) for seq in counted]))
 
@@ -164,7 +164,7 @@ def _rows(seqs: Seq[Sequence]) -> np.ndarray:
 def _ints(seq: Sequence) -> list[float]:
     sampling = seq.group.request.sampling
     # Without stop tokens there is nothing to ban, and the row's list still belongs to its predecessor.
-    min_tokens = seq.group.request.stop.min_tokens if seq.needs & RowNeeds.MIN_TOKENS else 0
+    min_tokens = seq.group.request.stop.min_tokens if seq.group.needs & RowNeeds.MIN_TOKENS else 0
     rules = [rule.row_value(sampling) for rule in INT_RULES]
     return [seq.row, 0, 0, seq.prompt_len, min_tokens, seq.group.request.prompt.rope_delta, *rules, seq.seed]
 
@@ -214,7 +214,7 @@ def upload_words(seq: Sequence, length: int, features: Seq[DeviceFeature] = ()) 
     words = (_TOKEN_WORDS + of_features) * length + _SPAN_WORDS
     if not seq.row_ready:
         kv = seq.kv
-        words += _setup_words(len(kv.pages), len(kv.prefill_tokens), seq.needs) + 2
+        words += _setup_words(len(kv.pages), len(kv.prefill_tokens), seq.group.needs) + 2
     return words
 
 

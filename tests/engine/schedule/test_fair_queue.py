@@ -46,7 +46,7 @@ class Rows:
         seq = self.first()
         self.queue.take(seq)
         if not seq.begun:
-            seq.computed = len(PROMPT)
+            seq.queued.computed = len(PROMPT)
             self.tokens[seq.group.client] += len(PROMPT) + seq.max_tokens
         return seq
 
@@ -221,7 +221,7 @@ def test_clients_that_pass_get_equal_tokens_and_the_one_that_waits_is_first_agai
     for _ in range(200):
         seq = rows.first((far,))
         rows.queue.take(seq)
-        seq.computed = len(PROMPT)
+        seq.queued.computed = len(PROMPT)
         rows.tokens[seq.group.client] += len(PROMPT) + seq.max_tokens
         rows.end(seq)
     assert abs(rows.tokens["a"] - rows.tokens["b"]) < 10 * 100
@@ -401,7 +401,7 @@ def test_a_preempted_sequence_whose_adapter_is_not_ready_does_not_speed_up_its_c
     adapter = object()
     (preempted,) = rows.push("a", adapter=adapter)
     rows.queue.take(preempted)
-    preempted.computed = 2
+    preempted.queued.computed = 2
     rows.push("b", 100)
     rows.push("a", 100)
     rows.queue.push(preempted)
@@ -409,7 +409,7 @@ def test_a_preempted_sequence_whose_adapter_is_not_ready_does_not_speed_up_its_c
     for _ in range(40):
         seq = rows.first((adapter,))
         rows.queue.take(seq)
-        seq.computed = 2
+        seq.queued.computed = 2
         rows.end(seq)
         order.append(seq.group.client)
     assert abs(order.count("a") - order.count("b")) <= 4

@@ -31,7 +31,7 @@ class Rows:
     def sequence(self, client: str, begun: bool = False) -> Sequence:
         prompt = Prompt.of_tokens(np.arange(2, dtype=np.int32))
         seq = Sequence(Group(Request((client, "r"), prompt, 4), 0.0, client), 0, next(self._arrivals))
-        seq.computed = int(begun)
+        seq.queued.computed = int(begun)
         return seq
 
     def admit(self, client: str, *lengths: int, begun: bool = False) -> list[Sequence]:

@@ -161,7 +161,7 @@ def watch_plans(bench: Bench) -> list[tuple[bool, bool]]:
 
     def watched(plan, planned_s):
         rows = [span.seq for span in plan.spans if span.draws]
-        seen.append((plan.draws_later, all(seq.free is not None for seq in rows)))
+        seen.append((plan.draws_later, all(seq.constraint.free is not None for seq in rows)))
         launch(plan, planned_s)
 
     bench.engine.launch = watched
@@ -362,6 +362,6 @@ def test_the_step_before_the_marker_has_no_feature_of_constraints(model, prompt_
                  constraint=made("one", False))  # fmt: skip
     bench.engine.tick()
     (seq,) = bench.engine.roster.decoding
-    assert not seq.need_bits & RowNeeds.CONSTRAIN.value and seq.needs & RowNeeds.CONSTRAIN
+    assert not seq.need_bits & RowNeeds.CONSTRAIN.value and seq.group.needs & RowNeeds.CONSTRAIN
     bench.run()
     assert len(bench.completions["one", 0].drawn_logprobs) == 20

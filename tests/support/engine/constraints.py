@@ -80,7 +80,7 @@ class _PatientCall(DeadlineCall):
     def _hangs(self) -> bool:
         portion = self.work.args[0]  # type: ignore[attr-defined]
         under_way = portion.seqs[portion.done : portion.done + 1]
-        return any(getattr(seq.matcher, "hangs", False) for seq in under_way)
+        return any(getattr(seq.constraint.matcher, "hangs", False) for seq in under_way)
 
 
 def threads_of(call: Callable[..., DeadlineCall]) -> Callable[[str], DeadlineThread]:
