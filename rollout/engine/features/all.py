@@ -29,11 +29,11 @@ class MeasuresSteps(Protocol):
 MakeFeature = Callable[[Site], DeviceFeature | None]
 FEATURES: tuple[MakeFeature, ...] = (
     AdapterMemory.make,
-    RoutingRecord.make,
     ScoreTaker.make,
     ImageEncoder.make,
     DealtRows.make,
     DraftVerifier.make,
+    RoutingRecord.make,  # last: its part of a delta counts as sent, so nothing that may fail comes after it
 )
 
 

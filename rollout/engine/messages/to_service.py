@@ -25,10 +25,23 @@ class Finish:
         return self.reason in COMPLETE
 
 
-class DeltaFields(TypedDict, total=False):
+class PromptScoreFields(TypedDict, total=False):
+    """The scores of a prompt, in an event that has them."""
+
+    prompt_logprobs: np.ndarray
+    prompt_tops: PromptTops | None
+    prompt_chosen: np.ndarray | None
+    prompt_entropy: np.ndarray | None
+    prompt_version: int | None
+
+
+class DeltaFields(PromptScoreFields, total=False):
     """The fields of a `Delta` that features give."""
 
     routing: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    adapter_versions: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

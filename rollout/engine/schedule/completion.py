@@ -4,14 +4,12 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from rollout.engine.messages.requests import VersionRuns
 from rollout.engine.messages.to_service import Delta, DeltaFields, RequestDone
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.sequence.drawn_tokens import PromptScoreRows
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit
 
@@ -39,7 +37,6 @@ def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
     """The tokens of `seq` that no delta has carried yet, with what features add; counts them as flushed."""
     drawn, kv = seq.drawn, seq.kv
     start, end, versions = drawn.flushed, len(drawn.tokens), drawn.versions
-    top_ids, top_logprobs = drawn.tops.between(start, end) if drawn.tops.k else (None, None)
     delta = Delta(
         key=seq.group.key,
         index=seq.index,
@@ -54,11 +51,6 @@ def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
         recomputed=kv.recomputed,
         kv_versions=kv.found,
         version_span=versions[-1][0] - versions[0][0] if seq.finish and versions else 0,
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-        **(_prompt_scores(seq.group) if seq.index == 0 and start == drawn.known else {}),
-        # A change after tokens in flight may come earlier than noted: some may be refused.
-        adapter_versions=tuple(change for change in seq.adapter_use.version_changes if change[0] <= end),
         # Features note what they have sent, so nothing that may fail comes after this.
         **_of_features(seq, features),
     )
@@ -98,14 +90,8 @@ def make_request_done(group: Group, now_s: float) -> RequestDone:
         prefill_s=first_token - admitted,
         decode_s=now_s - first_token,
         total_s=now_s - group.arrived_s,
-        **_prompt_scores(group),
+        **group.score_fields(),
     )
-
-
-def _prompt_scores(group: Group) -> dict[str, Any]:
-    if not group.request.prompt_logprobs:
-        return {}
-    return (group.prompt_scores or PromptScoreRows.unknown(group.request)).event_fields()
 
 
 def _slice(values: array, start: int, end: int) -> np.ndarray:

@@ -103,7 +103,6 @@ class Roster:
         self.waiting -= 1
         self.allocator.tier.started(seq)
         self.counters.snapshot_loads += seq.kv.load_from > 0
-        seq.adapter_use.note_version(seq.launched)
         tokens = len(seq.kv.prefill_tokens) - seq.kv.length
         self.prompt_order.admit(seq, tokens)
         if not seq.begun:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from rollout.engine.messages.requests import VERSION_END, Request
+from rollout.engine.messages.to_service import PromptScoreFields
 from trainer_bridge.wire.prompt_tops import PromptTops
 
 
@@ -131,7 +131,7 @@ class PromptScoreRows:
             version,
         )
 
-    def event_fields(self) -> dict[str, Any]:
+    def event_fields(self) -> PromptScoreFields:
         """The fields of an event, with copies of the present values: later chunks still write to these."""
         return {
             "prompt_logprobs": self.logprobs.copy(),

@@ -44,7 +44,7 @@ import numpy as np
 from rollout.constraints.matcher import NEVER, FreePart, Matcher
 from rollout.engine.adapters import NO_ADAPTER, Adapter, AdapterUse
 from rollout.engine.messages.requests import NOTHING_BEFORE, Request, RequestKey
-from rollout.engine.messages.to_service import Finish
+from rollout.engine.messages.to_service import Finish, PromptScoreFields
 from rollout.engine.sequence.drawn_tokens import DrawnTokens, PromptScoreRows
 from rollout.engine.sequence.repetition import repetition_of
 from rollout.engine.sequence.row_needs import RowNeeds, needs_of
@@ -110,6 +110,12 @@ class Group:
     @property
     def key(self) -> RequestKey:
         return self.request.key
+
+    def score_fields(self) -> PromptScoreFields:
+        """The scores of its prompt as fields of an event, if the request asks for them."""
+        if not self.request.prompt_logprobs:
+            return {}
+        return (self.prompt_scores or PromptScoreRows.unknown(self.request)).event_fields()
 
     @property
     def waits_for_turn(self) -> bool:

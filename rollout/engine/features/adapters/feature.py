@@ -9,7 +9,7 @@ import numpy as np
 
 from rollout.engine.adapters import NO_ADAPTER, NO_SLOT, Adapter, AdapterError
 from rollout.engine.features.adapters.adapter_table import AdapterTable
-from rollout.engine.messages.to_service import Rejected
+from rollout.engine.messages.to_service import DeltaFields, Rejected
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.preemption import restart_prompts
 from rollout.engine.schedule.roster import Roster
@@ -50,6 +50,13 @@ class AdaptersFeature(StepFeature):
         """The sequence takes its slot."""
         if seq.group.adapter is not NO_ADAPTER:
             seq.adapter_use.slot = self.table.take(seq.group.adapter)
+        seq.adapter_use.note_version(seq.launched)
+
+    def delta_fields(self, seq: Sequence) -> DeltaFields:
+        """The versions that the adapter had so far."""
+        # A change after tokens in flight may come earlier than noted: some may be refused.
+        changes, end = seq.adapter_use.version_changes, len(seq.drawn.tokens)
+        return {"adapter_versions": tuple(change for change in changes if change[0] <= end)}
 
     def left(self, seq: Sequence) -> None:
         """The sequence gives its slot back."""

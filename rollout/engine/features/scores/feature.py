@@ -16,6 +16,7 @@ import numpy as np
 
 from rollout.engine.features.scores.buffers import WIDE_WORDS, ScoredPrompts, Scores, Scoring
 from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, NO_CHOSEN, Request
+from rollout.engine.messages.to_service import DeltaFields
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.drawn_tokens import PromptScoreRows
@@ -169,6 +170,15 @@ class ScoresFeature(StepFeature):
                 group.prompt_scores, slice(row, row + prompt.scored), scores.wide if wide else scores.narrow, found
             )
             taken[wide] += prompt.scored
+
+    def delta_fields(self, seq: Sequence) -> DeltaFields:
+        """Add top tokens and, once, the scores of the prompt."""
+        drawn, fields = seq.drawn, DeltaFields()
+        if seq.index == 0 and drawn.flushed == drawn.known:
+            fields.update(seq.group.score_fields())
+        if drawn.tops.k:
+            fields["top_ids"], fields["top_logprobs"] = drawn.tops.between(drawn.flushed, len(drawn.tokens))
+        return fields
 
 
 def put_tops(staging: UploadStaging, places: Seq[int]) -> tuple[int, ...]:

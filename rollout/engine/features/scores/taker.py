@@ -62,6 +62,7 @@ class ScoreTaker(DeviceFeature[ScoreBuffers]):
         return cls(site.device, site.model.spec.vocab, site.settings.engine.deterministic, shard)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> ScoresFeature:
+        """Make the part on the host."""
         return ScoresFeature(scored_multiple(self._device.torch_device), self._vocab, self._exact)
 
     def output(self, words: torch.Tensor, rows: int, tokens: int) -> ScoreBuffers:
@@ -80,6 +81,7 @@ class ScoreTaker(DeviceFeature[ScoreBuffers]):
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         output: ScoreBuffers,
     ) -> None:
+        """Score positions of prompts."""
         asked = asked_scores(step.header)
         for name, scoring, buffers in (
             ("narrow", asked.narrow, output.narrow),
@@ -95,6 +97,7 @@ class ScoreTaker(DeviceFeature[ScoreBuffers]):
             output.take_tops(logits_SV, step["top_at"], self._exact, self._part)
 
     def downloads(self, header: Header, output: ScoreBuffers) -> Seq[Callable[[], None]]:
+        """Copy the scores to the host."""
         if NAME not in header.facts:
             return ()
         asked = asked_scores(header)
