@@ -13,6 +13,7 @@ import torch
 from rollout.constraints.matcher import AllowList, Matcher, mask_words
 from rollout.engine.features.drafts.row_drafts import Acceptance, Drafts, RowDrafts
 from rollout.engine.messages.requests import Prior, StopParams
+from rollout.engine.sequence.sequence import ConstraintProgress
 from rollout.engine.step import masks as masks_module
 from rollout.engine.step.masks import MOST_LEFT_BEHIND, MaskBuilder, MaskClock, RowAhead
 from rollout.process.deadline_thread import DeadlineCall
@@ -228,8 +229,8 @@ def test_a_thread_that_waits_for_a_core_fails_no_completion(model, prompt_of, mo
 
 def drafts_of(place: CyclePlace, path: list[int]) -> Drafts:
     """The drafts of a row, with as much of its sequence as is looked at for their masks."""
-    group = SimpleNamespace(request=SimpleNamespace(stop=StopParams()))
-    seq = SimpleNamespace(matcher=place, prompt_len=0, tokens=[], stop_ids=frozenset(), group=group)
+    group = SimpleNamespace(request=SimpleNamespace(stop=StopParams()), stop_ids=frozenset())
+    seq = SimpleNamespace(constraint=ConstraintProgress(0, place), prompt_len=0, tokens=[], group=group)
     return Drafts(RowDrafts(seq, Acceptance(), Acceptance()), 0, len(path), path, 0)
 
 
