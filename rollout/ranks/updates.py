@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -27,7 +28,7 @@ from rollout.process.watchdog import ObservedTime
 from rollout.ranks.device_relay import DeviceBacking
 from rollout.ranks.orders import OrderWriter, check_alive
 from rollout.ranks.relay import RELAY_SIZES, HostBacking, RelayBacking, RelayMemory, RelaySizes
-from rollout.ranks.reports import RankReports
+from rollout.ranks.reports import Number, RankReports
 from rollout.ranks.ring import SharedMemory, SharedMemoryError
 from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_staging
 from rollout.weights.destination import UpdateMemories, UpdateMemory
@@ -74,18 +75,18 @@ class RankUpdates(UpdateMemories):
 
         def relay(place: RelayBacking, on_device: bool) -> RelayMemory:
             def take(start: int, nbytes: int, at: int) -> int:
-                return self._orders().give("updates", "take", start, nbytes, at, on_device)
+                return self.give("take", start, nbytes, at, on_device)
 
             return RelayMemory(place, lambda: min(reports.ended("updates")), take, sizes)
 
         self._host = relay(HostBacking(memories["relayed"], device), on_device=False)
         self._device: RelayMemory | None = None
         if on_device is not None:
-            place = DeviceBacking(on_device, self._tell_relay, self._relay_answers)
+            place = DeviceBacking(on_device, partial(self.give, "relay"), partial(self.answers, "mapped"))
             self._device = relay(place, on_device=True)
         self._withdrawn = 0  # number of the last order to close what a publisher had offered
         self._last = 0  # number of the last update that followers were told of
-        self._opened = self._prepared = 0  # numbers of its orders
+        self._opened = self._planned = 0  # numbers of its order to open, and of the last to open or to prepare
 
     def cuts(self) -> Sequence[RankCuts] | None:
         """As `UpdateMemories.cuts`. Raises `Unavailable` while the worker starts."""
@@ -132,72 +133,52 @@ class RankUpdates(UpdateMemories):
 
     def announce(self, manifest: Manifest, content: UpdateContent, begins: Sequence[int]) -> bool:
         """Tell the followers of an update, with the places of their sections; false while they read about another."""
-        if not self._reports.done("updates", self._opened):
+        if not self.done(self._planned):
             return False
         packed = msgpack.packb({"manifest": manifest.to_wire(), "sections": begins, **content.to_wire()})
         self._manifest.grow(len(packed))
         self._manifest.map()[: len(packed)] = packed
         self._last += 1
-        self._opened = self._orders().give("updates", "open", self._last, len(packed))
+        self._opened = self._planned = self.give("open", self._last, len(packed))
         return True
 
     def prepare(self) -> None:
         """Tell the followers that all bytes of the update are verified."""
         orders = self._orders()
         orders.prepared = self._last
-        self._prepared = orders.give("updates", "prepare", self._last)
+        self._planned = self.give("prepare", self._last)
 
-    def are_open(self) -> bool:
-        """Whether the update fits all followers. Raises `WeightsRejected` if one refuses it."""
-        opened = self._reports.done("updates", self._opened)
+    def are_done(self) -> bool:
+        """Whether all followers have opened the update, or prepared it. Raises `WeightsRejected` if one refuses it."""
+        done = self.done(self._planned)
         self.check()
-        return opened
+        return done
 
-    def are_prepared(self) -> bool:
-        """Whether all followers are ready to swap the update. Raises `WeightsRejected` if one refuses it."""
-        prepared = self._reports.done("updates", self._prepared)
-        self.check()
-        return prepared
+    def give(self, what: str, *fields: Any) -> int:
+        """Give all followers an order; returns its number."""
+        return self._orders().give("updates", what, *fields)
 
-    def offer(self, transport: str, options: Mapping[str, Any]) -> int:
-        """Have the followers open memory of the publisher, or none; returns the number of the order."""
-        return self._orders().give("updates", "offer", transport, dict(options))
+    def answers(self, number: Number, order: int) -> list[bool] | None:
+        """Which followers have reported an order in this number; None: one has not carried it out yet."""
+        return [told == order for told in self._reports.get(number)] if self.done(order) else None
+
+    def done(self, order: int, rank: int | None = None) -> bool:
+        """Whether this rank, or each one, has carried out the order."""
+        ended = self._reports.ended("updates")
+        return (min(ended) if rank is None else ended[rank - 1]) >= order
 
     def withdraw_offer(self) -> None:
-        """Have the followers close it."""
-        self._withdrawn = self.offer("", {})
+        """Have the followers close what was offered."""
+        self._withdrawn = self.give("offer", "", {})
 
     @property
     def offer_open(self) -> bool:
-        """As `UpdateMemories.offer_open`."""
-        return not self._reports.done("updates", self._withdrawn) and not self._lost()
-
-    def can_read(self, offer: int) -> bool | None:
-        """Whether all followers can read what was offered; None: that is not known yet."""
-        if not self._reports.done("updates", offer):
-            return None
-        return all(opened == offer for opened in self._reports.get("offered"))
-
-    def order_read(self, index: int, start: int, nbytes: int, check: int) -> int:
-        """Have the rank that keeps a bucket read it; returns the number of the order."""
-        return self._orders().give("updates", "read", index, start, nbytes, check)
-
-    def done(self, order: int, rank: int) -> bool:
-        """Whether a rank has carried out this order."""
-        return self._reports.ended("updates")[rank - 1] >= order
+        return not self.done(self._withdrawn) and not self._lost()
 
     def check(self) -> None:
         """Raise `WeightsRejected` if a follower refuses the update."""
         if failures := self._reports.failures("updates", self._opened):
             raise WeightsRejected(failures[0], field="manifest")
-
-    def _tell_relay(self, handle: bytes, nbytes: int) -> int:
-        return self._orders().give("updates", "relay", handle, nbytes)
-
-    def _relay_answers(self, order: int) -> list[bool] | None:
-        if not self._reports.done("updates", order):
-            return None
-        return [mapped == order for mapped in self._reports.get("mapped")]
 
     def check_alive(self) -> None:
         """Raise `InternalError` if the group is lost: its followers take nothing any more."""
@@ -256,7 +237,7 @@ class GroupDestination(UpdateMemory):
         self._updates, self._relays, self._how, self._begins = updates, relays, content, begins
         self._phase = _Phase.WAITING
         self._opening = threading.Lock()  # a transport's thread puts, and the receiver's asks for room
-        self._offered: tuple[str, Mapping[str, Any]] | None = None
+        self._offered: tuple[str, dict[str, Any]] | None = None
         self._offer = 0  # number of the order to open it
         self._direct = False  # the ranks can read it
         self._left: list[tuple[int, int, int]] = []  # buckets that others read: rank, order, bytes
@@ -300,23 +281,23 @@ class GroupDestination(UpdateMemory):
         if self._phase == _Phase.WAITING and self._updates.announce(self._manifest, self._how, self._begins):
             self._phase = _Phase.ASKING
             if self._offered is not None and self._begins:
-                self._offer = self._updates.offer(*self._offered)
+                self._offer = self._updates.give("offer", *self._offered)
         if self._phase == _Phase.ASKING:
-            readable = self._updates.can_read(self._offer) if self._offer else False
-            if readable is not None:
-                self._direct, self._phase = readable, _Phase.OPEN
+            readers = self._updates.answers("offered", self._offer) if self._offer else [False]
+            if readers is not None:
+                self._direct, self._phase = all(readers), _Phase.OPEN
         return self._phase >= _Phase.OPEN
 
     def offer(self, transport: str, options: Mapping[str, Any]) -> None:
         """As `Destination.offer`: the followers hear of it after the update."""
-        self._offered = transport, options
+        self._offered = transport, dict(options)
 
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
         rank = bisect.bisect_right(self._begins, start) - 1
         if not self._direct or rank == 0:
             return False
         self._phase = _Phase.LANDED
-        self._left.append((rank, self._updates.order_read(index, start, end - start, check), end - start))
+        self._left.append((rank, self._updates.give("read", index, start, end - start, check), end - start))
         return True
 
     def left_read(self) -> int | None:
@@ -372,13 +353,13 @@ class GroupDestination(UpdateMemory):
         if not self._is_open() or not self._relays[0].all_given():
             return False
         if self._phase < _Phase.PREPARING:
-            if self._how.delta is not None and not self._updates.are_open():
+            if self._how.delta is not None and not self._updates.are_done():
                 return False  # in place, no rank writes before all have found the base
             self._phase = _Phase.PREPARING
             self._updates.prepare()
         if self._how.delta is not None and not self._taker.copied():
             return False
-        return self._updates.are_prepared()
+        return self._updates.are_done()
 
     def abandon(self) -> None:
         """Give no further piece; return when this rank's memory is neither written nor read."""

@@ -69,6 +69,10 @@ class Kept(NamedTuple):
         return DTYPE_BYTES[self.entry.dtype] * math.prod(self.shape)
 
     @property
+    def end(self) -> int:
+        return self.at + self.nbytes
+
+    @property
     def halves_words(self) -> bool:
         """Whether the words of changes, two bytes each, are not whole in a part of the tensor."""
         return DTYPE_BYTES[self.entry.dtype] == 1 and self.entry.shape[-1] % 2 == 1
@@ -97,7 +101,7 @@ class Layout(NamedTuple):
         at = 0
         while at < len(order):
             first, end = order[at], at + 1
-            while end < len(order) and _follows(order[end - 1], order[end]) and _adjoins(order[end - 1], order[end]):
+            while end < len(order) and _follows(order[end - 1], order[end]) and order[end - 1].end == order[end].at:
                 end += 1
             if end == at + 1:
                 yield first.target, values_of(first, blocks[first.block])
@@ -110,7 +114,7 @@ class Layout(NamedTuple):
 
 def values_of(kept: Kept, block: torch.Tensor) -> torch.Tensor:
     """The kept part of a tensor in its block."""
-    return block[kept.at : kept.at + kept.nbytes].view(TORCH_DTYPES[kept.entry.dtype]).view(kept.shape)
+    return block[kept.at : kept.end].view(TORCH_DTYPES[kept.entry.dtype]).view(kept.shape)
 
 
 def target_of(view: torch.Tensor) -> tuple[torch.Tensor, Cut | None]:
@@ -151,10 +155,10 @@ def lay_out_parts(
         kept = Kept(entries[name], target, cut, whole_shape(target), len(sizes) - 1, sizes[-1])
         if last is None or not _follows(last, kept):
             kept = kept._replace(at=-(-sizes[-1] // _ALIGN) * _ALIGN)
-        if block_bytes is not None and kept.at and kept.at + kept.nbytes > block_bytes:
+        if block_bytes is not None and kept.at and kept.end > block_bytes:
             sizes.append(0)
             kept = kept._replace(block=len(sizes) - 1, at=0)
-        sizes[-1] = kept.at + kept.nbytes
+        sizes[-1] = kept.end
         laid[name] = last = kept
     return Layout(manifest.layout_digest, manifest.places, fit, laid, sizes)
 
@@ -169,7 +173,3 @@ def _follows(before: Kept, after: Kept) -> bool:
     staged = {TORCH_DTYPES[before.entry.dtype], TORCH_DTYPES[after.entry.dtype]}
     same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     return same and staged == {a.dtype} and a.data_ptr() + a.numel() * a.element_size() == b.data_ptr()
-
-
-def _adjoins(before: Kept, after: Kept) -> bool:
-    return before.at + before.nbytes == after.at

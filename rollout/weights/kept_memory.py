@@ -164,16 +164,14 @@ class StagedMemory(KeptMemory):
         return self.arrival.reserve(end)[start:]
 
     def block(self, kept: Kept) -> torch.Tensor:
-        block = self.blocks[kept.block]
-        if self._shard:
-            self._host_blocks.pin(block)
-        return block
+        self._host_blocks.pin(self.blocks[kept.block])
+        return self.blocks[kept.block]
 
     def values(self, kept: Kept) -> torch.Tensor:
         return values_of(kept, self.blocks[kept.block])
 
     def base(self, kept: Kept) -> torch.Tensor:
-        return self.blocks[kept.block][kept.at : kept.at + kept.nbytes]
+        return self.blocks[kept.block][kept.at : kept.end]
 
     def copies(self) -> list[Copy]:
         if self._copies is None:

@@ -121,7 +121,7 @@ class HostBuffer:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pages: PagesBeside | None = None
-        self._growing = threading.Lock()  # an update may come before the end of the start
+        self._growing = threading.RLock()  # an update may come before the end of the start
 
     def begin_pinning(self, nbytes: int, pages: Callable[[int], PagesBeside] = PagesBeside) -> None:
         """Begin to take memory. Raises ValueError without it."""
@@ -133,13 +133,15 @@ class HostBuffer:
     def end_pinning(self) -> None:
         """Have that memory pinned, before anything decodes. Raises ValueError if it is not given."""
         with self._growing:
-            self._end_pinning()
+            if self._pages is not None and self._memory.numel() == 0:
+                with stage("pinning host memory for updates of the weights"), _pinned_or_told(self._pages.nbytes):
+                    self._memory = self._pages.pinned()
 
     def reserve(self, nbytes: int, slack: int = 0) -> torch.Tensor:
         """Memory of this size; if it grows, by `slack` bytes more."""
         with self._growing:
             if self._memory.numel() < nbytes:
-                self._end_pinning()
+                self.end_pinning()
             if self._memory.numel() < nbytes:
                 self._pages = None
                 self._memory = torch.empty(0, dtype=torch.uint8)  # free the old one first
@@ -149,11 +151,6 @@ class HostBuffer:
     def free(self) -> None:
         with self._growing:
             self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def _end_pinning(self) -> None:
-        if self._pages is not None and self._memory.numel() == 0:
-            with stage("pinning host memory for updates of the weights"), _pinned_or_told(self._pages.nbytes):
-                self._memory = self._pages.pinned()
 
 
 @contextlib.contextmanager

@@ -218,7 +218,7 @@ def _keep(kept: Kept, lo: int, hi: int, piece: torch.Tensor, block: torch.Tensor
                 _copy_rows(each, some, begin, block, -kept.at)
         else:  # the kept parts of consecutive bytes are consecutive
             first = min(each.target.start for each in rows)
-            last = max(_end(each.target) for each in rows)
+            last = max(each.target.end for each in rows)
             gathered = torch.empty(last - first, dtype=torch.uint8, device=some.device)
             for each in rows:
                 _copy_rows(each, some, begin, gathered, first)
@@ -282,10 +282,6 @@ def _one_by_one(rows: list[KeptRows]) -> Iterator[KeptRows]:
             continue
         for i in range(times):
             yield KeptRows(each.source + i * each.source_step, 0, Rows(start + i * step, 0, width, 1))
-
-
-def _end(rows: Rows) -> int:
-    return rows.start + (rows.times - 1) * rows.step + rows.width
 
 
 def _copy_rows(rows: KeptRows, source: torch.Tensor, source_at: int, target: torch.Tensor, target_at: int) -> None:

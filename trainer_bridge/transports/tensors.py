@@ -29,6 +29,10 @@ class Rows(NamedTuple):
     width: int
     times: int
 
+    @property
+    def end(self) -> int:
+        return self.start + (self.times - 1) * self.step + self.width
+
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
 
