@@ -149,9 +149,12 @@ CODED: dict[tuple[int, int, Kind], Bands] = {
 #: `fp8_block`, and activations as codes, measured on an H200.
 BOTH_CODED: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
+    (6144, 4096, "parts"): _streamed_codes((64, 64, 4, 4, 4, 396), (MOST_ROWS, 64, 2, 4, 4, 264), both=True),
+    (4096, 4096, "parts"): _streamed_codes((64, 64, 4, 4, 6, 264), (MOST_ROWS, 64, 4, 4, 4, 264), both=True),
     (24576, 4096, "silu"): _streamed_codes(
-        (64, 192, 1, 4, 5, 132), (MOST_ROWS, 192, 1, 8, 5, 132), stagger=True, both=True
+        (64, 64, 1, 4, 4, 396), (MOST_ROWS, 192, 1, 8, 5, 132), stagger=True, both=True
     ),
+    (4096, 12288, "parts"): _streamed_codes((64, 64, 6, 4, 4, 396), (MOST_ROWS, 64, 4, 4, 4, 264), both=True),
 }
 DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
@@ -231,14 +234,14 @@ def _other_coded(outputs: int, inputs: int, kind: Kind, streamed: bool) -> Bands
 
 def _other_both_coded(outputs: int, inputs: int, kind: Kind) -> Bands:
     """As `_other_coded`, for activations that are codes, too."""
-    few, many = (_fullest_split(outputs, inputs, kind, 128, places) for places in (2, 1))
-    sizes = (64, 128, few, 4, 4, 2 * _PROGRAMS), (MOST_ROWS, 128, many, 8, 6, _PROGRAMS)
+    few, many = (_fullest_split(outputs, inputs, kind, places) for places in (3, 2))
+    sizes = (64, 64, few, 4, 4, 3 * _PROGRAMS), (MOST_ROWS, 64, many, 4, 4, 2 * _PROGRAMS)
     return _streamed_codes(*sizes, stagger=kind == "silu", both=True)
 
 
-def _fullest_split(outputs: int, inputs: int, kind: Kind, block_n: int = 64, places: int = 3) -> int:
+def _fullest_split(outputs: int, inputs: int, kind: Kind, places: int = 3) -> int:
     """The least split of K that leaves the fewest places on a multiprocessor without an item."""
-    tiles, programs = -(-outputs // block_n), places * _PROGRAMS
+    tiles, programs = -(-outputs // 64), places * _PROGRAMS
 
     def filled(split: int) -> float:
         items = tiles * split
