@@ -243,9 +243,11 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     experts: MoESpec | None = None
     if family.moe is not None and any(sparse):
         activation = _activation(config, family.activation)
-        if activation not in ("silu", "relu2"):
-            raise ValueError(f"{family.activation.name} of experts must be silu or relu2")
-        experts = _moe(config, family.moe, activation)
+        if activation == "gelu":
+            raise ValueError(f"{family.activation.name} of experts must be silu, gelu_pytorch_tanh or relu2")
+        experts = replace(
+            _moe(config, family.moe, activation), eps=_value(config, family.eps) if family.moe.apart else 0.0
+        )
         if experts.shared is not None and _value(config, family.mlp_bias):
             raise ValueError("biases of feed-forward blocks are not supported in a model with a shared expert")
     scale = _number(config, family.residual_scale)
@@ -444,6 +446,7 @@ def _moe(config: Any, family: MoEFamily, activation: Activation) -> MoESpec:
         activation=activation,
         turned=family.turned,
         inner=_value(config, family.inner),
+        apart=family.apart,
     )
     layers = config.num_hidden_layers
     if layers * spec.experts > _MAX_EXPERTS:

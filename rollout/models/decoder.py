@@ -13,6 +13,7 @@ from rollout_kernels.parallel import ONE_RANK, TensorGroup
 from rollout_kernels.sampling import VocabShard
 from torch import nn
 
+from rollout.models.apart_experts import ApartExperts
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.dealt_rows import deal, mixed
 from rollout.models.delta_net import DeltaNet
@@ -80,7 +81,8 @@ class DecoderLayer(Block):
             return RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
 
         self.mixer_norm = None if layer.mixer is None else norm()
-        self.feed_forward_norm = None if layer.feed_forward is None else norm()
+        apart = isinstance(layer.feed_forward, MoESpec) and layer.feed_forward.apart is not None
+        self.feed_forward_norm = None if layer.feed_forward is None or apart else norm()
         around = layer.norms == "around"
         assert layer.norms == "before" or len(layer.blocks) == 2, "a layer of one block has no other norm"
         self.mixer_output_norm = norm() if around else None
@@ -232,7 +234,8 @@ def _feed_forward(
     group: TensorGroup,
 ) -> FeedForwardBlock:
     if isinstance(block, MoESpec):
-        return SparseFeedForward(block, spec.sparse_layers.index(index), dtype, device, format, group)
+        kind = SparseFeedForward if block.apart is None else ApartExperts
+        return kind(block, spec.sparse_layers.index(index), dtype, device, format, group)
     return DenseFeedForward(block, index, dtype, device, group, format)
 
 

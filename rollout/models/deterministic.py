@@ -97,8 +97,8 @@ def check_deterministic(spec: ModelSpec) -> None:
             break
         if dense is not None and dense.bias:
             reason = "its feed-forward products have biases"
-        if isinstance(block, MoESpec) and block.inner is not None:
-            reason = "its experts work on a narrower state"
+        if isinstance(block, MoESpec) and (block.inner is not None or block.apart is not None):
+            reason = "its experts work on a narrower state, or have norms of their own"
         if dense is not None and dense.activation not in ("silu", "gelu_tanh"):
             reason = "its feed-forward blocks have another activation than SiLU or GELU with tanh"
         if isinstance(mixer, LatentSpec):

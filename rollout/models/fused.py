@@ -380,7 +380,9 @@ class FusedDecoder:
                 else:
                     normed_TH = self._norm(residual_TH, mixed, norms.before)
             residual_TH, parts = experts.run(layer, residual_TH, parts, context.batch.experts, normed_TH)
-            return residual_TH, _unsummed(parts, layer, norms, self._model.spec.shard is not None)
+            assert isinstance(feed_forward, SparseFeedForward)
+            partial = self._model.spec.shard is not None and feed_forward.spec.apart is None
+            return residual_TH, _unsummed(parts, layer, norms, partial)
         x_TH = self._norm(residual_TH, mixed, norms.before)
         if not fused:
             return residual_TH, _unsummed(feed_forward(x_TH, context).value()[None], layer, norms)

@@ -97,7 +97,7 @@ class FusedExperts:
         # None: plans for any GPU. Those for this one may have kernels that know SiLU only.
         self._device = first.router.device if spec.clamped is None and spec.activation == "silu" else None
         self._rule: ScoreRule | None = None  # the rule of routers that are not plain
-        if not spec.router.plain:
+        if not spec.router.plain or spec.apart is not None:
             router = spec.router
             best = (router.groups, router.top_groups, router.group_best)
             rest = (router.scale, router.least_sum)
@@ -165,22 +165,23 @@ class FusedExperts:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One block. `parts_STH` is what is left to add of the mixer's output; the router writes to `kept` if given.
 
-        With `normed_TH` that is added already, and this is the norm. A shard's result is part of a sum over the ranks.
+        With `normed_TH` that is added already, and this is the norm. A shard's result is part of a sum over the ranks,
+        unless experts are apart.
 
         Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
         """
         tokens, block = len(residual_TH), cast(SparseFeedForward, layer.feed_forward)
+        if normed_TH is not None:
+            return residual_TH, self._weighted(block, normed_TH, self._routing(block, normed_TH, kept))
         assert layer.feed_forward_norm is not None
         norm_H, offset = layer.feed_forward_norm.weight, self._unit_offset
-        if normed_TH is None and self.joins_norm(tokens):
+        if self.joins_norm(tokens):
             assert parts_STH is not None, "so few tokens leave it"
             how = (block.router, self._router.top_k, self._router.renormalize, self._scratch)
             record = _record(block, tokens, kept)
             found = norm_route(residual_TH, parts_STH, norm_H, self._eps, *how, record, offset, self._shared)
             return found.residual_TH, self._weighted(block, found.x_TH, found.routing)
-        x_TH = normed_TH
-        if x_TH is None:
-            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
+        x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
         return residual_TH, self._weighted(block, x_TH, self._routing(block, x_TH, kept))
 
     def output(self, block: SparseFeedForward, x_TH: torch.Tensor, kept: ExpertRecord | None) -> torch.Tensor:
@@ -207,10 +208,11 @@ class FusedExperts:
     ) -> Routing:
         """The experts of a router that is not plain; the record is given in both forms."""
         dtype = torch.float32 if self._router.float32 else x_TH.dtype
-        parts_STE = router_logits(x_TH, block.router, self._deterministic, dtype)
+        parts_STE = router_logits(block.router_input(x_TH), block.router, self._deterministic, dtype)
         if rule.takes(block.spec.experts):
             biases = {"logit_bias_E": block.logit_bias, "score_bias_E": block.router_bias}
-            return choose_scored(parts_STE, dtype, rule, **biases, record=record, shared=self._shared)
+            found = choose_scored(parts_STE, dtype, rule, **biases, record=record, shared=self._shared)
+            return Routing(found.experts_TK, block.weighed(found.weights_TK, found.experts_TK))
         logits_TE = sum_of_parts(parts_STE, dtype)
         if block.logit_bias is not None:
             logits_TE = logits_TE + block.logit_bias
@@ -225,9 +227,7 @@ class FusedExperts:
         weights = self._experts[block]
         if not self._all_kept:
             routing = keep_experts(routing, self._kept.start, len(self._kept), block.spec.experts)
-        inner_TH, (tokens, choices) = x_TH, routing.experts_TK.shape
-        if block.narrow_proj is not None:
-            inner_TH = block.narrow_proj(x_TH)
+        inner_TH, (tokens, choices) = block.read(x_TH), routing.experts_TK.shape
         if self._router.weights_inputs:
             inner_TH = (inner_TH[:, None] * routing.weights_TK[..., None]).to(x_TH.dtype).flatten(0, 1)
             kept_TK = (routing.weights_TK != 0).float()  # experts of other ranks have a weight of 0
@@ -237,6 +237,8 @@ class FusedExperts:
         parts_STH = run_experts(inner_TH, routing, *both, self._plan, **how)
         if self._router.weights_inputs and choices > 1:
             parts_STH = parts_STH.unflatten(1, (tokens, choices)).sum(2)
+        if block.spec.apart is not None:
+            return block.complete(sum_of_parts(parts_STH, x_TH.dtype), x_TH)[None]
         if block.widen_proj is not None:
             parts_STH = block.widen_proj(sum_of_parts(parts_STH, x_TH.dtype))[None]
         if block.biases is not None and block.adds_bias:  # biases of the down projection: each token's sum, weighted

@@ -690,6 +690,7 @@ class SparseFeedForward(Block):
         """
         router, experts = self.spec.router, self.spec.experts
         weights_TK, experts_TK = ROUTES[router.scoring](logits_TE[:, :experts], self.router_bias, router)
+        weights_TK = self.weighed(weights_TK, experts_TK)
         if record is not None:
             record.layer(self.sparse_index, len(logits_TE)).copy_(experts_TK)
         if not self.stacked_shared:
@@ -710,17 +711,34 @@ class SparseFeedForward(Block):
         routed_TK = torch.where(kept_TK < count, kept_TK, -1)
         return torch.where(after_TK < 0, routed_TK, after_TK + count)
 
+    def router_input(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """What the router reads of the block's input."""
+        return x_TH
+
+    def read(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """What experts read of the block's input."""
+        return x_TH if self.narrow_proj is None else self.narrow_proj(x_TH)
+
+    def weighed(self, weights_TK: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+        """The weights of chosen experts, from the weights that the router gives them."""
+        return weights_TK
+
+    def complete(self, y_TH: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
+        """The block's output of all ranks, from what experts made of the block's input."""
+        y_TH = y_TH if self.widen_proj is None else self.widen_proj(y_TH)
+        return self.group.all_reduce(y_TH if self.shared is None else y_TH + self.shared(x_TH))
+
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
         """The weighted outputs of each token's experts."""
         if context.run_experts is not None:
             return Computed(self.group.all_reduce(context.run_experts(self, x_TH, context.batch.experts)))
-        weights_TK, experts_TK = self.choose_experts(self.logits(x_TH), context.batch.experts)
+        weights_TK, experts_TK = self.choose_experts(self.logits(self.router_input(x_TH)), context.batch.experts)
         gate_up: torch.Tensor = self.gate_up
         down: torch.Tensor = self.down
         if self.format != "plain":  # decodes all experts in each step: for comparison on a CPU
             both = (self.weights("gate_up"), self.weights("down"))
             gate_up, down = (weights.dequantized(torch.float32).to(x_TH.dtype) for weights in both)
-        kept_TK, inner_TH = self._kept(experts_TK), x_TH if self.narrow_proj is None else self.narrow_proj(x_TH)
+        kept_TK, inner_TH = self._kept(experts_TK), self.read(x_TH)
         how = gate_up, down, self.activation, self.biases, self.adds_bias
         if self.spec.router.weights_inputs:  # each expert of a token has an input of its own
             inner_TKH = (inner_TH[:, None] * weights_TK[..., None]).to(x_TH.dtype)
@@ -729,8 +747,7 @@ class SparseFeedForward(Block):
             y_TH = y_PH.unflatten(0, kept_TK.shape).sum(1)
         else:
             y_TH = moe_experts(inner_TH, weights_TK, kept_TK, *how)
-        y_TH = y_TH if self.widen_proj is None else self.widen_proj(y_TH)
-        return Computed(self.group.all_reduce(y_TH if self.shared is None else y_TH + self.shared(x_TH)))
+        return Computed(self.complete(y_TH, x_TH))
 
     @property
     def adds_bias(self) -> bool:

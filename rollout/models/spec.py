@@ -772,6 +772,17 @@ class MoENames(NamedTuple):
     widen: str = ""
 
 
+class ApartNames(NamedTuple):
+    """Norms and factors of experts that are apart; the last two are tensors."""
+
+    shared: str
+    shared_output: str
+    experts: str
+    experts_output: str
+    router_scale: str
+    expert_factors: str
+
+
 class ClampedGLUSpec(NamedTuple):
     """The activation of gpt-oss; see `clamped_glu` of the kernels."""
 
@@ -804,6 +815,8 @@ class MoESpec:
     activation: Activation = "silu"
     turned: bool = False  # checkpoints have only the tensors of all experts, transposed, gates before values
     inner: int | None = None  # width that experts work on, if a product makes it of the token; None: the token itself
+    apart: ApartNames | None = None  # the shared expert, the others and the router have norms of their own
+    eps: float = 0.0  # epsilon of these
     shard: ExpertShard | None = None
 
     @property
@@ -853,7 +866,7 @@ class MoESpec:
         if shared is None or self.clamped is not None or shared.intermediate % self.intermediate:
             return 0
         if (
-            len(shared.names.gate_up) == 1 or self.inner is not None or self.router.weights_inputs
+            len(shared.names.gate_up) == 1 or self.inner is not None or self.router.weights_inputs or self.apart
         ):  # such tensors are kept as they are
             return 0
         return shared.intermediate // self.intermediate

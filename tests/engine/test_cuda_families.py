@@ -16,7 +16,7 @@ from tests.support.models.every_family import EVERY_FAMILY
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no measured plan")]
 TINY = (
     *("DeepseekV32", "GlmMoeDsa", "KimiLinear", "GraniteMoeHybrid", "GraniteMoeHybrid dense"),
-    *("NemotronH", "NemotronH latent", "Llama4", "Gemma4", "Gemma4 alike"),
+    *("NemotronH", "NemotronH latent", "Llama4", "Gemma4", "Gemma4 alike", "Gemma4 experts"),
 )
 VOCAB = 4001
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
 from rollout.models.spec import (
+    ApartNames,
     AttentionNames,
     DeltaNetNames,
     DenseNames,
@@ -294,6 +295,7 @@ class MoEFamily:
     clamp_alpha: Key | None = declared(NUMBER, None)  # given with the limit: experts have biases and a clamped GLU
     clamp_limit: Key | None = declared(NUMBER, None)
     inner: Key | None = declared(WIDTH, None)  # width that experts work on, where it is not the residual stream's
+    apart: ApartNames | None = None
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
 
@@ -490,7 +492,7 @@ class Family:
     unused: tuple[str, ...] = (
         *("mtp.", "visual.", "vision_tower.", "multi_modal_projector."),
         *("model.visual.", "model.vision_tower.", "model.multi_modal_projector."),
-        *("mm_projector.", "model.mm_projector."),
+        *("mm_projector.", "model.mm_projector.", "model.embed_vision.", "model.embed_audio.", "model.audio_tower."),
     )
     mtp: MTPFamily | None = None  # layers for the prediction of several tokens at once, where they can draft
     names: ModelNames = ModelNames()

@@ -7,17 +7,19 @@ from typing import Any
 from rollout.models.config_rules import FLAG, MOST_LAYERS, Rule, integer, layer_list
 from rollout.models.families.declare import (
     ATTENTION_BIAS,
+    INSIDE,
     INSIDE_LLAVA,
     NORMS_AROUND,
     Family,
     Key,
+    MoEFamily,
     Multimodal,
     Power,
     by_layer,
     ropes_by_type,
     windows_by_type,
 )
-from rollout.models.spec import KVSource
+from rollout.models.spec import ApartNames, DenseNames, KVSource, MoENames
 
 #: The config of a layer may have other heads, and nothing else.
 _HEADS: dict[str, Rule] = {"head_dim": integer(2, 8192), "num_key_value_heads": integer(1, 4096)}
@@ -56,6 +58,11 @@ def _widths(config: Any) -> tuple[int, ...]:
     return (1,) * (config.num_hidden_layers - shared) + (2 if config.use_double_wide_mlp else 1,) * shared
 
 
+@by_layer(enable_moe_block=FLAG)
+def _sparse(config: Any) -> tuple[bool, ...]:
+    return (bool(config.enable_moe_block),) * config.num_hidden_layers
+
+
 _GEMMA = Family(  # what all of them have
     model_type="gemma2",
     models="Gemma 2",
@@ -89,7 +96,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForCausalLM": replace(
         _GEMMA,
         model_type="gemma4_text",
-        models="Gemma 4, text, without experts",
+        models="Gemma 4, text",
         qk_norm="head",
         ropes=ropes_by_type,
         layer_configs=_layer_configs,
@@ -100,13 +107,40 @@ FAMILIES: dict[str, Family] = {
         token_inputs=Key("hidden_size_per_layer_input"),
         token_input_vocab=Key("vocab_size_per_layer_input"),
         layer_factor="layer_scalar",
-        unsupported=("enable_moe_block",),
-        # Text is causal unless it is "all", which makes `is_causal` false; the sizes are of experts.
-        without_effect=("use_bidirectional_attention", "num_experts", "top_k_experts", "moe_intermediate_size"),
+        # Text is causal unless it is "all", which makes `is_causal` false.
+        without_effect=("use_bidirectional_attention",),
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            top_k=Key("top_k_experts"),
+            renormalize=True,
+            shared_intermediate=Key("intermediate_size"),
+            sparse=_sparse,
+            apart=ApartNames(
+                *("pre_feedforward_layernorm", "post_feedforward_layernorm_1"),
+                *("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
+                *("router.scale", "router.per_expert_scale"),
+            ),
+            names=MoENames(
+                router=("router.proj",),
+                gate="experts.{}.gate_proj",
+                up="experts.{}.up_proj",
+                down="experts.{}.down_proj",
+                stacked_gate_up="experts.gate_up_proj",
+                stacked_down="experts.down_proj",
+                shared=DenseNames(),
+            ),
+        ),
     ),
 }
 
 MULTIMODAL: dict[str, Multimodal] = {
+    "Gemma4ForConditionalGeneration": Multimodal(
+        model_type="gemma4",
+        models="Gemma 4 (its language model)",
+        language_models=("Gemma4ForCausalLM",),
+        beginnings=INSIDE,
+    ),
     "Gemma3ForConditionalGeneration": Multimodal(
         model_type="gemma3",
         models="Gemma 3 (its language model)",

@@ -140,7 +140,9 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if (name.endswith(".weight") and "norm" in name.split(".")[-2]) or name.endswith(
+                ("router.scale", "_scale")
+            ):
                 parameter.uniform_(0.5, 1.5, generator=generator)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3, generator=generator)

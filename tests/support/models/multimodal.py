@@ -39,6 +39,19 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         _VISION | {"model_type": "siglip_vision_model"},
         {"mm_tokens_per_image": 4},
     ),
+    "Gemma 4": (
+        "Gemma4",
+        {
+            "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2, "global_head_dim": 16, "num_global_key_value_heads": 1, "rope_parameters": None,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 91, "pad_token_id": 0,
+        },
+        {
+            "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16,
+        },
+        {"audio_config": None},
+    ),
     "Magistral": ("Mistral3", {"model_type": "mistral"}, _VISION | _PIXTRAL, {"tie_word_embeddings": False}),
     "Ministral 3": (
         "Mistral3",

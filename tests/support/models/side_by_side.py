@@ -81,6 +81,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 4.0,
         },
     ),
+    # Experts beside a dense block, with norms and factors of their own.
+    "gemma4-experts": (
+        "Gemma4",
+        {
+            **_WINDOWS,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "rope_parameters": None,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     # Weights of experts are factors of their inputs; chunks, and heads that are normalised without weights.
     "llama4": (
         "Llama4",

@@ -55,6 +55,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 16, "global_head_dim": 16, "rope_parameters": None, "hidden_size_per_layer_input": 0,
         "attention_bias": True, "tie_word_embeddings": False, "use_bidirectional_attention": "vision",
     },
+    "Gemma4 experts": {
+        "layer_types": LAYER_TYPES, "sliding_window": 6, "head_dim": 16, "global_head_dim": 24,
+        "rope_parameters": None, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 6,
+        "top_k_experts": 2, "moe_intermediate_size": 20, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    },
     "SmolLM3": {"no_rope_layers": [1, 0, 1], "attention_bias": False, "use_sliding_window": False},
     "SeedOss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "head_dim": 20},
     "Qwen2Moe": EXPERTS | {

@@ -46,7 +46,18 @@ pytestmark = [
 
 DENSE = ["qwen3", "qwen3-odd", "llama", "qwen2"]
 AROUND = ["gemma3", "gemma4", "olmo2", "granite", *nightly("gemma2", "glm4")]
-SPARSE = ["qwen3_moe", "qwen3_moe-odd", "mixtral", "olmoe", "gpt_oss", "shared-gated", "shared", "llama4", "nemotron_h"]
+SPARSE = [
+    "qwen3_moe",
+    "qwen3_moe-odd",
+    "mixtral",
+    "olmoe",
+    "gpt_oss",
+    "shared-gated",
+    "shared",
+    "llama4",
+    "nemotron_h",
+    "gemma4-experts",
+]
 
 
 @pytest.mark.parametrize("name", [*DENSE, *AROUND])

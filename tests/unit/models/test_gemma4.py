@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from rollout.config import ModelSettings
 from rollout.models import AttentionBatch, CheckpointError, Decoder, KVCache, LoadedModel, PromptChunk, load_model
 from rollout.models.fused import obstacle
-from rollout.models.registry import UnsupportedVariantError
 from rollout.models.spec import AttentionSpec
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.models.both_ways import edit
-from tests.support.models.paged import PROMPT, PagedRunner, assert_logits_in_chunks_and_steps, check
+from tests.support.models.paged import PROMPT, assert_logits_in_chunks_and_steps, check
 from tests.support.models.variants import make_variant
 from trainer_bridge.wire.manifest import pack
 
@@ -28,7 +27,7 @@ def load(folder: Path, **settings: Any) -> LoadedModel:
     return load_model(ModelSettings(path=str(folder), **settings), CPU)
 
 
-@pytest.mark.parametrize("stem", ["Gemma4", "Gemma4 alike"])
+@pytest.mark.parametrize("stem", ["Gemma4", "Gemma4 alike", "Gemma4 experts"])
 def test_pieces_of_prompts_and_steps_give_the_logits_of_transformers(stem: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     reference = make_variant(stem, tmp_path)
@@ -138,19 +137,6 @@ def test_such_a_config_is_refused_with_its_key(change: dict[str, Any], message: 
     edit(tmp_path, lambda content: content.update(change))
     with pytest.raises(ValueError, match=message):
         load(tmp_path, model_impl="native")
-
-
-def test_experts_run_through_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sizes = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12}
-    reference = make_variant("Gemma4", tmp_path, **sizes)
-    with pytest.raises(UnsupportedVariantError, match="enable_moe_block"):
-        load(tmp_path, model_impl="native")
-    loaded = load(tmp_path)
-    assert not isinstance(loaded.model, Decoder)
-    assert any("enable_moe_block" in record.getMessage() for record in caplog.records)
-    ours = PagedRunner(loaded.model, 1, len(PROMPT)).prefill({0: PROMPT})[0]
-    with torch.no_grad():
-        torch.testing.assert_close(ours, reference(torch.tensor([PROMPT])).logits[0], atol=1e-4, rtol=0)
 
 
 def test_factors_of_embeddings_are_rounded_as_transformers_rounds_them(tmp_path: Path) -> None:

@@ -33,16 +33,14 @@ CPU = torch.device("cpu")
 #: without positions, queries that grow, modules in one tensor, norms of queries and keys, biases, sinks, routers; norms
 #: after blocks, factors, bounds, gates of the output.
 STEPS_BY_KERNELS = {"Phi3 long", "Ministral", "Ministral3", "SmolLM3", "Glm4Moe", "MiniMaxM2", "GptOss"}
-STEPS_BY_KERNELS |= {"Glm4", "Gemma2", "Gemma3", "Granite", "Olmo2", "Olmo3", "Afmoe"}
-#: Layers have inputs of their own, or factors, which the fused kernels do not run.
-BY_TORCH = {"Gemma4", "Gemma4 alike"}
+STEPS_BY_KERNELS |= {"Glm4", "Gemma2", "Gemma3", "Gemma4", "Granite", "Olmo2", "Olmo3", "Afmoe"}
 #: `test_lora_models.py` has separate modules.
 ADAPTERS_BY_KERNELS = {"Phi3 long", "Gemma3", "Olmo2"}
 
 
 def with_kernels(quick: set[str]) -> list[Any]:
     """Every config by the torch modules; these by the fused kernels too, and all others at night."""
-    slow = [(stem, True) for stem in CONFIGS if stem not in quick | BY_TORCH]
+    slow = [(stem, True) for stem in CONFIGS if stem not in quick]
     return [*((stem, stem in quick) for stem in CONFIGS), *nightly(*slow)]
 
 
@@ -62,9 +60,8 @@ def test_steps_and_names_are_those_of_transformers(stem: str, kernels: bool, tmp
 @pytest.mark.parametrize(("stem", "kernels"), with_kernels(ADAPTERS_BY_KERNELS))
 def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, kernels: bool, tmp_path: Path) -> None:
     reference = make_variant(stem, tmp_path)
-    modules = ATTENTION if hasattr(reference.config, "num_experts_per_tok") else ALL
-    adapter = make_adapter(reference, tmp_path / "adapter", 0, modules)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
+    adapter = make_adapter(reference, tmp_path / "adapter", 0, ALL if loaded.spec.moe is None else ATTENTION)
     slots = AdapterSlots(loaded.spec, 1, 16, torch.float32, CPU)
     slots.write(1, load_peft_folder(adapter, loaded.spec, 16, torch.float32))
     with torch.no_grad():
