@@ -145,9 +145,18 @@ def _decode() -> list[Table]:
         "Aims of fp8: 2.4, 2.6, 3.0, 4.9. Prefill of 4,096 in the last run: 60,587 tokens/s; 43,248 in bf16, 42,301 "
         "in fp8 without codes of activations; aim 65,000.",
     )
+    small = columns(
+        "Qwen3-0.6B, ms a step",
+        "decode_06b_h200",
+        {"rows": "rows", "floor": "floor_ms", "here": "steady_ms", "over floor": "over_floor"},
+        "Prompts of 128, 257 new tokens. Aims: 0.55, 0.65, 0.85, 1.6, 2.5, 4.4. Where the time is: "
+        "[a layer](kernels.md#a-layer-of-06b-us-in-the-order-of-its-kernels), measured with taller tiles for the gates "
+        "at 128 rows.",
+    )
     return [
         shape("Qwen3-8B", steady, "rows_8b_h200", (256, 512), (3.9, 4.1, 4.8, 6.5, 10.6, 19.0)),
         shape("Qwen3-30B-A3B", moe, "rows_30b_a3b_h200", (256,), (2.4, 7.0, 13.4, 16.5, 19.0)),
+        small,
         Table(
             "The long job, s",
             ("", *_BESIDE, "aim"),
@@ -790,7 +799,7 @@ def _features() -> list[Table]:
 
 def _kernels() -> list[Table]:
     layers: list[Table] = []
-    for title, file in _SHAPES.items():
+    for title, file in {**_SHAPES, "0.6B": "06b"}.items():
         cells: list[list[Cell]] = []
         for found in rows(f"layer_{file}_h200"):
             least = sum(part["floor_us"] for part in found["layer"])
