@@ -226,8 +226,7 @@ def test_preempted_rows_go_on_with_their_adapter(model, adapters):
 def test_rows_go_on_while_an_adapter_is_copied(model, adapters):
     bench = bench_of(model, adapters, 2)
     bench.submit("a", prompt_of(6), 200, adapter="a0", stream_every=1)
-    while not bench.tokens("a"):
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.tokens("a"))
     copied = threading.Event()
     table_of(bench).loads.run(lambda: copied.wait(60))
     bench.submit("b", prompt_of(6, 1), 5, adapter="a1")

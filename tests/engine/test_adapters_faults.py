@@ -71,8 +71,7 @@ def test_the_sender_of_an_adapter_gets_the_fault_and_the_previous_one_is_served(
     recorder.updates, held = [], recorder.updates
     bench.engine.inbox.put(PutAdapter("a0", adapters[0][0]))
     bench.submit("r", prompt_of(9), 50, adapter="a0")
-    while not bench.engine.roster.decoding:
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.engine.roster.decoding)
 
     table_of(bench).compute = BrokenStream()
     recorder.updates = held
@@ -107,8 +106,7 @@ def test_an_adapter_that_came_after_the_last_free_place_is_refused_as_its_begin_
 def test_an_engine_that_is_built_anew_knows_its_adapters(model, adapters):
     bench = bench_of(model, adapters, 2)
     bench.submit("lost", prompt_of(9), 50, adapter="a0")
-    while not bench.engine.roster.decoding:
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.engine.roster.decoding)
     bench.engine.fail("a fault")
     rebuild_engine(bench.engine, bench.settings)
     assert [(status.name, status.resident) for status in bench.status().adapters] == [

@@ -31,8 +31,7 @@ def test_a_newer_version_is_applied_during_the_run_and_stamped(model, base, adap
     prompt = prompt_of(10)
     bench.submit("r", prompt, 40, stream_every=1, adapter="a0")
     bench.submit("other", prompt, 40)
-    while len(bench.tokens("r")) < 9:
-        bench.engine.tick()
+    bench.tick_while(lambda: len(bench.tokens("r")) < 9)
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0], token=7, version=5))
     bench.run()
     assert Done(7) in bench.events
@@ -119,8 +118,7 @@ def test_members_of_a_group_that_start_later_take_no_kv_of_the_older_version(mod
     bench = bench_of(model, adapters, 1, max_rows=2)
     prompt = prompt_of(15)
     bench.submit("g", prompt, 24, n=4, adapter="a0")
-    while len(bench.engine.roster.decoding) < 2:
-        bench.engine.tick()
+    bench.tick_while(lambda: len(bench.engine.roster.decoding) < 2)
     assert bench.engine.roster.allocator.sharing, "the others are to take the prompt of the first"
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
@@ -143,8 +141,7 @@ def test_a_turn_during_which_its_adapter_changed_leaves_nothing(model, adapters)
     bench = bench_of(model, adapters, 1, prefix_cache=False)
     session = {"session": ("c", "s"), "session_lease_s": 100.0, "adapter": "a0"}
     bench.submit("1", prompt_of(14), 30, **session)
-    while not bench.engine.roster.decoding or len(bench.engine.roster.decoding[0].tokens) < 5:
-        bench.engine.tick()
+    bench.tick_while(lambda: not bench.engine.roster.decoding or len(bench.engine.roster.decoding[0].tokens) < 5)
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
     prompt = [*prompt_of(14), *bench.tokens("1"), 3]
@@ -159,8 +156,7 @@ def test_a_turn_whose_last_step_is_of_the_version_before_leaves_nothing(model, a
     session = {"session": ("c", "s"), "session_lease_s": 100.0, "adapter": "a0"}
     bench.submit("1", prompt_of(14), 30, **session)
     decoding = bench.engine.roster.decoding
-    while not decoding or len(decoding[0].tokens) < 5 or not decoding[0].inflight_refs:
-        bench.engine.tick()
+    bench.tick_while(lambda: not decoding or len(decoding[0].tokens) < 5 or not decoding[0].inflight_refs)
     bench.engine.inbox.put(Cancel(("c", "1")))
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
@@ -175,8 +171,7 @@ def test_a_prompt_of_two_versions_is_not_shared(model, adapters):
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prompt = prompt_of(30)
     bench.submit("g", prompt, 8, n=2, adapter="a0")
-    while not any(seq.kv.length for seq in bench.engine.roster.prefilling):
-        bench.engine.tick()
+    bench.tick_until(lambda: any(seq.kv.length for seq in bench.engine.roster.prefilling))
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
     greedy_is(adapters[1][1], prompt, bench.tokens("g", 1))
@@ -201,8 +196,7 @@ def test_log_probs_of_a_prompt_are_of_one_version(model, adapters, max_tokens):
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prompt = prompt_of(30)
     bench.submit("r", prompt, max_tokens, adapter="a0", prompt_logprobs=True)
-    while not any(seq.kv.length for seq in bench.engine.roster.prefilling):
-        bench.engine.tick()
+    bench.tick_until(lambda: any(seq.kv.length for seq in bench.engine.roster.prefilling))
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
     with torch.no_grad():

@@ -26,8 +26,7 @@ def test_every_shutdown_is_answered(model, prompt_of):
     bench.engine.inbox.put(Shutdown("drain", 1))
     bench.engine.tick()
     bench.engine.inbox.put(Shutdown("now", 2))
-    while not bench.engine.gate.stopped:
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.engine.gate.stopped)
     assert sorted(done_tokens(bench)) == [1, 2]
 
 

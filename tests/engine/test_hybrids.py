@@ -260,8 +260,7 @@ def test_an_update_frees_the_places_of_old_snapshots(made, mode):
     snapshots = bench.engine.roster.allocator.prefixes.snapshots
     assert snapshots.used == 5
     mailbox.ready = Update(1, load(folders[1]), model)
-    while not mailbox.done:
-        bench.engine.tick()
+    bench.tick_until(lambda: mailbox.done)
     assert snapshots.used == 0
 
 

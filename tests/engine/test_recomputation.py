@@ -173,8 +173,7 @@ def test_the_wait_ends_when_the_prefills_took_their_fraction_of_the_time(model, 
     until_all_decode(bench, 4)
     recomputation, device = bench.engine.recomputation, bench.device
     mailbox.ready = Update(1, sources[1], model)
-    while not mailbox.done:
-        bench.engine.tick()
+    bench.tick_until(lambda: mailbox.done)
     began_s, spent_s, mailbox.ready = device.now_s, 0.0, Update(2, sources[0], model)
     while len(mailbox.done) < 2:
         assert (bench.engine.gate.update_waits_for == "recompute") == (mailbox.ready is not None)
@@ -287,8 +286,7 @@ def test_a_drain_ends_whatever_waits(model, sources, prompt_of):
         bench.submit(f"r{i}", prompt_of(40, i), 30)
     tick(bench, 20)
     bench.engine.inbox.put(Shutdown("drain", 1))
-    while not bench.engine.gate.stopped:
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.engine.gate.stopped)
     assert {len(bench.tokens(f"r{i}")) for i in range(3)} == {30}
 
 

@@ -133,8 +133,7 @@ def test_rows_that_share_a_prompt_share_it_again_in_any_order_of_return(model, p
     for i in range(2):
         bench.submit(f"first{i}", prompt_of(5, i), 12, priority=1)
     bench.wake()
-    while host(bench).restored < 6:
-        bench.engine.tick()
+    bench.tick_while(lambda: host(bench).restored < 6)
     assert host(bench).bytes_in <= host(bench).bytes_out and pool.used <= shared + 6 * 4
     bench.run()
     assert all(bench.tokens("group", i) == greedy(prompt_of(40), 40) for i in range(6))
@@ -192,8 +191,7 @@ def test_a_sleep_whose_copies_hang_is_refused_and_all_goes_on(model, folders, pr
     bench = keeping(model, stuck.device, mailbox, sleep_kv_s=1.0)
     four(bench, prompt_of)
     token, out = bench.order(Sleep, 1), bench.engine.parts.tier.mover.out
-    while not out.under_way:
-        bench.engine.tick()
+    bench.tick_until(lambda: out.under_way)
     bench.ticks(2)
     now_s[0] += 0.9
     bench.ticks(2)
@@ -221,8 +219,7 @@ def test_a_fault_while_kv_leaves_ends_the_sleep_and_leaves_a_whole_engine(model,
     bench = keeping(model, stuck.device)
     four(bench, prompt_of)
     token = bench.order(Sleep, 1)
-    while not bench.engine.parts.tier.mover.out.under_way:
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.engine.parts.tier.mover.out.under_way)
     bench.engine.fail("broken")
     assert bench.answer(token).code == "internal" and not bench.engine.gate.sleep.ordered
     stuck.free.set()

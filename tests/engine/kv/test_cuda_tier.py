@@ -43,13 +43,11 @@ def check_return(bench: Bench, prompt_of, greedy) -> None:
     tier.costs.computed = lambda tokens, seconds: None  # so small a model computes quicker than copies run
     talk.say(150)
     bench.submit("runs", prompt_of(9, 3), 200)
-    while not bench.engine.roster.decoding:
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.engine.roster.decoding)
     crowd_out(bench, prompt_of)
     before, first = tier.host.counts.fetched, bench.engine.meter.steps
     talk.submit(7)
-    while talk.turn not in bench.done:
-        bench.engine.tick()
+    bench.tick_while(lambda: talk.turn not in bench.done)
     steps = bench.engine.meter.steps - first
     assert tier.host.counts.fetched - before >= 30, "its pages came back"
     assert talk.reused >= 152 and bench.done[talk.turn].cached_tokens >= 152

@@ -162,8 +162,7 @@ def test_new_weights_use_nothing_that_is_on_disk(model, folders, prompt_of, tmp_
         bench.wake()
     if level != 1:
         bench.links.receiver.ready = Update(1, load(folders[1]), bench.engine.executor.step.model)
-        while bench.engine.roster.version == 0:
-            bench.engine.tick()
+        bench.tick_while(lambda: bench.engine.roster.version == 0)
     assert back(bench, prompt) == (49 if level == 1 else 0)
     alone = Bench(load(folders[level != 1]))
     alone.complete("back", prompt, 8)
@@ -292,11 +291,9 @@ def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, 
     push_out(bench, prompt_of, prompt)
     gate = held_reads()
     bench.submit("runs", prompt_of(5, 2), 60)
-    while not bench.engine.roster.decoding:
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.engine.roster.decoding)
     bench.submit("back", prompt, 8)
-    while "runs" not in bench.done:
-        bench.engine.tick()
+    bench.tick_while(lambda: "runs" not in bench.done)
     assert "back" not in bench.done and bench.tokens("runs") == greedy(prompt_of(5, 2), 60)
     patience(0.05)
     bench.run()

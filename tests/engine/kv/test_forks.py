@@ -162,8 +162,7 @@ def test_a_branch_of_tokens_of_older_weights_is_one_of_the_present_weights(folde
     bench.submit("source", prompt, 60, sampling={"temperature": 1.0, "seed": 9})
     bench.ticks(20)
     mailbox.ready = Update(1, other, model)
-    while not mailbox.done:
-        bench.engine.tick()
+    bench.tick_until(lambda: mailbox.done)
     bench.ticks(10)
     flush(bench, "source")
     source = prompt + bench.tokens("source")

@@ -12,8 +12,7 @@ from tests.support.models.hybrids import make_hybrid
 
 def grow_until(bench: Bench, available: int) -> None:
     """Tick until a row has left no more pages than these."""
-    while bench.engine.roster.allocator.pool.available > available:
-        bench.engine.tick()
+    bench.tick_while(lambda: bench.engine.roster.allocator.pool.available > available)
 
 
 def test_a_place_for_a_fetch_without_room_takes_no_snapshot_that_was_found(tmp_path):
@@ -37,8 +36,7 @@ def test_a_place_for_a_fetch_without_room_takes_no_snapshot_that_was_found(tmp_p
     bench.submit("row", prompt_of(9, 77), 290)
     grow_until(bench, 30)
     bench.submit("again", talk, 1)
-    while "again" not in bench.done:
-        bench.engine.tick()
+    bench.tick_while(lambda: "again" not in bench.done)
     bench.complete("turn", longer + [1, 2, 3], 2)
     alone = Bench(model)
     alone.complete("turn", longer + [1, 2, 3], 2)

@@ -101,8 +101,7 @@ def test_a_prompt_that_arrives_half_way_joins(model, prompt_of):
     bench = Bench(model, prefill_chunk_tokens=8)
     sizes = watch_prefills(bench)
     bench.submit("r0", prompts[0], 6, sampling={**SAMPLED, "seed": 0})
-    while sum(sizes) < 24:
-        bench.engine.tick()
+    bench.tick_while(lambda: sum(sizes) < 24)
     for i in (1, 2):
         bench.submit(f"r{i}", prompts[i], 6, sampling={**SAMPLED, "seed": i})
     bench.run()
@@ -158,8 +157,7 @@ def test_a_cancel_of_the_row_that_computes_hands_the_work_on(model, prompt_of):
     bench = Bench(model, prefill_chunk_tokens=8)
     sizes = watch_prefills(bench)
     together(bench, prompts)
-    while sum(sizes) < 24:
-        bench.engine.tick()
+    bench.tick_while(lambda: sum(sizes) < 24)
     bench.engine.inbox.put(Cancel(("c", "r0")))
     bench.run()
     assert sum(sizes) <= 64 + 8 + 2, "what the first one computed is used; a chunk may have been on its way"
@@ -185,8 +183,7 @@ def test_after_a_swap_the_others_share_a_prefill_under_the_new_weights(folders, 
     bench = Bench(model, receiver=mailbox, prefill_chunk_tokens=8, kv_on_swap=on_swap)
     sizes = watch_prefills(bench)
     together(bench, [prompt_of(64)] * 4)
-    while sum(sizes) < 24:
-        bench.engine.tick()
+    bench.tick_while(lambda: sum(sizes) < 24)
     mailbox.ready = Update(1, load(folders[1]), model)
     bench.run()
     assert sum(sizes) <= 24 + 16 + (64 + 2 if on_swap == "recompute" else 40 + 64 + 2) + 1

@@ -131,8 +131,7 @@ def test_a_long_prompt_never_holds_up_decoding_for_more_than_one_chunk(model, pr
     bench.ticks(10)
     del kinds[:]
     bench.submit("long", prompt_of(800), 4)
-    while bench.engine.roster.groups.get(("c", "r0")):
-        bench.engine.tick()
+    bench.tick_while(lambda: bench.engine.roster.groups.get(("c", "r0")))
     steps = [kind for kind, _ in kinds]
     assert steps.count("prefill") == 800 // 16
     assert not any(a == b == "prefill" for a, b in zip(steps, steps[1:], strict=False))

@@ -152,8 +152,7 @@ def test_host_memory_for_less_than_a_page_is_refused_with_the_numbers(model, gib
 def test_status_and_gauges_count_moved_sequences(model, prompt_of):
     bench = offloading(model, prefix_cache=False)  # known pages are not moved
     submit_six(bench, prompt_of)
-    while not counts(bench).offloaded:
-        bench.engine.tick()
+    bench.tick_until(lambda: counts(bench).offloaded)
     status = bench.status().offload
     assert status.sequences >= 1 and 0 < status.pages < status.pages_total == 512
     bench.run()
@@ -175,8 +174,7 @@ def test_waiting_for_pages_shows_in_the_status(model, prompt_of):
     bench = offloading(model, device=LateDevice({"kv_in": lambda: 0.01}), piece_pages=1, prefix_cache=False)
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(10, i), 60)
-    while not counts(bench).pages_out >= 4:
-        bench.engine.tick()
+    bench.tick_while(lambda: not counts(bench).pages_out >= 4)
     for i in range(3):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
     bench.run()

@@ -17,8 +17,7 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
     prompts = [prompt_of(10 + 5 * (i == 3), i) for i in range(4)]
     for i, prompt in enumerate(prompts):
         bench.submit(f"r{i}", prompt, 60)
-    while not counts(bench).offloaded:
-        bench.engine.tick()
+    bench.tick_until(lambda: counts(bench).offloaded)
     (seq,) = bench.engine.roster.groups["c", "r3"].sequences
     assert seq.kv.is_offloaded and seq.kv.in_tier.offloaded.length % 8, "its last page is not half full"
     half_full = seq.kv.in_tier.offloaded.pages[-1].pool_page
@@ -26,13 +25,11 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
         bench.engine.inbox.put(Cancel(("c", name)))
     bench.engine.tick()
     copied.wait()
-    while not counts(bench).restored:
-        bench.engine.tick()
+    bench.tick_until(lambda: counts(bench).restored)
     bench.ticks(4)
     for i in range(6):
         bench.submit(f"h{i}", prompt_of(4, i), 30, priority=1)
-    while counts(bench).offloaded == 1:
-        bench.engine.tick()
+    bench.tick_while(lambda: counts(bench).offloaded == 1)
     assert seq.kv.is_offloaded and out.under_way[0].entries[1][0].place == half_full, (
         "it was not preempted again during the copy"
     )
@@ -46,11 +43,9 @@ def test_pages_shared_by_a_session_and_a_parked_sequence_can_be_freed(model, pro
     """Nothing runs, and the first needs nearly the whole pool: the session lets go, then the pages are copied."""
     bench = offloading(model)
     bench.submit("turn", prompt_of(40), 58, session=("c", "talk"), session_lease_s=1e6)
-    while not bench.engine.roster.decoding:
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.engine.roster.decoding)
     bench.submit("other", prompt_of(40), 70)
-    while not counts(bench).offloaded:
-        bench.engine.tick()
+    bench.tick_until(lambda: counts(bench).offloaded)
     (other,) = bench.engine.roster.groups["c", "other"].sequences
     assert other.kv.is_offloaded and not any(page.outgoing for page in other.kv.in_tier.offloaded.pages[:9]), (
         "nothing is shared"
@@ -69,8 +64,7 @@ def test_a_pause_does_not_show_as_waiting_for_pages(model, prompt_of):
     bench = offloading(model, device=late, piece_pages=1, prefix_cache=False)
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(10, i), 60)
-    while counts(bench).pages_out < 8:
-        bench.engine.tick()
+    bench.tick_while(lambda: counts(bench).pages_out < 8)
     for i in range(3):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
     mover, books = bench.engine.executor.mover, bench.engine.parts.tier.offload

@@ -14,8 +14,7 @@ def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, extra):
     """While pages are copied out, copied back, or a row waits; with late copies."""
     bench = offloading(model, device=LateDevice({"kv_out": lambda: 0.002, "kv_in": lambda: 0.004}), piece_pages=1)
     submit_six(bench, prompt_of)
-    while not (counts(bench).restored if extra > 10 else counts(bench).offloaded):
-        bench.engine.tick()
+    bench.tick_while(lambda: not (counts(bench).restored if extra > 10 else counts(bench).offloaded))
     bench.ticks(extra % 12)
     for i in range(5):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
@@ -55,8 +54,7 @@ def test_a_rebuilt_engine_offloads_again_to_the_same_host_memory(model, prompt_o
 
     bench = offloading(model, device=LateDevice({"kv_out": lambda: 0.005, "kv_in": lambda: 0.005}))
     submit_six(bench, prompt_of)
-    while not counts(bench).offloaded:
-        bench.engine.tick()
+    bench.tick_until(lambda: counts(bench).offloaded)
     message, memory, offloaded = fail_a_step(bench), bench.engine.executor.mover.host_memory, counts(bench).offloaded
     for i in range(6):
         completion = bench.completions[f"r{i}", 0]

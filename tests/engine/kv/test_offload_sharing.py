@@ -51,8 +51,7 @@ def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy)
 
     books.page_moves = books.page_moves._replace(next_out=watched)
     bench.submit("g", prompt_of(33), 50, n=4)
-    while not books.counts.offloaded:
-        bench.engine.tick()
+    bench.tick_until(lambda: books.counts.offloaded)
     victim = next(seq for seq in bench.engine.roster.groups["c", "g"].sequences if seq.kv.is_offloaded)
     assert all(page.pool_page and not page.outgoing for page in victim.kv.in_tier.offloaded.pages[:8]), (
         "the prompt's pages"
@@ -107,12 +106,10 @@ def test_a_sequence_that_returns_immediately_is_not_copied(model, prompt_of, gre
     submitted = {f"r{i}": prompt_of(10, i) for i in range(4)}
     for name, prompt in submitted.items():
         bench.submit(name, prompt, 60)
-    while not counts(bench).offloaded:
-        bench.engine.tick()
+    bench.tick_until(lambda: counts(bench).offloaded)
     for name in ("r0", "r1", "r2"):
         bench.engine.inbox.put(Cancel(("c", name)))
-    while not counts(bench).restored:
-        bench.engine.tick()
+    bench.tick_until(lambda: counts(bench).restored)
     bus.set()
     bench.run()
     assert counts(bench).restored == 1 and counts(bench).pages_in == 0

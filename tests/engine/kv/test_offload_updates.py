@@ -26,8 +26,7 @@ def test_kept_kv_of_older_weights_stays_valid_on_the_host(model, other, prompt_o
     prompts = [prompt_of(10, i) for i in range(6)]
     for i, prompt in enumerate(prompts):
         bench.submit(f"r{i}", prompt, 60, stream_every=3)
-    while not counts(bench).offloaded:
-        bench.engine.tick()
+    bench.tick_until(lambda: counts(bench).offloaded)
     mailbox.ready = Update(1, other, model)
     bench.run()
     assert counts(bench).restored == counts(bench).offloaded > 0
@@ -65,8 +64,7 @@ def test_offloaded_kv_is_dropped_where_new_weights_compute_all_again(model, othe
     prompts = [prompt_of(10, i) for i in range(6)]
     for i, prompt in enumerate(prompts):
         bench.submit(f"r{i}", prompt, 60, stream_every=3)
-    while not counts(bench).offloaded:
-        bench.engine.tick()
+    bench.tick_until(lambda: counts(bench).offloaded)
     mailbox.ready = Update(1, other, model)
     bench.run()
     assert counts(bench).restored < counts(bench).offloaded

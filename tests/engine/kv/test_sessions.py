@@ -160,8 +160,7 @@ def test_a_turn_waits_until_no_step_in_flight_names_the_one_before(model, prompt
     talk.submit(10, 50, stop=stop)
     bench.engine.tick()
     seq, key = bench.engine.roster.groups["c", talk.turn].sequences[0], ("c", talk.turn)
-    while not (seq.finalized if reason == "stop" else len(seq.tokens) == 12):
-        bench.engine.tick()
+    bench.tick_while(lambda: not (seq.finalized if reason == "stop" else len(seq.tokens) == 12))
     assert seq.inflight_refs == 1, "it ends with a step in flight"
     if reason != "stop":  # the end and the next turn come together
         bench.engine.inbox.put(Cancel(key) if reason == "cancelled" else StopAt(key, 0, 12, "x"))

@@ -179,8 +179,7 @@ def test_pages_can_be_fetched_without_a_sequence(model, prompt_of):
     tier_of(bench)
     prompt = prompt_of(50, 1)
     bench.submit("first", prompt, 1)
-    while not bench.engine.roster.decoding:
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.engine.roster.decoding)
     (seq,) = bench.engine.roster.groups["c", "first"].sequences
     keys = [seq.kv.keys[i] for i in range(12)]
     bench.run()
@@ -230,11 +229,9 @@ def test_new_weights_forget_what_is_kept(model, folders, prompt_of, hf_models, w
     assert tier.host.kept > 12
     if when == "fetching":
         bench.submit("back", prompt, 8)
-        while not bench.engine.executor.mover.back.under_way:
-            bench.engine.tick()
+        bench.tick_until(lambda: bench.engine.executor.mover.back.under_way)
     bench.links.receiver.ready = Update(1, load(folders[1]), bench.engine.executor.step.model)
-    while bench.engine.roster.version == 0:
-        bench.engine.tick()
+    bench.tick_while(lambda: bench.engine.roster.version == 0)
     assert tier.host.kept == 0
     if when == "kept":
         bench.submit("back", prompt, 8)

@@ -232,8 +232,7 @@ def test_a_sleep_does_not_wait_for_what_a_fetch_brings_meanwhile(model, level):
     talk.say(50)
     crowd_out(bench)
     talk.submit(7)
-    while not bench.engine.parts.tier.known.fetches.busy:
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.engine.parts.tier.known.fetches.busy)
     assert isinstance(bench.sleep(level), Done) and isinstance(bench.wake(), Done)
     bench.close(check=False)
 

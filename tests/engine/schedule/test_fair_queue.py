@@ -295,8 +295,7 @@ LENGTH = 12  # tokens of a completion
 
 def steps_until_done(bench: Bench, name: str) -> int:
     before = bench.engine.meter.steps
-    while name not in bench.done:
-        bench.engine.tick()
+    bench.tick_while(lambda: name not in bench.done)
     return bench.engine.meter.steps - before
 
 
@@ -346,8 +345,7 @@ def test_two_clients_get_equal_tokens_while_both_wait(model, prompt_of):
         bench.submit(f"short{i}", prompt_of(3, i), 6, client="short")
 
     def tokens_at(step: int) -> dict[str, int]:
-        while bench.engine.meter.steps < step:
-            bench.engine.tick()
+        bench.tick_while(lambda: bench.engine.meter.steps < step)
         ended = {"long": 3 + 60, "short": 3 + 6}
         return {client: sum(name.startswith(client) for name in bench.done) * ended[client] for client in ended}
 
@@ -378,8 +376,7 @@ def test_requests_with_one_prompt_that_join_its_prefill_leave_others_their_place
     bench.submit("b", prompt_of(61), 20, client="b")
     bench.ticks(2)
     bench.submit("c", prompt_of(30, 1), 20, client="c")
-    while not {"b", "c"} <= bench.done.keys():
-        bench.engine.tick()
+    bench.tick_while(lambda: not {"b", "c"} <= bench.done.keys())
     assert len(bench.done) < 12
     bench.run()
 

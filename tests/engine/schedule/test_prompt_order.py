@@ -182,8 +182,7 @@ def test_what_an_update_dropped_is_computed_again_whatever_others_send(
     recompute = {"kv_on_swap": "recompute", "recompute_fraction": 0.5}
     bench = Bench(model, None, mailbox, max_rows=32, kv_pages=2000, **recompute)
     bench.submit("a", prompt_of(300, 1), 180, client="a")
-    while not bench.engine.roster.decoding:
-        bench.engine.tick()
+    bench.tick_until(lambda: bench.engine.roster.decoding)
     crowd = Crowd(bench, prompt_of, CHUNK, own_clients, priority)
     crowd.feed()
     for version in (1, 2):

@@ -401,8 +401,7 @@ def test_a_completion_that_has_ended_keeps_no_tops_while_its_group_goes_on(model
     bench.submit("g", prompt_of(9), 5, n=3, sampling=SAMPLED, top_logprobs=20)
     bench.engine.tick()
     group = bench.engine.roster.groups["c", "g"]
-    while not group.sequences[1].finalized:
-        bench.engine.tick()
+    bench.tick_until(lambda: group.sequences[1].finalized)
     assert [len(seq.drawn.tops) for seq in group.sequences[:2]] == [0, 0] and group.sequences[2].drawn.tops.k == 20
     bench.run()
     assert all(len(bench.completions["g", index].top_ids) == 5 for index in range(3))

@@ -96,8 +96,7 @@ def test_a_prompt_after_a_swap_is_that_of_a_fresh_engine(format, kv_dtype, folde
     before = ask(bench, "before")
     assert ask(bench, "cached")[0] == before[0]
     mailbox.ready = Arriving(1, load(folders[1]), model)
-    while not mailbox.done:
-        bench.engine.tick()
+    bench.tick_until(lambda: mailbox.done)
     after = ask(bench, "after")
     assert after == ask(fresh, "fresh") != before
     assert set(bench.completions["after", 0].versions) == {1}
@@ -123,8 +122,7 @@ def test_codes_of_experts_and_of_kv_are_right_after_a_sleep_of_either_level(form
     assert ask(bench, "light") == before
     assert isinstance(bench.sleep(2), Done) and isinstance(bench.wake(), Done)
     mailbox.ready = Arriving(1, load(folders[1]), model)
-    while not mailbox.done:
-        bench.engine.tick()
+    bench.tick_until(lambda: mailbox.done)
     assert ask(bench, "deep") == ask(fresh, "fresh") != before
     bench.close(), fresh.close()
 

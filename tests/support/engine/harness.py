@@ -1,7 +1,7 @@
 """Drives a real engine in the test's own thread: no sockets, no mocks."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -142,6 +142,14 @@ class Bench:
 
     def ticks(self, count: int) -> None:
         for _ in range(count):
+            self.engine.tick()
+
+    def tick_until(self, reached: Callable[[], object]) -> None:
+        while not reached():
+            self.engine.tick()
+
+    def tick_while(self, lasts: Callable[[], object]) -> None:
+        while lasts():
             self.engine.tick()
 
     def finish(self) -> Self:
