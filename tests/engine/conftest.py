@@ -1,5 +1,6 @@
 """Two small checkpoints of one shape, made by transformers, and the engine's view of them."""
 
+import functools
 from collections.abc import Generator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of
 from tests.support.engine.sleeping import Sleeping, outcome, submit_some
+from tests.support.models.hybrids import make_hybrid
 
 
 def build_qwen3(seed: int) -> Qwen3ForCausalLM:
@@ -60,6 +62,19 @@ def folders(hf_models, tmp_path_factory) -> list[Path]:
     for hf_model, folder in zip(hf_models, folders, strict=True):
         hf_model.save_pretrained(folder)
     return folders
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory):
+    """Folders and transformers' models with states by family and seed, made when first asked for."""
+    torch.set_num_threads(1)
+
+    @functools.cache
+    def make(stem: str = "Qwen3_5", seed: int = 0) -> tuple[Path, torch.nn.Module]:
+        folder = tmp_path_factory.mktemp(f"{stem}-{seed}")
+        return folder, make_hybrid(stem, folder, seed)
+
+    return make
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Models through transformers' own code on a GPU: captured where they can be, as near to float32 as transformers."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from rollout.models import load_model
 from rollout.models.fallback.model import TransformersModel
 from tests.support.engine.cuda_harness import assert_one_launch_a_step, assert_steady
 from tests.support.engine.harness import Bench
+from tests.support.engine.harness import prompt_of as any_prompt
 from tests.support.engine.updates import Mailbox, Update, beside_a_fresh_engine
 from tests.support.models.fallback import make_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no measured plan")]
 VOCAB = 89
+prompt_of = functools.partial(any_prompt, vocab=VOCAB)
 #: Sizes that the kernels take.
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 64}
 #: A dense model; bounded scores and windows; sinks, with experts of transformers; experts by our kernels.
@@ -26,10 +29,6 @@ CAPTURED: dict[str, dict[str, Any]] = {
     "GraniteMoeForCausalLM": {**WIDE, "intermediate_size": 128},
 }
 LAUNCHED: dict[str, dict[str, Any]] = {"DeepseekV3ForCausalLM": {}}
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def load(folder: Path, dtype: str) -> Any:

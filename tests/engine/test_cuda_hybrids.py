@@ -4,6 +4,7 @@ The same weights in float32, unless a test says bf16. What is compared with is o
 in float32, whatever the card does with tf32.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.support.engine.cuda_harness import (
 )
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import Bench, Completion, load
+from tests.support.engine.harness import prompt_of as any_prompt
 from tests.support.engine.replay import replayed
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
@@ -30,6 +32,7 @@ from tests.support.models.hybrids import make_hybrid
 
 pytestmark = pytest.mark.gpu
 VOCAB, MIB = 83, 1 << 20
+prompt_of = functools.partial(any_prompt, vocab=VOCAB)
 #: Sizes that the fused kernels take.
 WIDE = {
     "hidden_size": 256,
@@ -39,24 +42,6 @@ WIDE = {
     "linear_value_head_dim": 64,
     "max_position_embeddings": 4096,
 }
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Folders and transformers' models by family and seed, made when first asked for."""
-    known: dict[tuple[str, int], tuple[Path, Any]] = {}
-
-    def make(stem: str = "Qwen3_5", seed: int = 0) -> tuple[Path, Any]:
-        if (stem, seed) not in known:
-            folder = tmp_path_factory.mktemp(f"{stem}-{seed}")
-            known[stem, seed] = folder, make_hybrid(stem, folder, seed)
-        return known[stem, seed]
-
-    return make
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def bench_of(model: Any, kind: type[Bench] = Bench, **engine: Any) -> Any:
@@ -75,9 +60,9 @@ def agrees(hf_model: Any, prompt: list[int], completion: Completion) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("stem", ["Qwen3_5", "OlmoHybrid"])
-def test_snapshots_and_states_on_the_host_give_transformers_tokens(made, stem, depth):
+def test_snapshots_and_states_on_the_host_give_transformers_tokens(hybrid, stem, depth):
     """A group, an equal and a longer prompt, turns, and rows that pages are short for."""
-    folder, hf_model = made(stem)
+    folder, hf_model = hybrid(stem)
     model = load(folder, "cuda")
     host_gib = 16 * model.spec.state_bytes(torch.float32) / 2**30
     bench = bench_of(model, kv_pages=44, max_rows=8, pipeline_depth=depth, host_kv_gib=host_gib)
@@ -108,8 +93,8 @@ def test_snapshots_and_states_on_the_host_give_transformers_tokens(made, stem, d
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_a_swap_is_seen_by_captured_steps(made, mode):
-    folders, hf_models = zip(*(made(seed=seed) for seed in (0, 1)), strict=True)
+def test_a_swap_is_seen_by_captured_steps(hybrid, mode):
+    folders, hf_models = zip(*(hybrid(seed=seed) for seed in (0, 1)), strict=True)
     model, mailbox = load(folders[0], "cuda"), Mailbox()
     bench = bench_of(model, receiver=mailbox, kv_on_swap=mode, prefill_chunk_tokens=16)
     bench.submit("g", prompt_of(30), 40, n=3)
@@ -124,8 +109,8 @@ def test_a_swap_is_seen_by_captured_steps(made, mode):
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_rows_go_on_after_a_sleep_in_which_others_wrote_to_the_memory(made, on_host):
-    folder, hf_model = made()
+def test_rows_go_on_after_a_sleep_in_which_others_wrote_to_the_memory(hybrid, on_host):
+    folder, hf_model = hybrid()
     model = load(folder, "cuda")
     host_gib = 16 * model.spec.state_bytes(torch.float32) / 2**30 if on_host else 0.0
     bench = bench_of(model, Sleeping, host_kv_gib=host_gib)
@@ -146,8 +131,8 @@ def test_rows_go_on_after_a_sleep_in_which_others_wrote_to_the_memory(made, on_h
         assert bool(bench.completions[name, index].recomputed) != on_host
 
 
-def test_copies_of_states_are_bit_for_bit_and_allocate_and_synchronise_nothing(made):
-    model = load(made()[0], "cuda")
+def test_copies_of_states_are_bit_for_bit_and_allocate_and_synchronise_nothing(hybrid):
+    model = load(hybrid()[0], "cuda")
     host_gib = 8 * model.spec.state_bytes(torch.float32) / 2**30
     bench = bench_of(model, host_kv_gib=host_gib)
     mover, states = bench.engine.executor.state_mover, bench.engine.executor.step.kv.states.tensors
@@ -259,8 +244,8 @@ def _submit_drafted(bench: Bench, sampling: dict[str, Any]) -> None:
     bench.complete("penalties", prompt_of(9, 7), 70, sampling={**sampling, "presence_penalty": 0.5})
 
 
-def test_drafts_in_float32_give_transformers_tokens(made, monkeypatch):
-    folder, hf_model = made("Qwen3Next")
+def test_drafts_in_float32_give_transformers_tokens(hybrid, monkeypatch):
+    folder, hf_model = hybrid("Qwen3Next")
     model = load(folder, "cuda")
     plain = bench_of(model, max_rows=4)
     for i in range(3):

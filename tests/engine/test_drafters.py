@@ -33,7 +33,6 @@ from tests.support.engine.replay import replayed
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
 from tests.support.models.draft_heads import head_config, random_head, save_head
-from tests.support.models.hybrids import make_hybrid
 
 
 class Way:
@@ -70,8 +69,8 @@ class Way:
 @pytest.fixture(scope="module")
 def way(request, folders, hf_models, tmp_path_factory) -> Way:
     if request.param == "states":
-        hybrids = [tmp_path_factory.mktemp("hybrid") for _ in range(2)]
-        return Way(hybrids, [make_hybrid("Qwen3_5", folder, seed) for seed, folder in enumerate(hybrids)])
+        made = request.getfixturevalue("hybrid")
+        return Way(*map(list, zip(*(made(seed=seed) for seed in (0, 1)), strict=True)))
     if request.param == "host":
         return Way(folders, hf_models)
     config = head_config(hf_models[0].config)

@@ -1,5 +1,7 @@
 """Models with linear attention draft like others: states follow the accepted drafts, whatever happens to them."""
 
+import functools
+
 import pytest
 import torch
 
@@ -11,38 +13,17 @@ from tests.support.engine.conversation import Conversation
 from tests.support.engine.drafting import drafting
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load
+from tests.support.engine.harness import prompt_of as any_prompt
 from tests.support.engine.sleeping import Sleeping
 from tests.support.kernels.grids import nightly
-from tests.support.models.hybrids import make_hybrid
-from tests.support.peft_adapters import ALL
 
 VOCAB = 83
-_LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-TARGETS = (_LINEAR, (*ALL, *_LINEAR))  # modules with adapters
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Folders and transformers' models by family and seed, made when first asked for."""
-    torch.set_num_threads(1)
-    known = {}
-
-    def make(stem: str = "Qwen3_5", seed: int = 0):
-        if (stem, seed) not in known:
-            folder = tmp_path_factory.mktemp(f"{stem}-{seed}")
-            known[stem, seed] = folder, make_hybrid(stem, folder, seed)
-        return known[stem, seed]
-
-    return make
+prompt_of = functools.partial(any_prompt, vocab=VOCAB)
 
 
 @pytest.fixture
-def model(made):
-    return load(made()[0])
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+def model(hybrid):
+    return load(hybrid()[0])
 
 
 def submit_all(bench: Bench) -> None:
@@ -58,13 +39,13 @@ def submit_all(bench: Bench) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(made):
+def plain(hybrid):
     """What `submit_all` gives without drafts, by family."""
     known: dict[str, Bench] = {}
 
     def run(stem: str) -> Bench:
         if stem not in known:
-            bench = known[stem] = Bench(load(made(stem)[0]))
+            bench = known[stem] = Bench(load(hybrid(stem)[0]))
             submit_all(bench)
             bench.finish()
         return known[stem]
@@ -88,10 +69,12 @@ def plain(made):
         ),
     ],
 )
-def test_any_drafts_give_the_same_completions(made, monkeypatch, plain, stem, wrong, ragged, depth):
+def test_any_drafts_give_the_same_completions(hybrid, monkeypatch, plain, stem, wrong, ragged, depth):
     fields = {"speculation_tokens": 3 if ragged else 5, "pipeline_depth": depth}
     without = plain(stem)
-    bench, _ = drafting(monkeypatch, load(made(stem)[0]), recorded(without.completions), wrong, depth, ragged, **fields)
+    bench, _ = drafting(
+        monkeypatch, load(hybrid(stem)[0]), recorded(without.completions), wrong, depth, ragged, **fields
+    )
     submit_all(bench)
     run_watched(bench)
     assert_same(bench, without)
@@ -128,7 +111,7 @@ def test_states_have_seen_the_tokens_of_their_rows_after_every_step(model, monke
 
 
 @pytest.mark.parametrize("depth", [2, *nightly(1)])
-def test_turns_of_a_session_go_on_after_drafts(made, model, monkeypatch, depth):
+def test_turns_of_a_session_go_on_after_drafts(hybrid, model, monkeypatch, depth):
     """Also after a stop amid accepted drafts, where the state has seen tokens that are none of the completion's."""
     limits = {"stop": {"token_ids": (31, 40, 7, 55)}, "sampling": SAMPLED}
     plain = Conversation(Bench(model, prefix_cache=False), "s", prompt_of, session=False)
@@ -154,8 +137,8 @@ def test_turns_of_a_session_go_on_after_drafts(made, model, monkeypatch, depth):
 
 
 @pytest.fixture(scope="module")
-def six(made) -> Bench:
-    bench = Bench(load(made()[0]), kv_pages=600)
+def six(hybrid) -> Bench:
+    bench = Bench(load(hybrid()[0]), kv_pages=600)
     submit_six(bench)
     return bench.finish()
 

@@ -1,5 +1,6 @@
 """Models with linear attention through the whole engine: tokens are transformers', whatever happens to their states."""
 
+import functools
 import random
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.support.engine.adapted import bench_of, greedy_is, make_adapters
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load, watch_prefills
+from tests.support.engine.harness import prompt_of as any_prompt
 from tests.support.engine.kv_shadow import KVShadow, follows
 from tests.support.engine.replay import replayed
 from tests.support.engine.sleeping import Sleeping
@@ -25,35 +27,17 @@ from tests.support.models.hybrids import make_hybrid
 from tests.support.peft_adapters import ALL
 
 VOCAB = 83
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Folders and transformers' models by family and seed, made when first asked for."""
-    torch.set_num_threads(1)
-    known = {}
-
-    def make(stem: str = "Qwen3_5", seed: int = 0):
-        if (stem, seed) not in known:
-            folder = tmp_path_factory.mktemp(f"{stem}-{seed}")
-            known[stem, seed] = folder, make_hybrid(stem, folder, seed)
-        return known[stem, seed]
-
-    return make
+prompt_of = functools.partial(any_prompt, vocab=VOCAB)
 
 
 @pytest.fixture
-def model(made):
-    return load(made()[0])
+def model(hybrid):
+    return load(hybrid()[0])
 
 
 @pytest.fixture(scope="module")
-def hf_models(made):
-    return [made(seed=seed)[1] for seed in (0, 1)]
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+def hf_models(hybrid):
+    return [hybrid(seed=seed)[1] for seed in (0, 1)]
 
 
 def agrees(hf_model, prompt: list[int], completion) -> bool:
@@ -73,8 +57,8 @@ def agrees(hf_model, prompt: list[int], completion) -> bool:
     ("stem", "pages"),
     [("Qwen3_5", 75), ("Qwen3Next", 75), *nightly(("Qwen3_5", 600), ("Qwen3_5Moe", 75), ("OlmoHybrid", 75))],
 )
-def test_greedy_tokens_equal_transformers(made, stem, pages):
-    folder, hf_model = made(stem)
+def test_greedy_tokens_equal_transformers(hybrid, stem, pages):
+    folder, hf_model = hybrid(stem)
     bench = Bench(load(folder), max_rows=5, kv_pages=pages, prefill_chunk_tokens=23)
     lengths = (3, 50, 17, 31, 1, 8)
     for i, length in enumerate(lengths):
@@ -120,8 +104,8 @@ def greedy(hf_model, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def adapters(made, tmp_path_factory):
-    folder, hf_model = made()
+def adapters(hybrid, tmp_path_factory):
+    folder, hf_model = hybrid()
     linear = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
     return make_adapters(hf_model, folder, tmp_path_factory, (linear, (*ALL, *linear)))
 
@@ -225,8 +209,8 @@ def test_the_cache_gives_up_snapshots_for_newer_ones_and_pages_for_rows(model, h
 
 @pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3Next")])
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_a_swap_in_the_middle_gives_the_tokens_of_both_versions(made, stem, mode):
-    folders, hf_models = zip(*(made(stem, seed) for seed in (0, 1)), strict=True)
+def test_a_swap_in_the_middle_gives_the_tokens_of_both_versions(hybrid, stem, mode):
+    folders, hf_models = zip(*(hybrid(stem, seed) for seed in (0, 1)), strict=True)
     model, mailbox = load(folders[0]), Mailbox()
     bench = Bench(model, receiver=mailbox, kv_on_swap=mode, prefill_chunk_tokens=16)
     sizes = watch_prefills(bench)
@@ -248,9 +232,9 @@ def test_a_swap_in_the_middle_gives_the_tokens_of_both_versions(made, stem, mode
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_an_update_frees_the_places_of_old_snapshots(made, mode):
+def test_an_update_frees_the_places_of_old_snapshots(hybrid, mode):
     """No prompt can go on from them any more; the key of a snapshot has the version."""
-    folders = [made(seed=seed)[0] for seed in (0, 1)]
+    folders = [hybrid(seed=seed)[0] for seed in (0, 1)]
     model, mailbox = load(folders[0]), Mailbox()
     bench = Bench(model, receiver=mailbox, kv_on_swap=mode, state_snapshots=6)
     Conversation(bench, "s", prompt_of).say(12)
@@ -266,9 +250,9 @@ def test_an_update_frees_the_places_of_old_snapshots(made, mode):
 
 @pytest.mark.parametrize("stem", ["Qwen3_5", *nightly("Qwen3Next")])
 @pytest.mark.parametrize("age", [0, 1])
-def test_within_the_age_states_of_older_weights_are_used_after_an_update(made, stem, age):
+def test_within_the_age_states_of_older_weights_are_used_after_an_update(hybrid, stem, age):
     """By the next turn of a session, by an equal prompt, and by members of a group."""
-    folders, hf_models = zip(*(made(stem, seed) for seed in (0, 1)), strict=True)
+    folders, hf_models = zip(*(hybrid(stem, seed) for seed in (0, 1)), strict=True)
     model, mailbox = load(folders[0]), Mailbox()
     bench = Bench(model, receiver=mailbox, max_kv_age=age, state_snapshots=12, max_rows=3)
     shadow, talk = KVShadow(bench), Conversation(bench, "s", prompt_of)
@@ -295,8 +279,8 @@ def test_within_the_age_states_of_older_weights_are_used_after_an_update(made, s
 
 
 @pytest.mark.parametrize(("seed", "age"), [(3, 5), *nightly((1, 3), (2, 2), (4, 1))])
-def test_no_state_older_than_the_bound_is_used_under_load(made, seed, age):
-    folders, hf_models = zip(*(made(seed=which) for which in (0, 1)), strict=True)
+def test_no_state_older_than_the_bound_is_used_under_load(hybrid, seed, age):
+    folders, hf_models = zip(*(hybrid(seed=which) for which in (0, 1)), strict=True)
     rng = random.Random(seed)
     run = Updated(load(folders[0]), [load(folder) for folder in folders], max_kv_age=age, kv_pages=60, max_rows=6,
                   state_snapshots=16, prefill_chunk_tokens=rng.choice((5, 64)))  # fmt: skip
@@ -506,8 +490,8 @@ def test_after_a_failed_copy_states_are_computed_again(model, hf_models, directi
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
-def test_a_swap_while_states_are_on_the_host(made, hf_models, mode):
-    folders = [made(seed=seed)[0] for seed in (0, 1)]
+def test_a_swap_while_states_are_on_the_host(hybrid, hf_models, mode):
+    folders = [hybrid(seed=seed)[0] for seed in (0, 1)]
     model, mailbox = load(folders[0]), Mailbox()
     bench = hosting(model, receiver=mailbox, kv_on_swap=mode)
     submit_six(bench)

@@ -1,10 +1,13 @@
 """Models with latent attention through the whole engine: tokens are those of transformers, whatever happens."""
 
+import functools
+
 import pytest
 import torch
 
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench, load, watch_prefills
+from tests.support.engine.harness import prompt_of as any_prompt
 from tests.support.engine.offloading import counts, offloading
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
@@ -12,6 +15,7 @@ from tests.support.kernels.grids import nightly
 from tests.support.models.latent import make_latent
 
 VOCAB = 83
+prompt_of = functools.partial(any_prompt, vocab=VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +36,6 @@ def made(tmp_path_factory):
 @pytest.fixture
 def model(made):
     return load(made()[0])
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def agrees(hf_models: list, prompt: list[int], completion) -> bool:

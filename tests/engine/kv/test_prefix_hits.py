@@ -1,5 +1,6 @@
 """What `status` says of known prefixes: how many rows found one, and where."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -7,15 +8,13 @@ import torch
 
 from rollout.engine.inspect import Inspector
 from tests.support.engine.harness import Bench, load
+from tests.support.engine.harness import prompt_of as any_prompt
 from tests.support.models.families import make_checkpoint
 from tests.support.models.hybrids import make_hybrid
 
 VOCAB = 83
+prompt_of = functools.partial(any_prompt, vocab=VOCAB)
 IN_SESSION: dict[str, Any] = {"session": ("c", "s"), "session_lease_s": 100.0}
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(scope="module", params=["attention", "linear attention"])

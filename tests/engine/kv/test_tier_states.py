@@ -1,5 +1,6 @@
 """States of linear attention in host memory: agents of hybrid models come back and compute little twice."""
 
+import functools
 import random
 import time
 from pathlib import Path
@@ -23,10 +24,7 @@ from tests.support.models.hybrids import make_hybrid
 
 SMALL = 84  # pages: a third of what the agents hold
 VOCAB = 83
-
-
-def prompt_of(length: int, salt: int) -> list[int]:
-    return [token % VOCAB for token in any_prompt(length, salt)]
+prompt_of = functools.partial(any_prompt, vocab=VOCAB)
 
 
 @pytest.fixture(scope="module")

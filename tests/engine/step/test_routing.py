@@ -1,5 +1,7 @@
 """Experts that tokens took, as the engine tells them: transformers' own, whatever the scheduler does."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from rollout.engine.schedule.completion import make_delta
 from rollout.engine.schedule.step_feature import find_feature
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load
+from tests.support.engine.harness import prompt_of as any_prompt
 from tests.support.engine.routing import assert_routed, router_logits, routing_of
 from tests.support.engine.streams import random_delays
 from tests.support.engine.updates import Mailbox, Update
@@ -21,6 +24,8 @@ from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 
 SPARSE = ("qwen3_moe", "mixtral", "olmoe")
+
+prompt_of = functools.partial(any_prompt, vocab=71)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +50,6 @@ def moe(checkpoints):
     """A fresh model, to be swapped."""
     folder, hf_model = checkpoints["qwen3_moe", 0]
     return load(folder), hf_model
-
-
-def prompt_of(length: int, salt: int) -> list[int]:
-    return torch.randint(0, 71, (length,), generator=torch.Generator().manual_seed(salt)).tolist()
 
 
 @pytest.mark.parametrize(

@@ -210,5 +210,5 @@ def watch_prefills(bench: Bench) -> list[int]:
 VOCAB = 97
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+def prompt_of(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
+    return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
