@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.bridge.fault_client import FaultServer
+from tests.support.bridge.harness import Worker
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +14,12 @@ def faults() -> Iterator[FaultServer]:
     server = FaultServer()
     yield server
     server.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with Worker() as worker:
+        yield worker
 
 
 @pytest.fixture

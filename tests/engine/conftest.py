@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.support.engine.adapted import Adapters, make_adapters
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of
 from tests.support.engine.sleeping import Sleeping, outcome, submit_some
 from tests.support.models.hybrids import make_hybrid
@@ -81,6 +82,22 @@ def hybrid(tmp_path_factory):
 def model(folders):
     """A fresh decoder with the first checkpoint's weights; a test may change them."""
     return load(folders[0])
+
+
+@pytest.fixture
+def other(folders):
+    """A fresh decoder with the second checkpoint's weights."""
+    return load(folders[1])
+
+
+@pytest.fixture(scope="session")
+def base(hf_models) -> Qwen3ForCausalLM:
+    return hf_models[0]
+
+
+@pytest.fixture(scope="module")
+def adapters(hf_models, folders, tmp_path_factory) -> Adapters:
+    return make_adapters(hf_models[0], folders[0], tmp_path_factory)
 
 
 @pytest.fixture

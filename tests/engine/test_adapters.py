@@ -5,7 +5,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rollout.engine.messages.requests import NOTHING_BEFORE, Prior
 from rollout.engine.messages.to_engine import Cancel, DropAdapter, PutAdapter
@@ -16,11 +15,6 @@ from tests.support.engine.harness import Bench, prompt_of
 from tests.support.peft_adapters import ALL
 
 COUNT = 9
-
-
-@pytest.fixture(scope="module")
-def base(hf_models) -> Qwen3ForCausalLM:
-    return hf_models[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,14 @@
 """Adapters and faults: of an adapter, of the device, and an engine that is built anew."""
 
 import pytest
-from transformers import Qwen3ForCausalLM
 
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.messages.to_service import Failed
 from rollout.models.lora_slots import AdapterWeights
-from tests.support.engine.adapted import Adapters, bench_of, greedy_is, make_adapters, table_of, versions_of
+from tests.support.engine.adapted import bench_of, greedy_is, table_of, versions_of
 from tests.support.engine.harness import Bench, prompt_of
-
-
-@pytest.fixture(scope="module")
-def base(hf_models) -> Qwen3ForCausalLM:
-    return hf_models[0]
-
-
-@pytest.fixture(scope="module")
-def adapters(hf_models, folders, tmp_path_factory) -> Adapters:
-    return make_adapters(hf_models[0], folders[0], tmp_path_factory)
 
 
 @pytest.mark.parametrize("factor", [float("nan"), 1e30])

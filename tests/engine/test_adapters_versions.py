@@ -2,26 +2,15 @@
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import AllowList
 from rollout.engine.messages.to_engine import Cancel, PutAdapter
 from rollout.engine.messages.to_service import Done
-from tests.support.engine.adapted import Adapters, bench_of, greedy_is, make_adapters, versions_of
+from tests.support.engine.adapted import bench_of, greedy_is, versions_of
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import VOCAB, prompt_of
 from tests.support.kernels.grids import nightly
-
-
-@pytest.fixture(scope="module")
-def base(hf_models) -> Qwen3ForCausalLM:
-    return hf_models[0]
-
-
-@pytest.fixture(scope="module")
-def adapters(hf_models, folders, tmp_path_factory) -> Adapters:
-    return make_adapters(hf_models[0], folders[0], tmp_path_factory)
 
 
 @pytest.mark.parametrize(("kv_on_swap", "age"), [("keep", 0), ("keep", 9), ("recompute", 0)])

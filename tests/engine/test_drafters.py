@@ -24,7 +24,6 @@ from tests.engine.test_speculation import (
     submit_free,
     submit_six,
 )
-from tests.support.engine.adapted import make_adapters
 from tests.support.engine.constraints import SIZE, Cycle, X, Y, only_hangs_are_late
 from tests.support.engine.drafting import drafting, replayed_drafts
 from tests.support.engine.harness import Bench, load, prompt_of
@@ -79,11 +78,6 @@ def way(request, folders, hf_models, tmp_path_factory) -> Way:
 
 every_way = pytest.mark.parametrize("way", ["host", "heads", "states"], indirect=True)
 with_attention = pytest.mark.parametrize("way", ["host", "heads"], indirect=True)
-
-
-@pytest.fixture(scope="module")
-def adapters(hf_models, folders, tmp_path_factory):
-    return make_adapters(hf_models[0], folders[0], tmp_path_factory)
 
 
 # --- pages run short, weights change, requests end ---

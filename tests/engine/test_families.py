@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.support.engine.harness import Bench, Completion, load
+from tests.support.engine.harness import Bench, load
+from tests.support.engine.replay import agrees
 from tests.support.models.families import FAMILIES, make_checkpoint
 
 
@@ -13,16 +14,6 @@ def family(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     hf_model = make_checkpoint(request.param, folder)
     return load(folder), hf_model
-
-
-def agrees(hf_model, prompt: list[int], completion: Completion) -> bool:
-    """Tokens are transformers' greedy choice, and log-probs within 1e-4 of its logits'."""
-    tokens = completion.token_ids
-    with torch.inference_mode():
-        logits = hf_model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    close = torch.allclose(torch.tensor(completion.raw_logprobs), logprobs, atol=1e-4, rtol=0)
-    return close and logits.argmax(-1).tolist() == tokens
 
 
 @pytest.mark.parametrize("damage", ["rope", "page", "kv"])

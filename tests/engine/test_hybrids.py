@@ -17,7 +17,7 @@ from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load, watch_prefills
 from tests.support.engine.harness import prompt_of as any_prompt
 from tests.support.engine.kv_shadow import KVShadow, follows
-from tests.support.engine.replay import replayed
+from tests.support.engine.replay import agrees, replayed
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.streams import LateDevice
 from tests.support.engine.updated import Load, Updated
@@ -38,16 +38,6 @@ def model(hybrid):
 @pytest.fixture(scope="module")
 def hf_models(hybrid):
     return [hybrid(seed=seed)[1] for seed in (0, 1)]
-
-
-def agrees(hf_model, prompt: list[int], completion) -> bool:
-    """Tokens are transformers' greedy choice, and log-probs within 1e-4 of its logits'."""
-    tokens = completion.token_ids
-    with torch.inference_mode():
-        logits = hf_model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    close = torch.allclose(torch.tensor(completion.raw_logprobs), logprobs, atol=1e-4, rtol=0)
-    return close and logits.argmax(-1).tolist() == tokens
 
 
 # --- steps ---

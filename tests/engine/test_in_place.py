@@ -1,16 +1,10 @@
 """Weights written in place: no step runs during the update, rows go on after it, half an update is never served."""
 
-import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.support.engine.harness import Bench, load
+from tests.support.engine.harness import Bench
 from tests.support.engine.updates import InPlace, Mailbox, Update
-
-
-@pytest.fixture
-def other(folders):
-    return load(folders[1])
 
 
 def test_nothing_runs_while_weights_are_written_and_rows_go_on_with_the_new_ones(model, other, prompt_of, hf_models):

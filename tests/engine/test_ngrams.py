@@ -16,7 +16,6 @@ from tests.engine.test_speculation import (
     submit_all,
     submit_free,
 )
-from tests.support.engine.adapted import make_adapters
 from tests.support.engine.constraints import Cycle
 from tests.support.engine.drafting import drafting, fixed_costs, row_by_row
 from tests.support.engine.harness import Bench, load, prompt_of
@@ -33,11 +32,6 @@ def plain(folders) -> Bench:
     bench = Bench(load(folders[0]))
     submit_all(bench)
     return bench.finish()
-
-
-@pytest.fixture(scope="module")
-def adapters(hf_models, folders, tmp_path_factory):
-    return make_adapters(hf_models[0], folders[0], tmp_path_factory)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

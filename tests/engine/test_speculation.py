@@ -13,7 +13,7 @@ from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.messages.to_service import Delta
 from rollout.metrics.definitions import DRAFT_AGES
 from tests.engine.test_invariants import run_watched
-from tests.support.engine.adapted import bench_of, make_adapters, versions_of
+from tests.support.engine.adapted import bench_of, versions_of
 from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.drafting import drafting, fixed_costs, row_by_row
@@ -281,11 +281,6 @@ def submit_constrained(bench: Bench) -> None:
 
 
 # --- adapters ---
-
-
-@pytest.fixture(scope="module")
-def adapters(hf_models, folders, tmp_path_factory):
-    return make_adapters(hf_models[0], folders[0], tmp_path_factory)
 
 
 def adapted(bench: Bench, adapters, count: int = 2) -> Bench:

@@ -5,14 +5,9 @@ import torch
 from transformers import DynamicCache
 
 from rollout.engine.schedule.preemption import change_weights
-from tests.support.engine.harness import Bench, load
+from tests.support.engine.harness import Bench
 from tests.support.engine.streams import LateDevice
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
-
-
-@pytest.fixture
-def other(folders):
-    return load(folders[1])
 
 
 @pytest.mark.parametrize("device", [None, LateDevice({"compute": lambda: 0.001})], ids=["on time", "late"])

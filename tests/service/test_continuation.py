@@ -10,12 +10,6 @@ from rollout.service.text.stop_strings import StopText
 from tests.support.service.harness import MODEL, delta, done, serving
 
 
-@pytest.fixture
-def bench():
-    with serving() as bench:
-        yield bench
-
-
 def test_a_completion_without_tokens_begins_from_its_own_seed(bench):
     client = bench.client()
     client.send("generate", prompt=[1], max_tokens=2, continue_from={"token_ids": [], "seed": 77, "versions": []})

@@ -12,17 +12,6 @@ from tests.support.service.harness import Bench, Client, delta, done, serving
 from tests.support.service.media import PLACEHOLDER, WITH_IMAGES, item_of, prompt_for
 
 
-@pytest.fixture
-def bench():
-    with serving() as bench:
-        yield bench
-
-
-@pytest.fixture
-def client(bench):
-    return bench.client()
-
-
 def ended(bench: Bench, by: Client, name: str = "source", tokens: list[int] | None = None, **fields: Any) -> None:
     """A request that has ended, with the prompt 5 6 7 unless the fields say otherwise."""
     by.send("generate", name, **{"prompt": [5, 6, 7], "max_tokens": 50} | fields)

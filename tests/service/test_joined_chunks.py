@@ -7,18 +7,12 @@ import numpy as np
 import pytest
 
 from rollout.engine.messages.to_service import Finish
-from tests.support.service.harness import delta, done, serving
+from tests.support.service.harness import delta, done
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.results import split_chunks
 from trainer_bridge.wire.errors import ProtocolError
 
 FIELDS = {"prompt": [1], "stream": "tokens", "stream_every": 1}
-
-
-@pytest.fixture
-def bench():
-    with serving() as bench:
-        yield bench
 
 
 def read(client, ids):

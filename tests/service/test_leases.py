@@ -17,19 +17,6 @@ A, B = b"\x00aaaa", b"\x00bbbb"
 JOB, OTHER = client_key("job", A), client_key("other", A)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def leases(clock):
     return Leases(60.0, clock)

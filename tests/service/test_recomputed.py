@@ -3,14 +3,8 @@
 import pytest
 
 from rollout.engine.messages.to_service import Finish
-from tests.support.service.harness import delta, done, serving
+from tests.support.service.harness import delta, done
 from trainer_bridge.client.results import read_completion
-
-
-@pytest.fixture
-def bench():
-    with serving() as bench:
-        yield bench
 
 
 @pytest.mark.parametrize(("name", "more"), [("recomputed", ()), ("adapter_versions", ()), ("kv_versions", (7,))])

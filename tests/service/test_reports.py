@@ -13,17 +13,6 @@ from tests.support.service.harness import serving
 ROW = {"0": np.array([-0.5, -1.5, -2.5], np.float32)}  # the engine of these tests says 0, -1, -2
 
 
-@pytest.fixture
-def bench():
-    with serving() as bench:
-        yield bench
-
-
-@pytest.fixture
-def client(bench):
-    return bench.client()
-
-
 def finish(bench, client, request_id="a") -> None:
     client.send("generate", request_id, prompt=[1], max_tokens=3)
     bench.finish(bench.submitted())

@@ -16,12 +16,6 @@ from trainer_bridge.wire.prompt_tops import PromptTops
 PROMPT = np.array([np.nan, -0.5, -1.5], np.float32)
 
 
-@pytest.fixture
-def bench():
-    with serving() as bench:
-        yield bench
-
-
 def tops(tokens: list[int], k: int) -> dict[str, np.ndarray]:
     """Top tokens as an engine reports them: ids from 10 times the token on."""
     ids = np.array([[10 * token + i for i in range(k)] for token in tokens], np.int32).reshape(len(tokens), k)

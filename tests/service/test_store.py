@@ -10,24 +10,12 @@ from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.messages.to_service import Finish, Rejected
 from rollout.service.delivery.store import ResultStore
 from rollout.service.delivery.waiters import Position
+from tests.support.clock import Clock
 from tests.support.service.harness import delta, done, serving
 from tests.support.settings import settings_of
 
 START = Position(0, 0)
 OVERHEAD = 1024
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 def new_store(clock, **limits):

@@ -14,12 +14,6 @@ THINKING = {"start": [OPEN], "end": [CLOSE]}
 EOS = MODEL.eos_ids[0]
 
 
-@pytest.fixture
-def bench():
-    with serving() as bench:
-        yield bench
-
-
 def begun(request) -> tuple[bool, int]:
     """Whether a completion begins inside of a thought, and after how many tokens one is forced."""
     assert isinstance(request.constraint, BudgetedConstraint)

@@ -22,12 +22,6 @@ from trainer_bridge.wire.errors import ConnectionLost, ProtocolError, RolloutErr
 SMALL = 64  # bytes of a bucket: the tiny model takes dozens
 
 
-@pytest.fixture
-def worker():
-    with Worker() as worker:
-        yield worker
-
-
 class FakeWorker:
     """A worker that answers `begin`, acknowledges the first `acks` buckets, and then does nothing more."""
 

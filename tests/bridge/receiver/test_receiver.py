@@ -15,12 +15,6 @@ from trainer_bridge.wire.codec import decode, encode, split_envelope
 from trainer_bridge.wire.manifest import checksum, pack
 
 
-@pytest.fixture
-def worker():
-    with Worker() as worker:
-        yield worker
-
-
 def test_a_whole_update_is_applied(worker: Worker) -> None:
     tensors = publish(worker, 1, 1)
     assert serves(worker.model, tensors) and worker.receiver.version == 1

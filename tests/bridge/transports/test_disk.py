@@ -22,12 +22,6 @@ from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
 
 
-@pytest.fixture
-def worker():
-    with Worker() as worker:
-        yield worker
-
-
 def folders(root: Path) -> list[str]:
     """Of updates; the mark of a publisher that lives is left out."""
     return sorted(path.name.rsplit("-", 1)[0] for path in root.iterdir() if path.is_dir())

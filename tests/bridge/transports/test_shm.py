@@ -21,12 +21,6 @@ from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
 SMALL = 64
 
 
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    with Worker() as worker:
-        yield worker
-
-
 def segments() -> int:
     """Mappings of segments in this process, which is publisher and worker."""
     gc.collect()

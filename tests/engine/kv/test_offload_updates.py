@@ -12,11 +12,6 @@ from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
 
 
-@pytest.fixture
-def other(folders):
-    return load(folders[1])
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_kept_kv_of_older_weights_stays_valid_on_the_host(model, other, prompt_of, hf_models, late):
     """Updates while sequences are offloaded: tokens follow from the KV that the sequence had; none is recomputed."""

@@ -1,17 +1,11 @@
 """What a completion reports of recomputed KV: enough to reproduce each of its tokens."""
 
 import numpy as np
-import pytest
 
 from rollout.engine.messages.requests import Prior
-from tests.support.engine.harness import Bench, load
+from tests.support.engine.harness import Bench
 from tests.support.engine.replay import replayed
 from tests.support.engine.updates import Mailbox, Update
-
-
-@pytest.fixture
-def other(folders):
-    return load(folders[1])
 
 
 def test_an_update_without_preemption_computes_nothing_again(model, other, prompt_of, hf_models):

@@ -20,11 +20,6 @@ CONTEXT, PAGE = 49, 4  # the last position begins a page of its own
 
 
 @pytest.fixture
-def other(folders):
-    return load(folders[1])
-
-
-@pytest.fixture
 def draws(monkeypatch) -> list[int]:
     """The rows of every draw of this test."""
     seen, draw = [], Sampler.__call__

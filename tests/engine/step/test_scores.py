@@ -14,7 +14,7 @@ from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import Cancel, StopAt
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.pack import spare_words, upload_words
-from tests.support.engine.harness import Bench, load
+from tests.support.engine.harness import Bench
 from tests.support.engine.scores import check_prompt, check_prompt_tops, log_softmax_after
 from tests.support.engine.streams import random_delays
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
@@ -295,11 +295,6 @@ def test_tops_of_constrained_rows_are_the_models_own(model, prompt_of, hf_models
     assert not {token for row in done.top_ids for token in row} <= {5, 11, 12}
     check_tops(done, prompt_of(12), 5, hf_models[0])
     check_tops(bench.completions["b", 0], prompt_of(30, 1), 2, hf_models[0])
-
-
-@pytest.fixture
-def other(folders):
-    return load(folders[1])
 
 
 def test_tops_after_a_swap_are_of_the_new_weights(model, other, prompt_of, hf_models):

@@ -22,3 +22,13 @@ def replayed(hf_models, prompt: list[int], completion: Completion) -> list[int]:
         again.append(int(logits.argmax()))
         history.append(token)
     return again
+
+
+def agrees(hf_model, prompt: list[int], completion: Completion) -> bool:
+    """Tokens are transformers' greedy choice, and log-probs within 1e-4 of its logits'."""
+    tokens = completion.token_ids
+    with torch.inference_mode():
+        logits = hf_model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    close = torch.allclose(torch.tensor(completion.raw_logprobs), logprobs, atol=1e-4, rtol=0)
+    return close and logits.argmax(-1).tolist() == tokens

@@ -13,15 +13,9 @@ from rollout.metrics.meter import Meter
 from rollout.metrics.prometheus import Health, PrometheusSink
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Report
 from rollout.metrics.step_timing import StepTiming
+from tests.support.clock import Clock
 
 BASE: dict = dict(kind="decode", rows=2, zombie_rows=0, tokens=2, plan_s=0.0, launch_s=0.0, commit_s=0.0, version=0)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_every_length_is_in_the_bucket_that_holds_it():

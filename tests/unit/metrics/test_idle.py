@@ -17,6 +17,7 @@ from rollout.metrics.step_timing import StepTiming
 from rollout.models import load_model
 from scripts.bench.driver import Driver
 from scripts.bench.shapes import write_checkpoint
+from tests.support.clock import Clock
 
 
 def causes(idle: IdleCauses) -> dict[str, float]:
@@ -159,13 +160,6 @@ def test_time_held_by_a_swap_and_an_offload_counts_once(offload, expected, resti
     idle.step("decode", 14.0, 14.0, 15.0)
     rest = {"no_work" if resting else "bubble": pytest.approx(3.0 - expected)}
     assert causes(idle) == rest | {"swap": 1.0} | ({"offload": expected} if expected else {})
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 BASE: dict = dict(rows=1, zombie_rows=0, tokens=1, plan_s=0.0, launch_s=0.0, commit_s=0.0, version=0)

@@ -10,15 +10,8 @@ from rollout.metrics.definitions import METRICS
 from rollout.metrics.meter import Meter
 from rollout.metrics.mismatch import MismatchSums
 from rollout.metrics.step_timing import StepTiming
+from tests.support.clock import Clock
 from tests.support.reported_metrics import needs_no_drafts
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def record(start_s: float, end_s: float, kind: str = "decode", **values: object) -> StepTiming:

@@ -7,6 +7,7 @@ import pytest
 from rollout.metrics.meter import Meter
 from rollout.metrics.samples import Quantiles
 from rollout.metrics.step_timing import StepTiming
+from tests.support.clock import Clock
 
 
 def step(start_s: float, device_s: float, host_s: float = 0.0, rows: int = 4, zombie_rows: int = 0) -> StepTiming:
@@ -15,13 +16,6 @@ def step(start_s: float, device_s: float, host_s: float = 0.0, rows: int = 4, zo
         kind="decode", rows=rows, zombie_rows=zombie_rows, tokens=rows - zombie_rows,
         start_s=start_s, end_s=start_s + device_s, planned_at_s=start_s, **parts,
     )  # fmt: skip
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_quantiles_are_right_to_one_percent_over_nine_orders_of_magnitude():
