@@ -115,7 +115,7 @@ class PageAllocator:
         if new is None:
             return False
         kv = seq.kv
-        kv.load_from = reusable.place
+        kv.snapshots.load_from = reusable.place
         kv.hit = reusable.hit if reusable.tokens else None
         kv.add_pages([*reusable.shared, *new], self.page_size)
         kv.prefill_tokens = tokens

@@ -143,7 +143,7 @@ class StatePrefixes(Prefixes):
         if kv.length >= tokens or not (self.cache or seq.group.followers or seq.group.session):
             return
         if place := self._take_place(bool(seq.group.followers)):
-            kv.planned_snapshot = Snapshot(place, tokens, self._point_of(seq, tokens))
+            kv.snapshots.planned = Snapshot(place, tokens, self._point_of(seq, tokens))
 
     def _point_of(self, seq: Sequence, tokens: int) -> PrefixEnd:
         """The end of a prefix of this many tokens; `NO_POINT` without a prefix cache."""
@@ -171,24 +171,24 @@ class StatePrefixes(Prefixes):
         self.remember(seq, known, version)
 
     def _snapshot_launched(self, seq: Sequence, version: int) -> None:
-        kv, planned, snapshots = seq.kv, seq.kv.planned_snapshot, self.snapshots
+        kv, planned, snapshots = seq.kv, seq.kv.snapshots.planned, self.snapshots
         if kv.length <= planned.tokens:
             return
         self.drop_frontier(seq)
-        kv.planned_snapshot = NO_SNAPSHOT
+        kv.snapshots.planned = NO_SNAPSHOT
         if not self.of_use(seq, version):
             snapshots.release(planned.place)
             return
-        kv.snapshot = Snapshot(planned.place, planned.tokens)
+        kv.snapshots.saved = Snapshot(planned.place, planned.tokens)
         if planned.point.key:
             page = kv.pages[planned.tokens // self.page_size] if planned.point.after else 0
             snapshots.keep(planned.point, planned.place, page, kv.oldest)
 
     def loaded(self, seq: Sequence) -> None:
         """Release the snapshot that the first chunk of the sequence loads."""
-        if seq.kv.load_from:
-            self.snapshots.release(seq.kv.load_from)
-            seq.kv.load_from = 0
+        if seq.kv.snapshots.load_from:
+            self.snapshots.release(seq.kv.snapshots.load_from)
+            seq.kv.snapshots.load_from = 0
 
     def _move_frontier(self, seq: Sequence, version: int) -> None:
         """Its prefill computes the planned snapshot next."""
@@ -196,14 +196,14 @@ class StatePrefixes(Prefixes):
         kv = seq.kv
         if not kv.prefilling or not self.findable(seq, version):
             return
-        point = kv.planned_snapshot.point
+        point = kv.snapshots.planned.point
         if point.key:
             self.snapshots.expect(point)
             self.set_frontier(seq, point.key)
 
     def drop_frontier(self, seq: Sequence) -> None:
         if seq.kv.frontier:
-            self.snapshots.expect_no_more(seq.kv.planned_snapshot.point)
+            self.snapshots.expect_no_more(seq.kv.snapshots.planned.point)
         super().drop_frontier(seq)
 
     # --- a sequence ends ----------------------------------------------------------------------------------------------
@@ -218,9 +218,9 @@ class StatePrefixes(Prefixes):
         if known == kv.length > 0 and seq.row_ready and (place := self._take_place(True)):
             self.snapshots.save_soon(seq.row, place)
             kept.append(Snapshot(place, known, self._point_of(seq, known)))
-        if kv.snapshot.tokens <= known:
-            self.snapshots.retain(kv.snapshot.place)
-            kept.append(kv.snapshot)
+        if kv.snapshots.saved.tokens <= known:
+            self.snapshots.retain(kv.snapshots.saved.place)
+            kept.append(kv.snapshots.saved)
         return (kept[0].tokens if kept else 0), tuple(kept)
 
     def turn_kept(self, snapshots: tuple[Snapshot, ...]) -> None:
@@ -232,21 +232,21 @@ class StatePrefixes(Prefixes):
 
     def left(self, seq: Sequence) -> None:
         """Give the sequence's places back. It is settled, so its saved snapshots may be copied to the host."""
-        planned, saved = seq.kv.planned_snapshot.place, seq.kv.snapshot.place
+        planned, saved = seq.kv.snapshots.planned.place, seq.kv.snapshots.saved.place
         if saved:
             self.snapshots.settled(saved)
         for place in filter(None, (planned, saved)):
             self.snapshots.release(place)
-        seq.kv.planned_snapshot = seq.kv.snapshot = NO_SNAPSHOT
+        seq.kv.snapshots.planned = seq.kv.snapshots.saved = NO_SNAPSHOT
 
     def share(self, seq: Sequence, pages: list[int]) -> SharedPrompt | None:
         """See `Prefixes`; the snapshot before the last token of the prompt belongs to it."""
         if seq.prompt_len == 1:  # no state exists before the only token of the prompt
             return super().share(seq, pages)
-        if seq.kv.snapshot.tokens != seq.prompt_len - 1:
+        if seq.kv.snapshots.saved.tokens != seq.prompt_len - 1:
             return None
-        self.snapshots.retain(seq.kv.snapshot.place)
-        return SharedPrompt(pages, seq.kv.oldest, seq.kv.keys, seq.kv.snapshot.place)
+        self.snapshots.retain(seq.kv.snapshots.saved.place)
+        return SharedPrompt(pages, seq.kv.oldest, seq.kv.keys, seq.kv.snapshots.saved.place)
 
     def unshare(self, shared: SharedPrompt) -> None:
         if shared.place:

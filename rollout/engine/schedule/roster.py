@@ -102,7 +102,7 @@ class Roster:
         seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, SequenceState.PREFILL
         self.waiting -= 1
         self.allocator.tier.started(seq)
-        self.counters.snapshot_loads += seq.kv.load_from > 0
+        self.counters.snapshot_loads += seq.kv.snapshots.load_from > 0
         tokens = len(seq.kv.prefill_tokens) - seq.kv.length
         self.prompt_order.admit(seq, tokens)
         if not seq.begun:

@@ -111,6 +111,15 @@ NO_SNAPSHOT = Snapshot(0, 1 << 63)
 
 
 @dataclass(eq=False, slots=True)
+class SnapshotUse:
+    """The snapshots of one sequence of a model with states. It has a reference to each of these places."""
+
+    load_from: int = 0  # place of the snapshot that the first chunk loads; until that is launched; 0: none
+    planned: Snapshot = NO_SNAPSHOT  # the snapshot that its prefill will save
+    saved: Snapshot = NO_SNAPSHOT  # the snapshot that its prefill has saved
+
+
+@dataclass(eq=False, slots=True)
 class KVContent:
     """KV of a sequence's first positions, and what it depends on."""
 
@@ -167,10 +176,7 @@ class SequenceKV(KVContent):
     found: tuple[tuple[int, int, int], ...] = ()
     #: Key of the page, or of the snapshot, that its prefill computes next; others may wait for it.
     frontier: bytes = b""
-    # Only for models with states. A sequence has a reference to each of these places.
-    load_from: int = 0  # place of the snapshot that the first chunk loads; until that is launched; 0: none
-    planned_snapshot: Snapshot = NO_SNAPSHOT  # the snapshot that its prefill will save
-    snapshot: Snapshot = NO_SNAPSHOT  # the snapshot that its prefill has saved
+    snapshots: SnapshotUse = field(default_factory=SnapshotUse)
 
     @property
     def prefilling(self) -> bool:
@@ -190,7 +196,7 @@ class SequenceKV(KVContent):
     @property
     def chunk_end(self) -> int:
         """The latest end of the next chunk of its prefill: a state is saved between two steps."""
-        end, planned = len(self.prefill_tokens), self.planned_snapshot.tokens
+        end, planned = len(self.prefill_tokens), self.snapshots.planned.tokens
         return min(planned, end) if self.length < planned else end
 
     def copies_to(self, page: int) -> tuple[tuple[int, int], ...]:
@@ -199,12 +205,12 @@ class SequenceKV(KVContent):
 
     def saves_of(self, row: int) -> tuple[tuple[int, int], ...]:
         """The save of the row's state that its next chunk begins with, if there is one: (row, place)."""
-        planned = self.planned_snapshot
+        planned = self.snapshots.planned
         return ((row, planned.place),) if self.length == planned.tokens else ()
 
     def loads_of(self, row: int) -> tuple[tuple[int, int], ...]:
         """The load of the row's state that its next chunk begins with, if there is one: (place, row)."""
-        return ((self.load_from, row),) if self.load_from else ()
+        return ((self.snapshots.load_from, row),) if self.snapshots.load_from else ()
 
     def add_pages(self, pages: Iterable[int], page_size: int) -> None:
         """Append pages to the sequence's table."""
