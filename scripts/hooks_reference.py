@@ -40,7 +40,14 @@ def hooks_page() -> str:
             kinds = on_device if issubclass(base, DeviceFeature) else on_host
             having = ", ".join(kind.name for kind in kinds if getattr(kind, name, hook) is not hook)
             lines.append(f"- `{name}`: {having}")
-    return "\n".join(lines) + "\n"
+    lines += [
+        "",
+        "## One feature in a step",
+        "",
+        "Scores, in the order of the calls (modules below `rollout/engine`):",
+        "",
+    ]
+    return "\n".join([*lines, trace_table("scores")]) + "\n"
 
 
 #: The hooks on the device that are called before there is a step.

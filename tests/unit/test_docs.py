@@ -28,7 +28,7 @@ MOST_WORDS = {
     DOCS / "architecture.md": 1500,
 }
 #: Words of all pages by hand together, without the changelog.
-MOST_WORDS_BY_HAND = 21_000
+MOST_WORDS_BY_HAND = 20_500
 MOST_DRAWINGS, MOST_GLOSSARY_WORDS = 4, 40
 #: Pages that are written by hand; scripts write the other folders of docs.
 BY_HAND = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("design/*.md"))]
