@@ -54,6 +54,7 @@ class Feature:
 
 FEATURES = (
     Feature("several GPUs", {"tensor_parallel": 2}),
+    Feature("`attention_split = rows`", {"tensor_parallel": 2, "attention_split": "rows"}),
     Feature("images", {}, images=True),
     Feature("adapters", {"adapter_slots": 2}),
     Feature("recorded experts", {"routing": True}),
@@ -116,7 +117,7 @@ class Refusals:
 
     def _check(self, engine: EngineSettings, kind: Kind, images: bool) -> None:
         format = "plain" if engine.weight_format == "auto" else engine.weight_format
-        spec = shard_spec(self._specs[kind], 0, engine.tensor_parallel)
+        spec = shard_spec(self._specs[kind], 0, engine.tensor_parallel, engine.deals_rows)
         check_format(spec, format)
         if (spec, format) not in self._models:
             group = TensorGroup(0, engine.tensor_parallel, _META)
