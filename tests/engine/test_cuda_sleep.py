@@ -79,6 +79,7 @@ def test_memory_is_the_drivers_once_nothing_lies_in_it(folders):
     bench = bench_of(load(folders[0], "cuda"), **LARGE)
     there = free_bytes()
     assert before - there > 0.9e9
+    bench.close()
     del bench
     gc.collect()
     torch.cuda.empty_cache()

@@ -65,7 +65,8 @@ def test_a_base_that_was_changed_behind_a_rank_s_back_is_found_and_sent_whole(la
             (report,) = publisher.publish({name: tensor.cuda() for name, tensor in tensors.items()}, version).applied(
                 60
             )
-            assert worker.serve(tensors) and (report.sent_nbytes == report.nbytes) == whole
+            # Whole, it goes in a section for each rank, and both sections have the norms.
+            assert worker.serve(tensors) and (report.sent_nbytes >= report.nbytes) == whole
             if version == 2:
                 worker.stagings[-1].base.parts(0, 64)[0][1][2] ^= 1
                 torch.cuda.synchronize()
