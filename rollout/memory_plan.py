@@ -251,7 +251,7 @@ def steps_estimate(engine: EngineSettings, model: Decoder, target: DeviceTarget)
     a_token = 2 * hidden + max(_values_written(layer, hidden) for layer in model.spec.layers)
     of_tokens = chunk_tokens(engine, model, target) * a_token * item
     logits = 2 * (engine.step_rows + 128) * len(model.embed) * torch.float32.itemsize
-    coded = [] if model.format == "plain" else [part for layer in model.spec.layers for part in coded_products(layer)]
+    coded = [] if model.format == "plain" else coded_products(model.spec)
     decoded = max((part.outputs * part.inputs * item for part in coded), default=0)
     return StepNeeds(int(_STEPS_FACTOR * (of_tokens + logits)) + decoded, _STEPS_FIXED)
 

@@ -53,8 +53,8 @@ _MODELS_INTRODUCTION = """\
 # Models
 
 {count} native families, by `architectures` of config.json. With [transformers' code](fallback.md) a worker serves
-{served} of the {all} decoder-only causal LMs of transformers. Checkpoints are safetensors in 16 or 32 bits; MXFP4
-experts of gpt-oss are decoded. [Which features work together](together.md)
+{served} of the {all} decoder-only causal LMs of transformers. Checkpoints are safetensors in 16 or 32 bits; experts of
+gpt-oss in MXFP4 stay codes. [Which features work together](together.md)
 
 - **images**: with `model.images` the worker also serves images and videos. torch runs the vision tower; updates may
   omit its tensors.

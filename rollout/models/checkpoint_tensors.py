@@ -1,7 +1,8 @@
-"""Tensors of a checkpoint folder: one model.safetensors, or shards with an index. Those in MXFP4 are decoded.
+"""Tensors of a checkpoint folder: one model.safetensors, or shards with an index.
 
 Weights in fp8 are e4m3 codes, with a scale for each block of 128 x 128 (`name` + "_scale_inv"). They stay codes where
-the model keeps them in this format; else they are decoded.
+the model keeps them in this format; else they are decoded. So are experts in MXFP4; a model in `mxfp8` codes their
+values again, without loss.
 
 All names and shapes are checked before the first tensor is read, so a wrong checkpoint leaves the model as it was.
 """
@@ -90,6 +91,11 @@ def join_mxfp4(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
             del joined[name], joined[whole + SCALES]
             joined[whole] = StoredTensor(blocks.file, shape, "MXFP4", scales.file)
     return joined
+
+
+def has_mxfp4(tensors: dict[str, StoredTensor]) -> bool:
+    """Whether tensors of a checkpoint are in MXFP4."""
+    return any(stored.dtype == "MXFP4" for stored in tensors.values())
 
 
 def join_fp8(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -27,18 +27,28 @@ from rollout.models.spec import AttentionSpec, LatentSpec, LayerSpec, LinearSpec
 
 
 class CodedView(torch.Tensor):
-    """Codes (uint8) of one tensor of a checkpoint, in the shape of the weights."""
+    """Codes (uint8) of one tensor of a checkpoint, in the shape of the weights.
+
+    Of experts whose tensor is `turned`, it has inputs before outputs, and the memory has not.
+    """
 
     _weights: ExpertWeights
+    _turned: bool
     #: Results of operations on it are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, weights: ExpertWeights, shape: tuple[int, ...]) -> CodedView:
-        """A view of `weights` for a tensor of this shape."""
-        view = weights.values_ENK.detach().view(shape).as_subclass(cls)
-        view._weights = weights
+    def of(cls, weights: ExpertWeights, shape: tuple[int, ...], turned: bool = False) -> CodedView:
+        """A view of `weights`, which have this shape, for one tensor."""
+        codes = weights.values_ENK.detach().view(shape)
+        view = (codes.mT if turned else codes).as_subclass(cls)
+        view._weights, view._turned = weights, turned
         return view
+
+    def __iter__(self) -> Iterator[CodedView]:
+        """The view of each expert, of a view of all."""
+        shape = self._weights.values_ENK.shape[1:]
+        return (CodedView.of(self._weights.part(expert), tuple(shape), self._turned) for expert in range(len(self)))
 
     def copy_(self, weights: torch.Tensor, non_blocking: bool = False) -> CodedView:  # type: ignore[override]
         """Quantise weights of the view's shape, from any device, into codes and scales, or store codes alone.
@@ -49,16 +59,18 @@ class CodedView(torch.Tensor):
             raise TypeError(f"weights to be quantised must be floating point, not {weights.dtype}")
         if weights.shape != self.shape:
             raise ValueError(f"weights of shape {list(weights.shape)} do not fit into {list(self.shape)}")
+        weights = weights.detach().mT if self._turned else weights.detach()
         if weights.dtype == torch.float8_e4m3fn:
-            codes = weights.detach().view(torch.uint8).reshape(self._weights.values_ENK.shape)
+            codes = weights.view(torch.uint8).reshape(self._weights.values_ENK.shape)
             self._weights.values_ENK.copy_(codes, non_blocking)
             return self
-        quantize_to(weights.detach().reshape(self._weights.values_ENK.shape), self._weights, non_blocking)
+        quantize_to(weights.reshape(self._weights.values_ENK.shape), self._weights, non_blocking)
         return self
 
     def decoded_values(self) -> torch.Tensor:
         """The weights that the codes stand for, float32, in the view's shape."""
-        return self._weights.dequantized(torch.float32).view(self.shape)
+        weights_ENK = self._weights.dequantized(torch.float32)
+        return (weights_ENK.mT if self._turned else weights_ENK).reshape(self.shape)
 
     @property
     def format(self) -> Format:
@@ -86,8 +98,13 @@ def scale_cut(cut: Cut | None, format: Format) -> Cut | None:
     return Cut(cut.dim, -(-cut.whole // block), ranges)
 
 
-def coded_products(layer: LayerSpec) -> Iterator[LinearSpec]:
-    """The coded products of a layer, without the experts' products."""
+def coded_products(spec: ModelSpec) -> Iterator[LinearSpec]:
+    """The coded products of a model, each once, without the experts' products."""
+    layers = () if spec.only_experts_coded else spec.layers
+    yield from dict.fromkeys(product for layer in layers for product in _coded_products(layer))
+
+
+def _coded_products(layer: LayerSpec) -> Iterator[LinearSpec]:
     mixer, block = layer.mixer, layer.feed_forward
     if isinstance(mixer, AttentionSpec):
         yield from (mixer.qkv, mixer.o)
@@ -103,12 +120,12 @@ def check_format(spec: ModelSpec, format: Format) -> None:
     if format == "plain":
         return
     other = "use weight_dtype = bf16"
-    if spec.moe is not None and (spec.moe.clamped is not None or spec.moe.turned):
+    if format == "fp8_block" and spec.moe is not None and spec.moe.clamped is not None:
         raise ValueError(
-            f"weight_dtype = {format} needs experts without biases, and tensors of single experts; {spec.architecture} "
-            f"has others: {other}"
+            f"gate and up rows of {spec.architecture} alternate, and a block of fp8_block would have both: use "
+            "weight_dtype = mxfp8, or bf16"
         )
-    products = list(dict.fromkeys(product for layer in spec.layers for product in coded_products(layer)))
+    products = list(coded_products(spec))
     widths = [product.inputs for product in products] if format == "mxfp8" else []
     if spec.moe is not None:
         widths += [spec.moe.width, spec.moe.intermediate]

@@ -79,11 +79,7 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
         if getattr(config, name, False):
             raise ValueError(f"{name} is not supported for this architecture: it must be false")
     quantized = getattr(config, "quantization_config", None)
-    if (
-        quantized is not None
-        and not is_block_fp8(config)
-        and not (family.mxfp4 and _quantization(quantized) == "mxfp4")
-    ):
+    if quantized is not None and not is_block_fp8(config) and not (family.mxfp4 and is_mxfp4(config)):
         raise ValueError(
             "this quantization_config is not supported; use a checkpoint with float32, bfloat16 or float16 weights, or "
             "fp8 ones in blocks (quant_method fp8, fmt e4m3, weight_block_size [128, 128])"
@@ -117,6 +113,11 @@ def is_block_fp8(config: Any) -> bool:
     if _quantization(quantized) != "fp8" or not isinstance(quantized, dict):
         return False
     return quantized.get("weight_block_size") == [128, 128] and quantized.get("fmt", "e4m3") == "e4m3"
+
+
+def is_mxfp4(config: Any) -> bool:
+    """Whether a checkpoint says that its experts are in MXFP4."""
+    return _quantization(getattr(config, "quantization_config", None)) == "mxfp4"
 
 
 def _quantization(config: Any) -> Any:

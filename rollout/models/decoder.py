@@ -87,12 +87,13 @@ class DecoderLayer(Block):
         assert layer.norms == "before" or len(layer.blocks) == 2, "a layer of one block has no other norm"
         self.mixer_output_norm = norm() if around else None
         self.feed_forward_output_norm = norm() if around else None
-        how = (dtype, device, format, group)
-        self.mixer = None if layer.mixer is None else _mixer(spec, index, layer.mixer, *how)
+        rest: Format = "plain" if spec.only_experts_coded else format
+        self.mixer = None if layer.mixer is None else _mixer(spec, index, layer.mixer, dtype, device, rest, group)
         inputs = spec.token_inputs
         self.token_input = None if inputs is None else TokenInput(spec, inputs, index, dtype, device)
         self.factor = None if layer.factor is None else empty_parameter(1, dtype=dtype, device=device)
         feed_forward = layer.feed_forward
+        how = (dtype, device, format if isinstance(feed_forward, MoESpec) else rest, group)
         self.feed_forward = None if feed_forward is None else _feed_forward(spec, index, feed_forward, *how)
 
     @property

@@ -649,7 +649,6 @@ class SparseFeedForward(Block):
         self.biases: tuple[nn.Parameter, nn.Parameter] | None = None
         self.activation: Callable[[torch.Tensor], torch.Tensor] = functools.partial(gated, activation=spec.activation)
         if spec.clamped is not None:
-            assert format == "plain", "check_format refuses codes of these experts"
             kept = len(spec.kept_experts)
             self.gate_up_bias = empty_parameter(kept, 2 * spec.intermediate, dtype=dtype, device=device)
             self.down_bias = empty_parameter(kept, spec.hidden, dtype=dtype, device=device)
@@ -758,7 +757,7 @@ class SparseFeedForward(Block):
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`: one tensor an expert, or all experts stacked."""
         names = self.spec.names
-        if self.biases is not None or self.spec.turned:
+        if self._turned:
             return [*self._router_regions(prefix), *self._shared_regions(prefix), *self._transposed_regions(prefix)]
         gate_up, down, count = {}, {}, self.spec.experts
         for expert in range(count):
@@ -773,6 +772,11 @@ class SparseFeedForward(Block):
             Region((gate_up, {f"{prefix}{names.stacked_gate_up}": self._view("gate_up")})),
             Region((down, {f"{prefix}{names.stacked_down}": self._view("down")})),
         ]
+
+    @property
+    def _turned(self) -> bool:
+        """Whether checkpoints have the tensors of all experts alone, with inputs before outputs."""
+        return self.spec.clamped is not None or self.spec.turned
 
     def _shared_regions(self, prefix: str) -> list[Region]:
         if not self.stacked_shared:
@@ -806,15 +810,11 @@ class SparseFeedForward(Block):
     def _transposed_regions(self, prefix: str) -> list[Region]:
         """The regions of all experts, with inputs before outputs."""
         names, by_expert = self.spec.names, self.spec.expert_cut
-        gate_up, down = self.spec.gate_up_cut, self.spec.width_cut
         stacked = f"{prefix}{names.stacked_gate_up}", f"{prefix}{names.stacked_down}"
-        regions = [
-            one_name(stacked[0], self.gate_up.transpose(1, 2), by_expert or _at(gate_up, 2)),
-            one_name(stacked[1], self.down.transpose(1, 2), by_expert or _at(down, 1)),
-        ]
+        regions = [Region(({stacked[0]: self._view("gate_up")},)), Region(({stacked[1]: self._view("down")},))]
         if self.biases is not None:
             regions += [
-                one_name(f"{stacked[0]}_bias", self.gate_up_bias, by_expert or _at(gate_up, 1)),
+                one_name(f"{stacked[0]}_bias", self.gate_up_bias, by_expert or _at(self.spec.gate_up_cut, 1)),
                 one_name(f"{stacked[1]}_bias", self.down_bias, by_expert),
             ]
         return regions
@@ -824,7 +824,7 @@ class SparseFeedForward(Block):
         if self.format == "plain":
             return {}
         names, views = self.spec.names, {} if self.shared is None else self.shared.scale_views(prefix)
-        for expert in range(self.spec.experts):
+        for expert in range(0 if self._turned else self.spec.experts):
             for name, projection, half in (
                 (names.gate, "gate_up", 0),
                 (names.up, "gate_up", 1),
@@ -856,7 +856,7 @@ class SparseFeedForward(Block):
         cut = spec.gate_up_cut if wide and half is None else spec.width_cut
         cut = cut if wide else _at(cut, 1)  # the cut of one expert
         if expert is None:
-            cut = spec.expert_cut or (None if cut is None else cut.at(cut.dim + 1))
+            cut = spec.expert_cut or (None if cut is None else cut.at(2 - cut.dim if self._turned else cut.dim + 1))
         elif expert in spec.kept_experts:
             expert -= spec.kept_experts.start
             view = view[expert]
@@ -867,7 +867,10 @@ class SparseFeedForward(Block):
             view = view.unflatten(0, (spec.halves, -1))[half]
         if self.format != "plain":
             weights = self.weights(projection)
-            view = CodedView.of(weights if expert is None else weights.part(expert, half), tuple(view.shape))
+            weights = weights if expert is None else weights.part(expert, half)
+            view = CodedView.of(weights, tuple(view.shape), self._turned)
+        elif self._turned:
+            view = view.mT
         return CutView.of(view, cut)
 
 

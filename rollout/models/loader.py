@@ -31,6 +31,7 @@ from rollout.models.checkpoint_tensors import (
     check_tensors,
     copy_tensors,
     first_names,
+    has_mxfp4,
     join_fp8,
     join_mxfp4,
     join_pieces,
@@ -39,7 +40,7 @@ from rollout.models.checkpoint_tensors import (
     transposed,
 )
 from rollout.models.coded import SCALES, check_format
-from rollout.models.config_spec import is_block_fp8, spec_from_config
+from rollout.models.config_spec import is_block_fp8, is_mxfp4, spec_from_config
 from rollout.models.decoder import Decoder
 from rollout.models.draft_checkpoint import fill_draft, read_draft
 from rollout.models.draft_head import FLAGS, OFFSETS, PREFIX, DraftHead
@@ -173,12 +174,14 @@ def _load(
     """As `load_model`, in one way of running it."""
     config = read_config(folder, impl)
     choose_factors(config.text, settings.longrope)
+    tensors = {} if settings.load_format == "random" else join_mxfp4(join_fp8(list_tensors(folder)))
+    if weights == "auto" and is_mxfp4(config.whole) and tensors and not has_mxfp4(tensors):
+        weights = "plain"  # its experts are in 16 bits after all
     format = resolve_format(weights, config)
-    tensors = {} if settings.load_format == "random" else join_fp8(list_tensors(folder))
     own = getattr(config.whole, "dtype", None) or getattr(config.text, "dtype", None)
     dtype = _pick_dtype(settings, own or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)
-    source = _Source(settings, folder, config, tensors, dtype, device, progress, group, draft, mtp, deals_rows)
+    source = _Source(settings, folder, config, weights, tensors, dtype, device, progress, group, draft, mtp, deals_rows)
     native = is_native(config.architecture, impl)
     model: LanguageModel = _load_native(source, format) if native else _load_fallback(source, format)
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
@@ -188,9 +191,14 @@ def _load(
 
 
 def resolve_format(asked: AskedFormat, config: CheckpointConfig) -> Format:
-    """The format of the weights that may be codes. `auto` keeps codes of blocks, and never quantises other weights."""
+    """The format of the weights that may be codes. `auto` keeps those of a checkpoint, and never quantises weights.
+
+    Experts in MXFP4 are kept in `mxfp8`, which has all their values; other weights of such a checkpoint are not codes.
+    """
     if asked != "auto":
         return asked
+    if is_mxfp4(config.whole):
+        return "mxfp8"
     return "fp8_block" if is_block_fp8(config.whole) else "plain"
 
 
@@ -208,15 +216,16 @@ def check_cut(
     if not is_native(config.architecture, settings.model_impl):
         raise ValueError(_no_shards(config.architecture, ranks))
     choose_factors(config.text, settings.longrope)
-    spec = shard_spec(_read_spec(folder, config, settings.images), 0, ranks, deals_rows)
+    spec = shard_spec(_read_spec(folder, config, settings.images, weights), 0, ranks, deals_rows)
     check_format(spec, resolve_format(weights, config))
 
 
-def _read_spec(folder: Path, config: CheckpointConfig, images: bool) -> ModelSpec:
+def _read_spec(folder: Path, config: CheckpointConfig, images: bool, weights: AskedFormat) -> ModelSpec:
     try:
         tower = read_tower(folder, config) if images else None
         try:
-            return spec_from_config(config.text, config.architecture, tower)
+            spec = spec_from_config(config.text, config.architecture, tower)
+            return replace(spec, only_experts_coded=weights == "auto" and is_mxfp4(config.whole))
         except CheckpointError:  # a value out of bounds, which transformers' code must not try
             raise
         except ValueError as error:
@@ -241,6 +250,7 @@ class _Source:
     settings: ModelSettings
     folder: Path
     config: CheckpointConfig
+    weights: AskedFormat
     tensors: dict[str, StoredTensor]
     dtype: torch.dtype
     device: torch.device
@@ -268,8 +278,8 @@ class _Source:
 
 def _load_native(source: _Source, format: Format) -> Decoder:
     architecture, device = source.architecture, source.device
-    whole = _read_spec(source.folder, source.config, source.settings.images)
-    names, stored = whole.names, join_mxfp4(source.tensors)
+    whole = _read_spec(source.folder, source.config, source.settings.images, source.weights)
+    names, stored = whole.names, source.tensors
     if whole.tied:
         embeds, heads = (names.spellings(f"{module}.weight") for module in (names.embed, names.lm_head))
         stored, tied = _settle_tying(stored, [(embeds, heads)], source)

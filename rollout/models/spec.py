@@ -1068,6 +1068,7 @@ class ModelSpec:
     #: The draft model that checkpoints may have as layers for the prediction of several tokens; see `draft`.
     mtp: DraftSpec | None = None
     shard: Shard | None = None  # blocks and vocabulary are one rank's part
+    only_experts_coded: bool = False  # where weights are codes, as in a checkpoint in MXFP4
 
     @property
     def unused_patterns(self) -> tuple[str, ...]:

@@ -466,10 +466,10 @@ def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
             for parts_too in (True, False):
                 given = (x, routing, gate_up, down, plan)
                 yield f"experts, {format}, {plan.path}", lambda a=given, p=parts_too: dispatch.run_experts(*a, parts=p)
-            if format == "plain":
+            if format != "fp8_block":
                 glu = formats.ClampedGLU(empty(shape.experts, 2 * shape.inner), 1.7, 7.0)
                 given = (x, routing, gate_up, down, plan)
-                yield f"experts, clamped, {plan.path}", lambda a=given, g=glu: dispatch.run_experts(*a, glu=g)
+                yield f"experts, {format}, clamped, {plan.path}", lambda a=given, g=glu: dispatch.run_experts(*a, glu=g)
             for activation in ("gelu_tanh", "relu2"):
                 first = _weights(shape.experts, shape.inner, shape.hidden, format, 1)
                 given = (x, routing, gate_up if activation == "gelu_tanh" else first, down, plan)

@@ -130,12 +130,16 @@ def load_scales(
     FORMAT: tl.constexpr,
     R: tl.constexpr,
     A: tl.constexpr,
+    STEP: tl.constexpr = 1,
 ):
-    """Scales [R, A] of R rows from `row0` and A threads from code `k0`. `scale_ptr` points to the expert (or half)."""
+    """Scales [R, A] of R rows from `row0` and A threads from code `k0`. `scale_ptr` points to the expert (or half).
+
+    Rows are every STEP-th one of the matrix.
+    """
     # Load one row of R * A scales: Triton distributes them over the threads in the same order as `_load` the codes.
     # A load of [R, A] has another order, and every scale then passes through shared memory between two barriers.
     thread = tl.arange(0, R * A)
-    row = tl.minimum(row0 + thread // A, OUTPUTS - 1)
+    row = tl.minimum(row0 + thread // A, OUTPUTS - 1) * STEP
     k = tl.minimum(k0 + thread % A * THREAD_CODES, INPUTS - 1)
     if FORMAT == "mxfp8":
         scale = power_of_two(tl.load(scale_ptr + row * (INPUTS // 32) + k // 32))

@@ -163,7 +163,7 @@ def run_experts(
         down: the down projection of all experts.
         plan: from `moe_plan`.
         parts: return parts, for a consumer that adds them.
-        glu: the activation of plain weights whose gate and up rows alternate; None: `activation`. The biases of the
+        glu: the activation of weights whose gate and up rows alternate; None: `activation`. The biases of the
             down projection are not added here.
         activation: of the gates, or of the values without a gate.
     """

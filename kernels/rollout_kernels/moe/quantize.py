@@ -55,7 +55,7 @@ def quantize_to(w_ENK: torch.Tensor, out: ExpertWeights, non_blocking: bool = Fa
         w_ENK = w_ENK.float()
     device = out.values_ENK.device
     if device.type != "cuda":
-        made = quantize(w_ENK, out.format, out.halves)
+        made = quantize(w_ENK.contiguous(), out.format, out.halves)
         out.values_ENK.copy_(made.values_ENK)
         assert made.scales is not None
         out.scales.copy_(made.scales)

@@ -146,28 +146,30 @@ def _gate_up_kernel(
     UP_ROWS: tl.constexpr = INNER if GATED and not CLAMPED else 0
     UP_COLUMNS: tl.constexpr = H if CLAMPED else 0
     WIDTH: tl.constexpr = 2 * H if CLAMPED else H
+    UP_SCALES: tl.constexpr = SCALES // (2 * INNER) if CLAMPED else SCALES // 2
     gate_row0 = expert * (INNER + UP_ROWS) + tl.program_id(0) * BLOCK_N
     gate_row = expert * (INNER + UP_ROWS) + row
     gate_scale = scale_ptr + expert.to(tl.int64) * SCALES
+    scale_row = 2 * row if CLAMPED else row
     x_row = x_ptr + (pair // TOP_K).to(tl.int64) * H
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if GATED:
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # The pipeline that prefetches tiles skips loads as small as scales, so the next step's scales are loaded here.
-    next_gate = tile_scales(gate_scale, row, 0, H, FORMAT, BLOCK_K)
+    next_gate = tile_scales(gate_scale, scale_row, 0, H, FORMAT, BLOCK_K)
     if GATED:
-        next_up = tile_scales(gate_scale + SCALES // 2, row, 0, H, FORMAT, BLOCK_K)
+        next_up = tile_scales(gate_scale + UP_SCALES, scale_row, 0, H, FORMAT, BLOCK_K)
     for k in tl.range(0, H, BLOCK_K, num_stages=STAGES):
         w_gate = _weights(w_ptr, gate_row0, gate_row, k, H, BULK, BLOCK_K, 0, WIDTH)
         if GATED:
             w_up = _weights(w_ptr, gate_row0 + UP_ROWS, gate_row + UP_ROWS, k, H, BULK, BLOCK_K, UP_COLUMNS, WIDTH)
         x = _activations(x_row, live, k, H, BLOCK_K)
         scale_gate = next_gate
-        next_gate = tile_scales(gate_scale, row, k + BLOCK_K, H, FORMAT, BLOCK_K)
+        next_gate = tile_scales(gate_scale, scale_row, k + BLOCK_K, H, FORMAT, BLOCK_K)
         gate = add_tile(gate, w_gate, x, scale_gate, FORMAT, BLOCK_N, BLOCK_K)
         if GATED:
             scale_up = next_up
-            next_up = tile_scales(gate_scale + SCALES // 2, row, k + BLOCK_K, H, FORMAT, BLOCK_K)
+            next_up = tile_scales(gate_scale + UP_SCALES, scale_row, k + BLOCK_K, H, FORMAT, BLOCK_K)
             up = add_tile(up, w_up, x, scale_up, FORMAT, BLOCK_N, BLOCK_K)
     if HALF:
         x_scale = tl.load(x_scale_ptr + pair // TOP_K)[None, :]
@@ -175,9 +177,9 @@ def _gate_up_kernel(
         if GATED:
             up *= x_scale
     if FORMAT == "fp8_row":
-        gate *= tl.load(gate_scale + row)[:, None]
+        gate *= tl.load(gate_scale + scale_row)[:, None]
         if GATED:
-            up *= tl.load(gate_scale + SCALES // 2 + row)[:, None]
+            up *= tl.load(gate_scale + UP_SCALES + scale_row)[:, None]
     if CLAMPED:
         bias = bias_ptr + expert.to(tl.int64) * (2 * INNER) + 2 * row
         gate += tl.load(bias).to(tl.float32)[:, None]
@@ -356,11 +358,11 @@ def grouped_gate_up(
         top_k: K.
         config: launch configuration.
         out_PI: memory for the result, or None to allocate it.
-        glu: for plain weights whose gate and up rows alternate; None: `activation`.
+        glu: for weights whose gate and up rows alternate, not in `fp8_block`; None: `activation`.
         activation: of the gates, or of the values without a gate.
     """
     _check(x_TH, gate_up)
-    assert glu is None or (gate_up.format == "plain" and gate_up.halves == 2)
+    assert glu is None or (gate_up.format != "fp8_block" and gate_up.halves == 2)
     inner = gate_up.values_ENK.shape[1] // gate_up.halves
     out = out_PI if out_PI is not None else x_TH.new_empty(groups.pairs_P.numel(), inner)
     factors_TH, x_scales_T = _halved(x_TH, gate_up, config)

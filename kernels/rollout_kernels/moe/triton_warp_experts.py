@@ -88,6 +88,7 @@ def _gate_up_kernel(
     CLAMPED: tl.constexpr = bias_ptr is not None
     STEP: tl.constexpr = 2 if CLAMPED else 1
     UP: tl.constexpr = 1 if CLAMPED else INNER
+    UP_SCALES: tl.constexpr = SCALES // (2 * INNER) if CLAMPED else SCALES // 2
     DTYPE: tl.constexpr = h_ptr.dtype.element_ty
     STORED: tl.constexpr = H // 2 if FORMAT == "plain" else H
     SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // THREAD_CODES
@@ -116,9 +117,10 @@ def _gate_up_kernel(
                 w_row = w + (i // NEURONS * UP + row[:, None] * STEP) * STORED
                 tiles += (_load(w_row + at, at, STORED, WIDTH, EVICT),)
                 if SCALED:
-                    half = scale + i // NEURONS * (SCALES // 2)
+                    half = scale + i // NEURONS * UP_SCALES
                     row0 = block * (ROWS * NEURONS) + i % NEURONS * ROWS
-                    scales += (load_scales(half, row0, start + piece * WIDTH, INNER, H, FORMAT, ROWS, SUMS),)
+                    k0 = start + piece * WIDTH
+                    scales += (load_scales(half, row0, k0, INNER, H, FORMAT, ROWS, SUMS, STEP),)
         # The barrier keeps the loads of weights above it. Otherwise ptxas spreads them out to save registers, and too
         # few are in flight at once. The activations are loaded below it, so that no arithmetic can move above it.
         if FENCE:
@@ -137,10 +139,10 @@ def _gate_up_kernel(
             u = tl.sum(sums[NEURONS + i], axis=1)
         neuron = n + i * ROWS
         if FORMAT == "fp8_row":
-            row = tl.minimum(neuron, INNER - 1)
+            row = tl.minimum(neuron, INNER - 1) * STEP
             g *= tl.load(scale + row)
             if HALVES == 2:
-                u *= tl.load(scale + SCALES // 2 + row)
+                u *= tl.load(scale + UP_SCALES + row)
         if CLAMPED:
             bias = bias_ptr + expert * (2 * INNER) + 2 * tl.minimum(neuron, INNER - 1)
             g += tl.load(bias).to(tl.float32)
@@ -311,11 +313,11 @@ def moe_gate_up(
             dtype of x.
         config: launch configuration.
         out_TKI: memory for the result, or None to allocate it.
-        glu: for plain weights whose gate and up rows alternate; None: `activation`.
+        glu: for weights whose gate and up rows alternate, not in `fp8_block`; None: `activation`.
         activation: of the gates, or of the values without a gate.
     """
     _check(x_TH, gate_up, experts_TK)
-    assert glu is None or (gate_up.format == "plain" and gate_up.halves == 2)
+    assert glu is None or (gate_up.format != "fp8_block" and gate_up.halves == 2)
     (tokens, hidden), top_k = x_TH.shape, experts_TK.shape[1]
     inner = gate_up.values_ENK.shape[1] // gate_up.halves
     out = out_TKI if out_TKI is not None else x_TH.new_empty(tokens, top_k, inner)

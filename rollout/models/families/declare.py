@@ -486,7 +486,7 @@ class Family:
     without_effect: tuple[str, ...] = ()  # keys of its configs on which no forward depends
     moe: MoEFamily | None = None
     turned_experts: bool = False  # files have tensors of all experts with inputs before outputs; updates have not
-    mxfp4: bool = False  # checkpoints may have experts in this format; they are decoded when they are loaded
+    mxfp4: bool = False  # checkpoints may have experts in this format
     #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images. A
     #: tensor of a draft model is used whatever its name begins with.
     unused: tuple[str, ...] = (

@@ -14,6 +14,7 @@ from rollout.models.coded import SCALES, CodedView
 from rollout.weights.parameter_map import UpdateNames
 from tests.support.bridge.harness import Worker
 from tests.support.models.families import make_checkpoint
+from tests.support.models.mxfp4 import make_mxfp4
 from trainer_bridge import quantize_fp8_block
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import WeightsRejected
@@ -163,6 +164,39 @@ def test_codes_are_refused_by_a_worker_that_keeps_weights(dense):
             only_codes = {name: t for name, t in as_codes(tensors, coded).items() if not name.endswith(SCALES)}
             with pytest.raises(WeightsRejected, match="set its weight_dtype"):
                 publisher.publish(only_codes, 2).applied(60)
+
+
+@pytest.fixture(scope="module")
+def in_mxfp4(tmp_path_factory):
+    """Two checkpoints with experts in MXFP4, and the second one's weights as a trainer in bf16 holds them."""
+    base = tmp_path_factory.mktemp("gpt_oss")
+    sizes = {"hidden_size": 64, "intermediate_size": 32}
+    make_mxfp4(base / "old", **sizes)
+    tensors = make_mxfp4(base / "new", 1, **sizes).state_dict()
+    return base / "old", base / "new", {name: tensor.bfloat16() for name, tensor in tensors.items()}
+
+
+def check_mxfp4(folders, device: str, **settings: Any) -> None:
+    old, new, tensors = folders
+    served, fresh = Served(old, "auto", device), Served(new, "auto", device)
+    assert served.model.format == "mxfp8" and not served.equals(fresh)
+    with worker_of(served, **settings) as worker, WeightPublisher(worker.endpoint, bucket_bytes=1 << 14) as publisher:
+        publisher.publish({name: tensor.to(device) for name, tensor in tensors.items()}, 1).applied(60)
+        assert served.equals(fresh), "as if it had been loaded with them"
+        name = "model.layers.0.mlp.experts.down_proj"
+        with pytest.raises(WeightsRejected, match="send 16-bit weights"):
+            publisher.publish(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, 2).applied(60)
+        assert served.equals(fresh)
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_an_update_in_bf16_reaches_experts_in_mxfp4(in_mxfp4, apply):
+    check_mxfp4(in_mxfp4, "cpu", apply=apply)
+
+
+@pytest.mark.gpu
+def test_an_update_in_bf16_reaches_experts_in_mxfp4_on_a_gpu(in_mxfp4):
+    check_mxfp4(in_mxfp4, "cuda")
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
 from rollout.engine.device.streams import make_device
@@ -13,6 +14,7 @@ from tests.support.engine.cuda_harness import assert_steady, load_bf16, watch_co
 from tests.support.engine.harness import Bench
 from tests.support.engine.updates import Mailbox, Update, beside_a_fresh_engine
 from tests.support.models import sigmoid_router
+from tests.support.models.mxfp4 import make_mxfp4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no measured plan")]
 ROWS = 6
@@ -155,9 +157,26 @@ def save(kind: str, folder, seed: int):
     return read
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+def save_mxfp4(folder):
+    """gpt-oss with experts in MXFP4 and the rest in bf16, and the same weights in float32."""
+    stem, own = CONFIGS["gpt_oss"]
+    assert stem == "GptOss"
+    reference = make_mxfp4(folder, 3, **SIZES, **own)
+    tensors = load_file(folder / "model.safetensors")
+    rounded = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
+    save_file(rounded, folder / "model.safetensors", {"format": "pt"})
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return reference.to("cuda").eval()
+
+
+@pytest.fixture(scope="module", params=[*CONFIGS, "mxfp4"])
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "mxfp4":
+        yield folder, save_mxfp4(folder)
+        return
     with pytest.MonkeyPatch.context() as patch:
         sigmoid_router.declare(patch)
         yield folder, save(request.param, folder, 3)

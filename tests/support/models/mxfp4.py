@@ -12,11 +12,11 @@ from tests.support.models.families import make_checkpoint
 from tests.support.models.variants import CONFIGS, SIZES
 
 
-def make_mxfp4(folder: Path, **sizes: Any) -> Any:
+def make_mxfp4(folder: Path, seed: int = 0, **sizes: Any) -> Any:
     """Save a random checkpoint to `folder`; transformers' model of it, with decoded experts."""
-    reference = make_checkpoint("GptOss", folder, **(SIZES | CONFIGS["GptOss"] | sizes))
+    reference = make_checkpoint("GptOss", folder, seed, **(SIZES | CONFIGS["GptOss"] | sizes))
     tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3 + seed)
     with torch.no_grad():
         for name, weight in reference.named_parameters():
             if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):

@@ -54,20 +54,21 @@ def test_a_layer_runs_by_any_plan(plan, format):
 
 @pytest.mark.parametrize("plan", [*PLANS, GroupedPlan(*2 * (GroupedConfig(bulk=False),))], ids=lambda plan: plan.path)
 @pytest.mark.parametrize(("hidden", "inner"), [(256, 64), (160, 96)])
-def test_a_layer_may_have_a_clamped_glu_with_biases(plan, hidden, inner):
+@pytest.mark.parametrize("format", ["plain", "fp8_row", "mxfp8"])
+def test_a_layer_may_have_a_clamped_glu_with_biases(plan, hidden, inner, format):
     """Gate and up rows alternate; large gates and values of either sign are bounded."""
-    case = layer(3, hidden=hidden, inner=inner)
+    case = layer(3, hidden=hidden, inner=inner, format=format)
     bias = torch.randn(6, 2 * inner, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
     glu, routing = ClampedGLU(bias, 1.7, 0.9), Routing(case.experts_TK, case.weights_TK)
     out = run_experts(case.x_TH, routing, case.gate_up, case.down, plan, glu=glu)
     expected = moe_experts(
-        case.x_TH.float(),
+        case.x_TH.double(),
         case.weights_TK,
         case.experts_TK.long(),
-        case.gate_up.values_ENK.float(),
-        case.down.values_ENK.float(),
+        case.gate_up.dequantized(),
+        case.down.dequantized(),
         partial(clamped_glu, alpha=1.7, limit=0.9),
-        (bias.float(), torch.zeros(6, hidden, device=DEVICE)),
+        (bias.double(), torch.zeros(6, hidden, dtype=torch.float64, device=DEVICE)),
     )
     assert relative(out, expected) < 4e-3
 

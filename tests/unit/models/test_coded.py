@@ -26,6 +26,8 @@ CPU = torch.device("cpu")
 DENSE: list[tuple[str, Format]] = [("qwen3", "fp8_block"), ("llama", "fp8_row"), ("qwen2", "mxfp8")]
 #: A family a format: with a dense layer in between, with other names, with all heads normalised together.
 CODED: list[tuple[str, Format]] = [("qwen3_moe", "mxfp8"), ("mixtral", "fp8_block"), ("olmoe", "fp8_row")]
+#: Tensors of all experts with inputs before outputs; gates and values alternate, or come one after the other.
+TURNED: list[tuple[str, Format]] = [("gpt_oss", "mxfp8"), ("gpt_oss", "fp8_row"), ("llama4", "fp8_block")]
 
 
 def load(folder: Path, dtype: str, weights: Format = "plain", **settings: Any) -> Decoder:
@@ -41,9 +43,10 @@ def logits(model: Decoder) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "format"), [*CODED, *DENSE, ("mixtral", "mxfp8"), ("mixtral", "fp8_row")])
+@pytest.mark.parametrize(("family", "format"), [*CODED, *TURNED, *DENSE, ("mixtral", "mxfp8"), ("mixtral", "fp8_row")])
 def test_logits_are_those_of_a_plain_model_with_the_decoded_weights(family, format, dtype, tmp_path):
-    make_checkpoint(family, tmp_path, **MODELS[family][1])
+    stem, sizes = MODELS[family]
+    make_checkpoint(stem, tmp_path, **sizes)
     plain, coded = load(tmp_path, dtype), load(tmp_path, dtype, format)
     assert all(mlp.gate_up.dtype == torch.uint8 for mlp in sparse(coded))
     before, after = logits(plain), logits(coded)
@@ -53,7 +56,7 @@ def test_logits_are_those_of_a_plain_model_with_the_decoded_weights(family, form
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
-@pytest.mark.parametrize(("family", "format"), [CODED[0], *nightly(*CODED[1:3])])
+@pytest.mark.parametrize(("family", "format"), [CODED[0], *nightly(*CODED[1:3], *TURNED)])
 def test_fused_steps_are_as_close_to_float32_as_generic_ones(family, format, tmp_path):
     """Many, some and few tokens: the kernels by expert and by output read the model's own codes and scales."""
     plans, runs = ExpertPlans(coarse, joined_tokens=2), []

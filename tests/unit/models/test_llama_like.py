@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from rollout.config import ModelSettings
 from rollout.models import load_model
 from rollout.models.checkpoint_config import read_config
-from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.config_spec import spec_from_config
 from rollout.models.cut import kept_values
 from rollout.models.families import FAMILIES
@@ -20,7 +19,6 @@ from rollout.models.peft_tensors import load_peft_folder
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
-from tests.support.models.mxfp4 import make_mxfp4
 from tests.support.models.paged import PROMPT, check
 from tests.support.models.variants import CONFIGS, SIZES, make_variant
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
@@ -88,24 +86,6 @@ def test_a_trainers_parameters_are_a_whole_update(stem: str, tmp_path: Path) -> 
         assert parameters.check(pack(1, rows + extra, 1 << 20)).unused == tuple(name for name, *_ in extra)
         with pytest.raises(WeightsRejected, match=r"model\.layers\.5"):
             parameters.check(pack(1, [*rows, ("model.layers.5.eh_proj.weight", "float32", [3, 5])], 1 << 20))
-
-
-def test_experts_in_mxfp4_are_decoded_as_transformers_decodes_them(tmp_path: Path) -> None:
-    reference = make_mxfp4(tmp_path, hidden_size=64, intermediate_size=32)
-    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
-    check(loaded, reference, fused=False)
-    views = loaded.trainer_views()
-    assert all(torch.equal(views[name], tensor) for name, tensor in reference.state_dict().items())
-
-
-def test_scales_in_mxfp4_that_are_nan_are_refused_by_name(tmp_path: Path) -> None:
-    make_mxfp4(tmp_path, hidden_size=64, intermediate_size=32)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in tensors if name.endswith("down_proj_scales"))
-    tensors[name][-1, -1, -1] = 255
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=name):
-        load_model(ModelSettings(path=str(tmp_path)), CPU)
 
 
 def test_mimo_is_read_as_qwen2_without_its_prediction_of_further_tokens(

@@ -248,7 +248,8 @@ def _update_shard(group: TensorGroup, folder: Path, other: Path, names: list[str
     settings = ModelSettings(path=str(folder))
     ours = load_model(settings, CPU, weights=experts, group=group)
     fresh = load_model(ModelSettings(path=str(other)), CPU, weights=experts, group=group)
-    views, tensors = ours.trainer_views(), _tensors(_load(other))
+    views = ours.trainer_views()
+    tensors = _tensors(load_model(ModelSettings(path=str(other)), CPU, weights="plain"))
     scales = frozenset(ours.scale_views())
     parameters = ParameterMap(views, UpdateNames(ours.kept_if_absent(), ours.spec.unused, scales=scales))
     for name in ours.kept_if_absent():
@@ -274,7 +275,7 @@ def _names_of(loaded: LoadedModel, alternative: int) -> list[str]:
     [
         ("qwen2", "plain"), ("qwen3_moe", "plain"), ("Phi3", "plain"), ("GptOss wide", "plain"),
         ("Glm4Moe wide", "plain"), ("Coded", "fp8_block"), ("Coded", "mxfp8"), ("Qwen3_5", "plain"),
-        ("OlmoHybrid", "plain"), ("DeepseekV3", "plain"),
+        ("OlmoHybrid", "plain"), ("DeepseekV3", "plain"), ("MXFP4", "auto"), ("MXFP4 wide", "auto"),
         *nightly(*((name, "plain") for name in ("qwen3_moe wide", "GptOss", "Afmoe", "Qwen3Next"))),
     ],
 )  # fmt: skip
@@ -288,6 +289,8 @@ def test_an_update_of_whole_tensors_fills_a_shard(
             sizes = EVEN["qwen3_moe"] | WIDE["qwen3_moe"] | {"hidden_size": 128, "intermediate_size": 512}
             sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}  # ranks cut along blocks
             make_checkpoint("qwen3_moe", folder, seed, **sizes)
+        elif name.startswith("MXFP4"):
+            make_mxfp4(folder, seed, hidden_size=64, intermediate_size=256 if name.endswith("wide") else 32)
         else:
             Case(name, folder, seed)
     for alternative in range(2):
