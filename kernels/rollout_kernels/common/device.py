@@ -15,4 +15,5 @@ def is_hopper(device: torch.device) -> bool:
 
 @lru_cache(maxsize=8)
 def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

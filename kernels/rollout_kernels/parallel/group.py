@@ -48,6 +48,7 @@ class TensorGroup:
 
     @staticmethod
     def single(device: torch.device | None = None) -> TensorGroup:
+        """The group of one rank, which exchanges nothing."""
         return TensorGroup(device=device)
 
     @staticmethod
@@ -108,6 +109,7 @@ class GlooGroup(TensorGroup):
         return total.to(x.dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks in their order, [ranks, *x.shape]."""
         gathered = x.new_empty((self.size, *x.shape))
         # Bytes: gloo does not know every dtype.
         sent, received = x.contiguous().view(-1).view(torch.uint8), gathered.view(self.size, -1).view(torch.uint8)
@@ -163,6 +165,7 @@ class NcclGroup(TensorGroup):
         return total.to(x.dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks in their order, [ranks, *x.shape]."""
         gathered = x.new_empty((self.size, *x.shape))
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._processes)
         return gathered
