@@ -46,17 +46,18 @@ class PageAllocator:
         return self.pool.available + self.prefixes.evictable
 
     @property
-    def admissible(self) -> int:
-        """Pages that a sequence without a row can get now. Pages that are being copied to a tier do not count."""
-        return self.available - self.tier.writing
+    def admissible(self) -> list[int]:
+        """Pages of each rank that a sequence without a row can get now, without those being copied to a tier."""
+        pool, prefixes, writing = self.pool, self.prefixes, self.tier.writing
+        return [pool.available_of(rank) + prefixes.evictable_of(rank) - writing for rank in range(pool.ranks)]
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def find_reusable(self, seq: Sequence, version: int) -> Reusable:
+    def find_reusable(self, seq: Sequence, version: int, rows: list[int]) -> Reusable:
         """KV that `seq` need not compute, now or after another prefill; none if it has KV of its own to restore.
 
-        Where rows are dealt to ranks, this also chooses the rank of `seq`: one that has KV of more than half of its
-        tokens, else the one with the most room.
+        Where rows are dealt to ranks, which run so many `rows`, this also chooses the rank of `seq`: of those that can
+        admit it one that has KV of more than half of its tokens, else the one with the most room.
         """
         if seq.kv.is_offloaded:
             return Reusable()
@@ -68,8 +69,11 @@ class PageAllocator:
             found.append(self.prefixes.find(seq, version))
         half = (seq.prompt_len + len(seq.tokens)) // 2
 
-        def order(rank: int) -> tuple[bool, int]:
-            return found[rank].tokens > half, self.pool.available_of(rank) + self.prefixes.evictable_of(rank)
+        def order(rank: int) -> tuple[bool, bool, int]:
+            pages, room = found[rank].pages, self.pool.available_of(rank) + self.prefixes.evictable_of(rank)
+            idle = self.sessions.count(pages) + sum(not self.pool.refs[page] for page in pages)  # `room` counts them
+            fits = room - idle >= self.pages_for_new(seq, found[rank]) + rows[rank]
+            return fits, found[rank].tokens > half, room
 
         seq.kv.rank = max(range(self.pool.ranks), key=order)
         return found[seq.kv.rank]

@@ -40,8 +40,8 @@ class Room(Protocol):
     """The allocator, as a tier sees it."""
 
     @property
-    def admissible(self) -> int:
-        """Pages that a sequence without a row can get now."""
+    def admissible(self) -> list[int]:
+        """Pages of each rank that a sequence without a row can get now."""
 
     @property
     def given_way(self) -> int:

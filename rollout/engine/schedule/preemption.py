@@ -42,10 +42,15 @@ def _grow(roster: Roster, seq: Sequence) -> None:
     while seq.state is SequenceState.DECODE and not allocator.try_grow(seq):
         if allocator.sharing:
             allocator.close_shared_prompt(allocator.sharing[-1])
-        elif roster.ending or allocator.tier.outgoing or allocator.tier.send_unshared():
+        elif _ends(roster, seq.kv.rank) or allocator.tier.outgoing or allocator.tier.send_unshared():
             return  # pages are already being copied back
         else:
             roster.preempt(_last(roster, seq.kv.rank))
+
+
+def _ends(roster: Roster, rank: int) -> bool:
+    """True if pages of a rank come back without a preemption."""
+    return any(seq.kv.rank == rank for seq in roster.ending)
 
 
 def _make_way(roster: Roster, outgoing: int) -> None:

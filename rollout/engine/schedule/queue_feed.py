@@ -11,6 +11,7 @@ stops, the first sequence that waited computes the tokens, and the others wait f
 (`newcomer_waits`).
 """
 
+import operator
 from bisect import insort
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from rollout.engine.schedule.fair_queue import WaitingQueue
 from rollout.engine.sequence.sequence import Group, Sequence
 
 #: The misfit when none is known; see `QueueFeed.note_misfit`.
-_FITS: tuple[Sequence | None, int, int] = None, 0, 0
+_FITS: tuple[Sequence | None, list[int], list[int]] = None, [], []
 _MOST_LOOKED_AT = 32  # bounds the time of an admission while many sessions wait for room
 
 
@@ -123,14 +124,16 @@ class QueueFeed:
         self._allocator.prefixes.drop_frontier(seq)
         self._queue_again(self._joined.pop(seq, []))
 
-    def note_misfit(self, seq: Sequence, running: int, available: int) -> None:
-        """Note that the first sequence did not fit beside `running` rows when `available` pages could be allocated."""
-        self._misfit = seq, running, available
+    def note_misfit(self, seq: Sequence, rows: list[int], available: list[int]) -> None:
+        """Note that the first sequence did not fit beside these rows with these available pages, both by rank."""
+        self._misfit = seq, rows, available
 
-    def still_misfits(self, seq: Sequence, running: int, available: int) -> bool:
-        """True if this sequence did not fit, and no room has become free since."""
-        misfit, least_running, most_available = self._misfit
-        return misfit is seq and running >= least_running and available <= most_available
+    def still_misfits(self, seq: Sequence, rows: list[int], available: list[int]) -> bool:
+        """True if this sequence did not fit, and no rank has got more room since."""
+        misfit, least_rows, most_available = self._misfit
+        if misfit is not seq:
+            return False
+        return all(map(operator.ge, rows, least_rows)) and all(map(operator.le, available, most_available))
 
     def close_shared_prompts(self, of: Callable[[Group], bool] = lambda group: True) -> None:
         """Close shared prompts of some groups: in each, one member that has not started prefills the prompt again."""

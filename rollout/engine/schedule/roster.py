@@ -16,8 +16,10 @@ that gives back what a sequence has.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.tier import Fetch
@@ -74,6 +76,14 @@ class Roster:
     def running(self) -> int:
         """Sequences that hold a row."""
         return self.max_rows - len(self.free_rows)
+
+    def rows_by_rank(self) -> list[int]:
+        """Rows that run, by the rank that they are dealt to."""
+        ranks = self.allocator.pool.ranks
+        if ranks == 1:
+            return [len(self.decoding) + len(self.prefilling)]
+        counts = Counter(seq.kv.rank for seq in chain(self.decoding, self.prefilling))
+        return [counts[rank] for rank in range(ranks)]
 
     def unfinished(self) -> list[Sequence]:
         """All sequences that are not finalized."""

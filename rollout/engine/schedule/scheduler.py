@@ -119,10 +119,11 @@ class Scheduler:
             if seq.group.waits_for_turn:
                 return False
             # A page for each running row stays free: otherwise the newcomer is preempted as soon as the rows grow.
-            running = len(roster.decoding) + len(roster.prefilling)
-            if feed.still_misfits(seq, running, allocator.admissible):
+            rows = roster.rows_by_rank()
+            if feed.still_misfits(seq, rows, allocator.admissible):
                 return True
-            reusable = allocator.find_reusable(seq, roster.version)
+            reusable = allocator.find_reusable(seq, roster.version, rows)
+            running = rows[seq.kv.rank]
             if reusable.awaited is not None:
                 other, awaited = reusable.awaited
                 roster.prompt_order.hasten(other, seq, awaited - reusable.tokens)
@@ -133,8 +134,8 @@ class Scheduler:
                 feed.wait_for_room(seq, pages)
             elif allocator.try_admit(seq, usable, roster.version, spare=running):
                 roster.start(seq)
-            elif running or not allocator.sharing:
-                feed.note_misfit(seq, running, allocator.admissible)  # noted now: sessions may have lost their pages
+            elif any(rows) or not allocator.sharing:
+                feed.note_misfit(seq, rows, allocator.admissible)  # noted now: sessions may have lost their pages
                 return True
             else:
                 allocator.close_shared_prompt(allocator.sharing[0])  # nothing runs that could give pages back

@@ -17,12 +17,13 @@ _NAME = "dealt_rows"
 
 
 class DealtRowsFeature(StepFeature):
-    """Sends the rank of each span."""
+    """Sends the rank of each span of a prefill."""
 
     name = _NAME
 
     def pack(self, plan: Plan, staging: UploadStaging) -> None:
-        staging.facts[_NAME] = [span.seq.kv.rank for span in plan.spans]
+        if plan.kind == "prefill":
+            staging.facts[_NAME] = [span.seq.kv.rank for span in plan.spans]
 
 
 class DealtRows(DeviceFeature[None]):

@@ -148,7 +148,7 @@ class HostTier(KVTier):
         return self.offload.take(seq)
 
     def restore(self, room: Room, seq: Sequence, version: int, spare: int) -> bool:
-        if room.admissible <= spare and not self.offload.send_unshared():
+        if room.admissible[seq.kv.rank] <= spare and not self.offload.send_unshared():
             return False
         kv, offloaded = seq.kv, in_host_tier(seq).offloaded
         found = self.offload.pool_pages(offloaded, version)
