@@ -175,11 +175,12 @@ def _load(
     config = read_config(folder, impl)
     choose_factors(config.text, settings.longrope)
     tensors = {} if settings.load_format == "random" else join_mxfp4(join_fp8(list_tensors(folder)))
-    if weights == "auto" and is_mxfp4(config.whole) and tensors and not has_mxfp4(tensors):
-        weights = "plain"  # its experts are in 16 bits after all
-    format = resolve_format(weights, config)
     own = getattr(config.whole, "dtype", None) or getattr(config.text, "dtype", None)
     dtype = _pick_dtype(settings, own or stored_dtype(tensors), device)
+    if weights == "auto" and is_mxfp4(config.whole):
+        # Experts may be in 16 bits after all; the tensor cores cannot multiply f16 with the scales of codes.
+        weights = "plain" if dtype == torch.float16 or (tensors and not has_mxfp4(tensors)) else weights
+    format = resolve_format(weights, config)
     defaults = read_generation_defaults(folder, config)
     source = _Source(settings, folder, config, weights, tensors, dtype, device, progress, group, draft, mtp, deals_rows)
     native = is_native(config.architecture, impl)

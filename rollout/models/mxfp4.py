@@ -32,13 +32,16 @@ def decoded_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int
 def decode_into(view: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the tensor [E, inputs, outputs] that `blocks` and `scales` hold to `view`, one expert after the other.
 
+    They are decoded on the view's device, where they are the smaller copy. All products are exact.
     A view of a shard takes the experts that it keeps, or its part of each one.
     """
-    numbers = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)), dtype=torch.float32)
+    device, numbers = view.device, (*_NUMBERS, *(-number for number in _NUMBERS))
+    pairs = torch.tensor([(numbers[byte & 15], numbers[byte >> 4]) for byte in range(256)], device=device)
+    powers = torch.exp2(torch.arange(NOT_A_NUMBER, dtype=torch.float64) - _BIAS).float().to(device)
     targets = view.destinations() if isinstance(view, CutView) else view
     for target, block, scale in zip(targets, blocks, scales, strict=True):
         if target is None:
             continue
-        pairs = torch.stack((block & 15, block >> 4), dim=-1).flatten(-2).int()  # [outputs, groups, 32]
-        values = torch.ldexp(numbers[pairs], scale.int()[..., None] - _BIAS)
+        values = pairs[block.to(device).int()].flatten(-2)  # [outputs, groups, 32]
+        values *= powers[scale.to(device).int()][..., None]
         target.copy_(values.flatten(-2).t())

@@ -74,6 +74,11 @@ def test_experts_in_16_bits_are_not_quantised_whatever_the_config_says(tmp_path:
     assert model.format == "plain" and all(parameter.dtype != torch.uint8 for parameter in model.parameters())
 
 
+def test_with_activations_in_float16_experts_are_decoded(tmp_path: Path) -> None:
+    make_mxfp4(tmp_path, **SIZES)
+    assert load(tmp_path, dtype="float16").model.format == "plain"
+
+
 def test_random_weights_are_in_the_format_of_the_checkpoint(tmp_path: Path) -> None:
     make_mxfp4(tmp_path, **SIZES)
     (tmp_path / "model.safetensors").unlink()
