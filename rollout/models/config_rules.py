@@ -35,10 +35,21 @@ def layer_list(kind: type) -> Rule:
 
 TEXT = Rule("a string", lambda value: type(value) is str)
 FLAG = Rule("true or false", lambda value: type(value) is bool)
+FLAGS = Rule(
+    f"true or false, or a list of at most {MOST_LAYERS} numbers, one a layer",
+    lambda value: (
+        FLAG.allows(value)
+        or (isinstance(value, list) and len(value) <= MOST_LAYERS and {*map(type, value)} <= {int, float, type(None)})
+    ),
+)
 #: False for NaN, too.
 NUMBER = Rule(
     f"a number above 0 and up to {_MAX_NUMBER:g}",
     lambda value: type(value) in (int, float) and 0 < value <= _MAX_NUMBER,
+)
+BELOW_0 = Rule(
+    f"a number below 0 and down to {-_MAX_NUMBER:g}",
+    lambda value: type(value) in (int, float) and NUMBER.allows(-value),
 )
 #: Such as the factors of frequencies.
 NUMBERS = Rule(

@@ -76,8 +76,9 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
             f"{family.bidirectional.name} is set, but a model that generates must not attend to later tokens"
         )
     for name in family.unsupported:
-        if getattr(config, name, False):
-            raise ValueError(f"{name} is not supported for this architecture: it must be false")
+        value = getattr(config, name, False)
+        if any(value) if isinstance(value, list) else value:
+            raise ValueError(f"{name} is not supported for this architecture: it must be false, or 0 in all layers")
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None and not is_block_fp8(config) and not (family.mxfp4 and is_mxfp4(config)):
         raise ValueError(
@@ -272,7 +273,9 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
 def _kimi_delta(config: Any, family: KimiDeltaFamily) -> KimiDeltaSpec:
     dim = _value(config, family.dim)
     heads, conv = _value(config, family.heads), _value(config, family.conv)
-    return KimiDeltaSpec(config.hidden_size, heads, dim, dim, dim, conv, config.rms_norm_eps)
+    rank, bound = dim if family.latents else None, _value(config, family.bound)
+    eps = config.rms_norm_eps
+    return KimiDeltaSpec(config.hidden_size, heads, dim, dim, rank, conv, eps, bound, family.names)
 
 
 def _mamba2(config: Any, family: Mamba2Family, eps: float) -> Mamba2Spec:
@@ -378,6 +381,7 @@ def _latent(config: Any, family: LatentFamily, rope: RopeSpec, growth: QueryGrow
         eps=family.eps,
         names=family.names,
         growth=growth,
+        gate=family.gate,
     )
     if rope_dim % 2:
         raise CheckpointError(f"{family.rope_dim.name} ({rope_dim}) must be even, for rotary embeddings")
@@ -530,8 +534,12 @@ def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
     params = _rope_parameters(config, part, family.one_rope_map)
     nested = part if part in (config.rope_parameters or {}) else ""
     share = params.get("partial_rotary_factor", _rope_share(config, family))
-    if family.latent is not None and share == _value(config, family.latent.rope_dim) / _head_dim(config):
-        share = 1.0  # The factor was that of a whole head.
+    if family.latent is not None:
+        heads = [_head_dim(config)]
+        if isinstance(family.linear, KimiDeltaFamily):
+            heads.append(_value(config, family.linear.dim))
+        if share in [_value(config, family.latent.rope_dim) / dim for dim in heads]:
+            share = 1.0  # The factor was that of a whole head.
     if params.get("rope_type") == "proportional":
         share = 1.0  # The function of transformers gives frequencies of 0 to the dimensions that do not turn.
     if share != 1.0 and not family.partial_rope:

@@ -3,6 +3,8 @@
     x --one product--> q k v | b | two latents       q k v --short convolution, SiLU--> the delta rule --> o
     latents --products--> decays of channels g, output gates z     o --norm of each head--> times sigmoid(z) --> product
 
+Without latents the first product makes g and z.
+
 The rule is that of `rollout_kernels.delta.rule`, with a decay g [K] in the place of a number: S <- diag(exp(g)) S. It
 is made of torch's operations on every device. Source: arXiv 2510.26692, section 3.
 
@@ -17,7 +19,6 @@ from rollout_kernels.delta.rule import heads_of, look_up, through_states
 from rollout_kernels.norm_rope.elementwise import rms_norm
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
-from rollout.models.cut import CutView
 from rollout.models.delta_net import StateBlock, conv_regions
 from rollout.models.layers import Linear, RMSNorm, StepContext, empty_parameter
 from rollout.models.names import Region, one_name
@@ -42,7 +43,8 @@ class KimiDelta(StateBlock):
         super().__init__()
         self.spec, self.layer, self.state_index = spec, layer, state_index
         self.in_proj = Linear(spec.inputs, dtype, device)
-        self.decay_proj, self.gate_proj = Linear(spec.decay, dtype, device), Linear(spec.gate, dtype, device)
+        self.decay_proj = None if spec.decay is None else Linear(spec.decay, dtype, device)
+        self.gate_proj = None if spec.gate is None else Linear(spec.gate, dtype, device)
         self.conv_weight = empty_parameter(spec.mixed, spec.conv, dtype=dtype, device=device)
         # The decay is an exponential of these; 16 bits would cost long contexts their precision.
         self.a_log = empty_parameter(spec.value_heads, dtype=torch.float32, device=device)
@@ -53,25 +55,33 @@ class KimiDelta(StateBlock):
     def mix(self, inputs_TN: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The input of the output product; advances the states."""
         spec, (state, spans) = self.spec, self.states_of(context)
-        mixed_TC, b_TH, decay_TR, gate_TR = inputs_TN.split((spec.mixed, spec.value_heads, spec.rank, spec.rank), dim=1)
+        mixed_TC, b_TH, decay_TX, gate_TX = inputs_TN.split((spec.mixed, *spec.inputs.widths[3:]), dim=1)
+        if self.decay_proj is not None and self.gate_proj is not None:
+            decay_TX, gate_TX = self.decay_proj(decay_TX), self.gate_proj(gate_TX)
         mixed_TC = short_conv(mixed_TC.contiguous(), self.conv_weight, state.conv_NCW, spans)
-        g_THK = self.decay_proj(decay_TR).float() + self.dt_bias
-        g_THK = -self.a_log.exp()[:, None] * F.softplus(g_THK.unflatten(1, (spec.value_heads, -1)))
+        g_THK = (decay_TX.float() + self.dt_bias).unflatten(1, (spec.value_heads, -1))
+        rate_H1 = self.a_log.exp()[:, None]
+        if spec.bound is None:
+            g_THK = -rate_H1 * F.softplus(g_THK)
+        else:
+            g_THK = spec.bound * torch.sigmoid(rate_H1 * g_THK)
         out_THV = kimi_delta(mixed_TC, b_TH.float().sigmoid(), g_THK, state.recurrent_NHKV, spans)
         normed_THV = rms_norm(out_THV, self.norm.weight.float(), spec.eps)
-        gate_THV = self.gate_proj(gate_TR).float().unflatten(1, (spec.value_heads, -1))
+        gate_THV = gate_TX.float().unflatten(1, (spec.value_heads, -1))
         return (normed_THV * gate_THV.sigmoid()).to(inputs_TN.dtype).flatten(1)
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
         spec, names = self.spec, self.spec.names
-        heads = None if spec.head_cut is None else spec.head_cut.at(2)
+        latents = [proj for proj in (self.decay_proj, self.gate_proj) if proj is not None]
+        a_log, heads = self.a_log.data, spec.head_cut
+        if latents:  # models with them have it as [1, 1, heads, 1]
+            a_log, heads = a_log[None, None, :, None], None if heads is None else heads.at(2)
         return [
             *self.in_proj.regions(prefix),
-            *self.decay_proj.regions(prefix),
-            *self.gate_proj.regions(prefix),
+            *(region for proj in latents for region in proj.regions(prefix)),
             conv_regions(prefix, names.conv, self.conv_weight.data, (spec.width,) * 3, spec.conv_cuts),
-            Region(({f"{prefix}{names.a_log}": CutView.of(self.a_log.data[None, None, :, None], heads)},)),
+            one_name(f"{prefix}{names.a_log}", a_log, heads),
             one_name(f"{prefix}{names.dt_bias}", self.dt_bias, spec.width_cut),
             one_name(f"{prefix}{names.norm}.weight", self.norm.weight),
             *self.o_proj.regions(prefix),

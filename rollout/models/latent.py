@@ -28,7 +28,7 @@ from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch, PromptChunk
 from rollout.models.indexer import Choice, Indexer, chosen_attention
-from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, grown
+from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, gate_output, grown
 from rollout.models.names import Region, one_name
 from rollout.models.spec import LatentSpec
 
@@ -69,6 +69,7 @@ class LatentAttention(Block):
             self.q_b_proj = Linear(spec.q_b, dtype, device, format=format)
         self.kv_norm = RMSNorm(spec.kv_rank, spec.eps, dtype, device)
         self.kv_b_proj = Linear(spec.kv_b, dtype, device)
+        self.gate_proj = None if spec.output_gate is None else Linear(spec.output_gate, dtype, device)
         self.o_proj = Linear(spec.o, dtype, device, group, format)
         self.indexer = None if spec.indexer is None else Indexer(spec.indexer, dtype, device)
 
@@ -85,6 +86,8 @@ class LatentAttention(Block):
             out_TQV = self._absorb(q_TQX, rows, cache_PS1L, batch)
         else:
             out_TQV = self._prefill(q_TQX, batch.chunks, cache_PS1L, batch)
+        if self.gate_proj is not None:
+            out_TQV = gate_output(out_TQV, self.gate_proj(x_TH)[..., None])
         return LastProduct(self.o_proj, out_TQV.flatten(1), batch.adapters, self.layer, "o")
 
     def _prefill(
@@ -190,6 +193,8 @@ class LatentAttention(Block):
         regions.append(one_name(f"{prefix}{names.kv_norm}.weight", self.kv_norm.weight))
         if self.indexer is not None:
             regions += self.indexer.regions(prefix)
+        if self.gate_proj is not None:
+            regions += self.gate_proj.regions(prefix)
         return regions + self.kv_b_proj.regions(prefix) + self.o_proj.regions(prefix)
 
 

@@ -273,6 +273,7 @@ class LatentNames(NamedTuple):
     kv_norm: str = "self_attn.kv_a_layernorm"
     kv_b: str = "self_attn.kv_b_proj"
     o: str = "self_attn.o_proj"
+    gate: str = "self_attn.g_proj"
 
 
 class IndexerNames(NamedTuple):
@@ -328,6 +329,7 @@ class LatentSpec:
     eps: float  # epsilon of the norms of latents
     names: LatentNames = LatentNames()
     growth: QueryGrowth | None = None
+    gate: bool = False  # a sigmoid of a product of the token weights the output of each head
     indexer: IndexerSpec | None = None  # chooses tokens, also for the layers after it that share its choice
     shares_choice: bool = False  # it uses the choice of the last indexer before it
     shard: Shard | None = None  # the heads above are one rank's; latents are whole on every rank
@@ -363,6 +365,13 @@ class LatentSpec:
         """The product that makes keys and values of the latent, by head; no step runs it for all heads as it is."""
         width = self.nope_dim + self.value_dim
         return LinearSpec(self.kv_rank, (self.names.kv_b,), (self.heads * width,), False, self._head_cuts(width))
+
+    @property
+    def output_gate(self) -> LinearSpec | None:
+        """The product that makes gates of the output, if there are any."""
+        if not self.gate:
+            return None
+        return LinearSpec(self.hidden, (self.names.gate,), (self.heads,), False, self._head_cuts(1))
 
     @property
     def o(self) -> LinearSpec:
@@ -519,7 +528,7 @@ class DeltaNetSpec(StateMixer):
 class KimiDeltaNames(NamedTuple):
     """Modules and tensors of a block of Kimi delta attention. For `conv` see `DeltaNetNames`."""
 
-    #: Queries, keys, values, b, the latents of decays and of output gates.
+    #: Queries, keys, values, b, then decays and output gates, or their latents.
     inputs: tuple[str, ...] = (
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         *("self_attn.b_proj", "self_attn.f_a_proj", "self_attn.g_a_proj"),
@@ -544,9 +553,10 @@ class KimiDeltaSpec(StateMixer):
     value_heads: int
     key_dim: int  # dimensions of a head
     value_dim: int  # the same
-    rank: int  # width of the latents of decays and of output gates
+    rank: int | None  # width of the latents of decays and of output gates; None: they are products of the token
     conv: int  # tokens that the convolution sees, the present one included
     eps: float  # epsilon of the norm of the outputs
+    bound: float | None = None  # below 0: a logarithm of a decay is this, times a sigmoid; None: a softplus makes it
     names: KimiDeltaNames = KimiDeltaNames()
     shard: Shard | None = None  # the heads above are one rank's
 
@@ -562,21 +572,24 @@ class KimiDeltaSpec(StateMixer):
     @property
     def inputs(self) -> LinearSpec:
         """The product that makes everything that the block needs of a token."""
-        widths = (self.width, self.width, self.width, self.value_heads, self.rank, self.rank)
-        cuts = () if self.shard is None else (*(self.width_cut,) * 3, self.head_cut, None, None)
+        last, cut = (self.width, self.width_cut) if self.rank is None else (self.rank, None)
+        widths = (self.width, self.width, self.width, self.value_heads, last, last)
+        cuts = () if self.shard is None else (*(self.width_cut,) * 3, self.head_cut, cut, cut)
         return LinearSpec(self.hidden, self.names.inputs, widths, False, cuts)
 
     @property
-    def decay(self) -> LinearSpec:
-        """The product that makes the decays of channels."""
+    def decay(self) -> LinearSpec | None:
+        """The product that makes the decays of channels of their latent."""
         return self._of_latent(self.names.decay)
 
     @property
-    def gate(self) -> LinearSpec:
-        """The product that makes output gates."""
+    def gate(self) -> LinearSpec | None:
+        """The product that makes output gates of their latent."""
         return self._of_latent(self.names.gate)
 
-    def _of_latent(self, name: str) -> LinearSpec:
+    def _of_latent(self, name: str) -> LinearSpec | None:
+        if self.rank is None:
+            return None
         cuts = () if self.width_cut is None else (self.width_cut,)
         return LinearSpec(self.rank, (name,), (self.width,), False, cuts)
 

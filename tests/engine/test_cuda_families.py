@@ -15,7 +15,7 @@ from tests.support.models.every_family import EVERY_FAMILY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no measured plan")]
 TINY = (
-    *("DeepseekV32", "GlmMoeDsa", "KimiLinear", "GraniteMoeHybrid", "GraniteMoeHybrid dense"),
+    *("DeepseekV32", "GlmMoeDsa", "KimiLinear", "BailingHybrid", "GraniteMoeHybrid", "GraniteMoeHybrid dense"),
     *("NemotronH", "NemotronH latent", "Llama4", "Gemma4", "Gemma4 alike", "Gemma4 experts"),
 )
 VOCAB = 4001
@@ -40,6 +40,14 @@ REAL: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32, "linear_num_heads": 32, "linear_head_dim": 128, "kv_lora_rank": 512,
         "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
         "num_local_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 1024,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    },
+    # Ling-3.0-Flash
+    "BailingHybrid": {
+        "hidden_size": 2560, "intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "num_local_experts": 16, "n_group": 4, "topk_group": 2,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mlp_layer_types": ["dense"] + ["sparse"] * 3,
     },
     # Granite 4 H-Small

@@ -12,12 +12,13 @@ from dataclasses import MISSING, dataclass, field
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
+from rollout.models.config_rules import BELOW_0, FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
 from rollout.models.spec import (
     ApartNames,
     AttentionNames,
     DeltaNetNames,
     DenseNames,
+    KimiDeltaNames,
     KVSource,
     LatentNames,
     LayerNames,
@@ -326,7 +327,10 @@ class KimiDeltaFamily:
     heads: Key = declared(integer(1, 4096), Key("linear_num_heads"))
     dim: Key = declared(integer(1, 8192), Key("linear_head_dim"))
     conv: Key = declared(integer(2, 64), Key("linear_conv_kernel_dim"))
+    latents: bool = True  # decays and output gates are made of latents
+    bound: If | None = declared(BELOW_0, None)
     linear: ByLayer[bool] = linear_by_type
+    names: KimiDeltaNames = KimiDeltaNames()
     norms: NormPlace = "before"
     layer_names: LayerNames = LayerNames()
 
@@ -389,6 +393,7 @@ class LatentFamily:
     value_dim: Key = declared(integer(1, 8192), Key("v_head_dim"))
     bias: Key = declared(FLAG, Key("attention_bias"))
     eps: float = 1e-6  # epsilon of the norms of latents; transformers' default, whatever `rms_norm_eps` is
+    gate: bool = False
     names: LatentNames = LatentNames()
     indexer: IndexerFamily | None = None
 
@@ -481,7 +486,7 @@ class Family:
     logit_divisor: float | Key = declared(NUMBER, 1.0)
     logit_softcap: Key | None = declared(NUMBER, None)
     bidirectional: Key | None = declared(FLAG, None)  # true: tokens see those after them, which is refused
-    #: Flags that must be false or absent, because neither transformers nor this code does what they ask for.
+    #: Keys that must be false, 0 in all layers or absent: neither transformers nor this code does what they ask for.
     unsupported: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()  # keys of its configs on which no forward depends
     moe: MoEFamily | None = None

@@ -6,6 +6,7 @@ from rollout.models.families.declare import (
     INSIDE_LLAVA,
     SHARED_EXPERTS,
     Family,
+    If,
     IndexerFamily,
     Key,
     KimiDeltaFamily,
@@ -18,7 +19,13 @@ from rollout.models.families.declare import (
     sparse_by_type,
     sparse_from,
 )
-from rollout.models.spec import DenseNames, ModelNames, MoENames
+from rollout.models.spec import DenseNames, KimiDeltaNames, ModelNames, MoENames
+
+
+def _in_forget_gate(*names: str) -> tuple[tuple[str, tuple[str, str]], ...]:
+    """What published files have in the mixer, and transformers' classes in a module of its own."""
+    return tuple((f".self_attn.{name}", (f".self_attn.{name}", f".self_attn.forget_gate.{name}")) for name in names)
+
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family(
@@ -66,11 +73,34 @@ FAMILIES: dict[str, Family] = {
             parts=(
                 (".block_sparse_moe.", (".block_sparse_moe.", ".mlp.")),
                 (".mlp.", (".mlp.", ".block_sparse_moe.")),  # transformers saves dense blocks as the second
-                *(
-                    (f".self_attn.{name}", (f".self_attn.{name}", f".self_attn.forget_gate.{name}"))
-                    for name in ("f_a_proj", "f_b_proj", "A_log", "dt_bias")
-                ),
+                *_in_forget_gate("f_a_proj", "f_b_proj", "A_log", "dt_bias"),
             )
+        ),
+    ),
+    "BailingHybridForCausalLM": Family(
+        model_type="bailing_hybrid",
+        models="Ling-3",
+        unsupported=("attention_bias", "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"),
+        without_effect=("layer_group_size", "mtp_loss_scaling_factor", "short_conv_kernel_size"),
+        interleaved_rope=True,
+        latent=LatentFamily(gate=True),
+        linear=KimiDeltaFamily(
+            latents=False,
+            bound=If("kda_safe_gate", Key("kda_lower_bound"), None),
+            names=KimiDeltaNames(
+                tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "b", "f", "g")),
+            ),
+        ),
+        mtp=MTPFamily(norm="final_layernorm"),
+        moe=replace(deepseek_moe(sparse_by_type), experts=Key("num_local_experts")),
+        names=ModelNames(
+            beginnings=(("model.embed_tokens", ("model.word_embeddings", "model.embed_tokens")),),
+            parts=(
+                *_in_forget_gate("f_proj", "A_log", "dt_bias"),
+                (".self_attn.o_proj", (".self_attn.dense", ".self_attn.o_proj")),
+                (".self_attn.", (".attention.", ".self_attn.")),
+                (".e_score_correction_bias", (".expert_bias", ".e_score_correction_bias")),
+            ),
         ),
     ),
     "DeepseekV2ForCausalLM": Family(
@@ -95,6 +125,9 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
 }
+
+# What published files of Ling-3 name.
+FAMILIES["BailingMoeV3ForCausalLM"] = replace(FAMILIES["BailingHybridForCausalLM"], read_as="bailing_hybrid")
 
 MULTIMODAL: dict[str, Multimodal] = {
     "Kimi_K25ForConditionalGeneration": Multimodal(

@@ -54,7 +54,9 @@ def logits(folder: Path, **settings: Any) -> torch.Tensor:
 def transformers_logits(folder: Path, count: int = len(IDS)) -> torch.Tensor:
     """The same by transformers' `from_pretrained`, after each of the first `count` tokens."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    cls = getattr(transformers, architecture.replace("MiMo", "Qwen2"))  # transformers has no MiMo
+    for published, stem in (("MiMo", "Qwen2"), ("BailingMoeV3", "BailingHybrid")):
+        architecture = architecture.replace(published, stem)  # transformers has no class of the first name
+    cls = getattr(transformers, architecture)
     transformers.logging.disable_progress_bar()
     model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     if cls._can_set_experts_implementation():

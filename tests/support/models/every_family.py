@@ -28,6 +28,13 @@ def _make_kimi(folder: Path, seed: int) -> Any:
     return model
 
 
+def _make_ling(folder: Path, seed: int, **sizes: Any) -> Any:
+    """Ling 3 under the architecture that published files name."""
+    model = hybrids.make_hybrid("BailingHybrid unbounded", folder, seed, **sizes)
+    _rename(folder, architectures=["BailingMoeV3ForCausalLM"])
+    return model
+
+
 def _rename(folder: Path, **names: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | names))
@@ -42,4 +49,5 @@ EVERY_FAMILY: dict[str, Make] = {
     **{f"images: {name}": partial(multimodal.make_multimodal, name) for name in multimodal.MODELS},
     "MiMo": make_mimo,
     "Kimi-K2": _make_kimi,
+    "BailingHybrid unbounded": _make_ling,
 }

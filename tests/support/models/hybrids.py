@@ -31,8 +31,9 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 18,
     "shared_expert_intermediate_size": 22,
 }
-#: Their norms are not stored less 1.
-_PLAIN_NORMS = {"OlmoHybrid", "GraniteMoeHybrid", "NemotronH"}
+#: Their norms are stored less 1.
+_OFFSET_NORMS = {"Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
+_WITH_DELTA_NET = _OFFSET_NORMS | {"OlmoHybrid"}
 #: By the stem of transformers' classes, and a word where one has two configs.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "Qwen3_5": {"head_dim": 16, "intermediate_size": 64, "rope_parameters": _PARTIAL_ROPE},
@@ -58,8 +59,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
     },
 }
-
-
+#: As Ling-3: Kimi-Linear with gates of latent attention and bounded decays that no latent makes.
+HYBRIDS["BailingHybrid"] = {
+    **{name: value for name, value in HYBRIDS["KimiLinear"].items() if not name.startswith("linear_")},
+    "head_dim": 10,
+    "kda_lower_bound": -3.0,
+}
+HYBRIDS["BailingHybrid unbounded"] = HYBRIDS["BailingHybrid"] | {"kda_safe_gate": False, "q_lora_rank": 22}
 _MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 4,
     "mamba_expand": 2, "mamba_chunk_size": 16, "shared_intermediate_size": 40, "attention_multiplier": 0.2,
@@ -83,7 +89,7 @@ HYBRIDS["NemotronH"] = {
 }  # fmt: skip
 HYBRIDS["NemotronH latent"] = HYBRIDS["NemotronH"] | {"moe_latent_size": 30, "use_bias": True, "use_conv_bias": False}
 #: Models whose states cannot follow drafts.
-FOLLOW_NO_DRAFTS = {stem for stem in HYBRIDS if stem.split()[0] in ("KimiLinear", "GraniteMoeHybrid", "NemotronH")}
+FOLLOW_NO_DRAFTS = {stem for stem in HYBRIDS if stem.split()[0] not in _WITH_DELTA_NET}
 _OF_LLAMA = {"num_hidden_layers", "rms_norm_eps"}
 
 
@@ -94,15 +100,15 @@ def make_hybrid(stem: str, folder: Path, seed: int = 0, **overrides: Any) -> Any
     """
     config = {**_COMMON, **HYBRIDS[stem], **overrides}
     stem = stem.split()[0]
-    if stem in ("KimiLinear", "GraniteMoeHybrid", "NemotronH"):  # they have other names for these
+    if stem not in _WITH_DELTA_NET:  # they have other names for these
         config = {name: value for name, value in config.items() if name not in _OF_DELTA_NET}
     if stem == "NemotronH":
         config = {name: value for name, value in config.items() if name not in _OF_LLAMA}
     model = make_model(stem, seed, **config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight") and ".linear_attn." not in name and stem not in _PLAIN_NORMS:
-                parameter.sub_(1.0)  # they are stored less 1
+            if name.endswith("norm.weight") and ".linear_attn." not in name and stem in _OFFSET_NORMS:
+                parameter.sub_(1.0)
             elif name.endswith(("q_proj.weight", "k_proj.weight", "o_proj.weight", "out_proj.weight")):
                 parameter.mul_(0.6)
         model.lm_head.weight.mul_(0.3)

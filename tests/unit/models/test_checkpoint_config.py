@@ -424,7 +424,7 @@ _READ_IN_VAIN = {
     *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "use_cache", "enable_moe_fp32_combine"),
     *("mamba_chunk_size", "chunk_size", "use_mamba_kernels", "num_logits_to_keep", "rescale_prenorm_residual"),
-    *("time_step_max", "time_step_floor", "return_dict", "output_attentions", "output_hidden_states"),
+    *("time_step_max", "time_step_floor", "return_dict", "output_attentions", "output_hidden_states", "num_mtp_layers"),
     # Gemma 4's, of experts that must be off, and of attention that `is_causal` says.
     *("num_experts", "top_k_experts", "moe_intermediate_size", "use_bidirectional_attention"),
 }

@@ -87,12 +87,14 @@ LINEAR = {
     "Qwen3Next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
     "OlmoHybrid": ("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "g_proj", "b_proj", "a_proj"),
     "KimiLinear": ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),
+    "BailingHybrid": ("q_proj", "k_proj", "v_proj", "b_proj", "f_proj"),
     "GraniteMoeHybrid dense": ("in_proj", "out_proj", "input_linear", "output_linear"),
 }
 
 
 @pytest.mark.parametrize(
-    "stem", ["Qwen3_5", *nightly("Qwen3Next", "OlmoHybrid", "KimiLinear", "GraniteMoeHybrid dense")]
+    "stem",
+    ["Qwen3_5", *nightly("Qwen3Next", "OlmoHybrid", "KimiLinear", "BailingHybrid", "GraniteMoeHybrid dense")],
 )
 def test_each_row_of_a_batch_equals_the_model_that_peft_merges(stem: str, tmp_path: Path) -> None:
     """Adapters of linear attention, of a part of it, and of all mixers and dense blocks; by both paths."""
@@ -100,7 +102,7 @@ def test_each_row_of_a_batch_equals_the_model_that_peft_merges(stem: str, tmp_pa
     loaded = load_model(ModelSettings(path=str(tmp_path / "base")), CPU)
     slots = AdapterSlots(loaded.spec, 3, 16, torch.float32, CPU)
     exact = [exact_logits(reference)]
-    others = ATTENTION if stem in ("Qwen3Next", "KimiLinear", "GraniteMoeHybrid dense") else ALL
+    others = ALL if stem in ("Qwen3_5", "OlmoHybrid") else ATTENTION
     for i, targets in enumerate((LINEAR[stem], LINEAR[stem][1:3], (*others, *LINEAR[stem]))):
         folder = make_adapter(reference, tmp_path / str(i), i, targets, r=3 + i)
         slots.write(i + 1, load_peft_folder(folder, loaded.spec, 16, torch.float32))
@@ -158,6 +160,34 @@ def test_tensors_may_be_named_as_in_published_checkpoints(tmp_path: Path) -> Non
     assert torch.equal(_logits(tmp_path), alone)
 
 
+@pytest.mark.parametrize("stem", ["KimiLinear", "BailingHybrid"])
+def test_tensors_may_be_named_as_transformers_saves_them(stem: str, tmp_path: Path) -> None:
+    reference = make_hybrid(stem, tmp_path)
+    alone = _logits(tmp_path)
+    reference.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert not {name for name in tensors if "A_log" in name} & set(reference.state_dict())
+    if stem == "BailingHybrid":  # published files have a layer for the prediction of several tokens
+        save_file(tensors | {"model.layers.4.enorm.weight": torch.ones(48)}, tmp_path / "model.safetensors")
+    assert torch.equal(_logits(tmp_path), alone)
+
+
+def test_published_configs_of_ling_are_read(tmp_path: Path) -> None:
+    """They have another architecture, the rotary share of a whole head, and limits of activations."""
+    make_hybrid("BailingHybrid", tmp_path)
+    alone = _logits(tmp_path)
+    file = tmp_path / "config.json"
+    saved = {key: value for key, value in json.loads(file.read_text()).items() if not key.startswith("linear_")}
+    rope = {"rope_type": "default", "rope_theta": 6e6, "partial_rotary_factor": 0.8}
+    published = {"architectures": ["BailingMoeV3ForCausalLM"], "head_dim": 10, "rope_parameters": rope}
+    limits = "share_expert_swiglu_limit_list"
+    file.write_text(json.dumps(saved | published | {limits: None, "expert_swiglu_limit_list": [0, 0, 0, 0]}))
+    assert torch.equal(_logits(tmp_path), alone)
+    file.write_text(json.dumps(saved | published | {limits: [0, 0, 0, 5]}))
+    with pytest.raises(ValueError, match=limits):
+        _logits(tmp_path)
+
+
 @pytest.mark.parametrize(
     "wrong, says",
     [
@@ -175,7 +205,7 @@ def test_a_config_that_makes_no_model_is_refused(wrong: dict[str, Any], says: st
         load_model(ModelSettings(path=str(tmp_path)), CPU)
 
 
-@pytest.mark.parametrize("stem", ["Qwen3_5", "OlmoHybrid", "KimiLinear"])
+@pytest.mark.parametrize("stem", ["Qwen3_5", "OlmoHybrid", "KimiLinear", "BailingHybrid"])
 def test_random_weights_give_finite_logits(stem: str, tmp_path: Path) -> None:
     make_hybrid(stem, tmp_path)
     model = load_model(ModelSettings(path=str(tmp_path), load_format="random"), CPU).model
