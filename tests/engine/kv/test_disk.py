@@ -26,6 +26,7 @@ from rollout.engine.kv.tiers.host_pages import HostPageBooks
 from rollout.engine.kv.tiers.page_mover import HostMemory
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.sequence.sequence_kv import PrefixEnd
+from rollout.process import watchdog
 from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.faults import fail_a_step
@@ -434,20 +435,29 @@ def test_an_end_is_brought_by_one_fetch_at_a_time_also_if_the_host_has_no_room_f
     fetches.check(), pages.disk.close()
 
 
-def test_slow_reads_that_wait_for_each_other_are_not_given_up(tmp_path, monkeypatch):
-    read, clock = DiskFiles._read, SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(disk_module, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
-
-    def slow(self, job):
-        clock.now_s += 3.0
-        read(self, job)
-
-    monkeypatch.setattr(DiskFiles, "_read", slow)
+def test_patience_is_for_each_read_and_for_time_in_which_this_process_runs(tmp_path, monkeypatch):
+    read, clock, goes_on = DiskFiles._read, SimpleNamespace(now_s=0.0), threading.Semaphore(0)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(DiskFiles, "_read", lambda self, job: (goes_on.acquire(), read(self, job)))
     pages = Pages(tmp_path)
-    for key in [pages.write(page) for page in range(5)]:
-        pages.disk.read(key, 7, None)
-    assert [job.failure for job in pages.ended(5)] == [""] * 5 and not pages.disk.failure
-    assert clock.now_s == 15.0
+
+    def looks(*seconds: float) -> list:
+        ended = []
+        for gap in seconds:
+            clock.now_s += gap
+            ended += pages.disk.finished()
+        return ended
+
+    keys = [pages.write(page) for page in range(5)]
+    looks(3600.0)  # before the first read
+    jobs = [pages.disk.read(key, 7, None) for key in keys]
+    for job in jobs[:4]:
+        assert looks(1.0, 1.0, 1.0, 1.0) == []
+        goes_on.release()
+        assert pages.ended(1) == [job] and not job.failure
+    assert looks(3600.0, 1.0, 1.0) == [] and not pages.disk.failure  # it was stopped, too
+    assert looks(1.0, 1.0, 1.0) == jobs[4:] and "longer than 5 s" in pages.disk.failure
+    goes_on.release()
     pages.disk.close()
 
 

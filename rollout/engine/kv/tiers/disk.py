@@ -28,6 +28,7 @@ from pathlib import Path
 from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
 from rollout.engine.kv.tiers.disk_files import FRAME_BYTES, DiskFiles, DiskJob, delete_files, delete_left, own_folder
 from rollout.engine.kv.tiers.page_mover import HostMemory
+from rollout.process.watchdog import ObservedTime
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ _PATIENCE_S = 5.0
 _WAIT_S = 0.02
 #: The time between two looks at other ranks, seconds.
 _LOOK_S = 0.001
+#: A look at reads counts twice this at the most: this process may have been stopped meanwhile.
+_READS_LOOK_S = 0.5
 #: The most keys of one order.
 _KEYS = 4096
 
@@ -111,7 +114,7 @@ class DiskPages:
         self._known: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # (version, extra bytes); oldest use first
         self._reads: deque[DiskJob] = deque()
         self._writes: deque[DiskJob] = deque()
-        self._progress_s = 0.0  # when reads were last seen to go on
+        self._waited_s, self._observed = 0.0, ObservedTime(_READS_LOOK_S)  # for the next read to end
         self._something_ended = threading.Event()
         self._orders, self._write_lane, self._read_lane = orders, f"{name}_write", f"{name}_read"
         self._lock_file: int | None  # None once it is closed
@@ -163,7 +166,7 @@ class DiskPages:
     def read(self, key: bytes, page: int, entry: object) -> DiskJob:
         """Begin to read a page of the folder into a free page of host memory."""
         if not self._reads:
-            self._progress_s = time.perf_counter()
+            self._waited_s, self._observed = 0.0, ObservedTime(_READS_LOOK_S)
         oldest, beside = self._known[key]
         self._known.move_to_end(key)
         fields = key, page, oldest, self._epoch
@@ -174,11 +177,11 @@ class DiskPages:
     def finished(self) -> Seq[DiskJob]:
         """The jobs that have ended on all ranks since the last call, and reads that are given up."""
         self._something_ended.clear()
-        now_s = time.perf_counter()  # first: a read that ends from now on is not late
+        self._waited_s += self._observed.passed_s()  # first: a read that ends from now on is not late
         written, read = self._ended(self._writes, self._write_lane), self._ended(self._reads, self._read_lane)
         if read:
-            self._progress_s = now_s
-        elif self._reads and now_s - self._progress_s > _PATIENCE_S:
+            self._waited_s = 0.0
+        elif self._reads and self._waited_s > _PATIENCE_S:
             read = self._give_up_reads()
         for job in [*written, *read]:
             self._note(job)
