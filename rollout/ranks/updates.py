@@ -13,6 +13,7 @@ followers use them in their swap only. An update that is dropped before its swap
 """
 
 import bisect
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -363,8 +364,9 @@ class GroupDestination(UpdateMemory):
 
     def abandon(self) -> None:
         """Give no further piece; return when this rank's memory is neither written nor read."""
-        for relay in self._relays:
-            relay.drop()
-        super().abandon()
-        if self._offer:
-            self._updates.withdraw_offer()
+        with contextlib.ExitStack() as steps:  # last to first, also after one that fails
+            if self._offer:
+                steps.callback(self._updates.withdraw_offer)
+            steps.callback(super().abandon)
+            for relay in self._relays:
+                steps.callback(relay.drop)

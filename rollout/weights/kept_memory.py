@@ -148,7 +148,8 @@ class StagedMemory(KeptMemory):
 
     def open(self, manifest: Manifest, fit: ManifestFit, on_device: bool) -> None:
         layout, new = self.layout, self.layout.digest != manifest.layout_digest
-        if new:
+        if new:  # without what refers to the memory of before: that is freed first, and may be all that is left of it
+            self.layout, self.blocks, self._copies = Layout(), (), None
             layout = (lay_out_parts if self._shard else lay_out_stream)(self.views, manifest, fit)
         fits = self.place == "device" and layout.sizes[0] <= self._on_device.numel()
         if not self._shard:
@@ -157,7 +158,7 @@ class StagedMemory(KeptMemory):
             layout = lay_out_parts(self.views, manifest, fit, self._block_bytes)
             host = self._host_blocks.reserve(list(layout.sizes))
         if new:
-            self.layout, self._copies = layout, None
+            self.layout = layout
             self.blocks = [self._on_device[: layout.sizes[0]]] if fits else host
 
     def arriving(self, start: int, end: int) -> torch.Tensor:

@@ -14,8 +14,12 @@ import torch
 from rollout.engine.device.streams import CpuDevice
 from rollout.process import host_memory
 from rollout.weights import pinned_memory
+from rollout.weights.kept_memory import StagedMemory
+from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.pinned_memory import HostBuffer, PagesBeside, PinnedMemory
+from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports import cuda_ipc
+from trainer_bridge.wire.manifest import Manifest, TensorEntry
 
 
 class Runtime:
@@ -155,3 +159,22 @@ def test_every_runtime_that_is_loaded_is_found_once() -> None:
     ours, theirs = "/opt/torch/libcudart.so.13", "/usr/local/lib/libcudart-1a2b.so.12.8"
     maps = "".join(f"7f00-7f01 r-xp 0 0 0  {path}\n" for path in (theirs, ours, "/lib/libc.so.6", ours))
     assert cuda_ipc.runtimes_in(maps) == [theirs, ours]
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_update_for_which_the_host_has_no_memory_leaves_no_second_memory_behind(shard: bool) -> None:
+    views = {"w": torch.zeros(64), "huge": torch.empty(1 << 52, device="meta")}
+    small = Manifest(1, (TensorEntry("w", "float32", (64,), 0),), 256)
+    huge = Manifest(2, (TensorEntry("huge", "float32", (1 << 52,), 0),), 256)
+    staging = WeightStaging(memory := StagedMemory(views, "host", shard=shard, block_bytes=64))
+    staging.open(small, ManifestFit(("w",), ()))
+    with pytest.raises((RuntimeError, OSError, OverflowError)):
+        staging.open(huge, ManifestFit(("huge",), ()))
+    assert not memory.blocks
+    staging.open(small, ManifestFit(("w",), ()))
+    (block,) = memory.blocks
+    assert shard or block.data_ptr() == staging.arriving(0, 256).data_ptr(), "the bytes arrive where they are staged"
+    staging.take(0, torch.arange(64.0).view(torch.uint8))
+    staging.check()
+    (copy,) = memory.copies()
+    assert torch.equal(copy[1].view(-1), torch.arange(64.0))

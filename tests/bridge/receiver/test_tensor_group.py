@@ -399,6 +399,31 @@ def test_a_hung_rank_delays_the_answer_to_an_abort_and_no_other_one(tmp_path: Pa
         assert worker.serve(good(worker, transport, tmp_path, 5))
 
 
+def test_a_rank_closes_what_was_offered_though_dropping_the_update_fails_on_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("unspecified launch failure")
+
+    peers = [FileMemory(tmp_path) for _ in range(2)]
+    with GroupWorker(2, shared=tmp_path, peers=peers) as worker:
+        publisher = WeightPublisher(worker.endpoint, transport="cuda_ipc", bucket_bytes=SMALL)
+        share_from(publisher, tmp_path)
+        for version in (1, 2, 3):  # after the first one, each rank reads its part
+            publisher.publish(middle := tensors_of(version), version).applied(60)
+        worker.reading.clear()
+        publisher.publish(tensors_of(4), 4)
+        wait_for(lambda: worker.status()["state"] == "receiving", "the begin")
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.staging, "abandon", fails)
+            worker.reading.set()
+            publisher.close()
+            wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
+        assert worker.ask(action="abort", token="0" * 32).get(timeout=60)["code"] == "not_found"
+        assert peers[1].readers == 1, "of the relay alone"
+        assert worker.serve(middle)
+
+
 @pytest.mark.parametrize("transport", ["shm", *nightly("zmq", "nccl", "cuda_ipc", "disk")])
 @pytest.mark.parametrize(
     ("phase", "fault"),
