@@ -244,10 +244,7 @@ class UpdateIntake:
         error.with_traceback(None)
         self.failure = (incoming.token, error_reply(error))  # raised again, the error would collect frames again
         for drop in (lambda: current.begin.receiver.drop(incoming, error), destination.abandon):
-            try:
-                drop()
-            except Exception:  # a device or a publisher is gone; waiting publishers still get their answers
-                _log.exception("dropping weights version %d failed", incoming.manifest.version)
+            _try(drop, current)
         if destination.dirty:
             self._gate.fail_hold(
                 f"version {incoming.manifest.version} of the weights was written in place, in part: {error}. "
@@ -499,8 +496,8 @@ class UpdateIntake:
                 return
         else:
             update = destination.update()
-        begin.receiver.drop(current.incoming, None)
-        self.current = None
+        self.current = None  # whatever fails from now on, the update is whole
+        _try(lambda: begin.receiver.drop(current.incoming, None), current)
         now_s = time.monotonic()
         commit.phases["verify"], commit.since_s = now_s - commit.since_s, now_s
         self.committed = (update, commit)
@@ -537,6 +534,14 @@ class UpdateIntake:
         current = self.current
         if current is not None and time.monotonic() - current.incoming.last_data_s > self._idle_s:
             raise WeightsRejected(f"no data came for {self._idle_s:g} s; the update was dropped, publish it again")
+
+
+def _try(drop: Callable[[], None], current: ReceivedUpdate) -> None:
+    """Give up what an update held of a device or a publisher, which may be gone; publishers still get their answers."""
+    try:
+        drop()
+    except Exception:
+        _log.exception("dropping what held version %d of the weights failed", current.incoming.manifest.version)
 
 
 def ended() -> Unavailable:

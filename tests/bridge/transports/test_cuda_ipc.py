@@ -380,6 +380,15 @@ def test_a_slot_that_cannot_be_closed_or_freed_keeps_no_other_one() -> None:
         assert memory.allocated == {}
 
 
+def test_a_whole_update_is_applied_though_a_slot_cannot_be_closed_after_it() -> None:
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="cuda_ipc", bucket_bytes=SMALL) as publisher:
+        shared(worker, publisher, memory := FailsOnce())
+        memory.broken = True
+        for version in (1, 2):
+            publisher.publish(tensors := new_tensors(worker.model, version), version).applied(20)
+            assert serves(worker.model, tensors) and memory.opened == 0 and not memory.broken
+
+
 def test_a_damaged_bucket_leaves_a_worker_in_place_stale_until_a_whole_update() -> None:
     damaged = threading.Event()
 

@@ -114,7 +114,8 @@ class DiskPages:
         self._known: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # (version, extra bytes); oldest use first
         self._reads: deque[DiskJob] = deque()
         self._writes: deque[DiskJob] = deque()
-        self._waited_s, self._observed = 0.0, ObservedTime(_READS_LOOK_S)  # for the next read to end
+        self._waited_s = 0.0  # seconds for the next read to end
+        self._observed = ObservedTime(_READS_LOOK_S)
         self._something_ended = threading.Event()
         self._orders, self._write_lane, self._read_lane = orders, f"{name}_write", f"{name}_read"
         self._lock_file: int | None  # None once it is closed
