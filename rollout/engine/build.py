@@ -56,8 +56,7 @@ def local_links(
 ) -> EngineLinks:
     """Links of an engine without a worker around it, for benchmarks and tests."""
     gate = Gate(settings.service.drain_s, takes_weights=receiver is not None)
-    receives = NoReceiver() if receiver is None else receiver
-    return EngineLinks(SimpleQueue(), emit, gate, receives, adapter_registry(settings.engine))
+    return EngineLinks(SimpleQueue(), emit, gate, receiver or NoReceiver(), adapter_registry(settings.engine))
 
 
 def adapter_registry(engine: EngineSettings) -> AdapterRegistry | None:
@@ -234,15 +233,15 @@ def _check_activations(engine: EngineSettings, model: Decoder) -> None:
     """Raise ValueError if activations are to be codes, and no kernel multiplies these."""
     if engine.fp8_activations_from is None:
         return
-    reason = None
     if model.format != "fp8_block":
         reason = "needs weight_dtype = fp8_block"
     elif engine.deterministic:
         reason = "and deterministic exclude each other: the result of a token would depend on its step"
     elif not supports(model) or not is_hopper(model.embed.device):
         reason = f"needs a Hopper GPU and a model that the fused kernels run; here is {model.embed.device.type}"
-    if reason is not None:
-        raise ValueError(f"fp8_activations_from {reason}; unset it, or change that")
+    else:
+        return
+    raise ValueError(f"fp8_activations_from {reason}; unset it, or change that")
 
 
 def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:

@@ -137,8 +137,7 @@ def build_allocator(site: Site, executor: Executor, mirrors: Seq[PageMirror], to
     known = host_kv.pages > 0 and engine.prefix_cache  # known pages are kept on the host, and so are states after them
     keeps = known and (not states or (places > 0 and host_states.pages > 0))
     elsewhere = host.total + host.disk.total
-    dealt = step.kv.dealt
-    pages, ranks = step.kv.pages_of_all, 1 if dealt is None else dealt.size
+    pages, ranks = step.kv.pages_of_all, step.kv.dealt.size
     pool = PagePool(pages, host.note_evicted, elsewhere) if keeps else PagePool(pages, ranks=ranks)
     snapshots = Snapshots(engine.max_rows + 1, places, pool)
     most_pages = int(engine.constants.session_share * pool.total)

@@ -176,10 +176,11 @@ def no_room_for_steps(settings: EngineSettings, model: LanguageModel, free_bytes
 
 def context_limit(settings: EngineSettings, model: LanguageModel) -> int:
     """The longest prompt plus completion, tokens. Raises ValueError if the settings ask for more than the model has."""
-    asked, made_for = settings.max_context_tokens, model.spec.max_positions
-    if asked is not None and asked > made_for:
-        raise ValueError(f"max_context_tokens is {asked}, the model allows {made_for}: lower it")
-    return asked or made_for
+    made_for = model.spec.max_positions
+    limit = settings.max_context_tokens or made_for
+    if limit > made_for:
+        raise ValueError(f"max_context_tokens is {limit}, the model allows {made_for}: lower it")
+    return limit
 
 
 def kv_dtype(settings: EngineSettings, model: LanguageModel, target: DeviceTarget | None = None) -> torch.dtype:
@@ -274,11 +275,10 @@ def page_bytes_of(settings: EngineSettings, model: LanguageModel, dtype: torch.d
 
 def usable_bytes(settings: EngineSettings, free: int, target: DeviceTarget) -> float:
     """Bytes that steps and KV may use of the memory left by the weights, `free`."""
-    fraction = settings.kv_memory_fraction or (CPU_FRACTION if target.kind == "cpu" else None)
-    if fraction is None:
-        least = KEPT_MOST * free if settings.sleep else max(KEPT_SHARE * free, KEPT_BYTES)
-        return free - min(KEPT_MOST * free, least)
-    return fraction * free
+    if settings.kv_memory_fraction or target.kind == "cpu":
+        return (settings.kv_memory_fraction or CPU_FRACTION) * free
+    least = KEPT_MOST * free if settings.sleep else max(KEPT_SHARE * free, KEPT_BYTES)
+    return free - min(KEPT_MOST * free, least)
 
 
 def kv_budget(settings: EngineSettings, memory: DeviceMemory, target: DeviceTarget) -> float:

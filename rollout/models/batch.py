@@ -19,7 +19,7 @@ import torch
 from rollout_kernels import DecodePlan, plan_paged_decode
 
 from rollout.models.lora_slots import StepAdapters
-from rollout.models.spec import CODED_KV, KVShape, Shard
+from rollout.models.spec import CODED_KV, WHOLE, KVShape, Shard
 from rollout.models.state_pool import NO_STATES, States
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class KVCache:
     states: States = NO_STATES  # states of the layers without KV
     tokens: torch.Tensor | None = None  # int32 [P, S]; None where nothing reads them
     #: Rows are dealt to ranks: page p of this rank of them is rank * pages + p in a step.
-    dealt: Shard | None = None
+    dealt: Shard = WHOLE
 
     def layer(self, index: int) -> LayerKV:
         """The part that a layer reads and writes; `index` counts the layers that have KV."""
@@ -283,7 +283,7 @@ class KVCache:
     @property
     def pages_of_all(self) -> int:
         """Pages that steps can name: those of all ranks if rows are dealt."""
-        return self.pages * (1 if self.dealt is None else self.dealt.size)
+        return self.pages * self.dealt.size
 
     def has_page(self, pages: torch.Tensor) -> torch.Tensor:
         """Which of these pages of a step this rank has, bool."""
@@ -292,7 +292,7 @@ class KVCache:
 
     def local_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """Pages of a step as this rank numbers its own ones; the dump page for those of other ranks."""
-        return pages if self.dealt is None else (pages - self._first).masked_fill(~self.has_page(pages), 0)
+        return pages if self.dealt.size == 1 else (pages - self._first).masked_fill(~self.has_page(pages), 0)
 
     def local_slots(self, slots_T: torch.Tensor) -> torch.Tensor:
         """As `local_pages`, for slots: page * page_size + offset."""
@@ -301,7 +301,7 @@ class KVCache:
 
     @property
     def _first(self) -> int:
-        return 0 if self.dealt is None else self.dealt.rank * self.pages
+        return self.dealt.rank * self.pages
 
     @classmethod
     def allocate(

@@ -140,7 +140,7 @@ def check_format(spec: ModelSpec, format: Format) -> None:
             _check_cut(cut, format, module, spec)
     experts = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoESpec)]
     if format == "fp8_row" and any(block.width_cut for block in experts):
-        raise ValueError(_CUT_ROWS.format(spec.shard.size if spec.shard else 1))
+        raise ValueError(_CUT_ROWS.format(spec.shard.size))
 
 
 _CUT_ROWS = (
@@ -149,7 +149,7 @@ _CUT_ROWS = (
 
 
 def _check_cut(cut: Cut | None, format: Format, module: str, spec: ModelSpec) -> None:
-    if cut is None or spec.shard is None:
+    if cut is None:
         return
     block = SCALE_BLOCKS[format][cut.dim]
     if block is None:

@@ -24,7 +24,7 @@ from rollout.models.layers import Attention, Block, LastProduct, OwnTokens, Step
 def deal(context: StepContext) -> StepContext:
     """The context of a step, with this rank's own tokens if rows are dealt."""
     batch, kv = context.batch, context.kv
-    if kv.dealt is None:
+    if kv.dealt.size == 1:
         return context
     if batch.chunks is None:
         foreign_B = ~kv.has_page(batch.page_table_BP[:, 0])

@@ -261,7 +261,7 @@ class Decoder(Block):
         group: TensorGroup = ONE_RANK,
     ) -> None:
         super().__init__()
-        assert (group.rank, group.size) == (spec.shard or (0, 1)), "the spec belongs to another rank"
+        assert (group.rank, group.size) == spec.shard, "the spec belongs to another rank"
         self.spec = spec
         self.format = format
         self.group = group
@@ -307,7 +307,7 @@ class Decoder(Block):
     @property
     def embedding(self) -> Embedding:
         """The embedding, which may be this rank's part of it."""
-        return Embedding(self.embed, None if self.spec.shard is None else self.spec.kept_vocab.start, self.group)
+        return Embedding(self.embed, None if self.spec.shard.size == 1 else self.spec.kept_vocab.start, self.group)
 
     def embedded(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding times its factor, [T, H]."""
@@ -330,7 +330,7 @@ class Decoder(Block):
     def vocab_shard(self) -> VocabShard | None:
         """The part of the vocabulary that `compute_logits` gives the logits of; None if all."""
         spec = self.spec
-        if spec.shard is None:
+        if spec.shard.size == 1:
             return None
         return VocabShard(self.group, spec.kept_vocab.start, len(spec.vocab_of(0)), spec.vocab)
 

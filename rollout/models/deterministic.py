@@ -111,7 +111,7 @@ def check_deterministic(spec: ModelSpec) -> None:
                 reason = "its output products have biases"
             if mixer.softcap is not None or mixer.sinks:
                 reason = "its attention has a softcap or sinks"
-            if mixer.qk_norm == "full" and mixer.shard is not None:
+            if mixer.qk_norm == "full" and mixer.shard.size > 1:
                 reason = "its queries and keys are normalised all heads together, on several GPUs"
             if mixer.gate:
                 reason = "its attention has gates in a product of their own"

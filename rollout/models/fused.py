@@ -267,7 +267,7 @@ class FusedDecoder:
         """The residual stream before the first layer, and the cosines and sines of the first rotary embedding."""
         model, positions = self._model, batch.rotary_positions
         if positions.dim() == 1 and batch.images is None:
-            token = None if model.spec.shard is None else model.spec.kept_vocab.start
+            token = None if model.spec.shard.size == 1 else model.spec.kept_vocab.start
             tables = (model.embed, rope.inv_freq_D, rope.sign_D)
             residual_TH, cos_sin = embed_rope(token_ids_T, positions, *tables, token, model.embed_scale)
             return residual_TH if token is None else model.group.all_reduce(residual_TH), cos_sin
@@ -381,7 +381,7 @@ class FusedDecoder:
                     normed_TH = self._norm(residual_TH, mixed, norms.before)
             residual_TH, parts = experts.run(layer, residual_TH, parts, context.batch.experts, normed_TH)
             assert isinstance(feed_forward, SparseFeedForward)
-            partial = self._model.spec.shard is not None and feed_forward.spec.apart is None
+            partial = self._model.spec.shard.size > 1 and feed_forward.spec.apart is None
             return residual_TH, _unsummed(parts, layer, norms, partial)
         x_TH = self._norm(residual_TH, mixed, norms.before)
         if not fused:
@@ -511,7 +511,7 @@ class FusedDecoder:
         """Queries of the attention block and their gates; writes this layer's keys and values."""
         batch, cache = context.batch, context.kv.layer(attention.kv_index)
         cos_sin = context.cos_sin[attention.rope]
-        if attention.spec.qk_norm == "full" and attention.spec.shard is not None:
+        if attention.spec.qk_norm == "full" and attention.spec.shard.size > 1:
             slots_T = batch.kv_slots_T.long()
             q_TQD, gate_TK = attention.project(x_TH, cos_sin, slots_T, cache, batch.adapters)
         else:

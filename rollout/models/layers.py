@@ -402,10 +402,8 @@ class Attention(Block):
             self.head_kinds: torch.Tensor  # the weight, of two, that each head takes
             self.register_buffer("head_kinds", kinds, persistent=False)
         elif spec.qk_norm == "full":
-            q_cut, k_cut = (
-                (None, None) if spec.shard is None else (spec.q_cut(spec.head_dim), spec.kv_cut(spec.head_dim))
-            )
-            of_heads = ONE_RANK if spec.shard is None else group
+            q_cut, k_cut = spec.q_cut(spec.head_dim), spec.kv_cut(spec.head_dim)
+            of_heads = ONE_RANK if spec.shard.size == 1 else group
             self.q_norm = HeadsNorm(spec.q_dim, q_cut, spec, dtype, device, of_heads)
             self.k_norm = HeadsNorm(spec.kv_dim, k_cut, spec, dtype, device, of_heads)
 
@@ -520,8 +518,7 @@ class Attention(Block):
         if self.gate_proj is not None:
             regions += self.gate_proj.regions(prefix)
         if self.sinks is not None:
-            cut = None if self.spec.shard is None else self.spec.q_cut(1)
-            regions.append(one_name(f"{prefix}{self.spec.names.sinks}", self.sinks, cut))
+            regions.append(one_name(f"{prefix}{self.spec.names.sinks}", self.sinks, self.spec.q_cut(1)))
         q_name, k_name = (f"{prefix}{name}.weight" for name in self.spec.names.qk_norm)
         if self.spec.qk_norm == "head":
             names = (q_name, k_name)[: len(self.qk_norm_weight)]
@@ -751,8 +748,7 @@ class SparseFeedForward(Block):
     @property
     def adds_bias(self) -> bool:
         """Whether this rank adds the biases of down projections: where all ranks have parts of them, one does."""
-        shard = self.spec.shard
-        return shard is None or shard.whole_experts or shard.shard.rank == 0
+        return self.spec.whole_experts or self.spec.shard.rank == 0
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`: one tensor an expert, or all experts stacked."""

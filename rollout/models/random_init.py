@@ -43,11 +43,11 @@ def fill_random(model: Decoder, seed: int, whole: ModelSpec | None = None, progr
     gets (parameters done, parameters in all).
     """
     generator = torch.Generator(device=model.embed.device).manual_seed(seed)
-    if model.spec.shard is None and not _keeps_shared_apart(model):
+    if model.spec.shard.size == 1 and not _keeps_shared_apart(model):
         _fill(model, model.embed.dtype, generator)
         return
     if whole is None:
-        assert model.spec.shard is None, "the values of a shard are made with the whole model"
+        assert model.spec.shard.size == 1, "the values of a shard are made with the whole model"
         whole = replace(model.spec, draft=None)
     outline = Decoder(whole, model.embed.dtype, torch.device("meta"))  # shapes without memory
     views, names = model.hf_views(), _names_by_storage(outline)

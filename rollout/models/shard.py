@@ -21,9 +21,7 @@ from rollout.models.spec import (
     AttentionSpec,
     DeltaNetSpec,
     DenseSpec,
-    ExpertShard,
     FeedForwardSpec,
-    HeadShard,
     KimiDeltaSpec,
     LatentSpec,
     LayerSpec,
@@ -62,7 +60,6 @@ def shard_spec(spec: ModelSpec, rank: int, size: int, deals_rows: bool = False) 
 
 def spec_of_rank(spec: ModelSpec, rank: int) -> ModelSpec:
     """The spec of another rank of the same group; `spec` describes a shard."""
-    assert spec.shard is not None
     shard = Shard(rank, spec.shard.size)
     layers = {layer: _layer_of_rank(layer, shard) for layer in dict.fromkeys(spec.layers)}
     return replace(spec, layers=tuple(layers[layer] for layer in spec.layers), shard=shard)
@@ -70,17 +67,13 @@ def spec_of_rank(spec: ModelSpec, rank: int) -> ModelSpec:
 
 def _layer_of_rank(layer: LayerSpec, shard: Shard) -> LayerSpec:
     mixer, block = layer.mixer, layer.feed_forward
-    if isinstance(mixer, AttentionSpec):
-        mixer = mixer if mixer.shard is None else replace(mixer, shard=mixer.shard._replace(shard=shard))
-    elif mixer is not None and mixer.shard is not None:
+    if mixer is not None and mixer.shard.size > 1:
         mixer = replace(mixer, shard=shard)
     if isinstance(block, DenseSpec):
         block = replace(block, shard=shard)
-    if not isinstance(block, MoESpec):
-        return replace(layer, mixer=mixer, feed_forward=block)
-    assert block.shard is not None
-    shared = None if block.shared is None else replace(block.shared, shard=shard)
-    block = replace(block, shared=shared, shard=block.shard._replace(shard=shard))
+    elif block is not None:
+        shared = None if block.shared is None else replace(block.shared, shard=shard)
+        block = replace(block, shared=shared, shard=shard)
     return replace(layer, mixer=mixer, feed_forward=block)
 
 
@@ -118,8 +111,8 @@ def _attention(mixer: AttentionSpec, shard: Shard) -> AttentionSpec:
         raise _CannotCutError(f"{heads} attention heads are not a multiple of {size}")
     if kv_heads % size and size % kv_heads:
         raise _CannotCutError(f"{kv_heads} KV heads are neither a multiple of {size} nor a divisor of it")
-    kept = HeadShard(shard, kv_heads)
-    return replace(mixer, heads=heads // size, kv_heads=max(1, kv_heads // size), shard=kept)
+    kept = max(1, kv_heads // size)
+    return replace(mixer, heads=heads // size, kv_heads=kept, shard=shard, all_kv_heads=kv_heads)
 
 
 def _latent(mixer: LatentSpec, shard: Shard) -> LatentSpec:
@@ -165,10 +158,10 @@ def _experts(block: MoESpec, shard: Shard) -> MoESpec:
     size = shard.size
     if block.intermediate % (EXPERT_BLOCK * size) == 0:
         width = block.intermediate // size
-        return replace(block, intermediate=width, shared=shared, shard=ExpertShard(shard, whole_experts=False))
+        return replace(block, intermediate=width, shared=shared, shard=shard)
     if block.experts % size:
         raise _CannotCutError(
             f"{block.experts} experts are not a multiple of {size}, nor is their width {block.intermediate} a "
             f"multiple of {EXPERT_BLOCK} times {size}"
         )
-    return replace(block, shared=shared, shard=ExpertShard(shard, whole_experts=True))
+    return replace(block, shared=shared, shard=shard, whole_experts=True)

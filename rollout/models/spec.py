@@ -88,12 +88,26 @@ class Shard(NamedTuple):
         """The range of a width of which each rank keeps `kept`."""
         return self.rank * kept, (self.rank + 1) * kept
 
-    def cut(self, *kept: int) -> Cut:
-        """The cut of outputs that hold several modules side by side; every rank keeps a part of each."""
+    def cut(self, *kept: int) -> Cut | None:
+        """The cut of outputs that hold several modules side by side; every rank keeps a part of each.
+
+        None for one rank, as for everything that is not cut.
+        """
+        if self.size == 1:
+            return None
         begins = [sum(kept[:index]) * self.size for index in range(len(kept))]
         parts = [self.part(width) for width in kept]
         ranges = tuple((at + begin, at + end) for at, (begin, end) in zip(begins, parts, strict=True))
         return Cut(0, sum(kept) * self.size, ranges)
+
+    def input_cut(self, kept: int) -> Cut | None:
+        """The cut of a product whose inputs are by rank."""
+        cut = self.cut(kept)
+        return None if cut is None else cut.at(1)
+
+
+#: The shard of a model on one rank.
+WHOLE = Shard(0, 1)
 
 
 class LinearSpec(NamedTuple):
@@ -113,19 +127,21 @@ class LinearSpec(NamedTuple):
         return sum(self.widths)
 
 
-def _joined(cuts: tuple[Cut, ...]) -> Cut:
-    """The cut of a tensor that holds several modules side by side."""
+def _joined(cuts: tuple[Cut | None, ...]) -> Cut | None:
+    """The cut of a tensor that holds several modules side by side; None if they are not cut."""
     ranges: list[tuple[int, int]] = []
     whole = 0
     for cut in cuts:
+        if cut is None:
+            return None
         ranges += [(whole + begin, whole + end) for begin, end in cut.ranges]
         whole += cut.whole
     return Cut(0, whole, tuple(ranges))
 
 
-def _all_inputs(width: int, partial: bool) -> Cut | None:
-    """The cut of a product that is a part of a sum over the ranks although it has all inputs; None for any other."""
-    return Cut(1, width, ((0, width),)) if partial else None
+def _all_inputs(width: int) -> Cut:
+    """The cut of a product that is a part of a sum over the ranks although it has all inputs."""
+    return Cut(1, width, ((0, width),))
 
 
 def _widths(modules: tuple[str, ...], widths: tuple[int, ...]) -> tuple[int, ...]:
@@ -152,18 +168,6 @@ class QueryGrowth(NamedTuple):
     beta: float
     positions: int
     first: int = 0
-
-
-class HeadShard(NamedTuple):
-    """A rank's part of the heads of attention. A KV head belongs to several ranks if there are fewer than ranks."""
-
-    shard: Shard
-    kv_heads: int  # KV heads of the whole model
-
-    def kv_range(self, kept: int) -> tuple[int, int]:
-        """The rank's KV heads, of which it keeps `kept`."""
-        begin = self.shard.rank * self.kv_heads // self.shard.size
-        return begin, begin + kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +199,8 @@ class AttentionSpec:
     value_norm: bool = False  # each value head is normalised, without weights
     kv: KVSource = "own"
     chunk: int | None = None  # positions of a chunk: a token attends within its own one; None: to all before it
-    shard: HeadShard | None = None  # the heads above are one rank's
+    shard: Shard = WHOLE  # the heads above are one rank's
+    all_kv_heads: int = 0  # a shard: the KV heads of the whole model; if they are few, one is on several ranks
     dealt: bool = False  # all heads are here, and rows of other ranks are not: its output is a part of a sum
 
     @property
@@ -220,35 +225,32 @@ class AttentionSpec:
         made = {"own": 3, "keys": 2, "shared": 1}[self.kv]
         modules = self.names.qkv[:made]
         widths = _widths(modules, (q_width, self.kv_dim, self.kv_heads * self.v_dim)[:made])
-        cuts: tuple[Cut, ...] = ()
-        if self.shard is not None:
-            cuts = (self.q_cut(q_width // self.heads), self.kv_cut(self.head_dim), self.kv_cut(self.v_dim))
-            cuts = cuts[:made] if len(self.names.qkv) > 1 else (_joined(cuts),)
+        each = (self.q_cut(q_width // self.heads), self.kv_cut(self.head_dim), self.kv_cut(self.v_dim))
+        cuts = each[:made] if len(self.names.qkv) > 1 else (_joined(each),)
         return LinearSpec(self.inputs or self.hidden, modules, widths, self.qkv_bias, cuts)
 
-    def q_cut(self, width: int) -> Cut:
+    def q_cut(self, width: int) -> Cut | None:
         """A shard's cut of a tensor that has `width` entries for each query head."""
-        assert self.shard is not None
-        return self.shard.shard.cut(self.heads * width)
+        return self.shard.cut(self.heads * width)
 
-    def kv_cut(self, width: int) -> Cut:
+    def kv_cut(self, width: int) -> Cut | None:
         """A shard's cut of a tensor that has `width` entries for each KV head."""
-        assert self.shard is not None
-        begin, end = self.shard.kv_range(self.kv_heads)
-        return Cut(0, self.shard.kv_heads * width, ((begin * width, end * width),))
+        if self.shard.size == 1:
+            return None
+        begin = self.shard.rank * self.all_kv_heads // self.shard.size
+        return Cut(0, self.all_kv_heads * width, ((begin * width, (begin + self.kv_heads) * width),))
 
     @property
     def output_gate(self) -> LinearSpec | None:
         """The product that makes gates of the output, where it is one of its own."""
         if not self.gate:
             return None
-        cuts = () if self.shard is None else (self.q_cut(self.head_dim),)
-        return LinearSpec(self.hidden, (self.names.gate,), (self.q_dim,), False, cuts)
+        return LinearSpec(self.hidden, (self.names.gate,), (self.q_dim,), False, (self.q_cut(self.head_dim),))
 
     @property
     def o(self) -> LinearSpec:
         width = self.heads * self.v_dim
-        cut = _all_inputs(width, self.dealt) if self.shard is None else self.q_cut(self.v_dim).at(1)
+        cut = _all_inputs(width) if self.dealt else self.shard.input_cut(width)
         return LinearSpec(width, (self.names.o,), (self.hidden,), self.o_bias, (), cut)
 
     @property
@@ -332,7 +334,7 @@ class LatentSpec:
     gate: bool = False  # a sigmoid of a product of the token weights the output of each head
     indexer: IndexerSpec | None = None  # chooses tokens, also for the layers after it that share its choice
     shares_choice: bool = False  # it uses the choice of the last indexer before it
-    shard: Shard | None = None  # the heads above are one rank's; latents are whole on every rank
+    shard: Shard = WHOLE  # the heads above are one rank's; latents are whole on every rank
     dealt: bool = False  # as `AttentionSpec.dealt`
 
     @property
@@ -349,7 +351,7 @@ class LatentSpec:
     def inputs(self) -> LinearSpec:
         """The product of a token: the latent of its queries, or these, then what is kept of it."""
         query = (self.names.q, self.heads * self.head_dim) if self.q_rank is None else (self.names.q_a, self.q_rank)
-        cuts = (self._head_cuts(self.head_dim)[0], None) if self.shard is not None and self.q_rank is None else ()
+        cuts = (*self._head_cuts(self.head_dim), None) if self.q_rank is None else ()
         return LinearSpec(self.hidden, (query[0], self.names.kv_a), (query[1], self.latent_dim), self.bias, cuts)
 
     @property
@@ -376,12 +378,12 @@ class LatentSpec:
     @property
     def o(self) -> LinearSpec:
         width = self.heads * self.value_dim
-        cut = _all_inputs(width, self.dealt) if self.shard is None else self.shard.cut(width).at(1)
+        cut = _all_inputs(width) if self.dealt else self.shard.input_cut(width)
         return LinearSpec(width, (self.names.o,), (self.hidden,), self.bias, (), cut)
 
-    def _head_cuts(self, width: int) -> tuple[Cut, ...]:
+    def _head_cuts(self, width: int) -> tuple[Cut | None]:
         """A shard's cut of a module that has `width` outputs for each head."""
-        return () if self.shard is None else (self.shard.cut(self.heads * width),)
+        return (self.shard.cut(self.heads * width),)
 
     @property
     def turned(self) -> tuple[RopeSpec, int]:
@@ -469,7 +471,7 @@ class DeltaNetSpec(StateMixer):
     interleaved: bool = False  # the input product is sorted by key head: its q, k, v, z; and its b, a
     beta_scale: float = 1.0  # how much of a key's old value a token may replace: 1 all of it, 2 reflects it
     names: DeltaNetNames = DeltaNetNames()
-    shard: Shard | None = None  # the heads above are one rank's
+    shard: Shard = WHOLE  # the heads above are one rank's
 
     @property
     def mixed(self) -> int:
@@ -492,29 +494,25 @@ class DeltaNetSpec(StateMixer):
         modules, (q, k, v, z, b, a) = self.names.inputs, self.input_widths
         by_modules = {2: (q + k + v + z, b + a), 4: (q + k + v, z, b, a), 6: (q, k, v, z, b, a)}
         widths = by_modules[len(modules)]
-        cuts: tuple[Cut, ...] = ()
-        if self.shard is not None:
-            joined = len(modules) == 4  # one module holds queries, keys and values side by side
-            cuts = tuple(self.shard.cut(*((q, k, v) if joined and not at else (w,))) for at, w in enumerate(widths))
+        joined = len(modules) == 4  # one module holds queries, keys and values side by side
+        cuts = tuple(self.shard.cut(*((q, k, v) if joined and not at else (w,))) for at, w in enumerate(widths))
         return LinearSpec(self.hidden, modules, widths, False, cuts)
 
     @property
     def out(self) -> LinearSpec:
-        cut = None if self.shard is None else self.shard.cut(self.value_width).at(1)
+        cut = self.shard.input_cut(self.value_width)
         return LinearSpec(self.value_width, (self.names.out,), (self.hidden,), False, (), cut)
 
     @property
     def conv_cuts(self) -> tuple[Cut | None, Cut | None, Cut | None, Cut | None]:
         """A shard's cuts of a convolution over queries, keys and values, and of a convolution over each of them."""
-        if self.shard is None:
-            return None, None, None, None
         q, k, v, *_ = self.input_widths
         return self.shard.cut(q, k, v), self.shard.cut(q), self.shard.cut(k), self.shard.cut(v)
 
     @property
     def value_cut(self) -> Cut | None:
         """A shard's cut of a tensor with an entry for each value head."""
-        return None if self.shard is None else self.shard.cut(self.value_heads)
+        return self.shard.cut(self.value_heads)
 
     @property
     def state(self) -> StateSizes:
@@ -558,7 +556,7 @@ class KimiDeltaSpec(StateMixer):
     eps: float  # epsilon of the norm of the outputs
     bound: float | None = None  # below 0: a logarithm of a decay is this, times a sigmoid; None: a softplus makes it
     names: KimiDeltaNames = KimiDeltaNames()
-    shard: Shard | None = None  # the heads above are one rank's
+    shard: Shard = WHOLE  # the heads above are one rank's
 
     @property
     def width(self) -> int:
@@ -574,7 +572,7 @@ class KimiDeltaSpec(StateMixer):
         """The product that makes everything that the block needs of a token."""
         last, cut = (self.width, self.width_cut) if self.rank is None else (self.rank, None)
         widths = (self.width, self.width, self.width, self.value_heads, last, last)
-        cuts = () if self.shard is None else (*(self.width_cut,) * 3, self.head_cut, cut, cut)
+        cuts = (*(self.width_cut,) * 3, self.head_cut, cut, cut)
         return LinearSpec(self.hidden, self.names.inputs, widths, False, cuts)
 
     @property
@@ -590,29 +588,27 @@ class KimiDeltaSpec(StateMixer):
     def _of_latent(self, name: str) -> LinearSpec | None:
         if self.rank is None:
             return None
-        cuts = () if self.width_cut is None else (self.width_cut,)
-        return LinearSpec(self.rank, (name,), (self.width,), False, cuts)
+        return LinearSpec(self.rank, (name,), (self.width,), False, (self.width_cut,))
 
     @property
     def out(self) -> LinearSpec:
-        cut = None if self.width_cut is None else self.width_cut.at(1)
+        cut = self.shard.input_cut(self.width)
         return LinearSpec(self.width, (self.names.out,), (self.hidden,), False, (), cut)
 
     @property
     def conv_cuts(self) -> tuple[Cut | None, ...]:
         """As the fields of `DeltaNetSpec`."""
-        joined = None if self.shard is None else self.shard.cut(*(self.width,) * 3)
-        return joined, *(self.width_cut,) * 3
+        return self.shard.cut(*(self.width,) * 3), *(self.width_cut,) * 3
 
     @property
     def head_cut(self) -> Cut | None:
         """A shard's cut of a tensor with an entry for each head."""
-        return None if self.shard is None else self.shard.cut(self.value_heads)
+        return self.shard.cut(self.value_heads)
 
     @property
     def width_cut(self) -> Cut | None:
         """A shard's cut of a tensor with an entry for each dimension of each head."""
-        return None if self.shard is None else self.shard.cut(self.width)
+        return self.shard.cut(self.width)
 
     @property
     def state(self) -> StateSizes:
@@ -646,7 +642,7 @@ class Mamba2Spec(StateMixer):
     steps: tuple[float, float]  # the least and the largest step
     eps: float  # epsilon of the norm of the outputs, of each group on its own
     names: Mamba2Names = Mamba2Names()
-    shard: Shard | None = None  # the heads and groups above are one rank's
+    shard: Shard = WHOLE  # the heads and groups above are one rank's
     all_groups: int = 0  # a shard: the groups of the whole model; one is on every rank
 
     @property
@@ -662,19 +658,16 @@ class Mamba2Spec(StateMixer):
     def inputs(self) -> LinearSpec:
         """The product that makes everything that the block needs of a token."""
         widths = (self.width, *self.mixed_widths, self.heads)
-        cuts: tuple[Cut, ...] = ()
-        if self.shard is not None:
-            cuts = (_joined((self.shard.cut(self.width), *self._mixed_cuts, self.shard.cut(self.heads))),)
+        cuts = (_joined((self.width_cut, *self._mixed_cuts, self.head_cut)),)
         return LinearSpec(self.hidden, (self.names.inputs,), (sum(widths),), self.bias, cuts)
 
     @property
     def out(self) -> LinearSpec:
-        cut = None if self.width_cut is None else self.width_cut.at(1)
+        cut = self.shard.input_cut(self.width)
         return LinearSpec(self.width, (self.names.out,), (self.hidden,), self.bias, (), cut)
 
     @property
-    def _mixed_cuts(self) -> tuple[Cut, ...]:
-        assert self.shard is not None
+    def _mixed_cuts(self) -> tuple[Cut | None, ...]:
         heads, group, _ = self.mixed_widths
         shared = Cut(0, group, ((0, group),)) if self.all_groups == 1 else self.shard.cut(group)
         return self.shard.cut(heads), shared, shared
@@ -682,17 +675,17 @@ class Mamba2Spec(StateMixer):
     @property
     def conv_cut(self) -> Cut | None:
         """A shard's cut of the convolution."""
-        return None if self.shard is None else _joined(self._mixed_cuts)
+        return _joined(self._mixed_cuts)
 
     @property
     def head_cut(self) -> Cut | None:
         """A shard's cut of a tensor with an entry for each head."""
-        return None if self.shard is None else self.shard.cut(self.heads)
+        return self.shard.cut(self.heads)
 
     @property
     def width_cut(self) -> Cut | None:
         """A shard's cut of a tensor with an entry for each dimension of each head."""
-        return None if self.shard is None else self.shard.cut(self.width)
+        return self.shard.cut(self.width)
 
     @property
     def state(self) -> StateSizes:
@@ -723,22 +716,20 @@ class DenseSpec:
     bias: bool
     names: DenseNames = DenseNames()
     activation: Activation = "silu"
-    shard: Shard | None = None  # the intermediate width of one rank
+    shard: Shard = WHOLE  # the intermediate width of one rank
 
     @property
     def gate_up(self) -> LinearSpec:
         """The product that makes gate and values."""
         parts = 1 if self.activation == "relu2" else 2
         widths = _widths(self.names.gate_up, (self.intermediate,) * parts)
-        cuts: tuple[Cut, ...] = ()
-        if self.shard is not None:
-            each = (self.shard.cut(self.intermediate),) * parts
-            cuts = each if len(self.names.gate_up) > 1 else (_joined(each),)
+        each = (self.shard.cut(self.intermediate),) * parts
+        cuts = each if len(self.names.gate_up) > 1 else (_joined(each),)
         return LinearSpec(self.hidden, self.names.gate_up, widths, self.bias, cuts)
 
     @property
     def down(self) -> LinearSpec:
-        cut = None if self.shard is None else self.shard.cut(self.intermediate).at(1)
+        cut = self.shard.input_cut(self.intermediate)
         return LinearSpec(self.intermediate, (self.names.down,), (self.hidden,), self.bias, (), cut)
 
 
@@ -803,13 +794,6 @@ class ClampedGLUSpec(NamedTuple):
     limit: float
 
 
-class ExpertShard(NamedTuple):
-    """A rank's part of the experts: a part of each one's intermediate width, or some whole experts."""
-
-    shard: Shard
-    whole_experts: bool
-
-
 @dataclass(frozen=True, slots=True)
 class MoESpec:
     """A mixture of gated feed-forward experts with SiLU, without a gate, or with biases and a clamped GLU.
@@ -830,7 +814,8 @@ class MoESpec:
     inner: int | None = None  # width that experts work on, if a product makes it of the token; None: the token itself
     apart: ApartNames | None = None  # the shared expert, the others and the router have norms of their own
     eps: float = 0.0  # epsilon of these
-    shard: ExpertShard | None = None
+    shard: Shard = WHOLE  # one rank's part of each expert's intermediate width, or of the experts
+    whole_experts: bool = False  # a shard: it keeps some whole experts
 
     @property
     def width(self) -> int:
@@ -845,32 +830,28 @@ class MoESpec:
     @property
     def kept_experts(self) -> range:
         """The experts that are kept: all, or one rank's."""
-        if self.shard is None or not self.shard.whole_experts:
+        if not self.whole_experts:
             return range(self.experts)
-        return range(*self.shard.shard.part(self.experts // self.shard.shard.size))
+        return range(*self.shard.part(self.experts // self.shard.size))
 
     @property
     def expert_cut(self) -> Cut | None:
         """A shard's cut of a tensor of all experts, if it keeps some whole ones."""
-        if self.shard is None or not self.shard.whole_experts:
-            return None
-        return self.shard.shard.cut(len(self.kept_experts))
+        return self.shard.cut(len(self.kept_experts)) if self.whole_experts else None
 
     @property
     def width_cut(self) -> Cut | None:
         """A shard's cut of an expert's intermediate width, if it keeps a part of each one."""
-        if self.shard is None or self.shard.whole_experts:
-            return None
-        return self.shard.shard.cut(self.intermediate)
+        return None if self.whole_experts else self.shard.cut(self.intermediate)
 
     @property
     def gate_up_cut(self) -> Cut | None:
         """The same of gates and values together: gates first, or alternating with a clamped GLU."""
-        if self.shard is None or self.shard.whole_experts:
+        if self.whole_experts:
             return None
         if self.clamped is not None:
-            return self.shard.shard.cut(2 * self.intermediate)
-        return self.shard.shard.cut(*(self.intermediate,) * self.halves)
+            return self.shard.cut(2 * self.intermediate)
+        return self.shard.cut(*(self.intermediate,) * self.halves)
 
     @property
     def shared_like_others(self) -> int:
@@ -1080,7 +1061,7 @@ class ModelSpec:
     draft: DraftSpec | None = None  # the model that drafts for it
     #: The draft model that checkpoints may have as layers for the prediction of several tokens; see `draft`.
     mtp: DraftSpec | None = None
-    shard: Shard | None = None  # blocks and vocabulary are one rank's part
+    shard: Shard = WHOLE  # blocks and vocabulary are one rank's part
     only_experts_coded: bool = False  # where weights are codes, as in a checkpoint in MXFP4
 
     @property
@@ -1091,7 +1072,7 @@ class ModelSpec:
     @property
     def kept_vocab(self) -> range:
         """The tokens whose rows of embedding and output layer are kept: all, or one rank's."""
-        return range(self.vocab) if self.shard is None else self.vocab_of(self.shard.rank)
+        return self.vocab_of(self.shard.rank)
 
     @property
     def deals_rows(self) -> bool:
@@ -1103,14 +1084,13 @@ class ModelSpec:
 
         A rank's first token is a multiple of four, as a draw makes four random numbers at a time.
         """
-        assert self.shard is not None
         most = -(-self.vocab // (4 * self.shard.size)) * 4
         return range(min(self.vocab, rank * most), min(self.vocab, (rank + 1) * most))
 
     @property
     def vocab_cut(self) -> Cut | None:
         """A shard's cut of embedding and output layer."""
-        if self.shard is None:
+        if self.shard.size == 1:
             return None
         return Cut(0, self.vocab, ((self.kept_vocab.start, self.kept_vocab.stop),))
 

@@ -86,7 +86,6 @@ class RankAdapters(AdapterPacker):
         lost: Callable[[], str],
     ) -> None:
         super().__init__()
-        assert spec.shard is not None
         self.size = spec.shard.size
         self._specs = [spec_of_rank(spec, rank) for rank in range(self.size)]
         tensors = 2 * len(model_products(spec))

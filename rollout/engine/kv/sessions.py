@@ -89,8 +89,7 @@ class Sessions:
     @property
     def places(self) -> Counter[int]:
         """References of sessions to places of snapshots."""
-        kept = [session.kv for session in self._with_kv.values() if session.kv is not None]
-        return Counter(snapshot.place for kv in kept for snapshot in kv.snapshots)
+        return Counter(snapshot.place for session in self._with_kv.values() for snapshot in session.held.snapshots)
 
     def longest_idle_s(self, now_s: float) -> float:
         """Idle time of the session to evict next; 0 if its next turn is here; infinite if no session has pages."""
@@ -181,16 +180,12 @@ class Sessions:
     def evict_one(self, rank: int | None = None) -> bool:
         """Release the pages of the least recently used session, of this rank if one is given; False if none has any."""
         sessions = map(self._with_kv.__getitem__, self._order)
-        first = next((session for session in sessions if rank is None or self._rank_of(session) == rank), None)
-        if first is None:
-            return False
-        self.counts.evicted += 1
-        self._drop(first)
-        return True
-
-    def _rank_of(self, session: KeptSession) -> int:
-        assert session.kv is not None
-        return self.pool.rank_of(session.kv.pages[0])
+        for session in sessions:
+            if rank is None or self.pool.rank_of(session.held.pages[0]) == rank:
+                self.counts.evicted += 1
+                self._drop(session)
+                return True
+        return False
 
     def end(self, client: str, name: str | None = None) -> None:
         """End a session, or all of a client's; a turn that runs goes on and leaves nothing."""
@@ -210,15 +205,15 @@ class Sessions:
     def drop_older(self, oldest: int) -> None:
         """Release the pages of sessions with KV of a weights version before `oldest`."""
         for session in list(self._with_kv.values()):
-            if session.kv is not None and session.kv.oldest < oldest:
+            if session.held.oldest < oldest:
                 self._drop(session)
 
     def check(self) -> None:
         """Assert that the books agree."""
         refs: dict[int, int] = {}
         for session in self._with_kv.values():
-            kv = session.kv
-            assert kv is not None and not session.over
+            kv = session.held
+            assert not session.over
             assert kv.keys is NO_KEYS or len(kv.keys) >= len(kv.tokens) // self.page_size, "a page has no key"
             for page in kv.pages:
                 refs[page] = refs.get(page, 0) + 1
@@ -249,9 +244,7 @@ class Sessions:
             del self._unseen[key]
         else:
             self._unseen[key] = count - 1
-        kv = self._with_kv[key].kv
-        assert kv is not None
-        page = kv.pages[count - 1]
+        page = self._with_kv[key].held.pages[count - 1]
         return self.pool.key_of(page), page
 
     def _take(self, session: KeptSession, left: SessionKV, now_s: float) -> None:
@@ -296,7 +289,7 @@ class Sessions:
 
     def _drop(self, session: KeptSession) -> None:
         """Evict the session: its full pages and its snapshots stay in the cache."""
-        for end in () if session.kv is None else self._ends(session.kv):
+        for end in self._ends(session.held):
             self.snapshots.keep(end.point, end.place, end.page, end.oldest)
         self._release(session)
         if not session.turns:

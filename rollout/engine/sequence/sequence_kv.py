@@ -291,3 +291,9 @@ class KeptSession:
     until_s: float = 0.0  # end of its lease, while it has no turn
     last_s: float = 0.0  # time after a turn in which it is evicted after others
     last_until_s: float = 0.0  # end of that time, while it has no turn
+
+    @property
+    def held(self) -> SessionKV:
+        """Its KV; only for a session that has some."""
+        assert self.kv is not None
+        return self.kv

@@ -231,7 +231,7 @@ def test_leases_end_with_their_client_and_with_the_weights(model, folders, promp
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox)
     for client in ("c", "d"):
-        bench.complete(f"of {client}", prompt_of(33), 9, client, lease_s=LEASE_S)
+        bench.complete(f"of {client}", prompt_of(33), 9, client=client, lease_s=LEASE_S)
     assert bench.status().sessions.holding == 2
     bench.engine.inbox.put(EndSession("c"))
     bench.run()

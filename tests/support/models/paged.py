@@ -13,6 +13,7 @@ from rollout.models.batch import ExpertRecord, HiddenTaps, WantedTokens
 from rollout.models.fused import FusedDecoder
 from rollout.models.language_model import LanguageModel
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
+from rollout.models.spec import WHOLE
 from rollout.models.state_pool import StatePool
 
 
@@ -37,7 +38,7 @@ class PagedRunner:
         pages = list(range(1, rows * self.width + 1))
         random.Random(seed).shuffle(pages)
         #: Rows may be dealt to ranks: row r to rank r modulo their number.
-        self.dealt = model.spec.shard if isinstance(model, Decoder) and model.spec.deals_rows else None
+        self.dealt = model.spec.shard if isinstance(model, Decoder) and model.spec.deals_rows else WHOLE
         self.device, dtype = model.embed.device, model.embed.dtype
         of_states = (
             partial(StatePool.allocate, model.spec) if isinstance(model, Decoder) else model.spec.allocate_states
@@ -52,9 +53,8 @@ class PagedRunner:
         for state in self.states.tensors:
             state.fill_(float("nan"))  # at position 0 no state is read
         self.tables = [pages[row * self.width : (row + 1) * self.width] for row in range(rows)]
-        if self.dealt is not None:
-            firsts = [row % self.dealt.size * self.kv.pages for row in range(rows)]
-            self.tables = [[first + page for page in table] for first, table in zip(firsts, self.tables, strict=True)]
+        firsts = [row % self.dealt.size * self.kv.pages for row in range(rows)]
+        self.tables = [[first + page for page in table] for first, table in zip(firsts, self.tables, strict=True)]
         self.lengths = [0] * rows
         self.decode_position_shift = 0
         self.experts: ExpertRecord | None = None  # written by steps
@@ -132,7 +132,7 @@ class PagedRunner:
             adapters=self._step_adapters(rows, chunks, padding),
             rows_B=torch.tensor([row + 1 for row in rows] + [0] * padding, device=self.device),
         )
-        if self.dealt is not None and chunks is not None:
+        if self.dealt.size > 1 and chunks is not None:
             mine = tuple(place for place, row in enumerate(rows) if row % self.dealt.size == self.dealt.rank)
             batch = replace(batch, own_chunks=mine)
         if chunks is not None and last_of is not None:

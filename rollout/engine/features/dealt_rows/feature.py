@@ -44,7 +44,7 @@ class DealtRows(DeviceFeature[None]):
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: None) -> BatchFields:
         """The chunks of this rank; a rehearsal does not name ranks, and runs all chunks on each."""
-        ranks = step.header.facts.get(_NAME)
-        if ranks is None:
+        facts = step.header.facts
+        if _NAME not in facts:
             return {}
-        return {"own_chunks": tuple(at for at, rank in enumerate(ranks) if rank == self._rank)}
+        return {"own_chunks": tuple(at for at, rank in enumerate(facts[_NAME]) if rank == self._rank)}
