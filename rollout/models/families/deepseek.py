@@ -79,7 +79,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "BailingHybridForCausalLM": Family(
         model_type="bailing_hybrid",
-        models="Ling-3",
+        models="Ling-3 without limits of activations (Ling-3.0-flash has them)",
         unsupported=("attention_bias", "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"),
         without_effect=("layer_group_size", "mtp_loss_scaling_factor", "short_conv_kernel_size"),
         interleaved_rope=True,
