@@ -89,7 +89,7 @@ _STOP_S = 10.0  # time for the loop to end at once
 _CLOSE_S = 60.0  # time for threads and sinks to end after the loop
 _NOTICE_S = 1.0  # time for the loop to notice by itself that a rank is lost
 _CAUSE_S = 1.0  # time to learn which rank is lost, once an operation with it has failed
-_RANKS_CLOSE_S = 15.0  # time for threads and sinks to end after that
+_RANKS_CLOSE_S = 15.0  # in place of `_CLOSE_S`, once a rank is lost
 _FAULTS_WITHIN_S = 3600.0
 _MESSAGE_CHARS = 500
 

@@ -218,7 +218,7 @@ class Gate:
 
     def fall_asleep(self, level: int, requests: Literal["wait", "refuse"]) -> None:
         """Order a sleep: launch nothing, begin no update. A deeper sleep may be ordered while asleep."""
-        with self._lock:  # an update is inside or the gate is shut: never neither
+        with self._lock:  # an update is admitted before this order, which waits for it, or it is refused
             self.sleep = replace(self.sleep, level=max(self.sleep.level, level), requests=requests)
 
     def slept(self, freed_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """The models that the engine runs: a decoder of a native family, or a module of transformers.
 
-Both are called with the tokens of a step, and have `spec`, `embed`, `experts`, `parameters`, `compute_logits`,
+Both are called with the tokens of a step, and have `spec`, `embed`, `parameters`, `compute_logits`,
 `hf_regions` and `hf_views`. The second one is imported only where it is used: it needs most of transformers.
 """
 

@@ -621,7 +621,7 @@ class SparseFeedForward(Block):
         super().__init__()
         self.spec, self.sparse_index, self.format, self.group = spec, sparse_index, format, group
         self.stacked_shared = spec.shared_like_others if format == "plain" else 0
-        #: How the kernels find them.
+        #: How many shared experts follow the routed ones, and whether the router has a row for their gate.
         self.shared_choices = Shared(self.stacked_shared, self.stacked_shared > 0 and spec.shared_gate)
         logits = spec.experts + self.shared_choices.gated
         self.router = empty_parameter(logits, spec.hidden, dtype=dtype, device=device)

@@ -87,7 +87,7 @@ class SharedMemory:
             raise _no_memory(size, error) from error
 
     def map(self) -> mmap.mmap:
-        """All of it; a new map after it has grown."""
+        """The whole memory, mapped; it is mapped again after it has grown."""
         if self._map is None or len(self._map) < self.size:
             try:
                 self._map = mmap.mmap(self.descriptor, self.size)

@@ -41,10 +41,10 @@ from trainer_bridge.transports.sections import RankCuts, Sections
 from trainer_bridge.wire.errors import InternalError, Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
-#: For the other ranks to take a piece, where the watch of the group finds nothing: it may be told not to.
+#: Longest wait for the other ranks to take a piece: the only bound if `rank_stall_s` is none.
 _ROOM_S = 120.0
 _POLL_S = 0.0005
-#: A look counts twice this at the most: this process may have been stopped meanwhile.
+#: A poll adds twice this to the measured wait at most: a time in which this process was stopped does not count.
 _LOOK_S = 0.5
 
 

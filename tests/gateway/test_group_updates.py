@@ -3,6 +3,7 @@
 The trainer makes its group and broadcasts as SGLang's and AReaL's trainers do, with torch.distributed and gloo.
 """
 
+import asyncio
 import os
 import signal
 import threading
@@ -17,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.demo.counting import check_completion
+from rollout.gateway.http.http_errors import HttpError
+from rollout.gateway.orders.group_updates import GroupUpdates
 from tests.support.bridge.group_trainer import Trainer, trainer
 from tests.support.gateway.harness import gateway, meet_by_gloo, post, refused
 from tests.support.models.variants import make_variant
@@ -386,3 +389,41 @@ def test_two_workers_take_their_ranks_and_swap_together(sender: Trainer, tmp_pat
             assert post(client, UPDATE, late)["success"] and sender.done() == {"ok": True}
             assert client.get("/weight_info").json() == {"weight_version": 3} and not unhealthy()
             assert [counted(client) for _ in range(4)] == [TEXT[2]] * 4
+
+
+class SlowPool:
+    """One worker whose parts end when the test says so."""
+
+    endpoints = ("tcp://worker",)
+
+    def __init__(self) -> None:
+        self.gathers, self.end = asyncio.Event(), asyncio.Event()
+
+    async def control(self, what: str, action: str, **message: Any) -> list[dict[str, Any]]:
+        if action == "gather":
+            self.gathers.set()
+            await self.end.wait()
+            return [{"gathered": True, "missing": ["b"], "left_out": []}]
+        return [{"left": True}]
+
+
+@pytest.mark.parametrize("order", ["join", "leave"])
+def test_a_part_that_ends_after_its_group_was_left_begins_no_update(order: str) -> None:
+    async def run() -> None:
+        pool = SlowPool()
+        updates = GroupUpdates(pool, None, 5)  # type: ignore[arg-type]
+        part = asyncio.create_task(updates.gather("g", [["a", "float32", [1]]], None))
+        await pool.gathers.wait()
+        await (updates.join("g", {}, 1, 2) if order == "join" else updates.leave("g"))
+        pool.end.set()
+        with pytest.raises(HttpError, match="send it again"):
+            await part
+        assert not updates.begun
+
+    asyncio.run(run())
+
+
+def test_the_first_rank_of_workers_is_named_if_it_is_the_trainers(client: httpx.Client) -> None:
+    where = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2, "backend": "gloo"}
+    answer = client.post(JOIN, json=where | {"rank_offset": 0, "group_name": "g"})
+    assert answer.status_code == 400 and "rank_offset is 0: use 1 or more" in answer.text

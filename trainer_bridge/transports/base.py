@@ -7,7 +7,7 @@ The control messages (`begin`, `commit`, `abort`) are the same for all transport
                                   <-- grant --
     sender.transfer(payload, ..)  == bytes ==>  receiver.advance(incoming)        repeatedly, in small pieces
                                   -- commit ->  receiver.finish(incoming, options)
-    sender.release(payload)       <-- ok ---                                      once the update is applied
+    sender.release(payload, ..)   <-- ok ---                                      once the update is applied or given up
 
 A transport moves bytes and finds damage. Its caller checks names, shapes and versions, and applies all or nothing.
 """

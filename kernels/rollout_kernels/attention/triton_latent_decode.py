@@ -33,7 +33,7 @@ from rollout_kernels.attention.triton_decode_combine import (
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
 from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
 
-#: Query heads of a program: the fewest rows of a matrix product.
+#: Most query heads of a program: the fewest rows that `tl.dot` takes.
 _MOST_HEADS = 16
 
 

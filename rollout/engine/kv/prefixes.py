@@ -249,7 +249,7 @@ class Prefixes:
         return self.sessions.pages
 
     def evictable_of(self, rank: int) -> int:
-        """Those of a rank."""
+        """Pages of this rank that `evict_one` can make available."""
         return self.sessions.pages_of(rank)
 
     def evict_one(self, rank: int) -> bool:

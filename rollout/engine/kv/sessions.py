@@ -78,7 +78,7 @@ class Sessions:
         return len(self._refs)
 
     def pages_of(self, rank: int) -> int:
-        """Those of a rank."""
+        """Pages of this rank that sessions have."""
         return self._pages_of[rank]
 
     @property

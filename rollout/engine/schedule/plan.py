@@ -39,7 +39,7 @@ class PromptPart:
     saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) to which the row's state is saved first
     loads: tuple[tuple[int, int], ...] = ()  # (place of a snapshot, row) that is loaded first, after all saves
     decodes: bool = True  # the decode forward can compute these tokens
-    unscored: int = 0  # first tokens for which it is not
+    unscored: int = 0  # tokens at the start of the span that are not scored
 
 
 #: The `prompt` of a decode row, whose token the device drew last.

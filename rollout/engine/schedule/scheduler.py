@@ -311,7 +311,7 @@ def _pages_of(seq: Sequence) -> list[int]:
     return seq.kv.pages
 
 
-#: Seconds. 95% of agents' turns come within the first after the turn before.
+#: Seconds. 95% of agents' turns begin within `LONG_IDLE_S` of the end of the turn before.
 LONG_IDLE_S, LONGEST_WAIT_S = 10.0, 30.0
 
 

@@ -237,7 +237,7 @@ class Sequence:
 
     @property
     def scores_after(self) -> int:
-        """Tokens before the first one whose logits scores of its prompt need: their KV may be known already."""
+        """Prompt tokens before the first one whose logits are scored; their KV may come from a cache."""
         return max(self.group.request.scored_from - 1, 0)
 
     @property

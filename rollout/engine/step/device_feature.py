@@ -118,7 +118,7 @@ class DeviceFeature(Generic[Output]):
     scored_words: ClassVar[int] = 0
 
     changes_forward: ClassVar[RowNeeds] = RowNeeds.NONE  # rows with this take decode forwards that are captured apart
-    #: At most one feature of a worker may: the kernel that sets rows of tokens ahead up copies one.
+    #: Only one feature of a worker may set this: the kernel that sets up rows of tokens ahead copies one column.
     row_column: ClassVar[bool] = False  # it has a column of the row state, set up from the section `init_NAME`
     own_stream: ClassVar[bool] = False  # it has a stream for work while steps run
     spare_words: int = 0  # most int32 words that it adds to an upload, apart from the words of tokens

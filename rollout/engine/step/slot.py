@@ -38,7 +38,7 @@ _NO_WORDS = np.zeros(0, np.int32)
 
 
 class FaultFlag:
-    """The flag of kernels that wait for other ranks; None with one rank."""
+    """The flag of kernels that wait for other ranks. This class, for one rank, does nothing."""
 
     def copy(self) -> None:
         """Copy the flag to the host, after the outputs of a step; on the D2H stream."""

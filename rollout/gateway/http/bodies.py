@@ -9,6 +9,7 @@ A declared field with a default may also be null, which means its default.
 """
 
 import asyncio
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -53,7 +54,7 @@ class Body(BaseModel):
         try:
             return cls.model_validate(kept)
         except ValidationError as error:
-            raise _first_error(error, kept, within) from None
+            raise _first_error(error, kept, within, [*cls.model_fields, *cls.ignored]) from None
 
 
 class Query(Body):
@@ -65,7 +66,9 @@ class Query(Body):
         given = request.query_params
         for name in given:
             if name not in cls.model_fields:
-                raise bad_request(f"the parameter {name!r:.80} is unknown here; remove it", name)
+                near = difflib.get_close_matches(name[:80], cls.model_fields, n=1, cutoff=0.75)
+                cure = f"did you mean {near[0]!r}?" if near else "remove it"
+                raise bad_request(f"the parameter {name!r:.80} is unknown here; {cure}", name)
         lists = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is list}
         return cls.take({name: given.getlist(name) if name in lists else given[name] for name in given})
 
@@ -87,7 +90,7 @@ class EmptyBody(Body):
     may_be_empty: ClassVar = True
 
 
-def _first_error(error: ValidationError, fields: dict[str, Any], within: str) -> HttpError:
+def _first_error(error: ValidationError, fields: dict[str, Any], within: str, known: list[str]) -> HttpError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = first["loc"] if first["type"] == "missing" else _within(fields, first["loc"])
     field = within + ".".join(f"{part!s:.80}" for part in path)
@@ -95,7 +98,9 @@ def _first_error(error: ValidationError, fields: dict[str, Any], within: str) ->
         case "missing":
             return bad_request(f"the field {field!r} is missing; add it", field)
         case "extra_forbidden":
-            return bad_request(f"the field {field!r} is unknown to this gateway; remove it", field)
+            near = difflib.get_close_matches(str(path[0]), known, n=1, cutoff=0.75) if len(path) == 1 else []
+            cure = f"did you mean {within + near[0]!r}?" if near else "remove it"
+            return bad_request(f"the field {field!r} is unknown to this gateway; {cure}", field)
         case "value_error":
             return bad_request(f"change {field!r}: {first['msg'].removeprefix('Value error, ')}", field)
     return bad_request(f"change {field!r}: {first['msg']}", field)
@@ -162,7 +167,9 @@ def _half_pair(data: bytes) -> str | None:
             return field.removeprefix(".")
         if isinstance(value, dict):
             values += [(f"{field}.{name}", item) for name, item in value.items()]
-            values += [(field, name) for name in value]  # taken first, so that no field in an error has such a name
+            values += [
+                (field, name) for name in value
+            ]  # names first: no error quotes one with half a pair
         elif isinstance(value, list):
             values += [(f"{field}.{place}", item) for place, item in enumerate(value)]
     return None

@@ -44,15 +44,18 @@ class GroupUpdates:
         self._missing: list[str] = []  # some of the tensors that the update lacks and needs
         self._left_out: list[str] = []  # some of the tensors that the update lacks and does not need
         self._waiting: tuple[Any] | None = None  # the version of a whole update that waits for `_left_out`
+        self._update = 0  # counts updates; join and leave begin one while a part is received
 
     async def join(self, group: str, meeting: dict[str, Any], rank_offset: int, world_size: int) -> None:
         """Let all workers meet a trainer's group; returns when they have. Drops an unfinished update."""
         await self.finish_waiting()
         endpoints = self._pool.endpoints
-        if rank_offset < 1 or rank_offset + len(endpoints) > world_size:
+        if rank_offset < 1:
+            raise bad_request(f"rank_offset is {rank_offset}: use 1 or more, as rank 0 is the trainer", "rank_offset")
+        if rank_offset + len(endpoints) > world_size:
             raise bad_request(
                 f"ranks {rank_offset} to {rank_offset + len(endpoints) - 1} of this gateway's {len(endpoints)} workers "
-                f"do not fit into a group of {world_size}, whose rank 0 is the trainer",
+                f"do not fit into a group of {world_size}",
                 "world_size",
             )
         self._start()
@@ -72,19 +75,22 @@ class GroupUpdates:
             self._start()
 
     async def gather(self, group: str, rows: Rows, packed_bytes: int | None) -> list[str]:
-        """Receive a part of an update from all workers' trainer; some of the tensors that the update still lacks.
+        """Have all workers receive a part from the trainer. Returns some tensors that the update still lacks.
 
         Parts that hold nothing that workers use, such as layers for multi-token prediction, begin no update.
         """
         if self._waiting is not None and {row[0] for row in self._rows} & {row[0] for row in rows}:
             await self.finish_waiting()  # these belong to the next one
         async with self._one_at_a_time:
+            update = self._update
             part = {"action": "gather", "group": group, "part": self._parts, "tensors": rows}
             try:
                 replies = await self._ask([{**part, "packed_bytes": packed_bytes}] * len(self._pool.endpoints))
-            except BaseException:  # a gateway that ends raises it, too: the workers do not know which part comes next
+            except BaseException:  # also when the gateway ends: the workers may expect another part, so start over
                 self._start()
                 raise
+            if update != self._update:
+                raise HttpError(409, "the update was dropped: a group was joined or left meanwhile; send it again")
             if not replies[0]["gathered"]:
                 self._start()
                 return list(replies[0]["missing"])
@@ -130,6 +136,7 @@ class GroupUpdates:
     def _start(self) -> None:
         self._rows, self._parts, self._missing = [], 0, []
         self._left_out, self._waiting = [], None
+        self._update += 1
 
     async def _publish(self, rows: Rows, version: int, endpoints: Sequence[str]) -> None:
         try:

@@ -86,8 +86,6 @@ class TransformersModel:
     Raises ValueError if a layer cannot be served.
     """
 
-    experts = "plain"  # the format of the experts' weights
-
     def __init__(self, module: Any, max_positions: int, way: Way = WAYS[0]) -> None:
         self.module = module.eval().requires_grad_(False)
         self._head = _head_of(module)

@@ -6,6 +6,8 @@ undeclared key is an error. Checks that depend on the model or on limits (vocabu
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -426,7 +428,7 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
     try:
         request = OPS[op].model_validate(header)
     except ValidationError as error:
-        raise _first_error(error) from None
+        raise _first_error(error, OPS[op].model_fields) from None
     if isinstance(request, GenerateMessage):
         _check_generate(request)
     elif isinstance(request, AttachMessage):
@@ -536,14 +538,16 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
             raise BadRequest("each message needs a 'role', a string", field=f"messages.{i}.role")
 
 
-def _first_error(error: ValidationError) -> RolloutError:
+def _first_error(error: ValidationError, known: Iterable[str]) -> RolloutError:
     first: ErrorDetails = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(f"{part!s:.80}" for part in first["loc"] if part != "[key]")
     match first["type"]:
         case "missing":
             text = f"the field '{field}' is missing; add it"
         case "extra_forbidden":
-            text = f"the field '{field}' is unknown to this worker; remove it"
+            near = difflib.get_close_matches(field, known, n=1, cutoff=0.75)
+            cure = f"did you mean {near[0]!r}?" if near else "remove it"
+            text = f"the field '{field}' is unknown to this worker; {cure}"
         case "dataclass_type" | "model_type" | "model_attributes_type":
             text = f"change '{field}': it should be a map"
         case "value_error":
