@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
 
     flags = given_flags(args, Settings)
     model, folder = flags.pop("model.path", None), Path(args.into).resolve()
+    flags.pop("ready_file", None)  # `start_worker` waits for one of its own
+    flags["engine.kernel_cache"] = "none"  # kernels of another folder would be missing in this one
     if model is None:
         raise UsageError("no model: name a checkpoint folder or a hub id, as in: rollout kernels MODEL --into FOLDER")
     try:

@@ -90,7 +90,8 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path):
 
 def test_the_command_says_that_a_worker_without_a_gpu_compiles_nothing(tmp_path, capsys):
     make_checkpoint("qwen3", tmp_path / "model")
-    assert main(["kernels", str(tmp_path / "model"), "--into", str(tmp_path / "kernels"), "--device", "cpu"]) == 1
+    flags = ["--device", "cpu", "--ready-file", str(tmp_path / "ready"), "--kernel-cache", str(tmp_path / "missing")]
+    assert main(["kernels", str(tmp_path / "model"), "--into", str(tmp_path / "kernels"), *flags]) == 1
     told = capsys.readouterr()
     assert "0 kernels" in told.out and "no kernel" in told.err
     assert main(["kernels", "--into", str(tmp_path / "kernels")]) == 2
