@@ -34,7 +34,9 @@ class StepSettings(SettingsSection):
         description="most rows of a decode step in a CUDA graph; 0: no graphs",
     )
     kernel_cache: str | None = Field(
-        None, description="folder of `rollout kernels`: kernels in it are not compiled at the start; never written"
+        None,
+        min_length=1,
+        description="folder of `rollout kernels`: kernels in it are not compiled at the start; never written",
     )
     group_attention: bool = Field(
         True, description="on a GPU, read shared KV pages once for all rows, where that is faster"
@@ -120,7 +122,7 @@ class OffloadSettings(SettingsSection):
         description="disk for KV of known prefixes that has no room on the host",
     )
     disk_kv_folder: str | None = Field(
-        None, description="folder on a local disk; each worker makes a subfolder and deletes it"
+        None, min_length=1, description="folder on a local disk; each worker makes a subfolder and deletes it"
     )
     sleep: bool = Field(False, description="allow sleep, which releases the device memory")
 

@@ -278,3 +278,9 @@ def test_a_cache_salt_keeps_prefixes_apart(client: httpx.Client) -> None:
     found = post(client, "/inference/v1/generate", body)["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert found > 100
     assert refused(client, PATH, {"prompt": prompt, "cache_salt": ""}) == "cache_salt"
+
+
+@pytest.mark.parametrize(("given", "meant"), [("max_token", "max_tokens"), ("temprature", "temperature")])
+def test_a_misspelt_field_is_answered_with_the_one_meant(client: httpx.Client, given: str, meant: str) -> None:
+    answer = client.post(PATH, json={"prompt": "17:", given: 1})
+    assert answer.status_code == 400 and f"did you mean '{meant}'?" in answer.json()["error"]["message"]

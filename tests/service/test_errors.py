@@ -183,6 +183,11 @@ def test_unknown_field_of_any_op_is_refused(bench, client, op):
     assert bench.inbox.empty()
 
 
+def test_a_misspelt_field_is_answered_with_the_one_meant(client):
+    error = client.ask("generate", prompt=[1], max_token=3)
+    assert error["field"] == "max_token" and "did you mean 'max_tokens'?" in error["message"]
+
+
 @pytest.mark.parametrize("version", [2, "1", True, None])
 def test_wrong_protocol_version_is_a_bad_message(client, version):
     client.send_frames(encode({"v": version, "op": "ping", "id": "q"}))

@@ -129,6 +129,11 @@ def test_bad_text_names_the_variable_or_the_flag(text):
     assert "flag --max-rows: engine.max_rows" in message(engine__max_rows=text)
 
 
+@pytest.mark.parametrize("name", ["kernel_cache", "disk_kv_folder"])
+def test_a_folder_has_a_name(tmp_path, name):
+    assert f"engine.{name}" in message(write(tmp_path, f'[engine]\n{name} = ""'))
+
+
 def test_numbers_are_finite(tmp_path):
     assert "finite" in message(write(tmp_path, "[service]\nlease_s = inf"))
     assert "lease_s" in message(service__lease_s="nan")

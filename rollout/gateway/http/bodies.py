@@ -167,9 +167,7 @@ def _half_pair(data: bytes) -> str | None:
             return field.removeprefix(".")
         if isinstance(value, dict):
             values += [(f"{field}.{name}", item) for name, item in value.items()]
-            values += [
-                (field, name) for name in value
-            ]  # names first: no error quotes one with half a pair
+            values += [(field, name) for name in value]  # names first: no error quotes one with half a pair
         elif isinstance(value, list):
             values += [(f"{field}.{place}", item) for place, item in enumerate(value)]
     return None

@@ -86,7 +86,7 @@ class GroupUpdates:
             part = {"action": "gather", "group": group, "part": self._parts, "tensors": rows}
             try:
                 replies = await self._ask([{**part, "packed_bytes": packed_bytes}] * len(self._pool.endpoints))
-            except BaseException:  # also when the gateway ends: the workers may expect another part, so start over
+            except BaseException:  # the workers may expect another part, so start over, also if the gateway ends
                 self._start()
                 raise
             if update != self._update:
