@@ -17,6 +17,8 @@ from rollout.models.longrope import first_border
 
 #: The longest context of a model that names none.
 _NO_LIMIT = 1 << 17
+#: Limits of activations, a number for each layer, of published configs, which transformers' code does not read.
+_UNREAD = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 
 
 def module_class(config: Any, architecture: str) -> Any:
@@ -30,6 +32,8 @@ def module_class(config: Any, architecture: str) -> Any:
     if cls is None or cls.__name__ != architecture:
         known = "no causal LM" if cls is None else f"another causal LM, {cls.__name__},"
         raise refusal(f"transformers has {known} for model_type {config.model_type!r:.80}")
+    if unread := [name for name in _UNREAD if any(getattr(config, name, None) or ())]:
+        raise refusal(f"it leaves out {unread[0]}, so log-probs would be wrong")
     if getattr(config, "is_encoder_decoder", False):
         raise refusal("it has an encoder")
     if getattr(config, "quantization_config", None) is not None:

@@ -186,6 +186,11 @@ def test_published_configs_of_ling_are_read(tmp_path: Path) -> None:
     file.write_text(json.dumps(saved | published | {limits: [0, 0, 0, 5]}))
     with pytest.raises(ValueError, match=limits):
         _logits(tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["BailingHybridForCausalLM"]}))
+    for impl in ("auto", "transformers"):
+        settings = ModelSettings(path=str(tmp_path), model_impl=impl)
+        with pytest.raises(ValueError, match=f"transformers' code: it leaves out {limits}"):
+            load_model(settings, CPU)
 
 
 @pytest.mark.parametrize(
