@@ -50,6 +50,21 @@ class ProcessBound:
         """Called in a forked process, before the object becomes unusable there. It may not be complete."""
 
 
+class Closing(ProcessBound):
+    """Base of a class whose objects close themselves at the end of a `with` block, but not in a forked process."""
+
+    def close(self) -> None:
+        """End the use of the object. Idempotent."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._owned:
+            self.close()
+
+
 def _name(kind: type[ProcessBound]) -> str:
     return kind._called or kind.__name__
 

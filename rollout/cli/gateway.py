@@ -11,7 +11,7 @@ from rollout.extras import install
 from rollout.settings_sources import SettingsError, load_program
 
 DESCRIPTION = (
-    "Serve workers over HTTP: OpenAI's endpoints, vLLM's for reinforcement learning, and SGLang's. Settings come from "
+    "Serve workers over HTTP: endpoints of OpenAI, Anthropic, Tinker, vLLM and SGLang. Settings come from "
     "--config, then ROLLOUT_GATEWAY__<KEY> environment variables, then flags; the later one wins."
 )
 

@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "serve": ("rollout.cli.serve", "run a worker"),
         "plan": ("rollout.cli.plan", "show how the memory of a GPU would be divided; needs no GPU and no weights"),
         "kernels": ("rollout.cli.kernels", "compile a model's kernels into a folder, for faster starts"),
-        "gateway": ("rollout.cli.gateway", "serve workers over HTTP: OpenAI, vLLM and SGLang dialects"),
+        "gateway": ("rollout.cli.gateway", "serve workers over HTTP, as OpenAI, Anthropic, Tinker, vLLM and SGLang do"),
         "status": ("rollout.cli.status", "show the state of a worker"),
         "generate": ("rollout.cli.generate", "complete a prompt on a worker"),
         "top": ("rollout.cli.top", "watch workers live in the terminal"),

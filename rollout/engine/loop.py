@@ -2,15 +2,15 @@
 
     commands   submit, cancel, pause, ...                      never waits
     plan       scheduler: who runs next; none while the gate blocks launches
-    launch     H2D -> forward [-> draw] -> D2H, enqueued       never waits
+    launch     H2D -> forward [-> draw] -> D2H, enqueued       waits only for room in the ring of a tensor group
     commit     the oldest step, if the pipeline is full or nothing was launched: waits for its D2H event
-    draw       the step just launched, if its draw needs masks: they depend on the step just committed
+    draw       the step just launched, if its draw needs masks: waits for them, beside its forward
     swap       a published update is copied into the parameters, between two steps
     sleep      orders to sleep and wake, while there are any
     events     everything that the service must know, in one call
 
-At depth 2 the step just launched runs while the step before it is committed. Besides the commit, a tick waits only
-where nothing runs: for the copy of an adapter, the end of a swap, or a copy of KV.
+At depth 2 the step just launched runs while the step before it is committed. All other waits of a tick are where
+nothing runs: for the copy of an adapter, the end of a swap, or a copy of KV.
 """
 
 import time

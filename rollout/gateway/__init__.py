@@ -1,4 +1,4 @@
-"""The HTTP gateway: OpenAI's, vLLM's and SGLang's dialects over clients of one worker or several.
+"""The HTTP gateway: the dialects of OpenAI, Anthropic, Tinker, vLLM and SGLang over clients of workers.
 
 endpoints   the table of all endpoints, from which the application is built
 dialects    rows of that table with their bodies and handlers; no dialect imports another one

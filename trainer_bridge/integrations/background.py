@@ -12,14 +12,14 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Self, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem
 from trainer_bridge.client.core import MAKE_CLIENTS
 from trainer_bridge.client.generate_request import GenerateFields, Prompt
 from trainer_bridge.client.results import GenerateResult
-from trainer_bridge.process_bound import ProcessBound
+from trainer_bridge.process_bound import Closing, ProcessBound
 
 _Value = TypeVar("_Value")
 
@@ -48,7 +48,7 @@ class BackgroundFuture(ProcessBound, Future[_Value]):
             self.set_result(work.result())
 
 
-class BackgroundClient(ProcessBound):
+class BackgroundClient(Closing):
     """`RolloutClient` for any thread: `generate` and `generate_many` return futures of `concurrent.futures`.
 
     Cancelling a future cancels its requests.
@@ -137,10 +137,3 @@ class BackgroundClient(ProcessBound):
     def _forget(self, future: Future[Any]) -> None:
         with self._lock:
             self._under_way.discard(future)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._owned:
-            self.close()

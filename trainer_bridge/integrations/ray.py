@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -42,7 +42,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerFailed, WorkerProcess, start_worker
-from trainer_bridge.process_bound import ProcessBound
+from trainer_bridge.process_bound import Closing
 from trainer_bridge.wire.address import LOOPBACK, host_port
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.keys import ClientCurve
@@ -187,7 +187,7 @@ class _Worker:
     problem: str | None = None
 
 
-class RayFleet(ProcessBound):
+class RayFleet(Closing):
     """Workers on the Ray cluster that this process is connected to (`ray.init`).
 
     Returns once all workers can serve. A worker of a cluster with several nodes listens on its node's address, so it
@@ -341,13 +341,6 @@ class RayFleet(ProcessBound):
             self._end_actor(worker)
         for group in self._groups:
             remove_placement_group(group)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._owned:
-            self.close()
 
     def _new_worker(self, group: PlacementGroup, bundle: int) -> _Worker:
         name = f"worker-{next(self._numbers)}.log"

@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trainer_bridge.process_bound import ProcessBound
+from trainer_bridge.process_bound import Closing
 from trainer_bridge.publish.control_link import ControlLink, ask_all
 from trainer_bridge.publish.deltas import DeltaMemory, KeptDeltas
 from trainer_bridge.publish.handle import PublishHandle, WorkerReport
@@ -77,7 +77,7 @@ class _Change:
     joins: ControlLink | None
 
 
-class WeightPublisher(ProcessBound):
+class WeightPublisher(Closing):
     """Publishes weights to workers. Closing it ends unfinished updates: wait for `applied` first.
 
     Args:
@@ -234,13 +234,6 @@ class WeightPublisher(ProcessBound):
     def _leave_after_fork(self) -> None:
         """The forked process has nothing to close when it ends."""
         atexit.unregister(self.close)
-
-    def __enter__(self) -> WeightPublisher:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._owned:
-            self.close()
 
     def _check_not_closed(self) -> None:
         if self.closing.is_set():

@@ -8,8 +8,8 @@
 A step with constrained rows stops after its forward, until `draw` comes with their masks. Features read the
 forward's results before the draw, and may copy their own results to the host.
 
-`execute` never waits. All that it knows of a step is the upload: no sequence, no plan. So a process that is sent header
-and words, and has the same model, KV and row state, computes the same tokens.
+`execute` waits for nothing on the device. All that it knows of a step is the upload: no sequence, no plan. So a process
+that is sent header and words, and has the same model, KV and row state, computes the same tokens.
 """
 
 import functools
