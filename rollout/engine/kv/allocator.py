@@ -278,7 +278,6 @@ class PageAllocator:
     def forget_all(self) -> None:
         """Drop cache, shared prompts and sessions, and their KV in a tier, because it is no longer valid."""
         self.empty_pool()
-        self.pool.ends.clear()
         self.tier.forget_all()
 
     def empty_pool(self) -> None:

@@ -98,10 +98,6 @@ class PrefixEnds:
         self._after.move_to_end(digest)
         return sorted(self._after[digest], reverse=True)
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._after.clear()
-
 
 class _Unused:
     """The pages of one rank that no sequence uses."""

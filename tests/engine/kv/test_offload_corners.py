@@ -39,6 +39,21 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
     assert bench.tokens("r3") == greedy(prompts[3], 60)
 
 
+def test_a_row_that_launched_nothing_is_not_offloaded(model, prompt_of, greedy):
+    """The page that it would write to is not copied yet from the one that was found."""
+    bench = offloading(model, kv_pages=80, prefill_chunk_tokens=8)
+    prompt, roster = prompt_of(18, 1), bench.engine.roster
+    bench.complete("first", prompt, 1)
+    bench.submit("long", prompt_of(60, 2), 4)
+    bench.submit("again", prompt, 8)
+    bench.tick_while(lambda: len(roster.prefilling) < 2)
+    (seq,) = roster.groups["c", "again"].sequences
+    assert seq.kv.length == 17 and seq.kv.copy_source and not seq.row_ready
+    roster.preempt(seq)
+    bench.run()
+    assert counts(bench).offloaded == 0 and bench.tokens("again") == greedy(prompt, 8)
+
+
 def test_pages_shared_by_a_session_and_a_parked_sequence_can_be_freed(model, prompt_of, greedy):
     """Nothing runs, and the first needs nearly the whole pool: the session lets go, then the pages are copied."""
     bench = offloading(model)

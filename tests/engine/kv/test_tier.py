@@ -257,6 +257,24 @@ def test_preempted_rows_take_the_room_of_kept_pages(model, prompt_of, greedy):
         assert bench.tokens(f"r{i}") == greedy(prompt_of(10, i), 60)
 
 
+def test_a_sequence_may_fetch_its_prompt_after_each_row_that_it_loses(model, prompt_of, greedy):
+    """The limit of its fetches is one between two rows."""
+    bench = offloading(model, 200)
+    tier, roster = tier_of(bench), bench.engine.roster
+    prompt = prompt_of(50, 1)
+    pushed_out(bench, prompt_of, prompt)
+    bench.submit("back", prompt, 30)
+    for _ in range(5):
+        fetched = tier.host.counts.fetched
+        bench.tick_until(lambda: roster.decoding)
+        assert tier.host.counts.fetched >= fetched + 12
+        roster.take_off(roster.decoding[0])
+        bench.tick_while(lambda: roster.ending)
+        roster.allocator.empty_pool()
+    bench.run()
+    assert bench.tokens("back") == greedy(prompt, 30)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_the_host_keeps_outlives_a_sleep_that_keeps_the_weights(model, folders, prompt_of, level):
     page_bytes = 1536

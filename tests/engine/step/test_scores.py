@@ -12,6 +12,7 @@ from rollout.engine.features.scores.feature import ScoresFeature, asked_scores
 from rollout.engine.features.scores.taker import ScoreTaker
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import Cancel, StopAt
+from rollout.engine.messages.to_service import Delta
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.pack import spare_words, upload_words
 from tests.support.engine.harness import Bench
@@ -282,6 +283,18 @@ def test_continued_completions_tell_of_new_tokens_and_of_the_prompt_alone(model,
     rest = bench.completions["rest", 0]
     assert rest.token_ids == whole.token_ids[15:] and rest.top_ids == whole.top_ids[15:]
     check_prompt(rest.prompt_logprobs, prompt, hf_models[0])
+
+
+def test_the_first_delta_of_completion_0_alone_has_the_scores_of_the_prompt(model, prompt_of):
+    bench = Bench(model)
+    prior = Prior(np.array([3, 4, 5], dtype=np.int32))
+    for name, fields in (("new", {"n": 2}), ("continued", {"prior": prior})):
+        bench.complete(name, prompt_of(9), 12, stream_every=2, prompt_logprobs=True, prompt_tops=2, **fields)
+        deltas = [event for event in bench.events if isinstance(event, Delta) and event.key == ("c", name)]
+        first = [delta.index == 0 and delta.offset == 3 * (name == "continued") for delta in deltas]
+        assert [delta.prompt_logprobs is not None for delta in deltas] == first
+        assert [delta.prompt_tops is not None for delta in deltas] == first
+        assert sum(first) == 1 and len(deltas) > 3
 
 
 def test_tops_of_constrained_rows_are_the_models_own(model, prompt_of, hf_models):
