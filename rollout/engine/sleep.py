@@ -22,7 +22,6 @@ Invariants:
 
 import logging
 import math
-import time
 from collections import deque
 
 from rollout.config import EngineSettings
@@ -54,7 +53,7 @@ class Sleeper:
         self._kv_s = settings.constants.sleep_kv_s
         self._orders: deque[Sleep | WakeUp] = deque()
         self._begun = False  # the first order is under way
-        self._emptying_s = math.inf  # emptying the pool since, `time.perf_counter()`
+        self._emptying_s = math.inf  # emptying the pool since, by the roster's clock
 
     def take(self, order: Sleep | WakeUp, parts: EngineParts) -> None:
         """Take an order; `advance` carries it out."""
@@ -117,7 +116,7 @@ class Sleeper:
 
     def _carry_out(self, order: Sleep | WakeUp, parts: EngineParts) -> Done | Failed | None:
         """Try to carry out an order; the answer, or None while it waits."""
-        now_s, gate = time.perf_counter(), self._gate
+        now_s, gate = parts.roster.clock(), self._gate
         if isinstance(order, WakeUp):
             return self._wake(order, parts) if gate.asleep else self._done(order, 0, now_s, parts)
         if gate.asleep:
@@ -134,31 +133,31 @@ class Sleeper:
         """The device is quiet. Returns the answer, or None while KV is on its way to the host."""
         keep = self._gate.sleep.level == 1
         if self._emptying_s == math.inf:
-            self._emptying_s = time.perf_counter()
+            self._emptying_s = parts.roster.clock()
             parts.executor.finish()
             try:
                 if keep:
                     self.memory.save()  # first: if this fails, nothing has been dropped
             except MemoryShortError as error:
-                return self._refuse(order, str(error))
+                return self._refuse(order, str(error), parts)
             release_pool(parts.roster, keep)
         began_s = self._emptying_s
         if not _emptied(parts.roster):
-            late = time.perf_counter() - began_s >= self._kv_s
-            return self._refuse(order, self._too_late()) if late else None
+            late = parts.roster.clock() - began_s >= self._kv_s
+            return self._refuse(order, self._too_late(), parts) if late else None
         _forget_device_state(parts.roster, keep)
         parts.executor.finish()  # an adapter may have been copied to its slot meanwhile
         freed_bytes, self._emptying_s = self.memory.release(), math.inf
         self._gate.slept(freed_bytes)
-        self._meter.offload(began_s, time.perf_counter())
+        self._meter.offload(began_s, parts.roster.clock())
         answer = self._done(order, freed_bytes, began_s, parts)
         log.info("asleep", extra=dict(answer.facts))
         return answer
 
-    def _refuse(self, order: Sleep, why: str) -> Failed:
+    def _refuse(self, order: Sleep, why: str, parts: EngineParts) -> Failed:
         """Resume generation; preempted rows get their KV back from the host or the pool."""
         log.warning("this worker cannot sleep", extra={"reason": why})
-        self._meter.offload(self._emptying_s, time.perf_counter())
+        self._meter.offload(self._emptying_s, parts.roster.clock())
         self._stay_awake()
         return Failed(order.token, why, code="unavailable")
 
@@ -169,7 +168,7 @@ class Sleeper:
         )
 
     def _wake(self, order: WakeUp, parts: EngineParts) -> Done | Failed:
-        began_s = time.perf_counter()
+        began_s = parts.roster.clock()
         try:
             self.memory.restore()
         except MemoryShortError as error:
@@ -177,7 +176,7 @@ class Sleeper:
             return Failed(order.token, str(error), code="unavailable")
         if self._gate.sleep.level == 2:
             self._gate.lose_weights(_DROPPED)
-        self._meter.offload(began_s, time.perf_counter())
+        self._meter.offload(began_s, parts.roster.clock())
         answer = self._done(order, self.memory.nbytes, began_s, parts)
         log.info("awake again", extra=dict(answer.facts))
         self._stay_awake()
@@ -192,7 +191,7 @@ class Sleeper:
         facts = {
             "level": self._gate.sleep.level,
             "bytes": nbytes,
-            "seconds": time.perf_counter() - began_s,
+            "seconds": parts.roster.clock() - began_s,
             "parked": parts.roster.allocator.tier.status()[0].sequences,
         }
         return Done(order.token, facts)

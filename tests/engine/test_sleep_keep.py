@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -185,10 +184,10 @@ class Stuck:
         self.device = LateDevice({"kv_out": lambda: (self.free.wait(60), 0.0)[1]})
 
 
-def test_a_sleep_whose_copies_hang_is_refused_and_all_goes_on(model, folders, prompt_of, greedy, monkeypatch):
+def test_a_sleep_whose_copies_hang_is_refused_and_all_goes_on(model, folders, prompt_of, greedy):
     stuck, mailbox, now_s = Stuck(), Mailbox(), [time.perf_counter()]
-    monkeypatch.setattr("rollout.engine.sleep.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     bench = keeping(model, stuck.device, mailbox, sleep_kv_s=1.0)
+    bench.engine.roster.clock = lambda: now_s[0]
     four(bench, prompt_of)
     token, out = bench.order(Sleep, 1), bench.engine.parts.tier.mover.out
     bench.tick_until(lambda: out.under_way)
