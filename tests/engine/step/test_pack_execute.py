@@ -95,11 +95,11 @@ def test_the_kind_and_the_totals_of_a_plan_follow_from_its_spans(model, prompt_o
     chunks = make_plan([Span(seqs[0], 4, 5, 1, part), Span(seqs[1], 0, 5, 0, part)], 3, 4)
     assert (chunks.kind, chunks.tokens, chunks.draws, chunks.max_context) == ("prefill", 10, 1, 9)
     assert chunks.opens == [(0, seqs[0].kv.pages[1]), (1, seqs[1].kv.pages[0])], "spans that begin with a page"
-    assert chunks.needs == seqs[0].needs, "a row that draws nothing needs nothing of the draw"
+    assert chunks.needs == seqs[0].group.needs, "a row that draws nothing needs nothing of the draw"
     assert chunks.sampled == seqs[:1] and not chunks.decodes
     single = make_plan([Span(seqs[0], 8, 1, 1, PromptPart(part.tokens[:1]))], 3, 4)
     assert single.kind == "prefill" and single.decodes
     decode = make_plan([Span(seq, 9, 1, 1) for seq in seqs], 3, 4)
     assert (decode.kind, decode.rows, decode.max_context) == ("decode", 2, 10) and decode.decodes
-    assert decode.needs == seqs[0].needs | seqs[1].needs
+    assert decode.needs == seqs[0].group.needs | seqs[1].group.needs
     bench.run()
