@@ -361,7 +361,7 @@ def test_a_worker_that_is_killed_while_it_takes_changes_gets_the_whole_when_it_i
 
     monkeypatch.setattr(deltas, "Payload", Deadly)
     port = free_port()
-    with Watchful(f"tcp://127.0.0.1:{port}", transport="zmq", begin_s=60.0, deltas="host") as publisher:
+    with Watchful(f"tcp://127.0.0.1:{port}", transport="zmq", begin_s=60.0, stall_s=5.0, deltas="host") as publisher:
         trainer = Trainer(publisher)
         with faults.child(role="worker", port=port, settings={}) as pid:
             trainer.publish().applied(60)
