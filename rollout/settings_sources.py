@@ -12,7 +12,6 @@ Invariants:
   line are text; `none` leaves an optional setting out, and commas separate the items of a list.
 """
 
-import difflib
 import math
 import re
 import tomllib
@@ -30,6 +29,7 @@ from rollout.config import Settings
 from rollout.config.gateway_settings import GatewayFile
 from rollout.config.retired import RETIRED
 from rollout.config.section import SettingsSection
+from trainer_bridge.wire.near_names import near_name
 
 ENV_PREFIX = "ROLLOUT_"
 #: The settings that a command line takes as positional arguments, and their names there.
@@ -141,8 +141,8 @@ def sections(root: type[SettingsSection] = Settings) -> tuple[str, ...]:
 def hint(name: str, allowed: Iterable[str]) -> str:
     """The end of an error message: `; did you mean X?` if an allowed name is similar, then all allowed names."""
     names = list(allowed)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return (f"; did you mean {near[0]}?" if near else ";") + f" allowed: {', '.join(names)}"
+    near = near_name(name, names)
+    return (f"; did you mean {near}?" if near else ";") + f" allowed: {', '.join(names)}"
 
 
 def flags_hint(text: str, given: Mapping[str, object] = MappingProxyType({})) -> str:

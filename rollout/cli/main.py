@@ -7,7 +7,6 @@ The module of a command is imported when the command is run: `rollout --help` ne
 import argparse
 import atexit
 import contextlib
-import difflib
 import importlib
 import logging
 import os
@@ -19,6 +18,7 @@ from rollout import __version__
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.extras import install
 from rollout.process.logs import report_failure
+from trainer_bridge.wire.near_names import near_name
 
 #: Command -> (module, help text). A module has `add_arguments(parser)` and `run(args) -> int`.
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -85,8 +85,8 @@ def _command(arguments: Sequence[str]) -> str:
     parser.add_argument("--version", action="version", version=f"rollout {__version__}")
     parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     command: str = parser.parse_known_args(list(arguments[:1]))[0].command
-    near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.6)
-    guess = f"; did you mean {near[0]}" if near else ""
+    near = near_name(command, COMMANDS)
+    guess = f"; did you mean {near}" if near else ""
     raise UsageError(f"unknown command {command}{guess}. Commands: {', '.join(COMMANDS)}")
 
 

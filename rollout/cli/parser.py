@@ -1,9 +1,10 @@
 """An argument parser whose errors are one line and suggest a flag for a misspelled one."""
 
 import argparse
-import difflib
 from collections.abc import Mapping
 from typing import Any, NoReturn
+
+from trainer_bridge.wire.near_names import near_name
 
 
 class UsageError(ValueError):
@@ -45,5 +46,5 @@ class Parser(argparse.ArgumentParser):
             return f"; {self.stray}" if self.stray else ""
         # Without the dashes, which would make any two flags similar.
         known = {known.lstrip("-"): known for known in self._option_string_actions}
-        near = difflib.get_close_matches(flag.lstrip("-"), known, n=1, cutoff=0.6)
-        return f"; did you mean {known[near[0]]}?" if near else ""
+        near = near_name(flag.lstrip("-"), known)
+        return f"; did you mean {known[near]}?" if near else ""

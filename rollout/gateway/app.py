@@ -1,7 +1,6 @@
 """The application: its life from the first status of a worker to its close, and its answer to an unknown path."""
 
 import asyncio
-import difflib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -31,6 +30,7 @@ from rollout.gateway.workers.workers import Workers
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.wire.errors import RolloutError, Unavailable
 from trainer_bridge.wire.keys import ClientCurve
+from trainer_bridge.wire.near_names import near_name
 
 #: Beginnings of other servers' paths that are not served, and what is to be known of them.
 _NOT_SERVED = {
@@ -116,5 +116,5 @@ def _closest(path: str, routes: Sequence[BaseRoute]) -> str:
     """The most similar served path, as a question; empty if no path is similar."""
     served = [route.path for route in routes if isinstance(route, Route)]
     ends = [each for each in served if path.endswith(each)]  # paths after a prefix, such as a second /v1
-    like = ends or difflib.get_close_matches(path[:200], served, n=1, cutoff=0.75)
-    return f"did you mean {like[0]}? " if like else ""
+    like = ends[0] if ends else near_name(path, served, 0.75)
+    return f"did you mean {like}? " if like else ""

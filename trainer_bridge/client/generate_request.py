@@ -4,7 +4,6 @@ Both clients use it. The worker checks values against its model and its limits; 
 misspelt or cannot be put into a message.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -14,6 +13,7 @@ import numpy as np
 
 from trainer_bridge.client.media import MediaPrompt
 from trainer_bridge.client.results import Completion
+from trainer_bridge.wire.near_names import near_name
 from trainer_bridge.wire.sampling_rules import RULES, SamplingFields
 
 Prompt = str | Sequence[int] | np.ndarray | MediaPrompt
@@ -230,8 +230,8 @@ def _stop(given: Any) -> dict[str, Any]:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    near = near_name(name, known)
+    return f" (did you mean {near!r}?)" if near else ""
 
 
 def _add_prior(sent: dict[str, Any]) -> Completion:

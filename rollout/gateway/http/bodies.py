@@ -9,7 +9,6 @@ A declared field with a default may also be null, which means its default.
 """
 
 import asyncio
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from rollout.gateway.http.http_errors import HttpError, bad_request
+from trainer_bridge.wire.near_names import remedy
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -66,8 +66,7 @@ class Query(Body):
         given = request.query_params
         for name in given:
             if name not in cls.model_fields:
-                near = difflib.get_close_matches(name[:80], cls.model_fields, n=1, cutoff=0.75)
-                cure = f"did you mean {near[0]!r}?" if near else "remove it"
+                cure = remedy(name, cls.model_fields)
                 raise bad_request(f"the parameter {name!r:.80} is unknown here; {cure}", name)
         lists = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is list}
         return cls.take({name: given.getlist(name) if name in lists else given[name] for name in given})
@@ -98,8 +97,7 @@ def _first_error(error: ValidationError, fields: dict[str, Any], within: str, kn
         case "missing":
             return bad_request(f"the field {field!r} is missing; add it", field)
         case "extra_forbidden":
-            near = difflib.get_close_matches(str(path[0]), known, n=1, cutoff=0.75) if len(path) == 1 else []
-            cure = f"did you mean {within + near[0]!r}?" if near else "remove it"
+            cure = remedy(str(path[0]), known if len(path) == 1 else (), within)
             return bad_request(f"the field {field!r} is unknown to this gateway; {cure}", field)
         case "value_error":
             return bad_request(f"change {field!r}: {first['msg'].removeprefix('Value error, ')}", field)

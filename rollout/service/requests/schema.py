@@ -6,7 +6,6 @@ undeclared key is an error. Checks that depend on the model or on limits (vocabu
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -38,6 +37,7 @@ from rollout.service.requests.fields import (
 from rollout.service.requests.request_media import MediaFields
 from trainer_bridge.wire.codec import MAX_ID_CHARS, PROTOCOL_VERSION
 from trainer_bridge.wire.errors import BadMessage, BadRequest, RolloutError
+from trainer_bridge.wire.near_names import remedy
 from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
@@ -545,9 +545,7 @@ def _first_error(error: ValidationError, known: Iterable[str]) -> RolloutError:
         case "missing":
             text = f"the field '{field}' is missing; add it"
         case "extra_forbidden":
-            near = difflib.get_close_matches(field, known, n=1, cutoff=0.75)
-            cure = f"did you mean {near[0]!r}?" if near else "remove it"
-            text = f"the field '{field}' is unknown to this worker; {cure}"
+            text = f"the field '{field}' is unknown to this worker; {remedy(field, known)}"
         case "dataclass_type" | "model_type" | "model_attributes_type":
             text = f"change '{field}': it should be a map"
         case "value_error":
