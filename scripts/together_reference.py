@@ -37,7 +37,7 @@ For users who combine features. "yes": a worker with both starts. The number of 
 
 Constraints, budgets of thoughts, sessions, forks, scores and weights updates work with all models and features. With
 states, constraints [need a mask for every token](../design/constraints.md#constraints-after-a-marker), and `lease_s`
-needs a session. What ran where: [install](../install.md#what-it-does-not-do-yet), [models](models.md).
+needs a session. Which of them ran on a GPU: [install](../install.md#what-it-does-not-do-yet), [models](models.md).
 
 On a Hopper GPU:
 """

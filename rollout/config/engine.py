@@ -61,7 +61,7 @@ class KVSettings(SettingsSection):
         None,
         gt=0.0,
         le=0.98,
-        description="share of the memory beside the weights that KV and the largest steps may take; none: on a CPU "
+        description="largest share of the memory without weights for KV and the largest steps; none: on a CPU "
         "0.25; on a GPU 5% stays free, but at least 3 GiB and at most 15% (with sleep always 15%)",
     )
     kv_memory_max_gib: float | None = Field(

@@ -364,7 +364,7 @@ def gathered_attention(
         scale: positive factor of the scores.
         window: how many positions a query sees, or None for all.
         stages: tiles of keys, and of values, in shared memory.
-        pingpong: consumers start their products in turns.
+        pingpong: the two consumers start their products alternately.
         programs: multiprocessors to use.
     """
     tokens, heads, dim = q_THD.shape

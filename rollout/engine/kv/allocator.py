@@ -56,8 +56,8 @@ class PageAllocator:
     def find_reusable(self, seq: Sequence, version: int, rows: list[int]) -> Reusable:
         """KV that `seq` need not compute, now or after another prefill; none if it has KV of its own to restore.
 
-        Where rows are dealt to ranks, which run so many `rows`, this also chooses the rank of `seq`: of those that can
-        admit it one that has KV of more than half of its tokens, else the one with the most room.
+        Where rows are dealt to ranks, this also chooses the rank of `seq`: among the ranks that can admit it, one that
+        has KV of more than half of its tokens, else the rank with the most room. `rows`: running rows of each rank.
         """
         if seq.kv.is_offloaded:
             return Reusable()
