@@ -13,7 +13,7 @@ only. Flags that are not named here go to every run; a run whose flags begin wit
     [[wave]]                             # waves follow each other
     seconds = 200                        # of training; less for all waves, in proportion, if --budget is short
     seeds = [0, 1]                       # default: 0
-    runs = ["sync: --mode sync", "staleness 4: --staleness 4"]
+    runs = ["sync: --mode sync", "staleness 4: --staleness 4 --seed 1"]     # the second has one seed of its own
 
 The file of --json has one line for each run, and is written again every few seconds: a run that is killed leaves its
 points.
@@ -32,6 +32,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ _POINTS = (
 _EVALUATIONS = ("evaluated", "wall_s", "tokens_total", "accuracy", "by_level", "reward")
 _SHARED = ("command", "date", "machine", "versions")
 _WRITE_S = 5.0
-_END_S = 8.0  # for the last step, the evaluation and the end of a run
+_LAST_S = 15.0  # for the last step and the evaluation of a run
+_END_S = 8.0  # for the end of a run that was told to end
 _IMPORTS_S = 15.0  # before a run may start its worker
 
 
@@ -81,18 +83,21 @@ class Wave:
 
 def read_wave(seconds: float, seeds: Sequence[int], runs: Sequence[str], common: Sequence[str]) -> Wave:
     """A wave; `common` are words for every run. Raises ValueError for a run without a name, or a name twice."""
+    asked: list[tuple[str, int, list[str]]] = []
+    for spoken in runs:
+        name, colon, flags = spoken.partition(":")
+        if not colon:
+            raise ValueError(f"the run {spoken!r} has no colon; write 'NAME: FLAGS'")
+        words = shlex.split(flags)
+        named = [int(seed) for flag, seed in pairwise(words) if flag == "--seed"]
+        asked += [(name.strip(), seed, words) for seed in named[-1:] or seeds]
     cells: dict[tuple[str, int], list[str]] = {}
-    for seed in seeds:
-        for spoken in runs:
-            name, colon, flags = spoken.partition(":")
-            if not colon:
-                raise ValueError(f"the run {spoken!r} has no colon; write 'NAME: FLAGS'")
-            if (name.strip(), seed) in cells:
-                raise ValueError(f"two runs are named {name.strip()!r}")
-            words = shlex.split(flags)
-            module = ["scripts.learn.trl"] if words[:1] == ["trl"] else ["scripts.learn"]
-            own = words[1:] if words[:1] == ["trl"] else words
-            cells[name.strip(), seed] = [*module, *common, *own, "--seed", str(seed)]
+    for name, seed, words in sorted(asked, key=lambda one: one[1]):
+        if (name, seed) in cells:
+            raise ValueError(f"two runs are named {name!r}")
+        module = ["scripts.learn.trl"] if words[:1] == ["trl"] else ["scripts.learn"]
+        own = words[1:] if words[:1] == ["trl"] else words
+        cells[name, seed] = [*module, *common, *own, "--seed", str(seed)]
     return Wave(seconds, cells)
 
 
@@ -130,7 +135,7 @@ def training_seconds(wanted: Sequence[float], left_s: float, starts_s: float) ->
     `left_s` is the time that is left, and `starts_s` what the starts of the later waves take. At least a second: 0
     would be no limit.
     """
-    spare = left_s - starts_s - _END_S * len(wanted)
+    spare = left_s - starts_s - _LAST_S * len(wanted) - _END_S
     return max(1.0, min(wanted[0], spare * wanted[0] / sum(wanted)))
 
 
@@ -204,7 +209,7 @@ class Comparison:
             for label in wave.cells:
                 self.folders[label] = self.folder / f"{label[0].replace(' ', '_').replace('/', '_')}-{label[1]}"
             began_s = time.perf_counter()
-            if self.deadline_s - began_s <= worker_s * self._in_turn(wave) + 2 * _END_S:
+            if self.deadline_s - began_s <= worker_s * self._in_turn(wave) + _LAST_S + _END_S:
                 self.ended |= dict.fromkeys(wave.cells, "no time was left")
                 continue
             running = self._start(wave)
@@ -252,7 +257,8 @@ class Comparison:
                     status = run.process.returncode
                     self.ended[run.label] = "done" if status == 0 else f"failed with status {status}"
                     if status:
-                        print(f"[{run.label[0]}/{run.label[1]}] ended with status {status}", flush=True)
+                        cause = (run.out / "errors.log").read_text().strip().rpartition("\n")[2]
+                        print(f"[{run.label[0]}/{run.label[1]}] ended with status {status}: {cause}", flush=True)
             if time.perf_counter() - self._written_s > _WRITE_S:
                 self.write()
             time.sleep(0.1)

@@ -68,7 +68,7 @@ def test_a_wrong_plan_is_refused_with_its_cause(text: str, words: str) -> None:
 def test_waves_share_the_time_that_is_left_in_proportion() -> None:
     assert training_seconds([100.0, 50.0], 1000.0, 30.0) == 100  # there is enough
     first = training_seconds([100.0, 50.0], 100.0, 20.0)
-    rest = training_seconds([50.0], 100.0 - first - 8 - 20.0, 0.0)
+    rest = training_seconds([50.0], 100.0 - first - 15 - 20.0, 0.0)
     assert first == pytest.approx(2 * rest, rel=0.01) and first + rest < 100
     assert training_seconds([100.0], 1.0, 0.0) > 0  # 0 would be no limit
 
@@ -94,5 +94,9 @@ def test_two_runs_never_start_at_the_same_time(tmp_path: Path) -> None:
     assert log.read_text().split() == ["begin", "end"] * 3
 
 
-def test_runs_are_named_once() -> None:
+def test_runs_are_named_once_and_by_their_seeds() -> None:
     assert list(read_wave(5, [0, 1], ["a: "], []).cells) == [("a", 0), ("a", 1)]
+    wave = read_wave(5, [1, 2], ["a: --seed 2", "b: --lr 1"], [])
+    assert list(wave.cells) == [("b", 1), ("a", 2), ("b", 2)]  # a run that names its seed has that one alone
+    with pytest.raises(ValueError, match="'a'"):
+        read_wave(5, [2], ["a: ", "a: --seed 2"], [])
