@@ -63,9 +63,9 @@ from rollout.service.capabilities import ServedEngine, WorkerAddress
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
 from rollout.service.server import ServedText, Server
-from rollout.service.text.codec import load_text_codec
 from rollout.service.text.process import TextProcess
 from rollout.service.vitals import Vitals
+from rollout.text.codec import load_text_codec
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import make_staging

@@ -23,8 +23,8 @@ from rollout.process.compiling import use_kernels
 from rollout.ranks.devices import check_devices, rank_device
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.capabilities import ServedModel
-from rollout.service.text.codec import TextCodec
 from rollout.settings_sources import SettingsError
+from rollout.text.codec import TextCodec
 from rollout.weights.adapter_updates import AdapterTarget
 
 log = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rollout.gateway.dialects import sglang, trainers, vllm
-from rollout.gateway.dialects.tinker import bodies as tinker_bodies
-from rollout.gateway.endpoints import ENDPOINTS
-from rollout.gateway.http.bodies import Body, EmptyBody
-from rollout.gateway.prompts import sampling
-from rollout.gateway.requests import process_groups
-from rollout.gateway.requests.http_request import Endpoint
+from rollout_gateway.dialects import sglang, trainers, vllm
+from rollout_gateway.dialects.tinker import bodies as tinker_bodies
+from rollout_gateway.endpoints import ENDPOINTS
+from rollout_gateway.http.bodies import Body, EmptyBody
+from rollout_gateway.prompts import sampling
+from rollout_gateway.requests import process_groups
+from rollout_gateway.requests.http_request import Endpoint
 
 _INTRODUCTION = """\
 # Endpoints of the gateway

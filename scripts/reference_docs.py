@@ -22,7 +22,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import trainer_bridge
 from rollout.config.gateway_settings import GatewayFile
-from rollout.gateway.http.http_errors import from_worker
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Kind, Metric
 from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder, DecoderLayer
@@ -30,6 +29,7 @@ from rollout.models.families import FAMILIES, MULTIMODAL
 from rollout.models.families.declare import Family, KimiDeltaFamily
 from rollout.models.fused import obstacle, takes
 from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
+from rollout_gateway.http.http_errors import from_worker
 from scripts.check.architectures import of_architectures, read_results
 from scripts.gateway_reference import endpoints_page
 from scripts.hooks_reference import hooks_page

@@ -82,7 +82,7 @@ def _process_stays_as_it_was() -> Iterator[None]:
     """Undo what a command that a test ran here set up: logging, and how long a thread keeps Python's lock."""
     root, streams, hooks = logging.getLogger(), sys.stderr, (sys.excepthook, threading.excepthook)
     handlers, switch_s = list(root.handlers), sys.getswitchinterval()
-    levels = {name: logging.getLogger(name).level for name in ("rollout", "trainer_bridge")}
+    levels = {name: logging.getLogger(name).level for name in ("rollout", "rollout_gateway", "trainer_bridge")}
     yield
     root.handlers[:] = [handler for handler in root.handlers if handler in handlers]
     for name, level in levels.items():

@@ -1,4 +1,4 @@
-"""`rollout gateway`: serves OpenAI's, vLLM's and SGLang's HTTP dialects for workers; a process of its own."""
+"""`rollout gateway`: serves workers over HTTP, in a process of its own (`rollout_gateway`)."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until the process is ended; returns the exit code."""
     try:
-        from rollout.gateway.serve import serve
+        from rollout_gateway.serve import serve
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn", "transformers"):
             raise

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--gpu and --device cpu exclude each other: leave one of them out")
     if args.host_memory is not None and not 0 < args.host_memory < float("inf"):
         raise UsageError(f"--host-memory is {args.host_memory:g}: give the GiB that are free")
-    from rollout.models.checkpoint_folder import resolve_folder
+    from rollout.checkpoint_folder import resolve_folder
 
     try:
         machines = _machines(args, settings)

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from rollout.config.section import SettingsSection
 
-#: The log-prob of a sampled token that is shown; see `rollout/gateway/answers/logprobs.py`.
+#: The log-prob of a sampled token that is shown; see `rollout_gateway/answers/logprobs.py`.
 LogprobMode = Literal["policy", "processed", "raw"]
-#: How `/inference/v1/generate` shows the experts of tokens; see `rollout/gateway/dialects/vllm.py`.
+#: How `/inference/v1/generate` shows the experts of tokens; see `rollout_gateway/dialects/vllm.py`.
 ExpertFormat = Literal["off", "npy", "object"]
 
 

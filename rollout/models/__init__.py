@@ -1,8 +1,8 @@
 """Language models over a paged KV cache, and their loading from Hugging Face checkpoints."""
 
+from rollout.checkpoint_folder import CheckpointError
 from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.checkpoint_config import GenerationDefaults
-from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.decoder import Decoder
 from rollout.models.loader import LoadedModel, load_model
 from rollout.models.names import NameCheck, check_names

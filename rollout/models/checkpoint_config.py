@@ -25,8 +25,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig
 
+from rollout.checkpoint_folder import CheckpointError, bad_value, read_json
 from rollout.config import ModelImpl
-from rollout.models.checkpoint_folder import CheckpointError, bad_value, read_json
 from rollout.models.config_rules import NUMBER, NUMBERS, Rule
 from rollout.models.registry import (
     OFF_IF_NULL,

@@ -17,7 +17,7 @@ import torch
 from rollout_kernels.moe.formats import BLOCK
 from safetensors import SafetensorError, safe_open
 
-from rollout.models.checkpoint_folder import CheckpointError, Progress, read_json
+from rollout.checkpoint_folder import CheckpointError, Progress, read_json
 from rollout.models.coded import SCALES as FP8_SCALES
 from rollout.models.coded import CodedView, decoded
 from rollout.models.cut import CutView, whole_shape

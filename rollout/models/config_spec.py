@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rollout.models.checkpoint_folder import CheckpointError
+from rollout.checkpoint_folder import CheckpointError
 from rollout.models.families.declare import (
     DeltaNetFamily,
     Family,

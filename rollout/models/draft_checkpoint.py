@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING
 
+from rollout.checkpoint_folder import CheckpointError, check_links, read_json
 from rollout.models.checkpoint_config import check_config
-from rollout.models.checkpoint_folder import CheckpointError, check_links, read_json
 from rollout.models.checkpoint_tensors import StoredTensor, check_tensors, copy_tensors, list_tensors
 from rollout.models.config_rules import FLAG, MOST_LAYERS, Rule, integer, layer_list
 from rollout.models.config_spec import spec_from_config

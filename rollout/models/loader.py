@@ -15,6 +15,7 @@ import torch
 from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import TensorGroup
 
+from rollout.checkpoint_folder import CheckpointError, check_links, resolve_folder
 from rollout.config import ModelImpl, ModelSettings, Settings
 from rollout.models.checkpoint_config import (
     CheckpointConfig,
@@ -23,7 +24,6 @@ from rollout.models.checkpoint_config import (
     read_generation_defaults,
     read_tower,
 )
-from rollout.models.checkpoint_folder import CheckpointError, check_links, resolve_folder
 from rollout.models.checkpoint_tensors import (
     Progress,
     StoredTensor,

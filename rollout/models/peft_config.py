@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.models.checkpoint_folder import bad_value
+from rollout.checkpoint_folder import bad_value
 
 #: Fields that do not change the results once the tensors are there.
 _IGNORED = frozenset(

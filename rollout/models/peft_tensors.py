@@ -20,7 +20,7 @@ import torch
 from rollout_kernels.lora import padded_rank
 from safetensors import SafetensorError, safe_open
 
-from rollout.models.checkpoint_folder import CheckpointError, check_links, read_json
+from rollout.checkpoint_folder import CheckpointError, check_links, read_json
 from rollout.models.checkpoint_tensors import StoredTensor, read_header
 from rollout.models.lora_slots import AdapterWeights, CorrectedModule, LayerProduct, corrected_modules, model_products
 from rollout.models.peft_config import PeftConfig, read_peft_config

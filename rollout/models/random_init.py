@@ -21,7 +21,7 @@ import torch
 from rollout_kernels.linear.coded import CodedMatrix
 from rollout_kernels.moe.quantize import quantize_to
 
-from rollout.models.checkpoint_folder import Progress
+from rollout.checkpoint_folder import Progress
 from rollout.models.cut import whole_shape
 from rollout.models.decoder import Decoder
 from rollout.models.layers import Linear

@@ -29,7 +29,7 @@ from typing import Any, Literal, TextIO
 
 LogFormat = Literal["text", "json"]
 
-_OURS = ("rollout", "trainer_bridge")
+_OURS = ("rollout", "rollout_gateway", "trainer_bridge")
 #: Attributes of every record; any other attribute was passed as `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.:,;/_+-#@%")

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rollout.checkpoint_folder import CheckpointError
 from rollout.config import EngineSettings
-from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights, LayerProduct, SharedParts, model_products
 from rollout.models.peft_tensors import AdapterPacker, AdapterPlan
 from rollout.models.shard import spec_of_rank

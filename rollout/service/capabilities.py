@@ -11,7 +11,7 @@ from rollout.engine.messages.to_engine import Command
 from rollout.models.vision_spec import TowerSpec
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.outbox import Outbox
-from rollout.service.text.codec import TextCodec
+from rollout.text.codec import TextCodec
 from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD
 
 

@@ -39,7 +39,7 @@ from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.preparation import Preparation
 from rollout.service.requests.request_media import MediaStore
 from rollout.service.status import WorkerStatus
-from rollout.service.text.codec import PromptEncoder, PromptSource, TextCodec
+from rollout.text.codec import PromptEncoder, PromptSource, TextCodec
 from trainer_bridge.wire.codec import WireError, WireLimits, decode, encode, header_id, split_envelope
 from trainer_bridge.wire.errors import BadMessage, InternalError, RolloutError, Unavailable
 

@@ -48,8 +48,8 @@ from rollout.process.threads import SWITCH_INTERVAL_S
 from rollout.service.capabilities import ServedEngine, ServedModel
 from rollout.service.outbox import Outbox
 from rollout.service.server import ServedText, Server
-from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
+from rollout.text.codec import TextCodec
 from scripts.bench.bookkeeping import TINY_SHAPE
 from scripts.bench.load_clients import PROMPT, TOKEN, ClientProcess, Load
 from scripts.bench.output import DEFAULT_FOLDER, print_table, spread, write_results

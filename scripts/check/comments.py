@@ -12,7 +12,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = "rollout", "trainer_bridge", "kernels"
+PACKAGES = "rollout", "rollout_gateway", "trainer_bridge", "kernels"
 _WORDS = "of by for with which whose that so and or but than to from also"
 #: A capital begins a sentence, as in "With tied embeddings the output ...", except with these words.
 _CAPITALS = "Of Whose And Or Than"

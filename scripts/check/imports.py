@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 #: Our packages, and the folder that each is in.
-PACKAGES = {"rollout": ".", "trainer_bridge": ".", "rollout_kernels": "kernels", "scripts": ".", "tests": "."}
+PACKAGES = {
+    "rollout": ".",
+    "rollout_gateway": ".",
+    "trainer_bridge": ".",
+    "rollout_kernels": "kernels",
+    "scripts": ".",
+    "tests": ".",
+}
 
 
 def problems(root: Path) -> list[str]:

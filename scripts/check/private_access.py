@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-PRODUCT = "rollout", "trainer_bridge", "kernels"
+PRODUCT = "rollout", "rollout_gateway", "trainer_bridge", "kernels"
 ALLOWED = Path(__file__).with_name("private_access_allowed.txt")
 #: Public by the names that a library gives them.
 _OF_LIBRARIES = {"_replace", "_asdict", "_fields", "_make", "_sleep", "_schema", "_attn_implementation"}

@@ -22,7 +22,7 @@ from trainer_bridge.client.launch import start_worker
 
 _ROOT = Path(__file__).parents[2]
 _MODEL = _ROOT / "rollout" / "demo" / "checkpoints" / "ones"
-_PACKAGES = ("rollout/", "trainer_bridge/", "kernels/")
+_PACKAGES = ("rollout/", "rollout_gateway/", "trainer_bridge/", "kernels/")
 _IDLE_S = 3.0  # longer than the interval between two reports of the worker
 _WAIT_S = 60.0
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollout.cli.main import main
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway.http.access import is_loopback, read_keys
+from rollout_gateway.http.access import is_loopback, read_keys
 from tests.support.gateway.harness import gateway
 from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import rollout, subprocess_environment, until

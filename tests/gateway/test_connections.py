@@ -14,8 +14,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway.http.client_connections import IN_USE_S
-from rollout.gateway.serve import uvicorn_config
+from rollout_gateway.http.client_connections import IN_USE_S
+from rollout_gateway.serve import uvicorn_config
 from tests.support.gateway.harness import served
 from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import until

@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout.gateway.endpoints import ENDPOINTS
-from rollout.gateway.requests.http_request import Endpoint
+from rollout_gateway.endpoints import ENDPOINTS
+from rollout_gateway.requests.http_request import Endpoint
 
 ROOT = Path(__file__).parents[2]
 

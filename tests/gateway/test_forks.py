@@ -5,8 +5,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout.gateway.http.http_errors import HttpError
-from rollout.gateway.workers.workers import RequestIds
+from rollout_gateway.http.http_errors import HttpError
+from rollout_gateway.workers.workers import RequestIds
 from tests.support.gateway.harness import bystand, events, post, refused
 from tests.support.worker.harness import text_of, token_ids
 

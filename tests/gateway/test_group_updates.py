@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.demo.counting import check_completion
-from rollout.gateway.http.http_errors import HttpError
-from rollout.gateway.orders.group_updates import GroupUpdates
+from rollout_gateway.http.http_errors import HttpError
+from rollout_gateway.orders.group_updates import GroupUpdates
 from tests.support.bridge.group_trainer import Trainer, trainer
 from tests.support.gateway.harness import gateway, meet_by_gloo, post, refused
 from tests.support.models.variants import make_variant

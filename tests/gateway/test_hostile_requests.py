@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout.gateway.endpoints import ENDPOINTS
-from rollout.gateway.http.bodies import Query
+from rollout_gateway.endpoints import ENDPOINTS
+from rollout_gateway.http.bodies import Query
 from scripts.check.fuzz_gateway import batter
 from tests.support.gateway.harness import bystand, gateway, refused
 from tests.support.gateway.hostile import RAW

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps
 
-from rollout.gateway.http.http_errors import HttpError
-from rollout.gateway.prompts.image_processor import ImageProcessor
+from rollout_gateway.http.http_errors import HttpError
+from rollout_gateway.prompts.image_processor import ImageProcessor
 from scripts.check.fuzz_gateway import batter
 from tests.support.gateway.harness import gateway
 from tests.support.gateway.hostile_images import data_url, encoded, image_part, item_of, png_header, traffic

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout.gateway.prompts.kv_hints import KvFields
+from rollout_gateway.prompts.kv_hints import KvFields
 from tests.support.gateway.harness import bystand, events, gateway, post, refused
 from tests.support.worker.harness import token_ids, until
 from trainer_bridge.client.blocking import RolloutClient

@@ -132,7 +132,7 @@ def test_state_is_told_at_once_while_a_worker_hangs(
     pair: tuple[Place, Place], caplog: pytest.LogCaptureFixture
 ) -> None:
     hangs, well = pair
-    caplog.set_level(logging.INFO, "rollout.gateway")
+    caplog.set_level(logging.INFO, "rollout_gateway")
     with gateway([hangs.endpoint, well.endpoint]) as client:
         until(lambda: not problems(client) and lines(caplog, hangs), "both workers")
         os.kill(hangs.worker.pid, signal.SIGSTOP)
@@ -155,7 +155,7 @@ def test_state_is_told_at_once_when_workers_die_and_never_come(
 ) -> None:
     dies, last = pair
     never = f"tcp://127.0.0.1:{free_port()}"
-    caplog.set_level(logging.INFO, "rollout.gateway")
+    caplog.set_level(logging.INFO, "rollout_gateway")
     with gateway([dies.endpoint, last.endpoint, never], resume=False) as client:
         until(lambda: list(problems(client)) == [never] and lines(caplog, dies), "two workers")
         answers_at_once(client, 200)
@@ -200,7 +200,7 @@ def test_a_worker_that_is_started_again_gets_what_the_others_have(
     from transformers import AutoModelForCausalLM
 
     dies, other = pair
-    caplog.set_level(logging.INFO, "rollout.gateway")
+    caplog.set_level(logging.INFO, "rollout_gateway")
     version = max(place.status()["weights_version"] for place in pair) + 1
     folder, update = tmp_path / "step", {"model_path": "step", "weight_version": version}
     shutil.copytree(TWOS, folder)

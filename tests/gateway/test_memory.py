@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Mount
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway.serve import uvicorn_config
+from rollout_gateway.serve import uvicorn_config
 from tests.support.gateway.harness import bystand, gateway, served
 from tests.support.gateway.hostile import RAW
 from tests.support.patience import PATIENCE_S

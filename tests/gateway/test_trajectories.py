@@ -7,9 +7,9 @@ import httpx
 import numpy as np
 import pytest
 
-from rollout.gateway.history.expiring_cache import ExpiringCache
-from rollout.gateway.history.trajectories import AnswerTokens, Trajectories
-from rollout.gateway.prompts.chat_messages import Rendering
+from rollout_gateway.history.expiring_cache import ExpiringCache
+from rollout_gateway.history.trajectories import AnswerTokens, Trajectories
+from rollout_gateway.prompts.chat_messages import Rendering
 from tests.support.gateway.harness import events, gateway, post, refused
 from tests.support.worker.harness import EOS, token_ids
 from trainer_bridge.client.blocking import RolloutClient

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from rollout.gateway.answers.text_pieces import text_pieces
-from rollout.gateway.answers.views import CompletionViews
-from rollout.gateway.prompts.chat_messages import Rendering, prompt_of
-from rollout.gateway.prompts.tokenizer import GatewayTokenizer
-from rollout.service.text.codec import TextCodec
+from rollout.text.codec import TextCodec
+from rollout_gateway.answers.text_pieces import text_pieces
+from rollout_gateway.answers.views import CompletionViews
+from rollout_gateway.prompts.chat_messages import Rendering, prompt_of
+from rollout_gateway.prompts.tokenizer import GatewayTokenizer
 from tests.support.gateway.chat_templates import FAMILIES, tokenizer_with
 from trainer_bridge.client.results import Completion
 
@@ -23,7 +23,7 @@ renderers = pytest.importorskip("renderers", reason="make test-integrations inst
 import numpy as np  # noqa: E402
 from renderers import configs  # noqa: E402
 
-from rollout.gateway.prompts.sampling import OpenAiBody  # noqa: E402
+from rollout_gateway.prompts.sampling import OpenAiBody  # noqa: E402
 
 #: The module and the configuration of a family's renderer. That of gpt-oss downloads a vocabulary.
 RENDERERS = {

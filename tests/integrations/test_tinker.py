@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout.gateway.dialects.tinker import sessions
+from rollout_gateway.dialects.tinker import sessions
 from tests.support.gateway.harness import gateway, post
 from tests.support.peft_adapters import make_adapter
 from tests.support.ports import free_port

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout.service.text.codec import TextCodec
+from rollout.text.codec import TextCodec
 from tests.support.tokenizer_folder import make_tokenizer_folder
 from tests.support.worker.harness import assert_idle
 from trainer_bridge.client.blocking import RolloutClient

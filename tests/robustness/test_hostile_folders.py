@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, LoadedModel, load_model
-from rollout.service.text.codec import TextCodec, load_text_codec
+from rollout.text.codec import TextCodec, load_text_codec
 from tests.support.models.families import FAMILIES, make_checkpoint
 from tests.support.robustness.corpus import json_values
 from tests.support.robustness.limits import little_memory_and_time

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout.service.text.codec import TextCodec
+from rollout.text.codec import TextCodec
 from tests.support.clock import Clock
 from tests.support.service.harness import Bench, Client, serving
 from tests.support.tokenizer_folder import make_tokenizer_folder

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rollout.engine.messages.to_engine import StopAt
 from rollout.engine.messages.to_service import Finish
-from rollout.service.text.detokenizer import Detokenizer
 from rollout.service.text.stop_strings import StopMatch, StopText
+from rollout.text.detokenizer import Detokenizer
 from tests.support.service.harness import delta, done, serving
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.service.text.codec import TextCodec, load_text_codec
+from rollout.text.codec import TextCodec, load_text_codec
 from tests.support.tokenizer_folder import make_tokenizer_folder
 from trainer_bridge.wire.errors import RolloutError
 

@@ -16,8 +16,8 @@ import pytest
 from rollout.config import ServiceSettings
 from rollout.engine.messages.to_engine import Cancel, Shutdown
 from rollout.service.text import process as text_process
-from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
+from rollout.text.codec import TextCodec
 from tests.support.kernels.grids import nightly
 from tests.support.patience import PATIENCE_S
 from tests.support.service.harness import serving

@@ -16,7 +16,7 @@ from trainer_bridge.wire.codec import decode, encode, join_envelope, split_envel
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = ("zmq", "msgpack", "numpy")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rollout", "trainer_bridge", "kernels")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rollout", "rollout_gateway", "trainer_bridge", "kernels")
 
 
 @pytest.fixture(scope="module")

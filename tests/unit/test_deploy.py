@@ -17,10 +17,10 @@ from rollout.cli.main import parser_of
 from rollout.cli.setting_flags import given_flags
 from rollout.config import Settings
 from rollout.config.gateway_settings import GatewayFile, GatewaySettings
-from rollout.gateway.http.access import OPEN_PATHS
 from rollout.metrics.definitions import HISTOGRAMS, METRICS
 from rollout.metrics.prometheus import prometheus_name
 from rollout.settings_sources import load_program, load_settings, setting_keys
+from rollout_gateway.http.access import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -279,7 +279,7 @@ def test_the_arguments_of_the_pods_agree_with_their_ports():
 
 
 def test_probes_ask_endpoints_that_there_are():
-    pages = "rollout/gateway/dialects/own.py", "rollout/metrics/prometheus.py"
+    pages = "rollout_gateway/dialects/own.py", "rollout/metrics/prometheus.py"
     source = [(ROOT / page).read_text() for page in pages]
     for name, text in (("rollout-gateway", source[0]), ("rollout-worker", source[1])):
         _, container = pod(name)
@@ -306,7 +306,7 @@ def metric_names() -> set[str]:
     names |= {f"{prometheus_name(metric)}_{part}" for metric in HISTOGRAMS for part in ("bucket", "sum", "count")}
     reference = (ROOT / "docs/reference/metrics.md").read_text()
     names |= set(re.findall(r"`(rollout_report_\w+|rollout_worker_info)`", reference))
-    return names | set(re.findall(r'"(rollout_gateway_\w+)"', (ROOT / "rollout/gateway/dialects/own.py").read_text()))
+    return names | set(re.findall(r'"(rollout_gateway_\w+)"', (ROOT / "rollout_gateway/dialects/own.py").read_text()))
 
 
 def test_each_alert_asks_for_metrics_that_there_are():

@@ -36,7 +36,7 @@ BY_HAND += sorted(DOCS.glob("integrations/*.md"))
 MOST_NUMBERS = 15
 #: Names that the recipes make up.
 MADE_UP = {"epsilon", "epsilon_S", "rollout_kv_cached_pct", "NAME"}
-SOURCES = ("rollout", "kernels", "trainer_bridge", "scripts", "tests")
+SOURCES = ("rollout", "rollout_gateway", "kernels", "trainer_bridge", "scripts", "tests")
 SUFFIXES = (".py", ".md", ".toml", ".json", ".svg", ".png")
 
 by_page = pytest.mark.parametrize("page", ABOUT_CODE, ids=lambda page: page.stem)
@@ -108,7 +108,7 @@ def test_the_architecture_lists_the_layers_of_the_import_contracts():
     expected = {}
     for contract in contracts:
         if contract["type"] == "layers":
-            levels = [level.split(" | ") for level in contract["layers"]]
+            levels = [re.split(" [|:] ", level) for level in contract["layers"]]
             (inside,) = contract.get("containers") or {name.rpartition(".")[0] for level in levels for name in level}
             expected[inside or "all"] = [{name.rpartition(".")[2] for name in level} for level in levels]
     text = section(DOCS / "architecture.md", "Layers")
@@ -145,6 +145,7 @@ def test_the_map_lists_every_package():
     packages = {init.parent for name in inside for init in (ROOT / name).glob("*/__init__.py")}
     expected = {package.relative_to(ROOT).as_posix() for package in packages} | {
         "kernels/rollout_kernels",
+        "rollout_gateway",
         "scripts",
         "tests",
     }
@@ -246,7 +247,7 @@ def test_blocks_of_python_parse_and_import_names_that_exist(block: str):
     tree = compile(block, "block", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     for node in imports:
-        if node.module is not None and node.module.split(".")[0] in ("rollout", "trainer_bridge"):
+        if node.module is not None and node.module.split(".")[0] in ("rollout", "rollout_gateway", "trainer_bridge"):
             source = find_spec(node.module)
             assert source is not None and source.origin is not None, f"{node.module} is not there"
             words = set(re.findall(r"\w+", Path(source.origin).read_text()))

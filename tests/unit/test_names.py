@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = "rollout", "trainer_bridge", "kernels"
+PACKAGES = "rollout", "rollout_gateway", "trainer_bridge", "kernels"
 #: Each folder of a feature has a module `feature`: the class that the engine knows.
 FEATURES = ROOT / "rollout/engine/features"
 #: Words with one meaning: where it is at home, files or folders. No name that is defined elsewhere has the word.
@@ -18,7 +18,7 @@ AT_HOME = {
         "rollout/engine/kv/",
         "rollout/engine/messages/statuses.py",
         "rollout/engine/sequence/",
-        "rollout/gateway/",
+        "rollout_gateway/",
         "rollout/service/fork_sources.py",
         "trainer_bridge/client/",
         "trainer_bridge/integrations/trl_generation.py",

@@ -19,7 +19,10 @@ def test_every_folder_with_code_is_installed():
     found = [name for where in find["where"] for name in find_packages(str(ROOT / where), include=find["include"])]
     there = {
         ".".join(file.parent.relative_to(source).parts)
-        for source, name in ((ROOT, "rollout"), (ROOT, "trainer_bridge"), (ROOT / "kernels", "rollout_kernels"))
+        for source, name in (
+            *((ROOT, name) for name in ("rollout", "rollout_gateway", "trainer_bridge")),
+            (ROOT / "kernels", "rollout_kernels"),
+        )
         for file in (source / name).rglob("*.py")
     }
     assert sorted(found) == sorted(there)
@@ -79,7 +82,7 @@ def test_a_worker_brings_the_compiler_of_constraints():
 
 def test_extras_that_messages_and_pages_name_exist():
     named = set()
-    for place in ("rollout", "scripts", "trainer_bridge", "docs"):
+    for place in ("rollout", "rollout_gateway", "scripts", "trainer_bridge", "docs"):
         for file in [*(ROOT / place).rglob("*.py"), *(ROOT / place).rglob("*.md"), ROOT / "README.md"]:
             text = file.read_text()
             for listed in re.findall(r"'(?:\.|rollout-engine)\[([a-z,-]+)\]'", text):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("rollout", "trainer_bridge", "kernels/rollout_kernels", "scripts")
+SOURCES = ("rollout", "rollout_gateway", "trainer_bridge", "kernels/rollout_kernels", "scripts")
 
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml", "jsonpickle"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}

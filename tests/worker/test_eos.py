@@ -10,7 +10,7 @@ import torch
 
 from rollout.config import ModelSettings
 from rollout.models import load_model
-from rollout.service.text.codec import load_text_codec
+from rollout.text.codec import load_text_codec
 from rollout.worker_parts import eos_ids
 from tests.support.models.both_ways import edit
 from tests.support.models.families import make_checkpoint

@@ -30,7 +30,7 @@ def test_a_slow_download_is_a_line_while_it_lasts_and_one_at_its_end(tmp_path: P
 
 _SCRIPT = """
 import json
-from rollout.models.checkpoint_folder import resolve_folder
+from rollout.checkpoint_folder import resolve_folder
 calls = []
 folder = resolve_folder("someone/ones", None, True, lambda *call: calls.append(call))
 print(json.dumps([str(folder), calls]))
@@ -51,7 +51,7 @@ def test_the_bytes_of_a_download_are_told_and_all_there_at_its_end(tmp_path: Pat
 
 
 _REFUSED = """
-from rollout.models.checkpoint_folder import resolve_folder
+from rollout.checkpoint_folder import resolve_folder
 for path in ("missing/model", "gated/model", "unrevised/model", "broken/model", "a b"):
     try:
         resolve_folder(path, "v9", True)

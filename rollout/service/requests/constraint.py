@@ -16,7 +16,7 @@ from rollout.constraints.spec import ConstraintSpec
 from rollout.constraints.thoughts import ThoughtRule
 from rollout.extras import install
 from rollout.service.requests.fields import TokenIds, token_id_array
-from rollout.service.text.codec import TextCodec
+from rollout.text.codec import TextCodec
 from trainer_bridge.wire.errors import BadRequest
 
 logger = logging.getLogger(__name__)

@@ -36,8 +36,8 @@ from rollout.service.requests.constraint import ConstraintFields, Constraints
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.request_media import MediaLimits, check_media, check_pieces, check_placeholders
 from rollout.service.requests.schema import GenerateMessage, MediaMessage, PrefetchMessage, Sampling
-from rollout.service.text.codec import TextCodec, check_chars
 from rollout.service.text.stop_strings import StopText
+from rollout.text.codec import TextCodec, check_chars
 from trainer_bridge.wire.errors import BadRequest, TooLong
 from trainer_bridge.wire.prompt_tops import reply_bytes
 

@@ -21,7 +21,7 @@ from rollout.service.requests.constraint import Constraints
 from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.request_media import MediaFields, MediaStore
 from rollout.service.requests.schema import GenerateMessage
-from rollout.service.text.codec import PromptSource
+from rollout.text.codec import PromptSource
 from trainer_bridge.wire.errors import Unavailable
 
 _PROMPT_END = 512  # tokens at the end of a prompt that are searched for a marker: longer than any marker

@@ -1,1 +1,1 @@
-"""Text: the tokenizer, its process, text out of tokens, stop strings."""
+"""Text in the service: the process that tokenizes, and stop strings."""

@@ -36,7 +36,7 @@ import numpy as np
 from rollout.process.child_processes import exit_with_parent, import_path, module_command
 from rollout.process.garbage_collection import loading_libraries
 from rollout.process.logs import LogFormat, set_up, worker_name
-from rollout.service.text.codec import PromptEncoder, TextCodec
+from rollout.text.codec import PromptEncoder, TextCodec
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode, header_id
 from trainer_bridge.wire.errors import BadRequest, InternalError, RolloutError, Unavailable, error_reply, from_reply
 

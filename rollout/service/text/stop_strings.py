@@ -8,7 +8,7 @@ request names first.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rollout.service.text.detokenizer import Decode, Detokenizer
+from rollout.text.detokenizer import Decode, Detokenizer
 
 _DECODED_AT_ONCE = 256  # tokens
 

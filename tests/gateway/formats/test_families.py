@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rollout.gateway.formats.chat_turns import CallForm, ChatTurns
-from rollout.gateway.formats.format_chooser import Formats
-from rollout.gateway.prompts.chat_messages import DrawnTurn, Rendering, prompt_of
-from rollout.gateway.prompts.tokenizer import GatewayTokenizer, shown_text
-from rollout.service.text.codec import TextCodec
+from rollout.text.codec import TextCodec
+from rollout_gateway.formats.chat_turns import CallForm, ChatTurns
+from rollout_gateway.formats.format_chooser import Formats
+from rollout_gateway.prompts.chat_messages import DrawnTurn, Rendering, prompt_of
+from rollout_gateway.prompts.tokenizer import GatewayTokenizer, shown_text
 from tests.support.gateway.chat_templates import FAMILIES, families_with, tokenizer_of, tokenizer_with
 from tests.support.gateway.cuts import cut
 

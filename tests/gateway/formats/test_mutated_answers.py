@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from pydantic_core import from_json
 
-from rollout.gateway.answers.text_pieces import text_pieces
-from rollout.gateway.answers.views import CompletionViews
-from rollout.gateway.formats.format_chooser import Formats
-from rollout.gateway.http.json_text import json_text
-from rollout.gateway.prompts.sampling import OpenAiBody
-from rollout.gateway.prompts.tokenizer import GatewayTokenizer, shown_text
-from rollout.service.text.codec import TextCodec
+from rollout.text.codec import TextCodec
+from rollout_gateway.answers.text_pieces import text_pieces
+from rollout_gateway.answers.views import CompletionViews
+from rollout_gateway.formats.format_chooser import Formats
+from rollout_gateway.http.json_text import json_text
+from rollout_gateway.prompts.sampling import OpenAiBody
+from rollout_gateway.prompts.tokenizer import GatewayTokenizer, shown_text
 from tests.support.gateway.chat_templates import FAMILIES, tokenizer_of
 from trainer_bridge.client.results import Completion
 

@@ -8,8 +8,8 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 from trl import chat_template_utils as trl_templates
 
-from rollout.gateway.prompts.tokenizer import GatewayTokenizer
-from rollout.service.text.codec import TextCodec
+from rollout.text.codec import TextCodec
+from rollout_gateway.prompts.tokenizer import GatewayTokenizer
 from tests.support.gateway.chat_templates import tokenizer_of
 from tests.support.gateway.cuts import cut
 

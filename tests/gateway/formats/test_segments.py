@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollout.gateway.formats.known_formats import THOUGHTS
+from rollout_gateway.formats.known_formats import THOUGHTS
 from tests.support.gateway.cuts import Answer, cut, format_of, in_pieces
 
 HERMES = format_of("hermes", "think")

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout.gateway.answers.text_pieces import TextPieces
-from rollout.gateway.answers.views import CompletionViews
-from rollout.gateway.formats.regions import AnswerRegion, Mark
+from rollout_gateway.answers.text_pieces import TextPieces
+from rollout_gateway.answers.views import CompletionViews
+from rollout_gateway.formats.regions import AnswerRegion, Mark
 from tests.support.gateway.cuts import format_of
 from trainer_bridge.client.results import Completion
 from trainer_bridge.wire.finish_reasons import FinishReason

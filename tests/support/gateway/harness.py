@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout.gateway.app import make_app
-from rollout.gateway.serve import uvicorn_config, worker_client
+from rollout_gateway.app import make_app
+from rollout_gateway.serve import uvicorn_config, worker_client
 from tests.support.patience import PATIENCE_S
 from tests.support.worker.harness import until
 from trainer_bridge.client.asynchronous import AsyncRolloutClient

@@ -17,7 +17,7 @@ from rollout.constraints.matcher import Constraint, mask_words
 from rollout.constraints.spec import ConstraintSpec
 from rollout.process.deadline_thread import DeadlineThread
 from rollout.service.requests.constraint import constraints_for
-from rollout.service.text.codec import TextCodec, load_text_codec
+from rollout.text.codec import TextCodec, load_text_codec
 from tests.support.patience import PATIENCE_S
 from tests.support.tokenizer_folder import make_tokenizer_folder
 from trainer_bridge.client import spatial
@@ -438,7 +438,7 @@ SLOW = """
 import os, sys
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError
 from rollout.constraints.spec import ConstraintSpec
-from rollout.service.text.codec import TextCodec
+from rollout.text.codec import TextCodec
 tokenizer = TextCodec(sys.argv[1]).tokenizer
 compiler = ConstraintCompiler(tokenizer, len(tokenizer), 0.5)
 slow = ConstraintSpec("regex", "((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000}")

@@ -10,7 +10,7 @@ from rollout.constraints.marker import IdMarker, TextMarker, TokenTexts, ends_wi
 from rollout.constraints.matcher import Constraint, mask_words
 from rollout.constraints.spec import ConstraintSpec
 from rollout.service.requests.constraint import ConstraintFields
-from rollout.service.text.codec import TextCodec
+from rollout.text.codec import TextCodec
 from tests.support.tokenizer_folder import make_tokenizer_folder
 
 xgrammar = pytest.importorskip("xgrammar")

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rollout.checkpoint_folder import CheckpointError
 from rollout.config import ModelSettings
 from rollout.models import Decoder, load_model
-from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.coded import SCALES, CodedView, decoded
 from rollout.models.loader import check_cut
 from tests.support.models.families import make_checkpoint

@@ -8,9 +8,9 @@ import torch
 from rollout_kernels.moe.formats import ExpertWeights
 from safetensors.torch import load_file, save_file
 
+from rollout.checkpoint_folder import CheckpointError
 from rollout.config import ModelSettings
 from rollout.models import load_model
-from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.coded import CodedView
 from rollout.models.loader import AskedFormat, LoadedModel
 from rollout.models.mxfp4 import decode_into

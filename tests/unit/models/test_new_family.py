@@ -11,9 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from rollout.checkpoint_folder import CheckpointError
 from rollout.config import ModelSettings
 from rollout.models import load_model
-from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.config_rules import layer_list
 from rollout.models.config_spec import spec_from_config
 from rollout.models.families import FAMILIES

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollout.checkpoint_folder import CheckpointError, read_json
 from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.features.adapters.adapter_table import AdapterTable
 from rollout.models import load_model
-from rollout.models.checkpoint_folder import CheckpointError, read_json
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights
 from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import CONFIG, WEIGHTS, AdapterPlan, load_peft_folder, plan_adapter

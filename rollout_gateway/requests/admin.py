@@ -1,0 +1,103 @@
+"""Admin endpoints that several dialects have, under names and answers of their own."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from rollout_gateway.http.bodies import Body
+from rollout_gateway.http.http_errors import bad_request
+from rollout_gateway.requests import process_groups
+from rollout_gateway.requests.http_request import HttpRequest
+
+#: SGLang's answer to the end of a pause.
+CONTINUED = {"message": "Generation continued successfully.", "status": "ok"}
+
+
+async def pause(request: HttpRequest[Any]) -> None:
+    """Pause all workers in one of three modes."""
+    await request.gateway.orders.pause(request.body.order)
+
+
+async def wake_up(request: HttpRequest[Any]) -> None:
+    """Allocate the memory of the workers' devices again."""
+    await request.gateway.orders.wake(request.body.tags)
+
+
+class AdapterBody(Body):
+    """The body of `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`."""
+
+    ignored: ClassVar = {"base_model_name": "there is one model", "lora_int_id": "adapters have names"}
+    switched_off: ClassVar = {"is_3d_lora_weight": (None, False)}
+    #: A loaded adapter is replaced, whatever `load_inplace` says.
+    replaces: ClassVar[bool] = False
+
+    lora_name: str = Field(min_length=1, max_length=128)
+    lora_path: str | None = Field(None, min_length=1, max_length=4096)
+    load_inplace: bool = False
+
+
+class ReplacingAdapterBody(AdapterBody):
+    """The body of `/load_lora_adapter` and `/skyrl/v1/load_lora_adapter`."""
+
+    replaces: ClassVar = True
+
+
+async def load_adapter(request: HttpRequest[AdapterBody]) -> str:
+    """Load an adapter from a folder below the workers' `adapter_root`."""
+    body = request.body
+    if body.lora_path is None:
+        raise bad_request("name the adapter's folder", "lora_path")
+    await request.gateway.orders.load_adapter(body.lora_name, body.lora_path, body.replaces or body.load_inplace)
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+
+async def unload_adapter(request: HttpRequest[AdapterBody]) -> str:
+    """Unload an adapter."""
+    await request.gateway.orders.unload_adapter(request.body.lora_name)
+    return f"Success: LoRA adapter '{request.body.lora_name}' removed successfully."
+
+
+class UpdateBody(Body):
+    """The body of `/update_weights`: a folder of prime-rl (`weight_dir`) or AReaL (`model_path`).
+
+    A body with vLLM's `update_info` means its weight transfer engine.
+    """
+
+    ignored: ClassVar = {
+        "reset_prefix_cache": "see `engine.max_kv_age`",
+        "clear_cache": "see `engine.max_kv_age`",
+        "flush_cache": "see `engine.max_kv_age`",
+        "abort_all_requests": "an update aborts nothing",
+    }
+    switched_off: ClassVar = {"load_format": (None, "auto", "safetensors"), "is_async": (None, False)}
+
+    weight_dir: str | None = None
+    model_path: str | None = None
+    weight_version: int | str | None = None
+    update_info: dict[str, Any] | None = None
+
+    @property
+    def folder(self) -> tuple[str, str]:
+        """The folder, and the name of its field. Raises `HttpError` unless there is exactly one."""
+        given = {name: path for name in ("weight_dir", "model_path") if (path := getattr(self, name)) is not None}
+        if len(given) != 1:
+            raise bad_request("name the folder of the new weights in 'weight_dir' or 'model_path'", "weight_dir")
+        ((name, path),) = given.items()
+        return path, name
+
+
+async def update_weights(request: HttpRequest[UpdateBody]) -> dict[str, Any]:
+    """Update the weights from a folder, or with `update_info` by vLLM's weight transfer engine."""
+    body = request.body
+    if body.update_info is not None:
+        return await process_groups.receive_by_engine(request.gateway, body.update_info)
+    folder, field = body.folder
+    version = await request.gateway.orders.update_from_folder(folder, body.weight_version, field)
+    return {"status": "ok", "success": True, "message": "Weights updated", "weight_version": version}
+
+
+async def continue_generation(request: HttpRequest[Any]) -> None:
+    """End a pause. An error while an update lacks tensors: no other call ends such an update."""
+    await request.gateway.group_updates.finish_waiting()
+    request.gateway.group_updates.check_whole()
+    await request.gateway.orders.resume()

@@ -1,0 +1,82 @@
+"""One request of a client on its way through the workers: its prompts, and their results or their streams."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_gateway.answers.answer_facts import fault, usage
+from rollout_gateway.http.event_stream import merged
+from rollout_gateway.prompts.sampling import StreamOptions
+from rollout_gateway.requests.http_request import Gateway
+from rollout_gateway.workers.workers import TokenRequest
+from trainer_bridge.client.asynchronous import AsyncStream
+from trainer_bridge.client.results import Chunk, GenerateResult
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedChunk:
+    """New tokens of one completion. `place`: the place of its prompt in the call."""
+
+    place: int
+    chunk: Chunk
+    stream: AsyncStream[Chunk]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request of a client, with the `id` that the client knows. Each dialect shows the answer in its own form."""
+
+    gateway: Gateway
+    id: str
+    requests: list[TokenRequest]  # one for each prompt
+    session: str | None
+    #: The results of the streams that have ended, by the place of their prompt.
+    results: dict[int, GenerateResult] = field(default_factory=dict)
+
+    async def whole(self) -> list[GenerateResult]:
+        """The results, prompt by prompt. Raises `HttpError`, also if faults ended every completion."""
+        with self._noted():
+            results = await self.gateway.workers.generate_all(self.id, self.requests, self.session)
+        faults = [fault(completion) for result in results for completion in result.completions]
+        if faults[0] is not None and all(faults):
+            raise faults[0]
+        return results
+
+    async def chunks(self, least_every: int = 1) -> AsyncGenerator[StreamedChunk, None]:
+        """The chunks of all prompts as they come, of `least_every` tokens or more. At the end `results` is complete."""
+        sources = [self._stream(place, least_every) for place in range(len(self.requests))]
+        with self._noted():
+            async with aclosing(merged(sources)) as found:
+                async for each in found:
+                    yield each
+
+    async def events(
+        self, head: dict[str, Any], options: StreamOptions, event: Callable[[StreamedChunk], dict[str, Any]]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream as OpenAI has them: `event` makes one of a chunk; the last one has the usage.
+
+        Every event has the fields of `head`.
+        """
+        async with aclosing(self.chunks()) as found:
+            async for each in found:
+                yield head | event(each) | options.usage_so_far(len(self.requests[each.place].prompt), each.chunk)
+        if options.include_usage:
+            yield head | {"choices": [], "usage": usage(list(self.results.values()))}
+
+    def _noted(self) -> AbstractContextManager[None]:
+        """Other requests may continue this one."""
+        return self.gateway.workers.request_ids.note(self.id, [(each.request_id, each.n) for each in self.requests])
+
+    async def _stream(self, place: int, least_every: int) -> AsyncGenerator[StreamedChunk, None]:
+        every = max(least_every, self.gateway.settings.stream_every)
+        request = self.requests[place]
+        async with self.gateway.workers.stream(self.id, request, every, self.session) as stream:
+            while chunks := await stream.arrived():
+                for chunk in chunks:
+                    failed = fault(chunk.part)
+                    if failed is not None and sum(request.n for request in self.requests) == 1:
+                        raise failed
+                    yield StreamedChunk(place, chunk, stream)
+            assert stream.result is not None
+            self.results[place] = stream.result
