@@ -135,7 +135,7 @@ class Worker:
         self.receiver = WeightReceiver(
             UpdateTargets(
                 parameters,
-                self.ranks.destinations(staging),
+                self.ranks.update_memories(staging),
                 adapter_target(settings.engine, model, registry, packer),
             ),
             version,

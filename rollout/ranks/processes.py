@@ -42,8 +42,8 @@ from rollout.ranks.ring import RingWriter
 from rollout.ranks.start_watch import CONNECTING, LOADING, READY, StartPosition, StartProgress, StartState, StartWatch
 from rollout.ranks.thread_stat import thread_stat
 from rollout.ranks.updates import RankUpdates
-from rollout.weights.destination import UpdateMemories
 from rollout.weights.staging import WeightStaging
+from rollout.weights.update_memory import UpdateMemories
 from trainer_bridge.scratch import ScratchFolder
 from trainer_bridge.transports.nccl.group import NCCL_ENVIRONMENT, environment
 
@@ -138,7 +138,7 @@ class Ranks:
         self.orders = OrderWriter(ring, version, self.reports, self._settle, self.updates)
         return self.orders
 
-    def destinations(self, staging: WeightStaging) -> UpdateMemories:
+    def update_memories(self, staging: WeightStaging) -> UpdateMemories:
         """The memory for updates, which all ranks take or none; `staging` belongs to this rank."""
         if self.size == 1:
             return UpdateMemories(staging)

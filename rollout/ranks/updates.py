@@ -25,27 +25,23 @@ import msgpack
 import numpy as np
 import torch
 
-from rollout.process.watchdog import ObservedTime
 from rollout.ranks.device_relay import DeviceBacking
 from rollout.ranks.orders import OrderWriter, check_alive
 from rollout.ranks.relay import RELAY_SIZES, HostBacking, RelayBacking, RelayMemory, RelaySizes
 from rollout.ranks.reports import Number, RankReports
 from rollout.ranks.ring import SharedMemory, SharedMemoryError
 from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_staging
-from rollout.weights.destination import UpdateMemories, UpdateMemory
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staging import WeightStaging
+from rollout.weights.update_memory import UpdateMemories, UpdateMemory
+from trainer_bridge.transports.base import OfferTaker
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.transports.cut import Cut
 from trainer_bridge.transports.sections import RankCuts, Sections
 from trainer_bridge.wire.errors import InternalError, Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
-#: Longest wait for the other ranks to take a piece: the only bound if `rank_stall_s` is none.
-_ROOM_S = 120.0
 _POLL_S = 0.0005
-#: A poll adds twice this to the measured wait at most: a time in which this process was stopped does not count.
-_LOOK_S = 0.5
 
 
 class RankUpdates(UpdateMemories):
@@ -115,7 +111,7 @@ class RankUpdates(UpdateMemories):
         for relay in relays:
             relay.open(arrives.bucket_bytes, arrives.total_bytes)
         begins = () if sections is None else sections.begins
-        return GroupDestination(taker, manifest, self, relays, content, begins)
+        return GroupUpdateMemory(taker, manifest, self, relays, content, begins)
 
     def unmap(self) -> None:
         """A sleep begins: have the followers unmap the memory on rank 0's GPU, after all pieces that were given."""
@@ -216,7 +212,7 @@ class _Phase(IntEnum):
     PREPARING = 4  # all bytes are verified, and the followers plan their swap
 
 
-class GroupDestination(UpdateMemory):
+class GroupUpdateMemory(UpdateMemory, OfferTaker):
     """The memory of one update on all ranks: this rank's, and a relay through which the others get its pieces.
 
     transport --> relay memory, which all ranks read --> staging memory of each rank --swap--> its parameters
@@ -249,7 +245,7 @@ class GroupDestination(UpdateMemory):
         return self._staging.in_place and self._phase >= (_Phase.PREPARING if self._how.delta else _Phase.LANDED)
 
     def wait_for_room(self) -> bool:
-        """Whether a piece can be passed on; waits a moment if not. No event comes: other processes make room.
+        """As `Destination.wait_for_room`: whether a piece can be passed on. No event comes, other processes make room.
 
         Raises `WeightsRejected` if the update does not fit a follower, `InternalError` if pieces get no memory.
         """
@@ -290,7 +286,7 @@ class GroupDestination(UpdateMemory):
         return self._phase >= _Phase.OPEN
 
     def offer(self, transport: str, options: Mapping[str, Any]) -> None:
-        """As `Destination.offer`: the followers hear of it after the update."""
+        """As `OfferTaker.offer`: the followers hear of it after the update."""
         self._offered = transport, dict(options)
 
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
@@ -302,7 +298,7 @@ class GroupDestination(UpdateMemory):
         return True
 
     def left_read(self) -> int | None:
-        """As `Destination.left_read`; waits a moment before it returns None."""
+        """As `OfferTaker.left_read`; waits a moment before it returns None."""
         if self._left:
             self._updates.check()
             self._updates.check_alive()
@@ -315,7 +311,7 @@ class GroupDestination(UpdateMemory):
         return nbytes
 
     def memory(self, start: int, end: int) -> np.ndarray:
-        """As `UpdateMemory.memory`: memory of the relay."""
+        """As `Destination.memory`: memory of the relay."""
         self._arriving = self._relays[0].reserve(end - start)
         return self._arriving.numpy()
 
@@ -325,12 +321,6 @@ class GroupDestination(UpdateMemory):
         self._relays[0].pass_on(start, None, self._taker.take(start, self._arriving))
 
     def put(self, start: int, data: torch.Tensor) -> torch.Tensor:
-        """Take bytes from any device. Waits for room: transports that put from threads of their own do not look."""
-        left_s, observed = _ROOM_S, ObservedTime(_LOOK_S)
-        while not self._direct and not self.wait_for_room():  # the watch of the group finds a rank that does nothing
-            left_s -= observed.passed_s()
-            if left_s < 0:
-                raise InternalError(f"a rank took no piece of the update for {_ROOM_S:g} s")
         self._phase = _Phase.LANDED
         if self._direct:
             here = data.clone()  # it may be in another GPU's memory, which is read once
@@ -367,6 +357,6 @@ class GroupDestination(UpdateMemory):
         with contextlib.ExitStack() as steps:  # last to first, also after one that fails
             if self._offer:
                 steps.callback(self._updates.withdraw_offer)
-            steps.callback(super().abandon)
+            steps.callback(self._staging.abandon)
             for relay in self._relays:
                 steps.callback(relay.drop)

@@ -18,10 +18,10 @@ from rollout.models.lora_slots import AdapterSlots, AdapterWeights, model_produc
 from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import AdapterPacker, AdapterPlan, plan_adapter
 from rollout.models.spec import ModelSpec
-from rollout.weights.destination import UpdateMemory
 from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staging import WeightStaging
+from rollout.weights.update_memory import RankUpdateMemory
 from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.errors import BadRequest, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
@@ -71,6 +71,7 @@ class IncomingAdapter:
         self._config = config
         self._target = target
         self._plan: AdapterPlan | None = None
+        self._memory: RankUpdateMemory | None = None
         self._packed: AdapterWeights | None = None
         self._since_s: float | None = None  # when it was complete
 
@@ -95,31 +96,32 @@ class IncomingAdapter:
         except ValueError as error:
             raise _rejected(error) from None
 
-    def open(self, manifest: Manifest) -> UpdateMemory:
-        """The destination of the bytes; `check` has bounded their number."""
+    def open(self, manifest: Manifest) -> RankUpdateMemory:
+        """The memory of the bytes; `check` has bounded their number."""
         staging = WeightStaging(StagedMemory({}, "host"))
         staging.open(manifest, ManifestFit((), ()))
-        return UpdateMemory(staging, manifest)
+        self._memory = RankUpdateMemory(staging, manifest, staging)
+        return self._memory
 
-    def update(self, manifest: Manifest, destination: UpdateMemory) -> AdapterUpdate | None:
-        """The update for the loop; all bytes in `destination` are verified. None: other ranks have no parts yet.
+    def update(self, manifest: Manifest) -> AdapterUpdate | None:
+        """The update for the loop; all bytes are verified. None: other ranks have no parts yet.
 
         Raises `WeightsRejected` when other adapters took the last slot meanwhile, or when a rank cannot have its part,
         and other errors when the ranks cannot have it now.
         """
-        assert self._plan is not None, "it was checked when it began"
+        assert self._plan is not None and self._memory is not None, "it was checked when it began"
         self._check_slot(manifest)
         try:
-            weights = self._pack(self._plan, manifest, destination)
+            weights = self._pack(self._plan, manifest, self._memory)
             if weights is None or not self._target.packer.ready(weights):
                 return None
         except ValueError as error:
             raise _rejected(error) from None
         return AdapterUpdate(self.name, manifest.version, manifest.tensor_bytes, weights)
 
-    def _pack(self, plan: AdapterPlan, manifest: Manifest, destination: UpdateMemory) -> AdapterWeights | None:
+    def _pack(self, plan: AdapterPlan, manifest: Manifest, memory: RankUpdateMemory) -> AdapterWeights | None:
         if self._packed is None:
-            tensors = {entry.name: typed_view(destination.stream, entry) for entry in manifest.tensors}
+            tensors = {entry.name: typed_view(memory.stream, entry) for entry in manifest.tensors}
             self._since_s = time.monotonic() if self._since_s is None else self._since_s
             self._packed = self._target.packer.pack(plan, tensors, self._since_s)
         return self._packed

@@ -23,8 +23,9 @@ from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.network.access import Access
 from rollout.network.router_socket import PollWaker, bind_router
+from rollout.weights.received_update import Reply
 from rollout.weights.staged_weights import StagedWeights
-from rollout.weights.update_intake import Reply, UpdateIntake, UpdateTargets, ended
+from rollout.weights.update_intake import UpdateIntake, UpdateTargets, ended
 from trainer_bridge.transports.bucket_link import BUCKET
 from trainer_bridge.transports.registry import make_receivers
 from trainer_bridge.wire.codec import (
@@ -74,7 +75,7 @@ class WeightReceiver:
         self._post_lock = threading.Lock()
         self._ended = False
         self._wake = PollWaker()
-        self._memory = targets.destinations.staging.memory
+        self._memory = targets.memories.staging.memory
         max_update_bytes = max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes)
         self._socket = WeightSocket(settings.bind, max_update_bytes, access)
         self.endpoint = self._socket.endpoint

@@ -20,11 +20,11 @@ from rollout.engine.messages.statuses import EngineStatus
 from rollout.network.access import Access, ClientKeyList, is_loopback
 from rollout.service.capabilities import ServedEngine, ServedModel
 from rollout.service.server import Server
-from rollout.weights.destination import UpdateMemories
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import make_staging
 from rollout.weights.update_intake import UpdateTargets
+from rollout.weights.update_memory import UpdateMemories
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from trainer_bridge import AsyncRolloutClient, ClientCurve, RolloutClient, WeightPublisher
 from trainer_bridge.wire.errors import AccessRefused, ConnectionLost, RolloutError

@@ -27,27 +27,41 @@ from trainer_bridge.wire.errors import ConnectionLost, RolloutError
 from trainer_bridge.wire.manifest import Manifest
 
 
-class Destination(Protocol):
+class Destination(ABC):
     """The destination of an update's bytes: staging memory, or the parameters themselves."""
 
-    def memory(self, start: int, end: int) -> np.ndarray:
-        """Host memory (uint8) to write bytes `start` to `end` of the stream to; then call `landed`."""
+    @abstractmethod
+    def wait_for_room(self) -> bool:
+        """Whether bytes can be taken now; may wait a moment if not. Raises `RolloutError` if they never can."""
 
+    @abstractmethod
+    def memory(self, start: int, end: int) -> np.ndarray:
+        """Host memory (uint8) to write bytes `start` to `end` of the stream to, if there is room; then `landed`."""
+
+    @abstractmethod
     def landed(self, start: int, end: int) -> None:
         """Note that the memory of these bytes is filled. Each byte lands exactly once."""
 
+    @abstractmethod
     def put(self, start: int, data: torch.Tensor) -> torch.Tensor:
-        """Write bytes (uint8, one dimension, any device) at `start` of the stream, on their device's current stream.
+        """Write bytes (uint8, one dimension, any device) at `start`, if there is room, on the device's current stream.
 
-        Returns these bytes to be verified: if possible where they are now, which is nearer than another GPU's memory.
+        Returns the bytes to verify, preferably the copy at the destination: another GPU's memory is slower to read.
         """
 
-    def offer(self, transport: str, options: Mapping[str, Any]) -> None:
-        """Note memory of the publisher that other processes of the worker may read, by the options of `begin`."""
 
+class OfferTaker(ABC):
+    """A destination whose ranks may read the publisher's memory themselves, each its own buckets."""
+
+    @abstractmethod
+    def offer(self, transport: str, options: Mapping[str, Any]) -> None:
+        """Note memory of the publisher that the ranks may read, by the options of `begin`."""
+
+    @abstractmethod
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
         """Have the rank that keeps a bucket read it from the offered memory; false if this process is to take it."""
 
+    @abstractmethod
     def left_read(self) -> int | None:
         """The bytes of the buckets that were left to their owners, once all are read and verified; None before that."""
 
@@ -101,9 +115,19 @@ class IncomingUpdate:
         self.arrived_bytes += nbytes
         self.last_data_s = time.monotonic()
 
+    def offer(self, options: Mapping[str, Any]) -> None:
+        """Offer memory of the publisher to the other ranks, if there are any."""
+        if isinstance(self.destination, OfferTaker):
+            self.destination.offer(self.transport, options)
+
+    def leave_to_owner(self, index: int, check: int) -> bool:
+        """Leave a bucket to another rank, if that reads the offered memory."""
+        taker, (start, end) = self.destination, self.manifest.bucket_span(index)
+        return isinstance(taker, OfferTaker) and taker.leave_to_owner(index, start, end, check)
+
     def others_read(self) -> bool:
         """Whether all buckets that were left to their owners are read; then their bytes are counted."""
-        nbytes = self.destination.left_read()
+        nbytes = self.destination.left_read() if isinstance(self.destination, OfferTaker) else 0
         if nbytes:
             self.note(nbytes)
         return nbytes is not None

@@ -252,7 +252,7 @@ class CudaIpcReceiver(SharedReceiver):
                 self._slots.append(self._memory.open(handle, slot_bytes))
         except OSError as error:
             raise _elsewhere(f"the publisher's memory cannot be opened ({error.strerror})") from error
-        incoming.destination.offer(self.name, options)
+        incoming.offer(options)
         return self._buckets.expect(incoming, self, len(self._slots))
 
     def close(self) -> None:
@@ -264,9 +264,9 @@ class CudaIpcReceiver(SharedReceiver):
 
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Begin to copy a bucket to its place."""
-        start, end = incoming.manifest.bucket_span(index)
-        if incoming.destination.leave_to_owner(index, start, end, check):
+        if incoming.leave_to_owner(index, check):
             return False
+        start, end = incoming.manifest.bucket_span(index)
         data = self._slots[index % len(self._slots)][: end - start]
         self._taken.append((index, check, fingerprint(incoming.destination.put(start, data))))
         return False

@@ -82,7 +82,7 @@ class ShmReceiver(SharedReceiver):
         if not boot_id() or options["boot_id"] != boot_id():
             raise _elsewhere("the publisher runs on another machine")
         self._segment = OpenSegment(options)
-        incoming.destination.offer(self.name, options)
+        incoming.offer(options)
         return self._buckets.expect(incoming, self, slots)
 
     def close(self) -> None:
@@ -93,9 +93,9 @@ class ShmReceiver(SharedReceiver):
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Copy a bucket to its place. Raises `WeightsRejected` if it is damaged."""
         assert self._segment is not None
-        start, end = incoming.manifest.bucket_span(index)
-        if incoming.destination.leave_to_owner(index, start, end, check):
+        if incoming.leave_to_owner(index, check):
             return False
+        start, end = incoming.manifest.bucket_span(index)
         self._segment.copy(index, incoming.memory(start, end), check)
         incoming.arrived(start, end)
         return True

@@ -2,35 +2,46 @@
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from rollout.config import WeightsSettings
 from rollout.engine.gate import Gate
-from rollout.weights.destination import UpdateMemories, UpdateMemory
 from rollout.weights.staging import make_staging
+from rollout.weights.update_memory import UpdateMemories, UpdateMemory
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected, publish
+from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import WeightsRejected
 
 
 class Seen(UpdateMemories):
-    """Keeps the destination of the last update in sight."""
+    """Keeps the memory of the last update in sight, and counts how often memory is abandoned."""
 
     last: weakref.ref[UpdateMemory]
 
+    abandoned = 0
+
     def open(self, *update: Any) -> UpdateMemory:
-        destination = super().open(*update)
-        self.last = weakref.ref(destination)
-        return destination
+        memory = super().open(*update)
+        self.last = weakref.ref(memory)
+        abandon, itself = type(memory).abandon, self.last
+
+        def counted() -> None:
+            self.abandoned += 1
+            abandon(itself())
+
+        memory.abandon = counted  # type: ignore[method-assign]
+        return memory
 
 
 def seen_worker(apply: Literal["auto", "staged", "in_place"]) -> tuple[Worker, Seen]:
     model = TinyModel()
     seen = Seen(make_staging(model.views, WeightsSettings(apply=apply)))
-    return Worker(model=model, destinations=seen), seen
+    return Worker(model=model, memories=seen), seen
 
 
 def raising(*_: Any) -> None:
@@ -98,6 +109,32 @@ def test_an_update_that_was_refused_keeps_no_memory(apply: str) -> None:
         gc.collect()
         assert seen.last() is None
         assert_rejected(raw.commit(), "bucket 0")  # the reason is kept
+
+
+def failing_begin(how: str, folder: Path) -> dict[str, Any]:
+    """Fields of a `begin` that fits the model, and fails once its memory is laid out."""
+    if how == "the folder is missing":
+        files = [["model.safetensors", 8, 0]]
+        return {"transport": "disk", "options": {"folder": str(folder / "missing"), "files": files}}
+    return {
+        "transport": "nccl",
+        "options": {"hosts": ["127.0.0.1"], "port": free_port(), "backend": "gloo", "devices": []},
+    }
+
+
+@pytest.mark.parametrize("how", ["the folder is missing", "no publisher listens"])
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_a_begin_that_fails_midway_leaves_nothing(apply: str, how: str, tmp_path: Path) -> None:
+    worker, seen = seen_worker(apply)
+    with worker:
+        old = publish(worker, 1, 1)
+        raw = RawPublisher(worker, new_tensors(worker.model, 2), 2)
+        assert raw.begin(**failing_begin(how, tmp_path))["op"] == "error"
+        assert seen.abandoned == 1 and worker.status()["state"] == "idle"
+        gc.collect()
+        assert seen.last() is None
+        assert worker.engine_gate.hold == "free" and not worker.engine_gate.stale and serves(worker.model, old)
+        assert serves(worker.model, publish(worker, 2, 2)) and seen.abandoned == 1
 
 
 class Asker:

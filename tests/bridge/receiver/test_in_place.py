@@ -7,9 +7,9 @@ import torch
 
 from rollout.config import WeightsSettings
 from rollout.engine.gate import Gate
-from rollout.weights.destination import UpdateMemories
 from rollout.weights.pinned_memory import HostBuffer
 from rollout.weights.staging import make_staging
+from rollout.weights.update_memory import UpdateMemories
 from tests.support.bridge.harness import SlowToAnswer, TinyModel, Worker, new_tensors, serves, wait_for
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
@@ -115,8 +115,8 @@ def test_a_model_that_fits_beside_itself_is_staged() -> None:
 
 def test_auto_writes_in_place_where_the_host_has_no_room() -> None:
     model, settings = TinyModel(), WeightsSettings()
-    destinations = UpdateMemories(make_staging(model.views, settings, host_share=0.0))
-    with Worker(model=model, destinations=destinations) as worker:
+    memories = UpdateMemories(make_staging(model.views, settings, host_share=0.0))
+    with Worker(model=model, memories=memories) as worker:
         assert worker.status()["apply"] == "in_place"
     staged = settings.model_copy(update={"apply": "staged"})
     assert make_staging(model.views, staged, host_share=0.0).memory.name == "staged"

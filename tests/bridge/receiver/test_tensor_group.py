@@ -377,6 +377,24 @@ def test_no_byte_of_the_next_update_comes_while_a_rank_still_copies_the_one_befo
     assert late.commit()["op"] == "ok" and group.serve(tensors_of(2))
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_update_that_waits_for_a_hung_rank_can_be_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """Whichever thread of the worker waits for memory to pass a piece on, the receiver's goes on."""
+    enter(monkeypatch, "disk", receiver=lambda worker: DiskReceiver(read_bytes=SMALL))
+    with GroupWorker(2, relay_bytes=4 * SMALL, piece_bytes=SMALL, shared=tmp_path, idle_s=600.0) as worker:
+        worker.reading.clear()
+        publisher = WeightPublisher(worker.endpoint, transport=transport, folder=str(tmp_path), bucket_bytes=SMALL)
+        share_from(publisher, tmp_path)
+        publisher.publish(tensors_of(1), 1)
+        wait_for(lambda: (worker.status()["incoming"] or {}).get("arrived_bytes", 0) >= SMALL, "the first pieces")
+        publisher.close()
+        wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
+        worker.reading.set()
+        assert worker.serve(good(worker, transport, tmp_path, 2))
+
+
 @pytest.mark.parametrize("transport", ["shm", "cuda_ipc"])
 def test_a_hung_rank_delays_the_answer_to_an_abort_and_no_other_one(tmp_path: Path, transport: str) -> None:
     """It may have the publisher's memory open, which is freed after that answer. The receiver's thread goes on."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rollout.config import WeightsSettings
-from rollout.weights.destination import UpdateMemories
 from rollout.weights.staging import make_staging
+from rollout.weights.update_memory import UpdateMemories
 from tests.support.bridge.fault_client import FaultServer, run_fault
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -78,7 +78,7 @@ def test_bytes_are_on_the_device_before_the_update_is_ready() -> None:
 def test_an_update_waits_where_it_was_asked_to(staging: Literal["device", "host"]) -> None:
     model, settings = TinyModel(device="cuda"), WeightsSettings(staging=staging)
     own = make_staging(model.views, settings, device_share=0.0 if staging == "device" else 1.0)
-    with Worker(model=model, destinations=UpdateMemories(own)) as worker:
+    with Worker(model=model, memories=UpdateMemories(own)) as worker:
         assert worker.receiver.summary()["staging"] == staging
         # Pinned before the first update: it takes long.
         own.memory.arrival.end_pinning()

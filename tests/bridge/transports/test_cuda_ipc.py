@@ -17,11 +17,11 @@ import torch
 import zmq
 
 from rollout.network.access import Access
-from rollout.weights.destination import UpdateMemory
 from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.receiver import WeightSocket
 from rollout.weights.staging import WeightStaging
+from rollout.weights.update_memory import RankUpdateMemory
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from tests.support.bridge.parts import enter
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -186,7 +186,7 @@ class ByHand:
         self.receiver = receiver_type(self.zmq, self.memory)
         staging = WeightStaging(StagedMemory({}, "host"))
         staging.open(self.payload.manifest, ManifestFit((), ()))
-        self.stream, destination = staging.memory.blocks[0], UpdateMemory(staging, self.payload.manifest)
+        self.stream, destination = staging.memory.blocks[0], RankUpdateMemory(staging, self.payload.manifest, staging)
         self.incoming = IncomingUpdate(self.payload.manifest, "cuda_ipc", bytes(16), destination)
         self.incoming.open.set()
         self.receiver.begin(self.incoming, options)

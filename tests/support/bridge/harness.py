@@ -16,12 +16,12 @@ from rollout.config import WeightsSettings
 from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.weights.adapter_updates import AdapterTarget
-from rollout.weights.destination import UpdateMemories
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.staging import make_staging
 from rollout.weights.update_intake import UpdateTargets
+from rollout.weights.update_memory import UpdateMemories
 from tests.support.bridge.file_memory import share_with
 from tests.support.ports import free_port
 from trainer_bridge.wire.address import bracketed, host_port
@@ -108,11 +108,11 @@ class Worker:
         adapters: AdapterTarget | None = None,
         shared: Path | None = None,
         names: UpdateNames = UpdateNames(),  # noqa: B008 -- frozen
-        destinations: UpdateMemories | None = None,
+        memories: UpdateMemories | None = None,
         host: str = "127.0.0.1",
         **settings: Any,
     ) -> None:
-        """`shared`: a folder of files by which `cuda_ipc` may come. `destinations`: of updates, by default
+        """`shared`: a folder of files by which `cuda_ipc` may come. `memories`: of updates, by default
         those that the settings name.
 
         `host`: where both sockets are bound.
@@ -120,9 +120,9 @@ class Worker:
         self.model = model or TinyModel()
         self.engine_gate = Gate(takes_weights=True)
         weights = WeightsSettings(**{"bind": f"tcp://{bracketed(host)}:0", **settings})
-        self.destinations = destinations or UpdateMemories(make_staging(self.model.views, weights))
-        self.staging = self.destinations.staging
-        targets = UpdateTargets(ParameterMap(self.model.views, names), self.destinations, adapters)
+        self.memories = memories or UpdateMemories(make_staging(self.model.views, weights))
+        self.staging = self.memories.staging
+        targets = UpdateTargets(ParameterMap(self.model.views, names), self.memories, adapters)
         self.receiver = WeightReceiver(targets, version, weights, self.engine_gate)
         if shared is not None:
             share_with(self, shared)

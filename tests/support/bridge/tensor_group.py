@@ -144,7 +144,7 @@ class GroupWorker(Worker):
             follow = threading.Thread(target=self._follow, args=(reader, updates, number), daemon=True)
             follow.start()
             self.followers.append(follow)
-        super().__init__(model=_Views(self.shards[0]), shared=shared, destinations=ranks, staging=staging, **settings)
+        super().__init__(model=_Views(self.shards[0]), shared=shared, memories=ranks, staging=staging, **settings)
 
     def serve(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether all ranks serve these tensors, once the followers have carried out every order."""

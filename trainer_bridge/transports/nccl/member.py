@@ -145,6 +145,8 @@ class NcclMember:
             for part in pending:
                 part.wait(self._cancelled)
             buffer = buffers[index % len(buffers)]
+            while not self._incoming.destination.wait_for_room():  # not under the lock, for which the receiver waits
+                self._check_present()
             with self._lock, group.on_stream():
                 self._check_present()
                 seen += [fingerprint(buffer[part.at : part.end]) for part in bucket.parts]

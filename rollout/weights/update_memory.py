@@ -1,12 +1,12 @@
-"""The destination of an update's bytes on a worker, by its staging.
+"""The memory of an update on a worker: where a transport puts its bytes, until the update is in use or dropped.
 
 Transports write here, in the receiver's thread or in a thread that it waits for. Staged bytes may be wrong: they are
 used only after all of them are verified. Bytes that land in place change the served weights at once; `dirty` is true
-from then on.
+from then on. `ranks.updates` has the memory of a worker of several ranks.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,84 +15,39 @@ from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_stagi
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.staging import WeightStaging
+from trainer_bridge.transports.base import Destination
 from trainer_bridge.transports.sections import RankCuts, Sections
 from trainer_bridge.wire.manifest import Manifest
 
 
-class UpdateMemory:
-    """The memory of one update on a worker of one rank."""
+class UpdateMemory(Destination, ABC):
+    """The memory of one update, on all ranks of a worker. `taker` keeps this rank's part of what arrives."""
 
     def __init__(
-        self,
-        staging: WeightStaging,
-        manifest: Manifest,
-        taker: WeightStaging | DeltaStaging | None = None,
-        content: str = "",
+        self, staging: WeightStaging, manifest: Manifest, taker: WeightStaging | DeltaStaging, content: str = ""
     ) -> None:
-        self._staging, self._manifest, self._content = staging, manifest, content
-        self._taker = staging if taker is None else taker  # takes what arrives
+        self._staging, self._manifest, self._taker, self._content = staging, manifest, taker, content
         self._arriving = torch.empty(0, dtype=torch.uint8)
 
     @property
+    @abstractmethod
     def dirty(self) -> bool:
-        """Whether parameters were written."""
-        return self._staging.memory.written
+        """Whether parameters were written, on some rank."""
 
-    @property
-    def writes_arriving(self) -> bool:
-        """Whether bytes change parameters as they arrive: then no step may run. In place, codes change them later."""
-        return self._staging.in_place and self._taker is self._staging
-
-    def wait_for_room(self) -> bool:
-        """Whether bytes can be taken now; may wait a moment if not. Raises `RolloutError` if they never can."""
-        return True
-
-    def memory(self, start: int, end: int) -> np.ndarray:
-        """Host memory for these bytes, if there is room; NumPy and file reads fill it without holding the GIL."""
-        self._arriving = self._taker.arriving(start, end)
-        return self._arriving.numpy()
-
-    def landed(self, start: int, end: int) -> None:
-        read = self._taker.take(start, self._arriving)
-        if self.writes_arriving and read is not None:
-            read.synchronize()  # the next bytes arrive in the same memory
-
-    def put(self, start: int, data: torch.Tensor) -> torch.Tensor:
-        """Take bytes from any device; `data` may be reused after the call, in stream order."""
-        self._taker.take(start, data)
-        memory = self._staging.memory
-        if self._taker is not self._staging or not memory.layout.is_stream or memory.blocks[0].device != data.device:
-            return data
-        return memory.blocks[0][start : start + data.numel()]
-
-    def offer(self, transport: str, options: Mapping[str, Any]) -> None:
-        """As `Destination.offer`: one rank takes everything itself."""
-
-    def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
-        return False
-
-    def left_read(self) -> int | None:
-        return 0
-
+    @abstractmethod
     def copied(self) -> bool:
         """Whether all bytes are where the swap reads them. All bytes are verified when this is first called.
 
         In place, no step may run by then.
         """
-        return self._taker.copied()
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Return when this update's memory is neither written nor read."""
 
     def check(self) -> None:
         """Raise `WeightsRejected` when bytes are missing, or when tensors that are one parameter differ."""
         self._taker.check()
-
-    def abandon(self) -> None:
-        """Return when this update's memory is neither written nor read."""
-        self._staging.abandon()
-
-    @property
-    def stream(self) -> torch.Tensor:
-        """All bytes, uint8, once `copied`."""
-        return self._staging.memory.blocks[0]
 
     def update(self) -> StagedWeights:
         """The verified update; no other bytes land until it is released."""
@@ -102,8 +57,49 @@ class UpdateMemory:
         return update
 
 
+class RankUpdateMemory(UpdateMemory):
+    """The memory of one update on a worker of one rank."""
+
+    @property
+    def dirty(self) -> bool:
+        return self._staging.memory.written
+
+    def wait_for_room(self) -> bool:
+        """As `Destination.wait_for_room`: there always is."""
+        return True
+
+    def memory(self, start: int, end: int) -> np.ndarray:
+        """As `Destination.memory`. NumPy and file reads fill it without holding the GIL."""
+        self._arriving = self._taker.arriving(start, end)
+        return self._arriving.numpy()
+
+    def landed(self, start: int, end: int) -> None:
+        read = self._taker.take(start, self._arriving)
+        if self._staging.in_place and read is not None:
+            read.synchronize()  # the next bytes arrive in the same memory
+
+    def put(self, start: int, data: torch.Tensor) -> torch.Tensor:
+        """As `Destination.put`; `data` may be reused after the call, in stream order."""
+        self._taker.take(start, data)
+        memory = self._staging.memory
+        if self._taker is not self._staging or not memory.layout.is_stream or memory.blocks[0].device != data.device:
+            return data
+        return memory.blocks[0][start : start + data.numel()]
+
+    def copied(self) -> bool:
+        return self._taker.copied()
+
+    def abandon(self) -> None:
+        self._staging.abandon()
+
+    @property
+    def stream(self) -> torch.Tensor:
+        """All bytes, uint8, once `copied`."""
+        return self._staging.memory.blocks[0]
+
+
 class UpdateMemories:
-    """Makes the destination of each update of the model. Owned by the receiver's thread."""
+    """Makes the memory of each update of the model. Owned by the receiver's thread."""
 
     def __init__(self, staging: WeightStaging) -> None:
         self.staging = staging
@@ -136,4 +132,4 @@ class UpdateMemories:
         """
         assert sections is None, "one rank takes whole tensors"
         taker = open_staging(self.staging, manifest, fit, on_device, content)
-        return UpdateMemory(self.staging, manifest, taker, content.name)
+        return RankUpdateMemory(self.staging, manifest, taker, content.name)

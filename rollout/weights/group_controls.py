@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.weights.parameter_map import ParameterMap
+from rollout.weights.received_update import Reply
 from trainer_bridge.transports.base import TransportReceiver
 from trainer_bridge.transports.torch_group.member import Meeting
 from trainer_bridge.transports.torch_group.transport import TorchGroupReceiver
@@ -18,11 +19,8 @@ _MAX_PART = 1 << 20
 _MAX_PACKED = 1 << 62
 _LISTED = 4  # names in a reply
 
-#: Takes the one answer to a control message.
-Reply = Callable[[dict[str, Any]], None]
 
-
-class ProcessGroups:
+class GroupControls:
     """Answers the messages. Belongs to the receiver's thread. Its methods raise `RolloutError` or reply once."""
 
     def __init__(
