@@ -520,6 +520,12 @@ def _families() -> list[Table]:
             ("Qwen3.5-27B", "contexts_qwen35_27b_h200"),
         )
     ]
+    for shape in ("glm-4-9b-0414", "gemma-3-12b", "olmo-3-7b"):
+        works = {label: {**where, "shape": shape} for label, where in _contexts((1024, 16384)).items()}
+        cells = beside("contexts_families_h200", works)
+        linear.append(
+            Table(f"{shape}, ms a step", ("rows x context", *_BESIDE), cells, ("contexts_families_h200",), aim)
+        )
     oss = beside(plans, _contexts((16384,)))
     for count in reversed(_ROWS):
         found = row(plans, experiment="decode", rows=count) or {}
