@@ -30,6 +30,8 @@ corrected in place.
 Legend: T tokens, S selected tokens, H hidden, K inputs, N outputs, I intermediate, V vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -179,6 +181,7 @@ class FusedDecoder:
         self._deterministic, self._codes_from = deterministic, codes_from
         self._ropes = [cast(Rope, rope) for rope in model.ropes]
         dtype, layers = model.embed.dtype, [cast(DecoderLayer, layer) for layer in model.layers]
+        self._layers = list(enumerate(layers))
         blocks = [block for layer in layers for block in layer.blocks]
         self._fused: set[Block] = {block for block in blocks if takes(block.spec, dtype)}
         self._generic_blocks = len(self._fused) < len(blocks)
@@ -217,14 +220,14 @@ class FusedDecoder:
         inputs_TLD = None if model.token_inputs is None else model.token_inputs(token_ids_T, residual_TH)
         all_cos_sin = (cos_sin, *(rope(batch.rotary_positions) for rope in others))
         context = deal(StepContext(all_cos_sin, slots_T, batch, kv, token_inputs_TLD=inputs_TLD))
-        last, *before = reversed([cast(DecoderLayer, layer) for layer in model.layers])
+        *before, (last_index, last) = self._layers
         added = None
-        for index, layer in enumerate(reversed(before)):
+        for index, layer in before:
             residual_TH, added = self._layer(layer, residual_TH, added, context, index)
             if batch.images is not None:  # never after the last layer: `tower_spec`
                 residual_TH = batch.images.add_after(index, residual_TH)
         if batch.wanted is None:
-            residual_TH, added = self._layer(last, residual_TH, added, context, len(before))
+            residual_TH, added = self._layer(last, residual_TH, added, context, last_index)
         else:
             residual_TH, added = self._last_layer(last, residual_TH, added, context, batch.wanted)
         x_TH = self._norm(residual_TH, added, model.norm)
@@ -252,6 +255,27 @@ class FusedDecoder:
     def take_chosen(self) -> list[torch.Tensor]:
         """Experts of each sparse layer, int32 [T, K], of the step that was just captured; a replay writes them anew."""
         return [] if self._experts is None else self._experts.take_chosen()
+
+    @contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Context in which a step has few layers, which launch the kernels of all. Its results mean nothing.
+
+        Kernels may differ between two layers with one spec if their neighbours do: a block's output is added by the
+        norm of the next one.
+        """
+        every, kinds = self._layers, []
+        specs = [None, *(layer.spec for _, layer in every), None]
+        kept = []
+        for index, numbered in enumerate(every):
+            kind = specs[index : index + 3]
+            if kind not in kinds:
+                kinds.append(kind)
+                kept.append(numbered)
+        self._layers = kept
+        try:
+            yield
+        finally:
+            self._layers = every
 
     @property
     def takes_wanted(self) -> bool:

@@ -7,6 +7,7 @@ row 0 and all pages page 0; both are as before afterwards.
 
 import functools
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from rollout.engine.step.graphs import DecodeGraphs, make_graphs
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import Upload, put_prefill
 from rollout.models.decoder import Decoder
+from rollout.models.fused import FusedDecoder
 
 log = logging.getLogger(__name__)
 
@@ -153,8 +155,10 @@ def measure_steps(
     if compile_threads and isinstance(model, Decoder):  # a fallback model's code may compute with what kernels return
 
         def run() -> None:
-            rehearse(executor, slots[0], sizes)
-            graphs.warm_up(slots[0])
+            forward = executor.step.forward
+            with forward.one_layer_of_each_kind() if isinstance(forward, FusedDecoder) else nullcontext():
+                rehearse(executor, slots[0], sizes)
+                graphs.warm_up(slots[0])
 
         compile_kernels_of(run, compile_threads)
         torch.cuda.empty_cache()

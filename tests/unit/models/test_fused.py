@@ -9,6 +9,7 @@ import torch
 from rollout_kernels.linear.table import MOST_ROWS
 from rollout_kernels.moe.dispatch import MoEShape, moe_plan
 from rollout_kernels.moe.triton_group_pairs import pairs_at_once
+from triton.runtime.interpreter import InterpretedFunction
 
 from rollout.config import ModelSettings
 from rollout.models import Decoder, KVCache, fused, load_model
@@ -110,6 +111,45 @@ def test_hidden_states_of_experts_are_those_of_the_modules(tmp_path: Path) -> No
         found.append(memory.unflatten(1, (len(taps), -1)))
     for tap in taps:
         assert error(found[0][:, tap], found[1][:, tap]) < 0.05, tap
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "most"),
+    [
+        ("qwen3", {"num_hidden_layers": 6}, 3),
+        pytest.param(
+            *("gemma3", {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}, 4),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param("shared", {"num_hidden_layers": 6}, 4, marks=pytest.mark.nightly),
+    ],
+)
+def test_one_layer_of_each_kind_launches_every_kernel(
+    name: str, sizes: dict[str, Any], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, others = MODELS[name]
+    make_checkpoint(family, tmp_path, **{**others, **sizes})
+    model = load(tmp_path, "bfloat16")
+    launches: list[Any] = []
+    run = InterpretedFunction.run
+
+    def record(kernel: Any, *args: Any, **options: Any) -> Any:
+        launches.append((kernel.fn.__name__, *map(kind, [*args, *options.items()])))
+        return run(kernel, *args, **options)
+
+    def kind(value: Any) -> Any:
+        value = getattr(value, "base", value)  # of a descriptor
+        return value.dtype if isinstance(value, torch.Tensor) else str(value)
+
+    monkeypatch.setattr(InterpretedFunction, "run", record)
+    forward = FusedDecoder(model, plans=COARSE)
+    whole, _, _ = steps(model, forward, LONG)
+    of_all, launches = launches, []
+    with forward.one_layer_of_each_kind():
+        steps(model, forward, LONG)
+    assert set(launches) == set(of_all)
+    assert len(launches) <= len(of_all) * (most + 1) / sizes["num_hidden_layers"]
+    assert torch.equal(steps(model, forward, LONG)[0], whole), "all layers again"
 
 
 @pytest.mark.nightly
