@@ -63,7 +63,7 @@ learn: $(DEMO_READY) ## GRPO on a real small model, which learns sums: ten minut
 # start workers come first (tests/support/distribution.py).
 test: $(DEV_READY) ## unit, engine, service and robustness tests; those that need a GPU only where there is one
 	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")') && \
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$$gpu not nightly" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$$gpu not nightly and not alone" $(ARGS)
 
 test-nightly: $(DEV_READY) ## soak, benchmark scripts, full grids of kernel shapes, full counts of hostile messages
 	$(BIN)/python -m pytest -m 'nightly and not gpu' --timeout 3000 $(ARGS)
@@ -80,7 +80,8 @@ test-integrations: $(INTEGRATIONS_READY) $(VERL_READY) $(LIGHTNING_READY) $(CHAT
 	exit $$failed
 
 # Needs no network and leaves the machine's own torch as it is: only what WHEELS holds beside torch is added, in a
-# temporary folder, and the sources are used where they lie.
+# temporary folder, and the sources are used where they lie. Tests that measure the whole GPU run last, with no shared
+# worker beside them; 5 is the status of a pytest that has no tests.
 test-gpu: ## the GPU tests, with the machine's own torch and the wheels of the folder WHEELS
 	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || { \
 		echo "make test-gpu: $(PYTHON) has no torch that sees a CUDA device" >&2; exit 1; }
@@ -91,7 +92,11 @@ test-gpu: ## the GPU tests, with the machine's own torch and the wheels of the f
 		[ -n "$$wheels" ] || { echo "make test-gpu: no wheels in WHEELS=$(WHEELS)" >&2; exit 1; } && \
 		$(PYTHON) -m pip install --quiet --no-index --no-deps --target "$$extra" $$wheels; \
 	fi && \
-	PYTHONPATH=.:kernels:"$$extra" $(PYTHON) -m pytest -m gpu $(ARGS)
+	export PYTHONPATH=.:kernels:"$$extra" && code=5 && \
+	for chosen in 'not alone' alone; do \
+		$(PYTHON) -m pytest -m "gpu and $$chosen" $(ARGS); one=$$?; \
+		[ $$one = 5 ] || [ $$code != 0 -a $$code != 5 ] || code=$$one; \
+	done && exit $$code
 
 fuzz: $(DEV_READY) ## search for messages that break their readers, for FUZZ_SECONDS
 	$(BIN)/python -m scripts.check.fuzz_codec --seconds $(FUZZ_SECONDS) $(ARGS)

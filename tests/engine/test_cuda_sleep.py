@@ -21,7 +21,7 @@ from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update
 from trainer_bridge.wire.manifest import pack
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 MIB = 1 << 20
 #: KV of about a GiB in four tensors.
 LARGE = {"page_size": 64, "kv_pages": 43_000}

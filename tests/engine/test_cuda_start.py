@@ -16,7 +16,7 @@ from rollout.engine.step.graphs import DecodeGraphs, capturable
 from tests.support.engine.cuda_harness import FUSED_SIZES, assert_steady, load_bf16, watch_compilation
 from tests.support.engine.harness import Bench
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 VOCAB = 40_009
 MIB = 2**20
 SHAPES = {

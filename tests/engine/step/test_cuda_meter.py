@@ -19,7 +19,7 @@ from scripts.bench.peers.ours_engine import load_random
 from scripts.bench.profiled_steps import profile_steps, summarise
 from tests.support.engine.harness import Bench
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 STEPS = 96
 MOST_POINTS = {1: 1.5, 2: 1.0}  # of a hundred, that the two may be apart, by depth
 
