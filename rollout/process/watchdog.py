@@ -25,19 +25,19 @@ _HEARD = (signal.SIGTERM, signal.SIGINT)
 
 
 class ObservedTime:
-    """Time that a thread has seen pass, from look to look; `period_s` is the usual time between two.
+    """Time of `clock` that a thread has seen pass, from look to look; `period_s` is the usual time between two.
 
     A process that was stopped itself (SIGSTOP, a laptop asleep) has seen nothing meanwhile, so a look counts two
     periods at the most: what it looks at may not have hung.
     """
 
-    def __init__(self, period_s: float) -> None:
-        self._most_s = 2 * period_s
-        self._looked_s = time.monotonic()
+    def __init__(self, period_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most_s, self._clock = 2 * period_s, clock
+        self._looked_s = clock()
 
     def passed_s(self) -> float:
         """The seconds since the last look; of a longer gap, only two periods."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         passed_s, self._looked_s = min(now_s - self._looked_s, self._most_s), now_s
         return passed_s
 

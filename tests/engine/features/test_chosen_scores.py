@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.features.scores import buffers as buffers_module
 from rollout.engine.features.scores import feature as feature_module
 from rollout.engine.features.scores.feature import ScoresFeature
 from rollout.engine.features.scores.taker import ScoreTaker
@@ -209,7 +208,6 @@ def test_a_request_that_ends_early_tells_what_is_known_of_one_version(model, hf_
 
 def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models, monkeypatch):
     """As with long chunks and many tokens at a position, on a GPU, where lists are padded."""
-    monkeypatch.setattr(buffers_module, "SCORED_AT_ONCE", 8)
     monkeypatch.setattr(feature_module, "WIDE_WORDS", 2048)
     bench = Bench(model, prefill_chunk_tokens=128, max_rows=6, kv_pages=512)
     scores = find_feature(bench.engine.roster.features, ScoresFeature)

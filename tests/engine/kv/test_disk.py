@@ -5,8 +5,8 @@ import random
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from rollout.engine.device.streams import CpuDevice
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.kv.tiers import disk as disk_module
 from rollout.engine.kv.tiers.copy_costs import CopyCosts
 from rollout.engine.kv.tiers.disk import DiskPages
 from rollout.engine.kv.tiers.disk_files import DiskFiles
@@ -26,7 +25,6 @@ from rollout.engine.kv.tiers.host_pages import HostPageBooks
 from rollout.engine.kv.tiers.page_mover import HostMemory
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.sequence.sequence_kv import PrefixEnd
-from rollout.process import watchdog
 from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.faults import fail_a_step
@@ -255,24 +253,6 @@ def test_a_folder_that_is_deleted_costs_hits_alone(model, prompt_of, greedy, tmp
     assert ("KV is no longer written" if when == "before writes" else "KV could not be read") in caplog.text
 
 
-@pytest.fixture
-def patience(monkeypatch):
-    """Set the seconds after which a disk is given up."""
-    return lambda seconds: monkeypatch.setattr(disk_module, "_PATIENCE_S", seconds)
-
-
-@pytest.fixture
-def held_reads(monkeypatch):
-    """Have reads from now on wait for the event that the call returns."""
-
-    def hold():
-        gate, read = threading.Event(), DiskFiles._read
-        monkeypatch.setattr(DiskFiles, "_read", lambda self, job: (gate.wait(), read(self, job)))
-        return gate
-
-    return hold
-
-
 def test_a_full_disk_ends_writing_and_says_so(model, prompt_of, greedy, tmp_path, monkeypatch, caplog):
     def full(self, job, content):
         raise OSError(28, "No space left on device")
@@ -286,21 +266,21 @@ def test_a_full_disk_ends_writing_and_says_so(model, prompt_of, greedy, tmp_path
     assert "No space left" in disk.failure and disk.failure in caplog.text and disk.pages == 0
 
 
-def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, greedy, tmp_path, patience, held_reads):
+def test_a_read_that_hangs_is_given_up_and_rows_run_meanwhile(model, prompt_of, greedy, tmp_path):
     bench = with_disk(model, tmp_path)
     prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
-    gate = held_reads()
+    files = HangingFiles(tmp_path)
     bench.submit("runs", prompt_of(5, 2), 60)
     bench.tick_until(lambda: bench.engine.roster.decoding)
     bench.submit("back", prompt, 8)
     bench.tick_while(lambda: "runs" not in bench.done)
     assert "back" not in bench.done and bench.tokens("runs") == greedy(prompt_of(5, 2), 60)
-    patience(0.05)
+    disk = bench.engine.parts.tier.known.host.disk
+    disk.patience_s = 0.05
     bench.run()
-    assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8)
-    gate.set()
-    assert bench.engine.parts.tier.known.host.disk.failure
+    assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8) and disk.failure
+    files.go_on()
 
 
 class HangingFiles:
@@ -367,17 +347,26 @@ def test_a_write_that_hangs_delays_nothing(model, prompt_of, greedy, tmp_path, m
 class Pages:
     """Pages on disk, and host memory without an engine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.memory = HostMemory(CpuDevice(), 32, 64)
         for page in range(8):
             self.memory.memory_of(page)[:] = bytes([page]) * 64
-        self.disk = DiskPages(str(folder), 1 << 20, self.memory)
+        self.disk = DiskPages(str(folder), 1 << 20, self.memory, clock=clock)
+        (self.folder,) = folder.iterdir()
 
     def write(self, page: int) -> bytes:
         key = bytes([page]) * 16
         self.disk.write(key, page, 0, b"")
         self.ended(1)
         return key
+
+    def hang(self, key: bytes) -> tuple[Path, bytes]:
+        """Have the read of this file hang until its content is written to it. Returns path and content."""
+        path = self.folder / key.hex()
+        content = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        return path, content
 
     def ended(self, count: int) -> list:
         ended, until_s = [], time.perf_counter() + 20
@@ -435,42 +424,42 @@ def test_an_end_is_brought_by_one_fetch_at_a_time_also_if_the_host_has_no_room_f
     fetches.check(), pages.disk.close()
 
 
-def test_patience_is_for_each_read_and_for_time_in_which_this_process_runs(tmp_path, monkeypatch):
-    read, clock, goes_on = DiskFiles._read, SimpleNamespace(now_s=0.0), threading.Semaphore(0)
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    monkeypatch.setattr(DiskFiles, "_read", lambda self, job: (goes_on.acquire(), read(self, job)))
-    pages = Pages(tmp_path)
+def test_patience_is_for_each_read_and_for_time_in_which_this_process_runs(tmp_path):
+    now_s = 0.0
+    pages = Pages(tmp_path, lambda: now_s)
 
     def looks(*seconds: float) -> list:
+        nonlocal now_s
         ended = []
         for gap in seconds:
-            clock.now_s += gap
+            now_s += gap
             ended += pages.disk.finished()
         return ended
 
     keys = [pages.write(page) for page in range(5)]
+    files = [pages.hang(key) for key in keys]
     looks(3600.0)  # before the first read
     jobs = [pages.disk.read(key, 7, None) for key in keys]
-    for job in jobs[:4]:
+    for job, (path, content) in zip(jobs, files[:4], strict=False):
         assert looks(1.0, 1.0, 1.0, 1.0) == []
-        goes_on.release()
+        path.write_bytes(content)  # waits for the read
         assert pages.ended(1) == [job] and not job.failure
     assert looks(3600.0, 1.0, 1.0) == [] and not pages.disk.failure  # it was stopped, too
     assert looks(1.0, 1.0, 1.0) == jobs[4:] and "longer than 5 s" in pages.disk.failure
-    goes_on.release()
+    files[4][0].write_bytes(b"")
     pages.disk.close()
 
 
-def test_a_read_that_hangs_at_the_end_writes_to_no_memory(tmp_path, monkeypatch, patience, held_reads):
-    patience(0.05)
-    gate = held_reads()
+def test_a_read_that_hangs_at_the_end_writes_to_no_memory(tmp_path):
     earlier = threading.enumerate()
     pages = Pages(tmp_path)
+    pages.disk.patience_s = 0.05
     threads = [thread for thread in threading.enumerate() if thread not in earlier]
-    pages.disk.read(pages.write(1), 7, None)
-    monkeypatch.setattr(disk_module, "delete_files", lambda own: None)  # the file is there when the disk goes on
-    pages.disk.close()
-    gate.set()
+    path, content = pages.hang(key := pages.write(1))
+    pages.disk.read(key, 7, None)
+    with path.open("wb") as file:  # the read is there
+        pages.disk.close()
+        file.write(content)
     assert len(threads) == 2
     for thread in threads:
         thread.join()

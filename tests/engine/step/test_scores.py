@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.scores import buffers as scores_module
+from rollout.engine.features.scores.buffers import SCORED_AT_ONCE
 from rollout.engine.features.scores.feature import ScoresFeature, asked_scores
 from rollout.engine.features.scores.taker import ScoreTaker
 from rollout.engine.messages.requests import Prior
@@ -22,6 +23,8 @@ from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_
 from tests.support.kernels.grids import nightly
 
 VOCAB = 97
+#: One step for all prompts of a test, which has more positions than go through the output layer at once.
+PIECES = {"prefill_chunk_tokens": 512, "kv_pages": 900}
 SAMPLED = {"temperature": 0.7, "seed": 3}
 #: What changes the logits before a draw; the scores are of the logits as they were.
 CHANGED = [
@@ -74,21 +77,14 @@ def test_tops_and_prompts_of_a_mixed_batch_are_transformers(model, prompt_of, hf
                 check_prompt_tops(event.prompt_tops, prompt, ranked[i], hf_models[0])
 
 
-@pytest.fixture
-def scored_at_once(monkeypatch):
-    """Set the number of positions that go through the output layer at once."""
-    return lambda count: monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", count)
-
-
-def test_pieces_of_a_prompt_have_their_ranks_and_tops(model, prompt_of, hf_models, scored_at_once):
+def test_pieces_of_a_prompt_have_their_ranks_and_tops(model, prompt_of, hf_models):
     """As on a GPU, where pieces are filled up: what fills them up is nobody's."""
-    scored_at_once(8)
-    bench = Bench(model, prefill_chunk_tokens=32)
-    find_feature(bench.engine.roster.features, ScoresFeature).multiple = 8
-    for i, length in enumerate((31, 10, 3)):
+    bench = Bench(model, **PIECES)
+    find_feature(bench.engine.roster.features, ScoresFeature).multiple = SCORED_AT_ONCE
+    for i, length in enumerate((271, 10, 3)):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, prompt_tops=(5, None, 1)[i])
     bench.run()
-    for i, (length, k) in enumerate(((31, 5), (10, None), (3, 1))):
+    for i, (length, k) in enumerate(((271, 5), (10, None), (3, 1))):
         done = bench.completions[f"r{i}", 0]
         check_prompt(done.prompt_logprobs, prompt_of(length, i), hf_models[0])
         if k is not None:
@@ -116,32 +112,32 @@ def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model
     assert asked == [(False, 0), (True, 0), (True, 20)]
 
 
-def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_models, scored_at_once):
-    scored_at_once(8)
-    bench = Bench(model)
+def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_models):
+    bench = Bench(model, **PIECES)
     sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
     model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
-    lengths = (21, 10, 3)
+    lengths = (261, 100, 3)
     for i, length in enumerate(lengths):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True)
     bench.run()
-    assert max(sizes) == 8 and sum(sizes) == 20 + 9 + 2 + 3, "three prompts in one step, and the three draws"
+    assert max(sizes) == SCORED_AT_ONCE and sum(sizes) == 260 + 99 + 2 + 3, (
+        "three prompts, three draws"
+    )
     for i, length in enumerate(lengths):
         check_prompt(bench.completions[f"r{i}", 0].prompt_logprobs, prompt_of(length, i), hf_models[0])
 
 
-def test_pieces_are_filled_up_where_each_number_of_rows_is_a_kernel(model, prompt_of, hf_models, scored_at_once):
-    """As on a GPU, with smaller pieces."""
-    scored_at_once(16)
-    bench = Bench(model, prefill_chunk_tokens=32)
+def test_pieces_are_filled_up_where_each_number_of_rows_is_a_kernel(model, prompt_of, hf_models):
+    """As on a GPU."""
+    bench = Bench(model, **PIECES)
     sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
     model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
-    find_feature(bench.engine.roster.features, ScoresFeature).multiple = 16
-    for i, length in enumerate((40, 21, 3)):
+    find_feature(bench.engine.roster.features, ScoresFeature).multiple = SCORED_AT_ONCE
+    for i, length in enumerate((300, 121, 3)):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, top_logprobs=2)
     bench.run()
-    assert {size for size in sizes if size > 3} == {16}
-    for i, length in enumerate((40, 21, 3)):
+    assert {size for size in sizes if size > 3} == {SCORED_AT_ONCE}
+    for i, length in enumerate((300, 121, 3)):
         check_prompt(bench.completions[f"r{i}", 0].prompt_logprobs, prompt_of(length, i), hf_models[0])
 
 
@@ -153,7 +149,7 @@ def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(mod
         find_feature(bench.engine.roster.features, ScoresFeature),
         spare_words(limits.max_rows, ScoreTaker.spare_words),
     )
-    scores.multiple = scores_module.SCORED_AT_ONCE  # as on a GPU
+    scores.multiple = SCORED_AT_ONCE  # as on a GPU
 
     def measured(plan, staging):
         assert limits.upload_words + spare <= len(staging.words)

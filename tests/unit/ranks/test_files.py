@@ -10,9 +10,8 @@ import msgpack
 import pytest
 
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.kv.tiers import disk as disk_module
 from rollout.engine.kv.tiers.disk import DiskPages
-from rollout.engine.kv.tiers.disk_files import DiskJob
+from rollout.engine.kv.tiers.disk_files import PATIENCE_S, DiskJob
 from rollout.engine.kv.tiers.page_mover import HostMemory
 from rollout.ranks.copies import FollowerFiles
 from rollout.ranks.group_watch import LaneName
@@ -40,7 +39,7 @@ class TwoRanks:
     """The files of two ranks in one process; the second takes its orders when the test says so."""
 
     def __init__(self, folder: Path) -> None:
-        ring, self.eventfd = SharedMemory.create("ring", 1 << 14), os.eventfd(0)
+        ring, self.eventfd = SharedMemory.create("ring", 1 << 18), os.eventfd(0)
         reports = RankReports(SharedMemory.create("reports", RankReports.line_bytes()), 1)
         self.reader = RingReader(ring, self.eventfd, lambda position: reports.set(0, "position", position))
         writer = RingWriter(ring, [self.eventfd], lambda: reports.get("position"))
@@ -183,16 +182,14 @@ def test_a_slow_rank_delays_a_read(ranks: TwoRanks, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_read_that_is_given_up_touches_no_page_after_the_order(
-    ranks: TwoRanks, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_is_given_up_touches_no_page_after_the_order(ranks: TwoRanks, rank: int) -> None:
     ranks.write(A, B)
     go_on = ranks.hang(rank, A)
     ranks.disk.read(A, 7, None), ranks.disk.read(B, 8, None)
     ranks.follow()
-    with monkeypatch.context() as patch:
-        patch.setattr(disk_module, "_PATIENCE_S", 0.05)
-        assert all(job.failure for job in ranks.ended(2)) and not ranks.disk.reading and ranks.disk.failure
+    ranks.disk.patience_s = 0.05
+    assert all(job.failure for job in ranks.ended(2)) and not ranks.disk.reading and ranks.disk.failure
+    ranks.disk.patience_s = PATIENCE_S
     assert not ranks.disk.has(A, 0) and not ranks.disk.has(B, 0)
     ranks.follow()  # rank 0 gives later orders after this one
     go_on()
@@ -202,10 +199,12 @@ def test_a_read_that_is_given_up_touches_no_page_after_the_order(
     assert ranks.content(7)[rank] == 100 * rank + 7
 
 
-def test_new_weights_delete_the_files_of_all_ranks(ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_module, "_KEYS", 2)  # of one order
+def test_new_weights_delete_the_files_of_all_ranks(ranks: TwoRanks) -> None:
     keys = [bytes([page]) * 16 for page in range(5)]
-    ranks.write(*keys)
+    ranks.write(*keys[:2])
+    for number in range(256, 256 + 5000):  # more than one order deletes
+        ranks.disk.keep(DiskJob("write", 0, number.to_bytes(16, "big"), 0, 0, 0), good=True)
+    ranks.write(*keys[2:])
     assert all((folder / key.hex()).exists() for folder in ranks.folders for key in keys)
     ranks.disk.forget_all()
     ranks.write(A)

@@ -8,7 +8,7 @@ or read when all ranks have done so, and failed if any of them failed. A faulty 
 
 - After a failed write nothing more is written. Existing files are still read.
 - A read that fails, or returns other content, is a miss.
-- If no read ends for `_PATIENCE_S`, all are given up, and the folder is not used any more. The other ranks learn it
+- If no read ends for `patience_s`, all are given up, and the folder is not used any more. The other ranks learn it
   before any order that uses the pages of host memory again.
 
 The subfolder is locked while its worker lives. It is deleted when the worker ends, or when the next worker starts that
@@ -22,11 +22,20 @@ import shutil
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
-from rollout.engine.kv.tiers.disk_files import FRAME_BYTES, DiskFiles, DiskJob, delete_files, delete_left, own_folder
+from rollout.engine.kv.tiers.disk_files import (
+    FRAME_BYTES,
+    PATIENCE_S,
+    DiskFiles,
+    DiskJob,
+    delete_files,
+    delete_left,
+    own_folder,
+)
 from rollout.engine.kv.tiers.page_mover import HostMemory
 from rollout.process.watchdog import ObservedTime
 
@@ -34,8 +43,6 @@ log = logging.getLogger(__name__)
 
 #: The most jobs of each thread that have not ended; a read takes a page of host memory, of which it may use a quarter.
 _MOST_JOBS = 64
-#: The longest that reads may make no progress, and how long the end of a worker waits for other ranks, seconds.
-_PATIENCE_S = 5.0
 #: The longest that the loop waits before it looks for commands again, seconds: a disk may be slow.
 _WAIT_S = 0.02
 #: The time between two looks at other ranks, seconds.
@@ -104,7 +111,9 @@ class DiskPages:
         memory: HostMemory,
         name: str = "kv",
         orders: GroupOrders = NO_GROUP_ORDERS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.patience_s = PATIENCE_S
         self.total = most_bytes // (memory.page_bytes + FRAME_BYTES)
         if not self.total:
             raise ValueError(f"disk_kv_gib holds no page of {memory.page_bytes} bytes: raise it")
@@ -115,7 +124,8 @@ class DiskPages:
         self._reads: deque[DiskJob] = deque()
         self._writes: deque[DiskJob] = deque()
         self._waited_s = 0.0  # seconds for the next read to end
-        self._observed = ObservedTime(_READS_LOOK_S)
+        self._observed_time = functools.partial(ObservedTime, _READS_LOOK_S, clock)
+        self._observed = self._observed_time()
         self._something_ended = threading.Event()
         self._orders, self._write_lane, self._read_lane = orders, f"{name}_write", f"{name}_read"
         self._lock_file: int | None  # None once it is closed
@@ -167,7 +177,7 @@ class DiskPages:
     def read(self, key: bytes, page: int, entry: object) -> DiskJob:
         """Begin to read a page of the folder into a free page of host memory."""
         if not self._reads:
-            self._waited_s, self._observed = 0.0, ObservedTime(_READS_LOOK_S)
+            self._waited_s, self._observed = 0.0, self._observed_time()
         oldest, beside = self._known[key]
         self._known.move_to_end(key)
         fields = key, page, oldest, self._epoch
@@ -182,7 +192,7 @@ class DiskPages:
         written, read = self._ended(self._writes, self._write_lane), self._ended(self._reads, self._read_lane)
         if read:
             self._waited_s = 0.0
-        elif self._reads and self._waited_s > _PATIENCE_S:
+        elif self._reads and self._waited_s > self.patience_s:
             read = self._give_up_reads()
         for job in [*written, *read]:
             self._note(job)
@@ -203,7 +213,7 @@ class DiskPages:
         given_up = list(self._reads)
         self._reads.clear()
         self._known.clear()
-        self._stop(f"a read took longer than {_PATIENCE_S:g} s")
+        self._stop(f"a read took longer than {self.patience_s:g} s")
         for job in given_up:
             job.failure = "it is given up"
         return given_up
@@ -252,8 +262,8 @@ class DiskPages:
         if self._lock_file is None:
             return
         order = self._orders.give(self._write_lane, "close")
-        all_ended = self._files.close()
-        until_s = time.perf_counter() + _PATIENCE_S
+        all_ended = self._files.close(self.patience_s)
+        until_s = time.perf_counter() + self.patience_s
         while not (done := self._orders.done(self._write_lane, order)) and time.perf_counter() < until_s:
             time.sleep(_LOOK_S)
         delete_files(self._folder)

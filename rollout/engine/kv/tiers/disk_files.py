@@ -34,8 +34,8 @@ _HEADER = struct.Struct("<8s32sQq16sQQ")
 _MARK, _DIGEST_BYTES = b"ROLLKV1\0", 16
 #: Bytes of a file besides its content.
 FRAME_BYTES = _HEADER.size + _DIGEST_BYTES
-#: How long the end waits for the threads, seconds.
-_END_S = 5.0
+#: The longest that reads may make no progress, and that an end waits for threads and for other ranks, seconds.
+PATIENCE_S = 5.0
 
 
 @dataclass(eq=False, slots=True)
@@ -100,12 +100,12 @@ class DiskFiles:
         with self._using_page:
             self._given_up = True
 
-    def close(self) -> bool:
+    def close(self, patience_s: float = PATIENCE_S) -> bool:
         """End the threads; false if one of them hangs."""
         self.give_up_reads()
         self._to_write.put(None)
         self._to_read.put(None)
-        until_s = time.perf_counter() + _END_S
+        until_s = time.perf_counter() + patience_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.perf_counter()))
         return not any(thread.is_alive() for thread in self._threads)
