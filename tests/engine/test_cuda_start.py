@@ -12,7 +12,7 @@ from rollout_kernels.linear.table import MOST_ROWS
 from rollout.engine import build_steps
 from rollout.engine.device.streams import make_device
 from rollout.engine.sizing import kv_pages
-from rollout.engine.step.graphs import DecodeGraphs, capturable
+from rollout.engine.step.graphs import capturable
 from tests.support.engine.cuda_harness import FUSED_SIZES, assert_steady, load_bf16, watch_compilation
 from tests.support.engine.harness import Bench
 
@@ -120,15 +120,16 @@ def test_more_rows_than_our_own_products_take_are_captured_too(folder):
     assert runs[0] == runs[1], "the same kernels on the same rows"
 
 
-def test_a_step_begins_when_the_device_does_and_not_when_its_upload_is_there(folder, monkeypatch):
+def test_a_step_begins_when_the_device_does_and_not_when_its_upload_is_there(folder):
     bench = Bench(load_bf16(folder), make_device("cuda"), pipeline_depth=1)
-    replay = DecodeGraphs.run
+    graphs = bench.engine.executor.graphs
+    replay = graphs.run
 
     def late(*args):
         time.sleep(0.02)
         replay(*args)
 
-    monkeypatch.setattr(DecodeGraphs, "run", late)
+    graphs.run = late
     bench.complete("a", prompt(9, 0), 20)
     steps = [step for step in bench.engine.meter.recent_steps() if step.kind == "decode"]
     assert len(steps) > 5 and max(step.end_s - step.start_s for step in steps) < 0.01

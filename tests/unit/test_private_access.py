@@ -1,8 +1,13 @@
 """The rule that no package uses the private names of another one."""
 
+import ast
 from pathlib import Path
 
 from scripts.check.private_access import accesses, problems
+
+ROOT = Path(__file__).parents[2]
+#: Calls of `setattr` on monkeypatch in all tests. Lower it when one goes.
+MOST_REPLACED = 104
 
 CLOCK = """
 class Clock:
@@ -42,3 +47,14 @@ def test_an_allowed_access_is_no_problem_and_an_allowed_one_that_is_gone_is(tmp_
     assert unknown.startswith("tests/test_clock.py:3: clock._ticks")
     (unused,) = problems(tmp_path, {used, gone})
     assert gone in unused
+
+
+def test_tests_replace_few_attributes() -> None:
+    """A value that a test sets is an argument, or an attribute of an object that the test has made."""
+    calls = [
+        node
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "monkeypatch.setattr"
+    ]
+    assert len(calls) <= MOST_REPLACED

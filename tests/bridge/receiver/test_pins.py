@@ -28,9 +28,12 @@ class Runtime:
     def __init__(self) -> None:
         self.pinned: set[int] = set()
         self.asked = self.forgotten = 0
+        self.refuses = False
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 -- CUDA's name
         self.asked += 1
+        if self.refuses:
+            return 2
         if address in self.pinned:
             return 712
         self.pinned.add(address)
@@ -116,8 +119,8 @@ def test_a_start_that_fails_meanwhile_ends_the_process_with_its_own_status() -> 
     assert (ended.returncode, ended.stderr) == (7, "")
 
 
-def test_memory_that_cuda_does_not_pin_ends_a_start(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *memory: 2)
+def test_memory_that_cuda_does_not_pin_ends_a_start(runtime: Runtime) -> None:
+    runtime.refuses = True
     buffer = HostBuffer(pinned=False)
     buffer.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
     with pytest.raises(ValueError, match="pinned memory.*CUDA does not pin it"):

@@ -309,7 +309,7 @@ def test_slots_are_closed_when_copies_out_of_them_have_run_though_taking_one_fai
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     with ByHand(Driver()) as hand:
         (check,) = hand.pack(range(1))
-        monkeypatch.setattr(hand.incoming.destination, "put", fails)
+        hand.incoming.destination.put = fails
         with pytest.raises(RuntimeError, match="launch failure"):
             hand.announce(0, check)  # its copy is on the stream
         hand.receiver.drop(hand.incoming, WeightsRejected("it failed"))

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.features.scores import feature as feature_module
-from rollout.engine.features.scores.feature import ScoresFeature
+from rollout.engine.features.scores.feature import ScoresFeature, asked_scores
 from rollout.engine.features.scores.taker import ScoreTaker
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.messages.to_service import Delta
@@ -206,12 +205,11 @@ def test_a_request_that_ends_early_tells_what_is_known_of_one_version(model, hf_
     assert np.isnan(bench.done["waits"].prompt_chosen).all() and bench.done["waits"].prompt_chosen.shape == (40, 9)
 
 
-def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models, monkeypatch):
+def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models):
     """As with long chunks and many tokens at a position, on a GPU, where lists are padded."""
-    monkeypatch.setattr(feature_module, "WIDE_WORDS", 2048)
     bench = Bench(model, prefill_chunk_tokens=128, max_rows=6, kv_pages=512)
     scores = find_feature(bench.engine.roster.features, ScoresFeature)
-    scores.multiple = 8
+    scores.multiple, scores.most_words = 8, 2048
     limits, packer, used, wide = bench.engine.scheduler.limits, bench.engine.parts.packer, [], []
     pack, spare = packer.pack, spare_words(limits.max_rows, ScoreTaker.spare_words)
 
@@ -221,7 +219,7 @@ def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models, monkeypatc
         upload = pack(plan, staging)
         if plan.kind == "prefill":
             used.append((len(upload.words), bound + spare))
-            wide.append(feature_module.asked_scores(upload.header).wide)
+            wide.append(asked_scores(upload.header).wide)
         return upload
 
     packer.pack = measured

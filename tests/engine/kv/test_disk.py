@@ -352,7 +352,7 @@ class Pages:
         for page in range(8):
             self.memory.memory_of(page)[:] = bytes([page]) * 64
         self.disk = DiskPages(str(folder), 1 << 20, self.memory, clock=clock)
-        (self.folder,) = folder.iterdir()
+        self.folder = folder
 
     def write(self, page: int) -> bytes:
         key = bytes([page]) * 16
@@ -362,7 +362,7 @@ class Pages:
 
     def hang(self, key: bytes) -> tuple[Path, bytes]:
         """Have the read of this file hang until its content is written to it. Returns path and content."""
-        path = self.folder / key.hex()
+        (path,) = self.folder.glob(f"*/{key.hex()}")
         content = path.read_bytes()
         path.unlink()
         os.mkfifo(path)

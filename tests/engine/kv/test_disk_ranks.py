@@ -79,7 +79,7 @@ def test_agents_have_the_tokens_of_an_engine_with_room(model, folders, tmp_path:
                 path.unlink(missing_ok=True)
         return tick(*args)
 
-    monkeypatch.setattr(bench.engine, "tick", tick_after_writes)
+    bench.engine.tick = tick_after_writes
     agents = Agents(bench, seed=seed % 3)
     agents.run()
     assert tier.host.counts.disk_read > 0 and (tier.host.counts.disk_failed > 0) == (seed % 2)

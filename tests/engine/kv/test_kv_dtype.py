@@ -201,7 +201,7 @@ def test_on_a_gpu_captured_steps_keep_codes_as_well_as_launched_ones(kind, tmp_p
     Both are some way off, since a value that bf16 has moved may get the next code, which is an eighth of it away.
     """
     from rollout.engine.device.streams import make_device
-    from tests.support.engine.cuda_harness import load_bf16
+    from tests.support.engine.cuda_harness import load_bf16, use_modules
 
     even = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
     make_checkpoint(kind, tmp_path, **even, **({"head_dim": 64} if kind == "qwen3" else {}))
@@ -210,7 +210,7 @@ def test_on_a_gpu_captured_steps_keep_codes_as_well_as_launched_ones(kind, tmp_p
     means = {}
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr("rollout.engine.step.device_step.supports", lambda model: False)
+            use_modules(monkeypatch)
         bench = Bench(model, make_device("cuda"), page_size=16, cuda_graph_rows=256 * fused, **FP8)
         assert bench.engine.executor.captures == fused
         for i, (name, prompt) in enumerate(prompts.items()):

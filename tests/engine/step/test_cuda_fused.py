@@ -8,7 +8,13 @@ import torch
 from rollout.engine.device.streams import make_device
 from rollout.engine.step.graphs import graph_sizes
 from rollout.models.fused import FusedDecoder
-from tests.support.engine.cuda_harness import FUSED_SIZES, assert_one_launch_a_step, assert_steady, load_bf16
+from tests.support.engine.cuda_harness import (
+    FUSED_SIZES,
+    assert_one_launch_a_step,
+    assert_steady,
+    load_bf16,
+    use_modules,
+)
 from tests.support.engine.harness import Bench
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +85,7 @@ def test_logprobs_are_as_close_to_float32_as_those_of_the_torch_modules(checkpoi
     errors = {}
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr("rollout.engine.step.device_step.supports", lambda model: False)
+            use_modules(monkeypatch)
         bench = run(folder, prompt_of, kv_pages=512, page_size=16)
         assert isinstance(bench.engine.executor.step.forward, FusedDecoder) == fused
         errors[fused] = torch.cat([logprob_errors(bench, reference, i, prompt_of(5 + 13 * i, i)) for i in range(5)])

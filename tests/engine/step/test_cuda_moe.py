@@ -10,7 +10,7 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.step.graphs import capturable
 from rollout.models import load_model
 from rollout.models.fused import FusedDecoder
-from tests.support.engine.cuda_harness import assert_steady, load_bf16, watch_compilation
+from tests.support.engine.cuda_harness import assert_steady, load_bf16, use_modules, watch_compilation
 from tests.support.engine.harness import Bench
 from tests.support.engine.updates import Mailbox, Update, beside_a_fresh_engine
 from tests.support.models import sigmoid_router
@@ -219,7 +219,7 @@ def test_logprobs_are_as_close_to_float32_as_those_of_the_generic_path(checkpoin
     errors = {}
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr("rollout.engine.step.device_step.supports", lambda model: False)
+            use_modules(monkeypatch)
         model = load_bf16(folder)
         bench = bench_of(model, max_rows=12, prefill_chunk_tokens=300, cuda_graph_rows=256 * fused)
         assert isinstance(bench.engine.executor.step.forward, FusedDecoder) == fused

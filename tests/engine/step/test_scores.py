@@ -120,9 +120,7 @@ def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_mode
     for i, length in enumerate(lengths):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True)
     bench.run()
-    assert max(sizes) == SCORED_AT_ONCE and sum(sizes) == 260 + 99 + 2 + 3, (
-        "three prompts, three draws"
-    )
+    assert max(sizes) == SCORED_AT_ONCE and sum(sizes) == 260 + 99 + 2 + 3, "three prompts, three draws"
     for i, length in enumerate(lengths):
         check_prompt(bench.completions[f"r{i}", 0].prompt_logprobs, prompt_of(length, i), hf_models[0])
 

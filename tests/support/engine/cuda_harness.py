@@ -41,6 +41,11 @@ def make_fused_checkpoint(folder: Path) -> Path:
     return folder
 
 
+def use_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines made from now on run the modules instead of the fused kernels."""
+    monkeypatch.setattr("rollout.engine.step.device_step.supports", lambda model: False)
+
+
 def assert_steady(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that decode cost no allocation and no synchronisation but one event a step; then run to the end."""
     bench.ticks(20)

@@ -236,13 +236,14 @@ def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(name: str, t
     [("llama-odd", {DenseFeedForward}), ("glm", set()), ("qwen3_moe", {SparseFeedForward})],
 )
 def test_a_block_that_the_kernels_do_not_take_runs_by_its_own_code(
-    name: str, generic: set[type], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, generic: set[type], tmp_path: Path
 ) -> None:
     """Biases of feed-forward products, experts in float32; the other blocks stay fused, neighbours turn or not."""
     ran: set[type] = set()
-    for block in (Attention, DenseFeedForward, SparseFeedForward):
-        monkeypatch.setattr(block, "forward", noting(block.forward, ran, block))
     model, reference = make(name, tmp_path, "float32")
+    for block in model.modules():
+        if isinstance(block, Attention | DenseFeedForward | SparseFeedForward):
+            block.forward = noting(block.forward, ran, type(block))
     logits, _, ids = steps(model, FusedDecoder(model), LONG)
     assert ran == generic
     assert (logits - expected(reference, ids)).abs().max() < 1e-4

@@ -114,6 +114,7 @@ class ScoresFeature(StepFeature):
         self.multiple = multiple
         self._narrow_tops, self._wide_tops = min(MAX_TOP_LOGPROBS, vocab), min(MAX_PROMPT_TOKENS_SCORED, vocab)
         self._exact = exact
+        self.most_words = WIDE_WORDS
         self._wide, self._widest = 0, 0  # the step being planned: scored positions, most tokens at one
 
     def fit(self, seq: Sequence, start: int, length: int, first: bool) -> int:
@@ -125,7 +126,7 @@ class ScoresFeature(StepFeature):
         if not wide or unscored >= length:
             return length
         widest = max(self._widest, MAX_PROMPT_TOKENS_SCORED if self._exact else wide)
-        length = min(length, unscored + max(0, WIDE_WORDS // widest - self._wide))
+        length = min(length, unscored + max(0, self.most_words // widest - self._wide))
         if length > unscored:
             self._wide, self._widest = self._wide + length - unscored, widest
         return length
