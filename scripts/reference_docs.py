@@ -26,7 +26,7 @@ from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_MET
 from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.families import FAMILIES, MULTIMODAL
-from rollout.models.families.declare import Family, KimiDeltaFamily
+from rollout.models.families.declare import Family
 from rollout.models.fused import obstacle, takes
 from rollout.settings_sources import POSITIONAL, SettingKey, setting_keys
 from rollout_gateway.http.http_errors import from_worker
@@ -328,7 +328,6 @@ def _marks(architecture: str, family: Family) -> list[str]:
     """What the introduction of the page calls marks."""
     marks = ["MLA"] if family.latent else []
     drafts = family.mtp is not None and not (family.latent and family.latent.indexer)
-    drafts = drafts and not isinstance(family.linear, KimiDeltaFamily)  # whose states cannot follow drafts
     marks += ["MTP"] if drafts else []
     compared = architecture if family.read_as is None else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.read_as]
     return marks if compared == architecture or architecture in MULTIMODAL else [*marks, f"compared with `{compared}`"]

@@ -187,10 +187,6 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
         for mixer in (layer.mixer for layer in model.spec.layers):
             if isinstance(mixer, AttentionSpec) and mixer.chunk is not None:
                 check_chunk(mixer.chunk, engine.page_size)
-        if engine.speculation != "off" and not model.spec.follows_drafts:
-            raise ValueError(
-                f"{model.spec.architecture} has layers whose states cannot follow drafts: set speculation = off"
-            )
         _check_format(engine, model)
         _check_activations(engine, model)
         _check_deterministic(engine, model)

@@ -7,7 +7,7 @@ Legend: T tokens, H hidden, N outputs of the input product, C channels of the co
 """
 
 import torch
-from rollout_kernels.delta import Spans, drafted_conv, drafted_delta, gated_delta, gated_norm, short_conv
+from rollout_kernels.delta import DraftInputs, Spans, drafted_conv, drafted_delta, gated_delta, gated_norm, short_conv
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch
@@ -27,6 +27,7 @@ class StateBlock(Block):
     layer: int
     state_index: int
     in_proj: Linear
+    conv_weight: torch.Tensor
     o_proj: Linear
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
@@ -40,12 +41,24 @@ class StateBlock(Block):
         """From the first product to the input of the output product; advances the states."""
         raise NotImplementedError
 
-    def states_of(self, context: StepContext) -> tuple[LayerState, Spans]:
-        """The states of this layer and the step's spans, for a mixer that follows no drafts."""
-        states, spans = context.kv.states, step_spans(context.batch)
+    def states_of(self, context: StepContext, one_by_one: bool = False) -> tuple[LayerState, Spans, DraftInputs | None]:
+        """The states of this layer, the step's spans, and what takes its drafts, if it has any."""
+        states, spans = context.kv.states, step_spans(context.batch, one_by_one)
         assert isinstance(states, StatePool)
-        assert spans.behind_B is None, "settings that ask for drafts were refused"
-        return states.layers[self.state_index], spans
+        kept = None if spans.behind_B is None else states.drafts_of(self.state_index)
+        return states.layers[self.state_index], spans, kept
+
+    def convolve(
+        self,
+        mixed_TC: torch.Tensor,
+        state: LayerState,
+        spans: Spans,
+        kept: DraftInputs | None,
+        bias_C: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The outputs of the short convolution, [T, C]."""
+        given = mixed_TC, self.conv_weight, state.conv_NCW, spans
+        return short_conv(*given, bias_C) if kept is None else drafted_conv(*given, kept, bias_C)
 
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
         """None: its products are never coded."""
@@ -76,20 +89,17 @@ class DeltaNet(StateBlock):
 
     def mix(self, inputs_TN: torch.Tensor, context: StepContext, one_by_one: bool = False) -> torch.Tensor:
         """The input of the output product, [T, H V]; advances the states. For `one_by_one` see `Spans`."""
-        spec, states = self.spec, context.kv.states
-        assert isinstance(states, StatePool)
+        spec = self.spec
         # On a GPU chunks are products of tf32, which float32 is asked for to avoid.
         exact = inputs_TN.is_cuda and inputs_TN.dtype == torch.float32
-        state, spans = states.layers[self.state_index], step_spans(context.batch, one_by_one or exact)
+        state, spans, kept = self.states_of(context, one_by_one or exact)
         mixed_TC, z_TV, b_TH, a_TH = self._split(inputs_TN)
-        gates = b_TH, a_TH, self.a_log, self.dt_bias
-        if spans.behind_B is None:
-            mixed_TC = short_conv(mixed_TC, self.conv_weight, state.conv_NCW, spans)
-            out_THV = gated_delta(mixed_TC, *gates, state.recurrent_NHKV, spans, spec.beta_scale)
+        mixed_TC = self.convolve(mixed_TC, state, spans, kept)
+        given = mixed_TC, b_TH, a_TH, self.a_log, self.dt_bias, state.recurrent_NHKV, spans
+        if kept is None:
+            out_THV = gated_delta(*given, spec.beta_scale)
         else:
-            kept = states.drafts_of(self.state_index)
-            mixed_TC = drafted_conv(mixed_TC, self.conv_weight, state.conv_NCW, spans, kept)
-            out_THV = drafted_delta(mixed_TC, *gates, state.recurrent_NHKV, spans, kept, spec.beta_scale)
+            out_THV = drafted_delta(*given, kept, spec.beta_scale)
         return gated_norm(out_THV, z_TV.unflatten(1, (-1, spec.value_dim)), self.norm.weight, spec.eps)
 
     def _split(self, all_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

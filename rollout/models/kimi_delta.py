@@ -5,8 +5,7 @@
 
 Without latents the first product makes g and z.
 
-The rule is that of `rollout_kernels.delta.rule`, with a decay g [K] in the place of a number: S <- diag(exp(g)) S. It
-is made of torch's operations on every device. Source: arXiv 2510.26692, section 3.
+The rule is in `rollout_kernels.delta.states`, with a decay for each channel. Source: arXiv 2510.26692, section 3.
 
 Legend: T tokens, B rows, H heads, K and V dimensions of a key and a value, N places, I tokens of a chunk, C channels of
 the convolution, W its width.
@@ -14,8 +13,8 @@ the convolution, W its width.
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.delta import Spans, short_conv
-from rollout_kernels.delta.rule import heads_of, look_up, through_states
+from rollout_kernels.delta import state_rule
+from rollout_kernels.delta.rule import heads_of
 from rollout_kernels.norm_rope.elementwise import rms_norm
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
@@ -54,18 +53,19 @@ class KimiDelta(StateBlock):
 
     def mix(self, inputs_TN: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The input of the output product; advances the states."""
-        spec, (state, spans) = self.spec, self.states_of(context)
+        spec, (state, spans, kept) = self.spec, self.states_of(context)
         mixed_TC, b_TH, decay_TX, gate_TX = inputs_TN.split((spec.mixed, *spec.inputs.widths[3:]), dim=1)
         if self.decay_proj is not None and self.gate_proj is not None:
             decay_TX, gate_TX = self.decay_proj(decay_TX), self.gate_proj(gate_TX)
-        mixed_TC = short_conv(mixed_TC.contiguous(), self.conv_weight, state.conv_NCW, spans)
+        mixed_TC = self.convolve(mixed_TC.contiguous(), state, spans, kept)
         g_THK = (decay_TX.float() + self.dt_bias).unflatten(1, (spec.value_heads, -1))
         rate_H1 = self.a_log.exp()[:, None]
         if spec.bound is None:
             g_THK = -rate_H1 * F.softplus(g_THK)
         else:
             g_THK = spec.bound * torch.sigmoid(rate_H1 * g_THK)
-        out_THV = kimi_delta(mixed_TC, b_TH.float().sigmoid(), g_THK, state.recurrent_NHKV, spans)
+        tokens = *heads_of(mixed_TC, state.recurrent_NHKV), g_THK, b_TH.float().sigmoid()
+        out_THV = state_rule(tokens, state.recurrent_NHKV, spans, _one_chunk, kept, _CHUNK)
         normed_THV = rms_norm(out_THV, self.norm.weight.float(), spec.eps)
         gate_THV = gate_TX.float().unflatten(1, (spec.value_heads, -1))
         return (normed_THV * gate_THV.sigmoid()).to(inputs_TN.dtype).flatten(1)
@@ -88,43 +88,13 @@ class KimiDelta(StateBlock):
         ]
 
 
-def kimi_delta(
-    mixed_TC: torch.Tensor, beta_TH: torch.Tensor, g_THK: torch.Tensor, state_NHKV: torch.Tensor, spans: Spans
-) -> torch.Tensor:
-    """The outputs of all heads, float32 [T, H, V].
-
-    Args:
-        mixed_TC: queries, keys and values of all heads side by side, after the convolution.
-        beta_TH: float32.
-        g_THK: float32 logarithms of the decays.
-        state_NHKV: float32 states; those of the step's rows are changed in place.
-        spans: the rows of the step.
-    """
-    tokens = *heads_of(mixed_TC, state_NHKV), beta_TH, g_THK
-    return through_states(tokens, state_NHKV, spans, _one_token, _one_chunk, _CHUNK)
-
-
-def _one_token(
-    state_BHKV: torch.Tensor,
-    q_BHK: torch.Tensor,
-    k_BHK: torch.Tensor,
-    v_BHV: torch.Tensor,
-    beta_BH: torch.Tensor,
-    g_BHK: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    state_BHKV = state_BHKV * g_BHK.exp()[..., None]
-    u_BHV = beta_BH[..., None] * (v_BHV - look_up(state_BHKV, k_BHK))
-    state_BHKV = state_BHKV + k_BHK[..., None] * u_BHV[:, :, None]
-    return look_up(state_BHKV, q_BHK), state_BHKV
-
-
 def _one_chunk(
     state_HKV: torch.Tensor,
     q_IHK: torch.Tensor,
     k_IHK: torch.Tensor,
     v_IHV: torch.Tensor,
-    beta_IH: torch.Tensor,
     g_IHK: torch.Tensor,
+    beta_IH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The equations of `rollout_kernels.delta.rule`."""
     q_HIK, k_HIK, v_HIV = (x.transpose(0, 1) for x in (q_IHK, k_IHK, v_IHV))

@@ -4,8 +4,8 @@
     S <- exp(dt A) S + B (dt x)        A = -exp(a_log)         dt = softplus(dt + dt_bias), within bounds
     o  = C S + D x                     o times silu(z) --norm of each group--> output product
 
-It is the rule of `rollout_kernels.delta.rule` without its correction: B are keys, C queries, dt x is what a token adds.
-It is made of torch's operations on every device. Source: arXiv 2405.21060, section 7.
+It is the rule of `rollout_kernels.delta.states` without beta: B are keys, C queries, dt x values. Source: arXiv
+2405.21060, section 7.
 
 Legend: T tokens, H heads, G groups, K dimensions of a state, V of a head, I tokens of a chunk, C channels of the
 convolution, W its width.
@@ -13,8 +13,8 @@ convolution, W its width.
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.delta import short_conv
-from rollout_kernels.delta.rule import decays_between, end_of_chunk, look_up, through_states
+from rollout_kernels.delta import state_rule
+from rollout_kernels.delta.rule import decays_between, end_of_chunk
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.cut import CutView
@@ -51,17 +51,17 @@ class Mamba2(StateBlock):
 
     def mix(self, inputs_TN: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The input of the output product; advances the states."""
-        spec, (state, spans) = self.spec, self.states_of(context)
+        spec, (state, spans, kept) = self.spec, self.states_of(context)
         z_TX, mixed_TC, dt_TH = inputs_TN.split((spec.width, sum(spec.mixed_widths), spec.heads), dim=1)
-        mixed_TC = short_conv(mixed_TC.contiguous(), self.conv_weight, state.conv_NCW, spans, self.conv_bias)
+        mixed_TC = self.convolve(mixed_TC.contiguous(), state, spans, kept, self.conv_bias)
         x_TX, keys, queries = mixed_TC.float().split(spec.mixed_widths, dim=1)
         k_THK, q_THK = (
             part.unflatten(1, (spec.groups, -1)).repeat_interleave(spec.heads // spec.groups, dim=1)
             for part in (keys, queries)
         )
         v_THV, dt_TH = x_TX.unflatten(1, (spec.heads, -1)), F.softplus(dt_TH.float() + self.dt_bias).clamp(*spec.steps)
-        tokens = q_THK, k_THK, dt_TH[..., None] * v_THV, -self.a_log.exp() * dt_TH
-        out_THV = through_states(tokens, state.recurrent_NHKV, spans, _one_token, _one_chunk)
+        tokens = q_THK, k_THK, dt_TH[..., None] * v_THV, (-self.a_log.exp() * dt_TH)[..., None]
+        out_THV = state_rule(tokens, state.recurrent_NHKV, spans, _one_chunk, kept)
         out_TX = (out_THV + self.skip[:, None] * v_THV).flatten(1) * F.silu(z_TX.float())
         return self._normed(out_TX).to(inputs_TN.dtype)
 
@@ -91,16 +91,9 @@ class Mamba2(StateBlock):
         return regions
 
 
-def _one_token(
-    state_BHKV: torch.Tensor, q_BHK: torch.Tensor, k_BHK: torch.Tensor, u_BHV: torch.Tensor, g_BH: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    state_BHKV = state_BHKV * g_BH.exp()[..., None, None] + k_BHK[..., None] * u_BHV[:, :, None]
-    return look_up(state_BHKV, q_BHK), state_BHKV
-
-
 def _one_chunk(
-    state_HKV: torch.Tensor, q_IHK: torch.Tensor, k_IHK: torch.Tensor, u_IHV: torch.Tensor, g_IH: torch.Tensor
+    state_HKV: torch.Tensor, q_IHK: torch.Tensor, k_IHK: torch.Tensor, u_IHV: torch.Tensor, g_IH1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q_HIK, k_HIK, u_HIV = (x.transpose(0, 1) for x in (q_IHK, k_IHK, u_IHV))
-    d_HI = g_IH.t().cumsum(1)
+    d_HI = g_IH1[..., 0].t().cumsum(1)
     return end_of_chunk(state_HKV, q_HIK, k_HIK, u_HIV, d_HI, decays_between(d_HI))

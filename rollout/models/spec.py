@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+from rollout_kernels.delta import Rule
 
 from rollout.models.cut import Cut
 from rollout.models.vision_spec import TowerSpec
@@ -411,13 +412,33 @@ class StateSizes(NamedTuple):
         return recurrent + self.channels * (self.conv - 1) * dtype.itemsize
 
 
+class DraftSizes(NamedTuple):
+    """The sizes of `DraftInputs` of one draft, beside the inputs of the convolution."""
+
+    rule: Rule
+    mixed: int
+    gates: int
+
+    def mixed_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of what it takes of a token, in a model of `dtype`."""
+        return dtype if self.rule == "gated" else torch.float32
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        return self.mixed * self.mixed_dtype(dtype).itemsize + self.gates * torch.float32.itemsize
+
+
 class StateMixer:
-    """A mixer that keeps one state a row instead of KV. States cannot follow drafts unless its class says so."""
+    """A mixer that keeps one state a row instead of KV."""
 
     __slots__ = ()
 
     @property
     def state(self) -> StateSizes:
+        raise NotImplementedError
+
+    @property
+    def kept(self) -> DraftSizes:
+        """What a step keeps of one draft in this layer, until it is known whether it is accepted."""
         raise NotImplementedError
 
     @property
@@ -428,10 +449,6 @@ class StateMixer:
     @property
     def out(self) -> LinearSpec:
         raise NotImplementedError
-
-    def draft_bytes(self, dtype: torch.dtype) -> int | None:
-        """Bytes that a step keeps of one draft in this layer; None if states cannot follow drafts."""
-        return None
 
 
 class DeltaNetNames(NamedTuple):
@@ -518,9 +535,9 @@ class DeltaNetSpec(StateMixer):
     def state(self) -> StateSizes:
         return StateSizes(self.value_heads, self.key_dim, self.value_dim, self.mixed, self.conv)
 
-    def draft_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes that a step keeps of one draft in this layer, until it is known whether it is accepted."""
-        return 2 * self.mixed * dtype.itemsize + 2 * self.value_heads * torch.float32.itemsize
+    @property
+    def kept(self) -> DraftSizes:
+        return DraftSizes("gated", self.mixed, 2 * self.value_heads)
 
 
 class KimiDeltaNames(NamedTuple):
@@ -614,6 +631,10 @@ class KimiDeltaSpec(StateMixer):
     def state(self) -> StateSizes:
         return StateSizes(self.value_heads, self.key_dim, self.value_dim, self.mixed, self.conv)
 
+    @property
+    def kept(self) -> DraftSizes:
+        return DraftSizes("channels", 2 * self.width, self.value_heads + self.width)
+
 
 class Mamba2Names(NamedTuple):
     """Modules and tensors of a Mamba-2 block."""
@@ -690,6 +711,10 @@ class Mamba2Spec(StateMixer):
     @property
     def state(self) -> StateSizes:
         return StateSizes(self.heads, self.state_dim, self.head_dim, sum(self.mixed_widths), self.conv)
+
+    @property
+    def kept(self) -> DraftSizes:
+        return DraftSizes("plain", self.heads * self.state_dim + self.width, self.heads)
 
 
 #: Mixers that keep KV by page, and those that keep one state a row.
@@ -1125,12 +1150,7 @@ class ModelSpec:
 
     def draft_bytes(self, dtype: torch.dtype) -> int:
         """Bytes that a step keeps of one draft for the states of all layers."""
-        return sum(mixer.draft_bytes(dtype) or 0 for mixer in self.state_mixers)
-
-    @property
-    def follows_drafts(self) -> bool:
-        """True if the states of all layers can follow drafts."""
-        return all(mixer.draft_bytes(torch.float32) is not None for mixer in self.state_mixers)
+        return sum(mixer.state.channels * dtype.itemsize + mixer.kept.bytes(dtype) for mixer in self.state_mixers)
 
     @functools.cached_property
     def sparse_layers(self) -> tuple[int, ...]:

@@ -70,9 +70,8 @@ class StatePool(States):
         """Make the views of each layer."""
         pairs = zip(self.recurrent_LNHKV, self.conv_LNCW, strict=True)
         object.__setattr__(self, "layers", [LayerState(recurrent, conv) for recurrent, conv in pairs])
-        drafts, by_layer = self.drafts, list[DraftInputs]()
-        if drafts is not None:
-            by_layer = [DraftInputs(*of_layer, drafts.first) for of_layer in zip(*drafts[:3], strict=True)]
+        drafts = self.drafts
+        by_layer = [] if drafts is None else [drafts.of_layer(layer) for layer in range(len(self.layers))]
         object.__setattr__(self, "_drafts_by_layer", by_layer)
 
     @property
@@ -109,16 +108,17 @@ class StatePool(States):
         """
         if not spec.state_mixers:
             return NO_STATES
-        (shape,) = {mixer.state for mixer in spec.state_mixers}
+        ((shape, sizes),) = {(mixer.state, mixer.kept) for mixer in spec.state_mixers}
         count, make = len(spec.state_mixers), zeros or functools.partial(_zeros, device)
         drafts = None
         if draft_rows:
-            kept = (count, len(draft_rows), shape.channels)
+            kept = count, len(draft_rows)
             drafts = DraftInputs(
-                _zeros(device, kept, dtype),
-                _zeros(device, kept, dtype),
-                _zeros(device, (count, len(draft_rows), 2, shape.heads), torch.float32),
+                _zeros(device, (*kept, shape.channels), dtype),
+                _zeros(device, (*kept, sizes.mixed), sizes.mixed_dtype(dtype)),
+                _zeros(device, (*kept, sizes.gates), torch.float32),
                 draft_rows.start,
+                sizes.rule,
             )
         return cls(
             make((count, places, shape.heads, shape.key_dim, shape.value_dim), torch.float32),

@@ -36,7 +36,7 @@ from rollout_kernels.attention.triton_latent_decode import decode_latents, plan_
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.common import triton_math
 from rollout_kernels.common.triton_math import Activation
-from rollout_kernels.delta import Spans, triton_conv, triton_rule
+from rollout_kernels.delta import DraftInputs, Rule, Spans, triton_conv, triton_drafts, triton_rule, triton_states
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
 from rollout_kernels.linear.coded import CodedMatrix, scales_shape
 from rollout_kernels.linear.table import linear_config
@@ -419,6 +419,22 @@ def linear_attention(rows: int) -> Iterator[Case]:
         yield f"delta, {name}: rule", lambda g=given: triton_rule.gated_delta(*g)
         normed = (out, z.unflatten(1, (heads, dim)), empty(dim), 1e-6)
         yield f"delta, {name}: norm", lambda g=normed: triton_rule.gated_norm(*g)
+    spans = steps[0][2]._replace(behind_B=ints(rows))
+    rules: tuple[tuple[Rule, int], ...] = (("channels", dim), ("plain", 1))
+    for rule, each in rules:
+        has_beta = rule == "channels"
+        ready = (*(floats(rows, heads, dim) for _ in range(3)), floats(rows, heads, each))
+        ready = (*ready, floats(rows, heads)) if has_beta else ready
+        parts = empty(2, 8, widths[0]), floats(2, 8, heads * 2 * dim), floats(2, 8, heads * (each + has_beta))
+        kept = DraftInputs(*parts, 9, rule)
+        plain, drafted = ((ready, state, steps[0][2], None), (ready, state, spans, kept.of_layer(0)))
+        draft_conv = (empty(rows, widths[0]), weight, conv_state, spans, kept.of_layer(0), empty(widths[0]))
+        caught = floats(2, 9, heads, dim, dim), empty(2, 9, widths[0], conv_state.shape[2]), kept
+        rows_of = ints(4, 4, dtype=long), ints(rows, dtype=long), ints(rows)
+        yield f"delta, {rule}: rule", lambda g=plain: triton_states.decode_states(*g)
+        yield f"delta, {rule}: drafts", lambda g=drafted: triton_states.decode_states(*g)
+        yield f"delta, {rule}: conv of drafts", lambda g=draft_conv: triton_drafts.drafted_conv(*g)
+        yield f"delta, {rule}: catch up", lambda g=(*caught, *rows_of): triton_drafts.catch_up(*g)
 
 
 def latent_attention(rows: int) -> Iterator[Case]:

@@ -30,14 +30,12 @@ from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
 from tests.support.models import fallback
 from tests.support.models.every_family import EVERY_FAMILY
-from tests.support.models.hybrids import FOLLOW_NO_DRAFTS
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 LATE = ("h2d", "compute", "d2h", "kv_out", "kv_in", "state_out", "state_in")
 #: Too slow on a CPU, or with contexts that are too short.
 _LEFT_OUT = {"Kimi-K2", "Phi3 long"}
 _NATIVE = [name for name in EVERY_FAMILY if name not in _LEFT_OUT]
-_DRAFTED = [name for name in _NATIVE if name not in FOLLOW_NO_DRAFTS]
 _FALLBACK = (
     *("Gemma2ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel", "Gemma3nForCausalLM"),
     *("Lfm2ForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM", "GraniteMoeHybridForCausalLM"),  # with states
@@ -226,7 +224,7 @@ def test_whatever_happens_to_states(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [("Gemma3", 3), *nightly(*((name, seed) for name in _DRAFTED for seed in (4, 5)))]
+    ("name", "seed"), [("Gemma3", 3), *nightly(*((name, seed) for name in _NATIVE for seed in (4, 5)))]
 )
 def test_whatever_happens_to_rows_that_draft_by_ngrams(name: str, seed: int, tmp_path: Path) -> None:
     check_one(versions_of(name, tmp_path), seed, tmp_path, speculation="ngram" if seed % 2 else "auto")

@@ -23,7 +23,6 @@ from tests.support.engine.streams import LateDevice
 from tests.support.engine.updated import Load, Updated
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
 from tests.support.kernels.grids import nightly
-from tests.support.models.hybrids import make_hybrid
 from tests.support.peft_adapters import ALL
 
 VOCAB = 83
@@ -536,9 +535,3 @@ def test_host_memory_that_holds_no_state_is_an_error_with_the_numbers(model):
 def test_memory_that_does_not_hold_the_states_is_an_error_with_the_numbers(model):
     with pytest.raises(ValueError, match=r"max_rows = 4000.*state_snapshots"):
         Bench(model, max_rows=4000, state_snapshots=50_000_000)
-
-
-def test_drafts_are_refused_where_states_cannot_follow_them(tmp_path):
-    make_hybrid("KimiLinear", tmp_path, 0)
-    with pytest.raises(ValueError, match="speculation = off"):
-        Bench(load(tmp_path), speculation="suffix")

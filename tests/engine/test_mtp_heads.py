@@ -27,7 +27,11 @@ HEADS = {"speculation": "heads"}
 
 @pytest.fixture(
     scope="module",
-    params=["MiMo", "Qwen3_5", *nightly("Glm4Moe", "DeepseekV3", "Glm4MoeLite", "Qwen3_5Moe", "Qwen3Next")],
+    params=[
+        "MiMo",
+        "Qwen3_5",
+        *nightly("Glm4Moe", "DeepseekV3", "Glm4MoeLite", "Qwen3_5Moe", "Qwen3Next", "BailingHybrid"),
+    ],
 )
 def found(request, tmp_path_factory):
     """The reference, and the folder of its checkpoint."""

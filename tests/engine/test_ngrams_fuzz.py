@@ -20,13 +20,12 @@ from tests.support.engine.images import submit as submit_image
 from tests.support.engine.sleeping import Sleeping
 from tests.support.kernels.grids import nightly
 from tests.support.models.every_family import EVERY_FAMILY
-from tests.support.models.hybrids import FOLLOW_NO_DRAFTS
 from tests.support.models.images import make_model, picture, prompt_with
 from tests.support.ngrams import CheckedDrafts, texts_of
 
-#: Too slow on a CPU, with contexts that are too short, or without drafts.
-_LEFT_OUT = {"Kimi-K2", "Phi3 long", *FOLLOW_NO_DRAFTS}
-_IN_EVERY_RUN = ("Qwen3_5", "Gemma3", "DeepseekV3")  # states, windows, latents
+#: Too slow on a CPU, or with contexts that are too short.
+_LEFT_OUT = {"Kimi-K2", "Phi3 long"}
+_IN_EVERY_RUN = ("Qwen3_5", "Gemma3", "DeepseekV3", "NemotronH", "BailingHybrid")  # states, windows, latents
 _AT_NIGHT = [name for name in EVERY_FAMILY if name not in _LEFT_OUT and name not in _IN_EVERY_RUN]
 #: With fewer pages than six texts take.
 _FEW_PAGES = {"kv_pages": 40, "page_size": 4}

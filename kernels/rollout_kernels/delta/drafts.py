@@ -5,7 +5,7 @@
     behind_B             2        -1         -1
     state                S0 ----> S1 ------> S2 ------> S3
 
-    forward     `drafted_conv`, `drafted_delta`: outputs of all three; the row keeps S1, as after a step without drafts.
+    forward     `drafted_conv`, then a rule: outputs of all three; the row keeps S1, as after a step without drafts.
                 S2 and S3 are never written: what they are made of is kept, for each layer and draft row
     catch up    after the comparison with the tokens drawn: rows with a accepted drafts go from S1 to S1+a, in all
                 layers at once. A row without any stays as it is
@@ -21,31 +21,38 @@ from __future__ import annotations
 import torch
 
 from rollout_kernels.delta.conv import convolve_token
-from rollout_kernels.delta.rule import advance, gates_of, heads_of, look_up
+from rollout_kernels.delta.rule import advance, gates_of, heads_of, one_token
 from rollout_kernels.delta.spans import DraftInputs, Spans
 
 
 def drafted_conv(
-    x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Tensor, spans: Spans, kept: DraftInputs
+    x_TC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    state_NCW: torch.Tensor,
+    spans: Spans,
+    kept: DraftInputs,
+    bias_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`short_conv` of a decode step with drafts; keeps inputs and outputs of the draft rows."""
+    """`short_conv` of a decode step with drafts; keeps the inputs of the draft rows, and the outputs for "gated"."""
     if x_TC.is_cuda:
         from rollout_kernels.delta.triton_drafts import drafted_conv as on_gpu
 
-        return on_gpu(x_TC, weight_CW, state_NCW, spans, kept)
+        return on_gpu(x_TC, weight_CW, state_NCW, spans, kept, bias_C)
     rows_by_depth = _rows_by_depth(spans)
     out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     at_B, places_B = rows_by_depth[0], spans.places_B[rows_by_depth[0]]
     fresh_B11 = (spans.positions_T[at_B] == 0)[:, None, None]
     past_BCW = state_NCW.index_select(0, places_B).masked_fill(fresh_B11, 0.0)
-    out_TC[at_B], past_BCW = convolve_token(past_BCW, x_TC[at_B], weight_CW)
+    out_TC[at_B], past_BCW = convolve_token(past_BCW, x_TC[at_B], weight_CW, bias_C)
     state_NCW.index_copy_(0, places_B, past_BCW)
     for depth, rows_B in enumerate(rows_by_depth[1:], start=1):
         at_B = rows_B + depth
         past_BCW = past_BCW[torch.isin(rows_by_depth[depth - 1], rows_B)]
-        out_TC[at_B], past_BCW = convolve_token(past_BCW, x_TC[at_B], weight_CW)
+        out_TC[at_B], past_BCW = convolve_token(past_BCW, x_TC[at_B], weight_CW, bias_C)
     drafts_D, kept_D = _draft_rows(spans, kept)
-    kept.inputs_DC[kept_D], kept.mixed_DC[kept_D] = x_TC[drafts_D], out_TC[drafts_D]
+    kept.inputs_DC[kept_D] = x_TC[drafts_D]
+    if kept.rule == "gated":
+        kept.mixed_DX[kept_D] = out_TC[drafts_D]
     return out_TC
 
 
@@ -66,22 +73,31 @@ def drafted_delta(
 
         return on_gpu(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV, spans, kept, beta_scale)
     q_THK, k_THK, v_THV = heads_of(mixed_TC, state_NHKV)
-    beta_TH, g_TH = gates_of(b_TH, a_TH, a_log_H, dt_bias_H, beta_scale)
-    rows_by_depth, out_THV = _rows_by_depth(spans), torch.empty_like(v_THV)
+    tokens = q_THK, k_THK, v_THV, *gates_of(b_TH, a_TH, a_log_H, dt_bias_H, beta_scale)
+    return through_drafts(tokens, state_NHKV, spans, kept).to(mixed_TC.dtype)
+
+
+def through_drafts(
+    tokens: tuple[torch.Tensor, ...], state_NHKV: torch.Tensor, spans: Spans, kept: DraftInputs
+) -> torch.Tensor:
+    """`through_states` of a decode step with drafts; keeps what the rule takes of the draft rows."""
+    rows_by_depth, out_THV = _rows_by_depth(spans), torch.empty_like(tokens[2])
     at_B, places_B = rows_by_depth[0], spans.places_B[rows_by_depth[0]]
-    decay_TH, fresh_B = g_TH.exp(), spans.positions_T[at_B] == 0
+    fresh_B = spans.positions_T[at_B] == 0
     state_BHKV = state_NHKV.index_select(0, places_B).masked_fill(fresh_B[:, None, None, None], 0.0)
     for depth, rows_B in enumerate(rows_by_depth):
         at_B = rows_B + depth
         if depth:
             state_BHKV = state_BHKV[torch.isin(rows_by_depth[depth - 1], rows_B)]
-        state_BHKV = advance(state_BHKV, k_THK[at_B], v_THV[at_B], beta_TH[at_B], decay_TH[at_B])
+        out_THV[at_B], state_BHKV = one_token(state_BHKV, *(x[at_B] for x in tokens))
         if not depth:
             state_NHKV.index_copy_(0, places_B, state_BHKV)
-        out_THV[at_B] = look_up(state_BHKV, q_THK[at_B])
     drafts_D, kept_D = _draft_rows(spans, kept)
-    kept.gates_D2H[kept_D] = torch.stack((beta_TH[drafts_D], decay_TH[drafts_D]), dim=1)
-    return out_THV.to(mixed_TC.dtype)
+    _, k_DHK, v_DHV, g_DHX, *beta_DH = (x[drafts_D] for x in tokens)
+    kept.gates_DX[kept_D] = torch.cat((*beta_DH, g_DHX.exp().flatten(1)), dim=1)
+    if kept.rule != "gated":
+        kept.mixed_DX[kept_D] = torch.cat((k_DHK.flatten(1), v_DHV.flatten(1)), dim=1)
+    return out_THV
 
 
 def catch_up(
@@ -114,19 +130,26 @@ def catch_up(
         if accepted:
             drafts_A = rows_S[place + 1 : place + 1 + accepted] - kept.first
             for layer in range(len(state_LNHKV)):
-                of_layer = [tensor[layer] for tensor in kept[:3]]
-                _catch_up_row(state_LNHKV[layer], conv_LNCW[layer], of_layer, row, drafts_A)
+                _catch_up_row(state_LNHKV[layer], conv_LNCW[layer], kept.of_layer(layer), row, drafts_A)
 
 
 def _catch_up_row(
-    state_NHKV: torch.Tensor, conv_NCW: torch.Tensor, kept: list[torch.Tensor], row: int, drafts_A: torch.Tensor
+    state_NHKV: torch.Tensor, conv_NCW: torch.Tensor, kept: DraftInputs, row: int, drafts_A: torch.Tensor
 ) -> None:
-    inputs_AC, mixed_AC, gates_A2H = (tensor[drafts_A] for tensor in kept)
-    _, k_AHK, v_AHV = heads_of(mixed_AC, state_NHKV)
+    inputs_AC, mixed_AX, gates_AX = (tensor[drafts_A] for tensor in kept[:3])
+    _, heads, key_dim, value_dim = state_NHKV.shape
+    if kept.rule == "gated":
+        _, k_AHK, v_AHV = heads_of(mixed_AX, state_NHKV)
+    else:
+        parts = mixed_AX.split((heads * key_dim, heads * value_dim), dim=1)
+        k_AHK, v_AHV = (part.unflatten(1, (heads, -1)) for part in parts)
+    beta_AH = None if kept.rule == "plain" else gates_AX[:, :heads]
+    decay_AHX = (gates_AX if beta_AH is None else gates_AX[:, heads:]).unflatten(1, (heads, -1))
     state_1HKV = state_NHKV[row : row + 1]
     for i in range(len(drafts_A)):
         at = slice(i, i + 1)
-        state_1HKV = advance(state_1HKV, k_AHK[at], v_AHV[at], gates_A2H[at, 0], gates_A2H[at, 1])
+        beta_1H = None if beta_AH is None else beta_AH[at]
+        state_1HKV = advance(state_1HKV, k_AHK[at], v_AHV[at], decay_AHX[at], beta_1H)
     state_NHKV[row] = state_1HKV[0]
     seen_CT = torch.cat((conv_NCW[row], inputs_AC.t()), dim=1)
     conv_NCW[row] = seen_CT[:, -conv_NCW.shape[2] :]

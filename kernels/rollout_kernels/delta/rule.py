@@ -57,31 +57,28 @@ def gated_delta(
 
         return on_gpu(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV, spans, beta_scale)
     q_THK, k_THK, v_THV = heads_of(mixed_TC, state_NHKV)
-    beta_TH, g_TH = gates_of(b_TH, a_TH, a_log_H, dt_bias_H, beta_scale)
-    tokens = q_THK, k_THK, v_THV, beta_TH, g_TH
-    return through_states(tokens, state_NHKV, spans, _one_token, _one_chunk).to(mixed_TC.dtype)
+    tokens = q_THK, k_THK, v_THV, *gates_of(b_TH, a_TH, a_log_H, dt_bias_H, beta_scale)
+    return through_states(tokens, state_NHKV, spans, _one_chunk).to(mixed_TC.dtype)
 
 
-#: From states and the inputs of a token of each row, or of a chunk of one row, to outputs and the states after them.
-Advance = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+#: From a state [H, K, V] and the inputs of tokens that follow each other to their outputs and the state after them.
+AdvanceChunk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def through_states(
     tokens: tuple[torch.Tensor, ...],
     state_NHKV: torch.Tensor,
     spans: Spans,
-    one_token: Advance,
-    one_chunk: Advance,
+    one_chunk: AdvanceChunk,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
     """The outputs of a step's tokens, [T, H, V]; the states of its rows are changed in place.
 
     Args:
-        tokens: what the rule takes of each token; the first dimension is T.
+        tokens: what `one_token` takes of each token; the first dimension is T.
         state_NHKV: float32.
         spans: the rows of the step.
-        one_token: of states [B, H, K, V] and inputs of B rows.
-        one_chunk: of a state [H, K, V] and inputs of tokens that follow each other.
+        one_chunk: of the same rule.
         chunk: tokens of a chunk, at most.
     """
     fresh_T = spans.positions_T == 0
@@ -124,9 +121,9 @@ def gated_norm(out_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tenso
 def gates_of(
     b_TH: torch.Tensor, a_TH: torch.Tensor, a_log_H: torch.Tensor, dt_bias_H: torch.Tensor, beta_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Beta and g of all tokens and heads, float32."""
-    beta_TH = beta_scale * torch.sigmoid(b_TH.float())
-    return beta_TH, -a_log_H.float().exp() * F.softplus(a_TH.float() + dt_bias_H.float())
+    """The logarithms g [T, H, 1] of decays, and beta [T, H], of all tokens and heads, float32."""
+    g_TH = -a_log_H.float().exp() * F.softplus(a_TH.float() + dt_bias_H.float())
+    return g_TH[..., None], beta_scale * torch.sigmoid(b_TH.float())
 
 
 def heads_of(mixed_TC: torch.Tensor, state_NHKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -148,15 +145,16 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
-def _one_token(
+def one_token(
     state_BHKV: torch.Tensor,
     q_BHK: torch.Tensor,
     k_BHK: torch.Tensor,
     v_BHV: torch.Tensor,
-    beta_BH: torch.Tensor,
-    g_BH: torch.Tensor,
+    g_BHX: torch.Tensor,
+    beta_BH: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    state_BHKV = advance(state_BHKV, k_BHK, v_BHV, beta_BH, g_BH.exp())
+    """The outputs of one token of each row, and the states after it; `g` as `advance` takes the decay."""
+    state_BHKV = advance(state_BHKV, k_BHK, v_BHV, g_BHX.exp(), beta_BH)
     return look_up(state_BHKV, q_BHK), state_BHKV
 
 
@@ -164,12 +162,16 @@ def advance(
     state_BHKV: torch.Tensor,
     k_BHK: torch.Tensor,
     v_BHV: torch.Tensor,
-    beta_BH: torch.Tensor,
-    decay_BH: torch.Tensor,
+    decay_BHX: torch.Tensor,
+    beta_BH: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The states after one token of each row. The decay is exp(g)."""
-    state_BHKV = state_BHKV * decay_BH[..., None, None]
-    u_BHV = beta_BH[..., None] * (v_BHV - (k_BHK[..., None] * state_BHKV).sum(2))
+    """The states after one token of each row.
+
+    The decay is exp(g), one for a head (X is 1) or one for each channel of its key. Without beta a token adds its value
+    as it is.
+    """
+    state_BHKV = state_BHKV * decay_BHX[..., None]
+    u_BHV = v_BHV if beta_BH is None else beta_BH[..., None] * (v_BHV - look_up(state_BHKV, k_BHK))
     return state_BHKV + k_BHK[..., None] * u_BHV[:, :, None]
 
 
@@ -183,11 +185,11 @@ def _one_chunk(
     q_IHK: torch.Tensor,
     k_IHK: torch.Tensor,
     v_IHV: torch.Tensor,
+    g_IH1: torch.Tensor,
     beta_IH: torch.Tensor,
-    g_IH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q_HIK, k_HIK, v_HIV = (x.transpose(0, 1) for x in (q_IHK, k_IHK, v_IHV))
-    beta_HI1, d_HI = beta_IH.t()[..., None], g_IH.t().cumsum(1)
+    beta_HI1, d_HI = beta_IH.t()[..., None], g_IH1[..., 0].t().cumsum(1)
     decay_HII, since_HI1 = decays_between(d_HI), d_HI.exp()[..., None]
     system_HII = beta_HI1 * (k_HIK @ k_HIK.mT) * decay_HII  # its diagonal is taken as 1
     right_HIV = beta_HI1 * (v_HIV - since_HI1 * (k_HIK @ state_HKV))

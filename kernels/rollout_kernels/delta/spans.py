@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -37,13 +37,23 @@ class Spans(NamedTuple):
         return enumerate(rows)
 
 
+#: Gated DeltaNet; the same with a decay for each channel of a key; or without beta: a token adds its value as it is.
+Rule = Literal["gated", "channels", "plain"]
+
+
 class DraftInputs(NamedTuple):
     """The inputs of a step's drafts with which states catch up: of one layer, or of all with a dimension L before.
 
-    D draft rows, C channels, H value heads; see `drafts.py`.
+    D draft rows, C channels; see `drafts.py`. Its last dimensions hold the parts that are named, one after the other.
     """
 
     inputs_DC: torch.Tensor  # inputs of the convolution, in the model's dtype
-    mixed_DC: torch.Tensor  # queries, keys and values after it
-    gates_D2H: torch.Tensor  # float32: beta and decay
+    #: "gated": queries, keys and values after it. Else keys and values as `advance` takes them, float32.
+    mixed_DX: torch.Tensor
+    gates_DX: torch.Tensor  # float32: beta of each head, if the rule has it; decays of each head
     first: int  # number of the first draft row; draft row r is at r - first
+    rule: Rule = "gated"
+
+    def of_layer(self, layer: int) -> DraftInputs:
+        """One layer's part."""
+        return DraftInputs(self.inputs_DC[layer], self.mixed_DX[layer], self.gates_DX[layer], self.first, self.rule)

@@ -39,6 +39,7 @@ from rollout_kernels.delta.triton_rule import (
     step_tile,
     store_output,
 )
+from rollout_kernels.delta.triton_states import advance_ready, ready_token
 
 
 @triton.jit
@@ -49,9 +50,10 @@ def _conv_kernel(
     places_ptr,
     positions_ptr,
     behind_ptr,
+    bias_ptr,  # None for none
     out_ptr,
     inputs_ptr,
-    mixed_ptr,
+    mixed_ptr,  # None where the rule keeps what it makes of the outputs
     first,
     stride_x,
     C: tl.constexpr,
@@ -90,12 +92,15 @@ def _conv_kernel(
                 )
                 total = x.to(tl.float32) * tl.load(weight_ptr + c * W + W - 1, mask=live, other=0.0).to(tl.float32)
                 total += tl.sum(past.to(tl.float32) * weights.to(tl.float32), 1)
+            if bias_ptr is not None:
+                total += tl.load(bias_ptr + c, mask=live, other=0.0).to(tl.float32)
             y = narrow(silu(total), out_ptr.dtype.element_ty)
             tl.store(out_ptr + (row + j) * C + c, y, mask=live)
             drafted = live & (j > 0)
             draft = tl.load(places_ptr + row + j) - first
             tl.store(inputs_ptr + draft * C + c, x, mask=drafted)
-            tl.store(mixed_ptr + draft * C + c, y, mask=drafted)
+            if mixed_ptr is not None:
+                tl.store(mixed_ptr + draft * C + c, y, mask=drafted)
         tl.debug_barrier()  # all threads have read the old state
         tl.store(state[:, None] + w, tl.where(w == W - 2, own[:, None], moved), mask=live[:, None] & (w < W - 1))
 
@@ -156,6 +161,10 @@ def _catch_up_kernel(
     HEADS: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
+    MIXED: tl.constexpr,
+    GATES: tl.constexpr,
+    READY: tl.constexpr,
+    CORRECTS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SHARE: tl.constexpr,
@@ -175,9 +184,13 @@ def _catch_up_kernel(
         state = tl.load(tile, mask=in_state, other=0.0)
         for j in range(0, accepted):
             draft = kept + tl.load(rows_ptr + j) - first
-            key, value = key_and_value(mixed_ptr + draft * C, head, v, HEADS)
-            gates = gates_ptr + draft * (2 * HEADS.H) + head
-            state = advance(state, key, value, tl.load(gates), tl.load(gates + HEADS.H))
+            mixed, gates = mixed_ptr + draft * MIXED, gates_ptr + draft * GATES
+            if READY:
+                key, value, beta, decay = ready_token(mixed, gates, head, v, HEADS, CORRECTS)
+                state = advance_ready(state, key, value, beta, decay, CORRECTS)
+            else:
+                key, value = key_and_value(mixed, head, v, HEADS)
+                state = advance(state, key, value, tl.load(gates + head), tl.load(gates + HEADS.H + head))
         tl.store(tile, state, mask=in_state)
         # A share of the channels: what the convolution saw last, the accepted drafts included.
         c = tl.program_id(0) * SHARE + tl.arange(0, BLOCK_C)
@@ -194,12 +207,17 @@ def _catch_up_kernel(
 
 
 def drafted_conv(
-    x_TC: torch.Tensor, weight_CW: torch.Tensor, state_NCW: torch.Tensor, spans: Spans, kept: DraftInputs
+    x_TC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    state_NCW: torch.Tensor,
+    spans: Spans,
+    kept: DraftInputs,
+    bias_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `rollout_kernels.delta.drafted_conv`; `x_TC` is contiguous in C."""
     count, (channels, width) = len(x_TC), weight_CW.shape
     assert x_TC.stride(1) == 1 and weight_CW.is_contiguous() and state_NCW.is_contiguous() and width >= 2
-    assert kept.inputs_DC.is_contiguous() and kept.mixed_DC.is_contiguous()
+    assert kept.inputs_DC.is_contiguous() and kept.mixed_DX.is_contiguous()
     out_TC = torch.empty(count, channels, dtype=x_TC.dtype, device=x_TC.device)
     _conv_kernel[(triton.cdiv(channels, CHANNELS), count)](
         x_TC,
@@ -208,9 +226,10 @@ def drafted_conv(
         spans.places_B,
         spans.positions_T,
         spans.behind_B,
+        bias_C,
         out_TC,
         kept.inputs_DC,
-        kept.mixed_DC,
+        kept.mixed_DX if kept.rule == "gated" else None,
         kept.first,
         x_TC.stride(0),
         C=channels,
@@ -239,7 +258,7 @@ def drafted_delta(
     """As `rollout_kernels.delta.drafted_delta`. `step_tile` is the default `tile`."""
     count, (_, heads, key_dim, value_dim) = len(mixed_TC), state_NHKV.shape
     sizes, gates, strides = rule_arguments(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV)
-    assert kept.gates_D2H.is_contiguous()
+    assert kept.gates_DX.is_contiguous()
     out_THV = torch.empty(count, heads, value_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
     if tile is None:
         tile = SMALL_TILE if spans.one_by_one else step_tile(count * heads, value_dim)
@@ -252,7 +271,7 @@ def drafted_delta(
         spans.positions_T,
         spans.behind_B,
         out_THV,
-        kept.gates_D2H,
+        kept.gates_DX,
         kept.first,
         *strides,
         key_dim**-0.5,
@@ -296,6 +315,10 @@ def catch_up(
         HEADS=head_sizes(channels, heads, key_dim, value_dim),
         C=channels,
         W=past + 1,
+        MIXED=kept.mixed_DX.shape[2],
+        GATES=kept.gates_DX.shape[2],
+        READY=kept.rule != "gated",
+        CORRECTS=kept.rule != "plain",
         BLOCK_V=block_v,
         BLOCK_C=triton.next_power_of_2(share),
         SHARE=share,

@@ -88,8 +88,6 @@ HYBRIDS["NemotronH"] = {
     "layer_norm_epsilon": 1e-2,
 }  # fmt: skip
 HYBRIDS["NemotronH latent"] = HYBRIDS["NemotronH"] | {"moe_latent_size": 30, "use_bias": True, "use_conv_bias": False}
-#: Models whose states cannot follow drafts.
-FOLLOW_NO_DRAFTS = {stem for stem in HYBRIDS if stem.split()[0] not in _WITH_DELTA_NET}
 _OF_LLAMA = {"num_hidden_layers", "rms_norm_eps"}
 
 

@@ -51,6 +51,7 @@ LAYOUTS = {
     "Glm4Moe": _NEXTN,
     "DeepseekV3": _NEXTN,
     "Glm4MoeLite": _NEXTN,
+    "BailingHybrid": _NEXTN._replace(norm="final_layernorm"),
     "Qwen3_5": _QWEN._replace(count="mtp_num_hidden_layers"),
     "Qwen3_5Moe": _QWEN._replace(count="mtp_num_hidden_layers"),
     "Qwen3Next": _QWEN,

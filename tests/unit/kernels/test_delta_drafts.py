@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from rollout_kernels import delta
-from rollout_kernels.delta import DraftInputs, Spans, triton_conv, triton_drafts, triton_rule
+from rollout_kernels.delta import DraftInputs, Rule, Spans, triton_conv, triton_drafts, triton_rule, triton_states
+from rollout_kernels.delta.rule import gates_of, heads_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 20, 40
@@ -14,8 +15,19 @@ CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
 LAYERS, ROWS, FIRST, DRAFTS = 2, 6, 9, 8  # rows have the places 1 to 6, draft rows the numbers from 9
 NAN = float("nan")
 
-#: Width of the convolution, dtype, scale of beta.
-SIZES = [(4, torch.float32, 1.0), (2, torch.bfloat16, 2.0)]
+#: Width of the convolution, dtype, scale of beta; the rule.
+SIZES: list[tuple[int, torch.dtype, float, Rule]] = [
+    (4, torch.float32, 1.0, "gated"),
+    (2, torch.bfloat16, 2.0, "gated"),
+    (4, torch.float32, 1.0, "channels"),
+    (3, torch.bfloat16, 1.0, "plain"),
+]
+#: Floats that a step keeps of a draft, by rule: of keys and values, of gates.
+KEPT = {
+    "gated": (CHANNELS, 2 * HEADS),
+    "channels": (HEADS * (KEY_DIM + VALUE_DIM), HEADS * (1 + KEY_DIM)),
+    "plain": (HEADS * (KEY_DIM + VALUE_DIM), HEADS),
+}
 #: The rows of a step with their drafts, and how many of these are accepted. Row 0 is padding.
 STEPS: dict[str, list[tuple[int, int, int]]] = {
     "some": [(3, 2, 1), (1, 0, 0), (5, 3, 3), (2, 1, 0), (0, 0, 0), (0, 0, 0)],
@@ -31,16 +43,24 @@ class Operations(NamedTuple):
     rule: Any
     drafted_conv: Any
     drafted_rule: Any
+    ready_rule: Any
     catch_up: Any
 
 
+def ready_twin(tokens: Any, state: torch.Tensor, spans: Spans, kept: DraftInputs | None) -> torch.Tensor:
+    return delta.state_rule(tokens, state, spans._replace(lengths=None, one_by_one=False), one_chunk=None, kept=kept)
+
+
 KINDS = {
-    "twin": Operations(delta.short_conv, delta.gated_delta, delta.drafted_conv, delta.drafted_delta, delta.catch_up),
+    "twin": Operations(
+        *(delta.short_conv, delta.gated_delta, delta.drafted_conv, delta.drafted_delta, ready_twin, delta.catch_up)
+    ),
     "kernel": Operations(
         triton_conv.short_conv,
         triton_rule.gated_delta,
         triton_drafts.drafted_conv,
         triton_drafts.drafted_delta,
+        triton_states.decode_states,
         triton_drafts.catch_up,
     ),
 }
@@ -49,16 +69,20 @@ KINDS = {
 class Layers:
     """Weights, states and what is kept of drafts, of `LAYERS` layers."""
 
-    def __init__(self, width: int, dtype: torch.dtype, device: str, beta_scale: float) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, device: str, beta_scale: float, rule: Rule) -> None:
+        self.bias = torch.randn(LAYERS, CHANNELS).to(device, dtype) if rule == "plain" else [None] * LAYERS
         self.weight = torch.randn(LAYERS, CHANNELS, width).to(device, dtype)
         self.a_log, self.dt_bias = torch.randn(LAYERS, HEADS).to(device), torch.randn(LAYERS, HEADS).to(device)
         self.state = torch.randn(LAYERS, ROWS + 1, HEADS, KEY_DIM, VALUE_DIM).to(device)
         self.conv = torch.randn(LAYERS, ROWS + 1, CHANNELS, width - 1).to(device, dtype)
         self.kept = DraftInputs(
             torch.full((LAYERS, DRAFTS, CHANNELS), NAN, dtype=dtype, device=device),
-            torch.full((LAYERS, DRAFTS, CHANNELS), NAN, dtype=dtype, device=device),
-            torch.full((LAYERS, DRAFTS, 2, HEADS), NAN, device=device),
+            torch.full(
+                (LAYERS, DRAFTS, KEPT[rule][0]), NAN, dtype=dtype if rule == "gated" else torch.float32, device=device
+            ),
+            torch.full((LAYERS, DRAFTS, KEPT[rule][1]), NAN, device=device),
             FIRST,
+            rule,
         )
         self.beta_scale = beta_scale
 
@@ -66,13 +90,25 @@ class Layers:
         """The outputs of all layers, [L, T, H, V]; the states advance."""
         outputs = []
         for layer, (x, b, a) in enumerate(tokens):
-            kept = DraftInputs(*(tensor[layer] for tensor in self.kept[:3]), FIRST)
+            kept = self.kept.of_layer(layer)
             drafted, more = spans.behind_B is not None, () if spans.behind_B is None else (kept,)
             conv, rule = (of.drafted_conv, of.drafted_rule) if drafted else (of.conv, of.rule)
-            mixed = conv(x, self.weight[layer], self.conv[layer], spans, *more)
+            mixed = conv(x, self.weight[layer], self.conv[layer], spans, *more, self.bias[layer])
             gates = b, a, self.a_log[layer], self.dt_bias[layer]
-            outputs.append(rule(mixed, *gates, self.state[layer], spans, *more, self.beta_scale))
+            if self.kept.rule == "gated":
+                outputs.append(rule(mixed, *gates, self.state[layer], spans, *more, self.beta_scale))
+            else:
+                tokens = self._ready(mixed, *gates)
+                outputs.append(of.ready_rule(tokens, self.state[layer], spans, kept if drafted else None))
         return torch.stack(outputs)
+
+    def _ready(self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, *gates: torch.Tensor) -> Any:
+        """What the other rules take of tokens: some numbers."""
+        q, k, v = heads_of(mixed, self.state[0])
+        g, beta = gates_of(b, a, *gates, self.beta_scale)
+        if self.kept.rule == "plain":
+            return q, k, v, g
+        return q, k, v, g * torch.linspace(0.5, 2.0, KEY_DIM, device=g.device), beta
 
 
 def one_by_one_spans(places: torch.Tensor, positions: torch.Tensor, one_by_one: bool) -> Spans:
@@ -84,24 +120,29 @@ def one_by_one_spans(places: torch.Tensor, positions: torch.Tensor, one_by_one: 
 
 #: In the interpreter, "some" meets every kernel: by one path with each of the sizes. Of its rows all drafts
 #: are accepted, some, or none.
-USUAL = {("some", True, torch.float32), ("some", False, torch.bfloat16)}
+USUAL = {("some", True, torch.float32, "gated"), ("some", False, torch.bfloat16, "gated")} | {
+    ("some", False, dtype, rule) for _, dtype, _, rule in SIZES[2:]
+}
 
 
 def _cases() -> list[Any]:
     """The whole grid; those that only the nightly run has are marked."""
     cases = []
     for kind, one_by_one, step, sizes in product(KINDS, [True, False], STEPS, SIZES):
-        always = kind == "twin" or DEVICE == "cuda" or (step, one_by_one, sizes[1]) in USUAL
+        if one_by_one and sizes[3] != "gated":  # a rule with one way
+            continue
+        always = kind == "twin" or DEVICE == "cuda" or (step, one_by_one, sizes[1], sizes[3]) in USUAL
         cases.append(pytest.param(kind, one_by_one, step, *sizes, marks=() if always else pytest.mark.nightly))
     return cases
 
 
-@pytest.mark.parametrize(("kind", "one_by_one", "step", "width", "dtype", "beta_scale"), _cases())
-def test_a_step_with_drafts_is_as_many_plain_steps(kind, one_by_one, step, width, dtype, beta_scale) -> None:
+@pytest.mark.parametrize(("kind", "one_by_one", "step", "width", "dtype", "beta_scale", "rule"), _cases())
+def test_a_step_with_drafts_is_as_many_plain_steps(kind, one_by_one, step, width, dtype, beta_scale, rule) -> None:
     of, device = KINDS[kind], DEVICE if kind == "kernel" else "cpu"
-    exact = kind == "kernel" and (one_by_one or DEVICE == "cpu")  # else a step's tiles depend on its size
+    # A step's tiles depend on its size, except one by one; torch makes the decays of the other rules.
+    exact = kind == "kernel" and (one_by_one or DEVICE == "cpu") and rule == "gated"
     rows = STEPS[step]
-    mine, plain = (_layers(width, dtype, device, beta_scale) for _ in range(2))
+    mine, plain = (_layers(width, dtype, device, beta_scale, rule) for _ in range(2))
     before = mine.state.clone()
     # The step: each row, then its drafts. A row of the first step is at position 0, where no state is read.
     places, behind, positions, verified, accepted, draft = [], [], [], [], [], FIRST
@@ -147,9 +188,9 @@ def test_a_step_with_drafts_is_as_many_plain_steps(kind, one_by_one, step, width
     assert torch.equal(mine.state[:, others], before[:, others]), "states of other rows stay"
 
 
-def _layers(width: int, dtype: torch.dtype, device: str, beta_scale: float) -> Layers:
+def _layers(width: int, dtype: torch.dtype, device: str, *of_rule: Any) -> Layers:
     torch.manual_seed(1)
-    layers = Layers(width, dtype, device, beta_scale)
+    layers = Layers(width, dtype, device, *of_rule)
     torch.manual_seed(2)
     return layers
 
