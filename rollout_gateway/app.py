@@ -13,8 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout_gateway.dialects.tinker.sessions import TinkerSessions
-from rollout_gateway.endpoints import routes
+from rollout_gateway.endpoints import STATES, routes
 from rollout_gateway.history.expiring_cache import ExpiringCache
 from rollout_gateway.history.trajectories import StoredResponse, Trajectories
 from rollout_gateway.http.access import AccessRule
@@ -25,15 +24,20 @@ from rollout_gateway.orders.group_updates import GroupUpdates
 from rollout_gateway.orders.worker_orders import WorkerOrders
 from rollout_gateway.prompts.gateway_model import GatewayModel
 from rollout_gateway.requests.http_request import Gateway
-from rollout_gateway.requests.process_groups import TransferState
 from rollout_gateway.workers.workers import Workers
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.wire.errors import RolloutError, Unavailable
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.near_names import near_name
 
-#: Beginnings of other servers' paths that are not served, and what is to be known of them.
+_NO_RECEIVER = (
+    "it needs a receiver of its own, or pickle: send weights by /update_weights_from_distributed, from a folder, or "
+    "with WeightPublisher; "
+)
+#: Beginnings of paths that are not served, each with a hint for the error.
 _NOT_SERVED = {
+    "/init_broadcaster": _NO_RECEIVER,
+    "/update_weights_from_tensor": _NO_RECEIVER,
     "/v1/embeddings": "this gateway only generates; ",
     "/api/v1/": "this gateway samples by Tinker's API; it does not train, and keeps no checkpoints, runs or accounts; ",
 }
@@ -53,8 +57,9 @@ def make_app(
         client = pool()
         workers = Workers(client, settings)
         folder_updates = FolderUpdates(settings.weights_root, settings.update_s, curve)
-        tinker: TinkerSessions[Any] = TinkerSessions()
-        tasks = [asyncio.ensure_future(each.run()) for each in (workers.watch, tinker)]
+        states = {kind: kind() for kind in STATES}
+        running = [workers.watch.run(), *(state.run() for state in states.values())]
+        tasks = [asyncio.ensure_future(each) for each in running]
         model: GatewayModel | None = None
         try:
             model = GatewayModel.load(await _first_status(workers, settings.start_s), settings)
@@ -63,7 +68,6 @@ def make_app(
             group_updates = GroupUpdates(client, orders, settings.update_s)
             trajectories = Trajectories(settings.max_kept_bytes, settings.session_s)
             responses: ExpiringCache[StoredResponse] = ExpiringCache(settings.max_kept_bytes, settings.session_s)
-            states = {TransferState: TransferState(), TinkerSessions: tinker}
             gateway = Gateway(settings, workers, model, orders, group_updates, trajectories, responses, states)
             app.router.routes.extend(routes(gateway))
             yield
@@ -71,7 +75,8 @@ def make_app(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await tinker.close()
+            for state in states.values():
+                await state.close()
             await folder_updates.close()
             if model is not None:
                 model.close()

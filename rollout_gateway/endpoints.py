@@ -1,4 +1,4 @@
-"""The table of all endpoints, from which the application and the reference page are made: the rows of each dialect."""
+"""The endpoints of all dialects, from which the application and the reference page are made, and their states."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -17,12 +17,14 @@ from rollout_gateway.dialects import (
     sglang,
     trainers,
     vllm,
+    weights,
 )
 from rollout_gateway.dialects.tinker import handlers as tinker
 from rollout_gateway.http.bodies import Body, Query, decode, read_bytes
 from rollout_gateway.http.event_stream import ClientGone, EventStream, NamedEvents, json_answer, unless_gone
-from rollout_gateway.requests.http_request import Endpoint, Gateway, HttpRequest
+from rollout_gateway.requests.http_request import DialectState, Endpoint, Gateway, HttpRequest
 
+STATES: tuple[type[DialectState], ...] = (*weights.STATES, *tinker.STATES)
 ENDPOINTS: tuple[Endpoint, ...] = (
     *openai_completions.ENDPOINTS,
     *openai_chat.ENDPOINTS,
@@ -31,6 +33,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *vllm.ENDPOINTS,
     *sglang.ENDPOINTS,
     *trainers.ENDPOINTS,
+    *weights.ENDPOINTS,
     *own.ENDPOINTS,
     *tinker.ENDPOINTS,
 )

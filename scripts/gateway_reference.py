@@ -8,12 +8,11 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rollout_gateway.dialects import sglang, trainers, vllm
+from rollout_gateway.dialects import sglang, trainers, vllm, weights
 from rollout_gateway.dialects.tinker import bodies as tinker_bodies
 from rollout_gateway.endpoints import ENDPOINTS
 from rollout_gateway.http.bodies import Body, EmptyBody
 from rollout_gateway.prompts import sampling
-from rollout_gateway.requests import process_groups
 from rollout_gateway.requests.http_request import Endpoint
 
 _INTRODUCTION = """\
@@ -30,8 +29,8 @@ its value switches the feature off.
 
 Process groups, worker extensions and Tinker take what their packages send; their fields are not listed."""
 
-#: Modules of bodies that packages write, never users: the page does not list their fields.
-_OF_PACKAGES = {module.__name__ for module in (process_groups, tinker_bodies, trainers)}
+#: Modules of bodies that packages write, never users: the page lists the fields of a folder alone.
+_OF_PACKAGES = {module.__name__ for module in (tinker_bodies, trainers, weights)}
 
 #: Bodies with more lines than this have a section of their own.
 _MOST_LINES = 3
@@ -86,7 +85,9 @@ def _titles() -> dict[type[Body], str]:
     """The titles of all classes of bodies with fields: bodies of endpoints, shared ones, inner ones."""
     taken: dict[type[Body], list[str]] = {}
     for endpoint in ENDPOINTS:
-        if endpoint.takes not in (None, EmptyBody) and endpoint.takes.__module__ not in _OF_PACKAGES:
+        if endpoint.takes in (None, EmptyBody):
+            continue
+        if endpoint.takes is weights.FolderBody or endpoint.takes.__module__ not in _OF_PACKAGES:
             taken.setdefault(endpoint.takes, []).extend(f"`{path}`" for path in endpoint.paths)
     return {body: ", ".join(paths) for body, paths in taken.items()} | dict(_SHARED) | dict(_INNER)
 

@@ -118,7 +118,7 @@ _ERRORS_OF_HTTP = """
 - 408, 413: body slower than `--body-s`, larger than `--max-body-bytes`
 - 408, 410: a result of Tinker's API that is not there yet, or not any more
 - 429: `--max-in-flight` is reached; `Retry-After` says when to try again
-- 501: a call that is [refused](../gateway.md#refused)
+- 501: an update that needs the extra `publish`
 - 503: no worker can take the request, or `--max-connections` is reached"""
 
 _API_INTRODUCTION = """\

@@ -17,7 +17,7 @@ from rollout_gateway.http.http_errors import HttpError, Names, bad_request
 from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, Int32, Number
 from rollout_gateway.requests.chat_body import ChatBody, ChatBuilder, ExtraFields, client_names, listed, named
 from rollout_gateway.requests.conversation import Conversation, begin, prompt_of
-from rollout_gateway.requests.http_request import Endpoint, HttpRequest
+from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
 from trainer_bridge.client.results import Completion, GenerateResult
 
 _ROLES = ("user", "assistant", "system")
@@ -455,6 +455,6 @@ def _signature(text: str) -> str:
 
 
 ENDPOINTS = (
-    Endpoint("POST /v1/messages", "Anthropic", answer, MessagesBody, for_client=True),
-    Endpoint("POST /v1/messages/count_tokens", "Anthropic", count_tokens, CountBody),
+    Endpoint(POST, "/v1/messages", "Anthropic", answer, MessagesBody, for_client=True),
+    Endpoint(POST, "/v1/messages/count_tokens", "Anthropic", count_tokens, CountBody),
 )

@@ -10,7 +10,7 @@ from rollout_gateway.http.http_errors import bad_request
 from rollout_gateway.requests.call import StreamedChunk
 from rollout_gateway.requests.chat_body import ChatBody
 from rollout_gateway.requests.conversation import Conversation, begin, prompt_of
-from rollout_gateway.requests.http_request import Endpoint, HttpRequest
+from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
 from trainer_bridge.client.results import Completion
 
 
@@ -119,6 +119,6 @@ class _Answer:
 
 
 ENDPOINTS = (
-    Endpoint("POST /v1/chat/completions", "OpenAI", complete_chat, ChatBody, for_client=True),
-    Endpoint("POST /v1/chat/completions/render", "vLLM", render, ChatBody),
+    Endpoint(POST, "/v1/chat/completions", "OpenAI", complete_chat, ChatBody, for_client=True),
+    Endpoint(POST, "/v1/chat/completions/render", "vLLM", render, ChatBody),
 )

@@ -21,7 +21,7 @@ from rollout_gateway.http.http_errors import bad_request
 from rollout_gateway.prompts.kv_hints import ForkField
 from rollout_gateway.prompts.sampling import MAX_TOP, OpenAiBody, TokenId
 from rollout_gateway.requests.call import Call, StreamedChunk
-from rollout_gateway.requests.http_request import Endpoint, HttpRequest
+from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
 from rollout_gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion
 
@@ -160,4 +160,4 @@ class _Answer:
         return CompletionViews(text_pieces(self._gateway.model.text, self._body, self._body.include_stop_str_in_output))
 
 
-ENDPOINTS = (Endpoint("POST /v1/completions", "OpenAI", complete, CompletionBody, for_client=True),)
+ENDPOINTS = (Endpoint(POST, "/v1/completions", "OpenAI", complete, CompletionBody, for_client=True),)

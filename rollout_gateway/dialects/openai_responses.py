@@ -19,7 +19,7 @@ from rollout_gateway.http.json_text import json_text
 from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, OPENAI_ACCOUNTING, Int32, Number
 from rollout_gateway.requests.chat_body import ChatBody, ChatBuilder, ExtraFields, client_names, listed, named
 from rollout_gateway.requests.conversation import Conversation, begin
-from rollout_gateway.requests.http_request import Endpoint, Gateway, HttpRequest
+from rollout_gateway.requests.http_request import DELETE, GET, POST, Endpoint, Gateway, HttpRequest
 from trainer_bridge.client.results import Completion, GenerateResult
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -622,7 +622,7 @@ def _item(kind: str) -> dict[str, Any]:
 
 
 ENDPOINTS = (
-    Endpoint("POST /v1/responses", "OpenAI", respond, ResponsesBody, for_client=True),
-    Endpoint("GET /v1/responses/{response_id}", "OpenAI", read),
-    Endpoint("DELETE /v1/responses/{response_id}", "OpenAI", delete),
+    Endpoint(POST, "/v1/responses", "OpenAI", respond, ResponsesBody, for_client=True),
+    Endpoint(GET, "/v1/responses/{response_id}", "OpenAI", read),
+    Endpoint(DELETE, "/v1/responses/{response_id}", "OpenAI", delete),
 )

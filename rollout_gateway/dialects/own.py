@@ -11,7 +11,7 @@ from rollout_gateway.answers.answer_facts import now
 from rollout_gateway.http.event_stream import json_answer
 from rollout_gateway.http.http_errors import HttpError
 from rollout_gateway.http.json_text import Json, json_text
-from rollout_gateway.requests.http_request import Endpoint, Gateway, HttpRequest
+from rollout_gateway.requests.http_request import DELETE, GET, POST, Endpoint, Gateway, HttpRequest
 
 _PING_S = 10.0
 _LOGPROB_MODES = {"policy": "policy_logprobs", "processed": "processed_logprobs", "raw": "raw_logprobs"}
@@ -189,13 +189,13 @@ def _unknown(session: str) -> HttpError:
 
 
 ENDPOINTS = (
-    Endpoint("GET /health", "vLLM", health),
-    Endpoint("GET /health_generate", "SGLang", health_generate),
-    Endpoint("GET|POST /ping", "vLLM", ping),
-    Endpoint("GET /version", "vLLM", version),
-    Endpoint("GET /v1/models", "OpenAI", models),
-    Endpoint("GET /metrics", "vLLM", metrics),
-    Endpoint("GET /server_info /get_server_info", "vLLM", server_info),
-    Endpoint("GET /v1/trajectories/{session:path}", "rollout", read),
-    Endpoint("DELETE /v1/trajectories/{session:path}", "rollout", delete),
+    Endpoint(GET, "/health", "vLLM", health),
+    Endpoint(GET, "/health_generate", "SGLang", health_generate),
+    Endpoint(GET + POST, "/ping", "vLLM", ping),
+    Endpoint(GET, "/version", "vLLM", version),
+    Endpoint(GET, "/v1/models", "OpenAI", models),
+    Endpoint(GET, "/metrics", "vLLM", metrics),
+    Endpoint(GET, "/server_info", "vLLM", server_info, aliases=("/get_server_info",)),
+    Endpoint(GET, "/v1/trajectories/{session:path}", "rollout", read),
+    Endpoint(DELETE, "/v1/trajectories/{session:path}", "rollout", delete),
 )

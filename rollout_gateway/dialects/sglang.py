@@ -21,9 +21,9 @@ from rollout_gateway.http.http_errors import bad_request
 from rollout_gateway.orders.worker_orders import PauseMode
 from rollout_gateway.prompts.kv_hints import ForkField, KvFields
 from rollout_gateway.prompts.sampling import MAX_PROMPT_TOP, MAX_TOKEN_ID, Int32, SamplingBody, TokenId
-from rollout_gateway.requests import admin, process_groups
+from rollout_gateway.requests import admin
 from rollout_gateway.requests.call import Call
-from rollout_gateway.requests.http_request import Endpoint, HttpRequest
+from rollout_gateway.requests.http_request import GET, POST, Endpoint, HttpRequest
 from rollout_gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
 
@@ -430,14 +430,6 @@ async def release_memory(request: HttpRequest[MemoryBody]) -> None:
     await request.gateway.orders.sleep(1, request.body.tags)
 
 
-async def update_from_disk(request: HttpRequest[admin.UpdateBody]) -> dict[str, Any]:
-    """Update the weights from a folder."""
-    folder, field = request.body.folder
-    version = await request.gateway.orders.update_from_folder(folder, request.body.weight_version, field)
-    message = f"Succeeded to update model weights to version {version}."
-    return {"success": True, "message": message, "num_paused_requests": 0}
-
-
 async def weight_version(request: HttpRequest[Any]) -> dict[str, Any]:
     """Return the version that all workers have at least, as a string."""
     return {"weight_version": str(await request.gateway.orders.version())}
@@ -465,19 +457,14 @@ async def loads(request: HttpRequest[Any]) -> dict[str, Any]:
 _PAUSED = {"message": "Generation paused successfully.", "status": "ok"}
 
 ENDPOINTS = (
-    Endpoint("POST /generate", "SGLang", generate, SglangBody, for_client=True),
-    Endpoint("GET /get_model_info /model_info", "SGLang", model_info),
-    Endpoint("GET /v1/loads /get_load", "SGLang", loads),
-    Endpoint("POST /pause_generation", "SGLang", admin.pause, PauseBody, _PAUSED, for_client=True),
-    Endpoint("POST /continue_generation", "SGLang", admin.continue_generation, answer=admin.CONTINUED),
-    Endpoint("POST /release_memory_occupation", "SGLang", release_memory, MemoryBody),
-    Endpoint("POST /resume_memory_occupation", "SGLang", admin.wake_up, MemoryBody),
-    Endpoint("POST /abort_request", "SGLang", abort, AbortBody),
-    Endpoint("GET|POST /flush_cache", "SGLang", flush_cache),
-    Endpoint("POST /update_weights_from_disk", "SGLang", update_from_disk, admin.UpdateBody),
-    Endpoint("GET /get_weight_version /weight_version", "SGLang", weight_version),
-    Endpoint("POST /init_weights_update_group", "SGLang", process_groups.join, process_groups.GroupBody),
-    Endpoint("POST /update_weights_from_distributed", "SGLang", process_groups.update, process_groups.TensorsBody),
-    Endpoint("POST /destroy_weights_update_group", "SGLang", process_groups.leave, process_groups.GroupNameBody),
-    Endpoint("POST /update_weights_from_tensor", "SGLang", process_groups.refuse),
+    Endpoint(POST, "/generate", "SGLang", generate, SglangBody, for_client=True),
+    Endpoint(GET, "/get_model_info", "SGLang", model_info, aliases=("/model_info",)),
+    Endpoint(GET, "/v1/loads", "SGLang", loads, aliases=("/get_load",)),
+    Endpoint(POST, "/pause_generation", "SGLang", admin.pause, PauseBody, _PAUSED, for_client=True),
+    Endpoint(POST, "/continue_generation", "SGLang", admin.continue_generation, answer=admin.CONTINUED),
+    Endpoint(POST, "/release_memory_occupation", "SGLang", release_memory, MemoryBody),
+    Endpoint(POST, "/resume_memory_occupation", "SGLang", admin.wake_up, MemoryBody),
+    Endpoint(POST, "/abort_request", "SGLang", abort, AbortBody),
+    Endpoint(GET + POST, "/flush_cache", "SGLang", flush_cache),
+    Endpoint(GET, "/get_weight_version", "SGLang", weight_version, aliases=("/weight_version",)),
 )

@@ -38,10 +38,10 @@ from rollout_gateway.prompts.sampling import (
     SamplingBody,
     TokenId,
 )
-from rollout_gateway.requests import admin, process_groups
+from rollout_gateway.requests import admin
 from rollout_gateway.requests.call import Call, StreamedChunk
 from rollout_gateway.requests.chat_body import Tool
-from rollout_gateway.requests.http_request import Endpoint, HttpRequest
+from rollout_gateway.requests.http_request import GET, POST, Endpoint, HttpRequest
 from rollout_gateway.workers.workers import TokenRequest
 from trainer_bridge.client.media import MediaItem
 from trainer_bridge.client.results import Completion, GenerateResult
@@ -464,25 +464,20 @@ async def weight_info(request: HttpRequest[Any]) -> dict[str, Any]:
 
 
 ENDPOINTS = (
-    Endpoint("POST /inference/v1/generate", "vLLM", generate, GenerateBody, for_client=True),
-    Endpoint("POST /skyrl/v1/generate", "SkyRL", generate_with_experts, GenerateBody, for_client=True),
-    Endpoint("POST /tokenize", "vLLM", tokenize, TokenizeBody),
-    Endpoint("POST /detokenize", "vLLM", detokenize, DetokenizeBody),
-    Endpoint("GET /get_world_size", "vLLM", get_world_size, WorldSizeQuery),
-    Endpoint("POST /pause", "vLLM", admin.pause, PauseQuery, {"status": "paused"}, for_client=True),
-    Endpoint("POST /resume", "vLLM", resume, answer={"status": "resumed"}),
-    Endpoint("GET /is_paused", "vLLM", is_paused),
-    Endpoint("POST /sleep", "vLLM", sleep, SleepQuery),
-    Endpoint("POST /wake_up", "vLLM", admin.wake_up, WakeQuery),
-    Endpoint("GET /is_sleeping", "vLLM", is_sleeping),
-    Endpoint("POST /abort_requests", "vLLM", abort_requests, AbortRequestsBody),
-    Endpoint("POST /reset_prefix_cache", "vLLM", reset_prefix_cache, ResetBody),
-    Endpoint("POST /v1/load_lora_adapter", "vLLM", admin.load_adapter, admin.AdapterBody),
-    Endpoint("POST /v1/unload_lora_adapter", "vLLM", admin.unload_adapter, admin.AdapterBody),
-    Endpoint("POST /update_weights", "vLLM", admin.update_weights, admin.UpdateBody),
-    Endpoint("GET /weight_info", "vLLM", weight_info),
-    Endpoint("POST /init_weight_transfer_engine", "vLLM", process_groups.init_engine, process_groups.InitBody),
-    Endpoint("POST /start_weight_update", "vLLM", process_groups.start, process_groups.StartBody),
-    Endpoint("POST /finish_weight_update", "vLLM", process_groups.finish, process_groups.FinishBody),
-    Endpoint("POST /shutdown_weight_transfer_engine", "vLLM", process_groups.shut_engine_down),
+    Endpoint(POST, "/inference/v1/generate", "vLLM", generate, GenerateBody, for_client=True),
+    Endpoint(POST, "/skyrl/v1/generate", "SkyRL", generate_with_experts, GenerateBody, for_client=True),
+    Endpoint(POST, "/tokenize", "vLLM", tokenize, TokenizeBody),
+    Endpoint(POST, "/detokenize", "vLLM", detokenize, DetokenizeBody),
+    Endpoint(GET, "/get_world_size", "vLLM", get_world_size, WorldSizeQuery),
+    Endpoint(POST, "/pause", "vLLM", admin.pause, PauseQuery, {"status": "paused"}, for_client=True),
+    Endpoint(POST, "/resume", "vLLM", resume, answer={"status": "resumed"}),
+    Endpoint(GET, "/is_paused", "vLLM", is_paused),
+    Endpoint(POST, "/sleep", "vLLM", sleep, SleepQuery),
+    Endpoint(POST, "/wake_up", "vLLM", admin.wake_up, WakeQuery),
+    Endpoint(GET, "/is_sleeping", "vLLM", is_sleeping),
+    Endpoint(POST, "/abort_requests", "vLLM", abort_requests, AbortRequestsBody),
+    Endpoint(POST, "/reset_prefix_cache", "vLLM", reset_prefix_cache, ResetBody),
+    Endpoint(POST, "/v1/load_lora_adapter", "vLLM", admin.load_adapter, admin.AdapterBody),
+    Endpoint(POST, "/v1/unload_lora_adapter", "vLLM", admin.unload_adapter, admin.AdapterBody),
+    Endpoint(GET, "/weight_info", "vLLM", weight_info),
 )

@@ -6,7 +6,6 @@ from pydantic import Field
 
 from rollout_gateway.http.bodies import Body
 from rollout_gateway.http.http_errors import bad_request
-from rollout_gateway.requests import process_groups
 from rollout_gateway.requests.http_request import HttpRequest
 
 #: SGLang's answer to the end of a pause.
@@ -55,45 +54,6 @@ async def unload_adapter(request: HttpRequest[AdapterBody]) -> str:
     """Unload an adapter."""
     await request.gateway.orders.unload_adapter(request.body.lora_name)
     return f"Success: LoRA adapter '{request.body.lora_name}' removed successfully."
-
-
-class UpdateBody(Body):
-    """The body of `/update_weights`: a folder of prime-rl (`weight_dir`) or AReaL (`model_path`).
-
-    A body with vLLM's `update_info` means its weight transfer engine.
-    """
-
-    ignored: ClassVar = {
-        "reset_prefix_cache": "see `engine.max_kv_age`",
-        "clear_cache": "see `engine.max_kv_age`",
-        "flush_cache": "see `engine.max_kv_age`",
-        "abort_all_requests": "an update aborts nothing",
-    }
-    switched_off: ClassVar = {"load_format": (None, "auto", "safetensors"), "is_async": (None, False)}
-
-    weight_dir: str | None = None
-    model_path: str | None = None
-    weight_version: int | str | None = None
-    update_info: dict[str, Any] | None = None
-
-    @property
-    def folder(self) -> tuple[str, str]:
-        """The folder, and the name of its field. Raises `HttpError` unless there is exactly one."""
-        given = {name: path for name in ("weight_dir", "model_path") if (path := getattr(self, name)) is not None}
-        if len(given) != 1:
-            raise bad_request("name the folder of the new weights in 'weight_dir' or 'model_path'", "weight_dir")
-        ((name, path),) = given.items()
-        return path, name
-
-
-async def update_weights(request: HttpRequest[UpdateBody]) -> dict[str, Any]:
-    """Update the weights from a folder, or with `update_info` by vLLM's weight transfer engine."""
-    body = request.body
-    if body.update_info is not None:
-        return await process_groups.receive_by_engine(request.gateway, body.update_info)
-    folder, field = body.folder
-    version = await request.gateway.orders.update_from_folder(folder, body.weight_version, field)
-    return {"status": "ok", "success": True, "message": "Weights updated", "weight_version": version}
 
 
 async def continue_generation(request: HttpRequest[Any]) -> None:

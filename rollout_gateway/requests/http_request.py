@@ -33,7 +33,19 @@ from rollout_gateway.workers.workers import Workers
 _MAX_ID = 128
 B = TypeVar("B", bound=Body)
 C = TypeVar("C", bound=Body)
-S = TypeVar("S")
+
+
+class DialectState:
+    """What a dialect keeps between requests, from the start of the gateway to its end."""
+
+    async def run(self) -> None:
+        """Work until cancelled, if there is work beside the requests."""
+
+    async def close(self) -> None:
+        """Release what is kept."""
+
+
+S = TypeVar("S", bound=DialectState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +59,10 @@ class Gateway:
     group_updates: GroupUpdates
     trajectories: Trajectories
     responses: ExpiringCache[StoredResponse]
-    #: What dialects keep between requests, by its class.
-    states: Mapping[type[Any], Any]
+    states: Mapping[type[DialectState], Any]
 
     def state(self, kind: type[S]) -> S:
-        """The state of this class that a dialect keeps."""
+        """The state of this class, which a dialect names in its `STATES`."""
         found: S = self.states[kind]
         return found
 
@@ -149,27 +160,26 @@ Handler = Callable[[HttpRequest[Any]], Coroutine[Any, Any, Any]]
 Clients = Literal["OpenAI", "Anthropic", "rollout", "vLLM", "SGLang", "SkyRL", "prime-rl", "AReaL", "Tinker"]
 
 
+GET, POST, DELETE = ("GET",), ("POST",), ("DELETE",)
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One endpoint: `name` has its method, or two, then its path and the aliases of the path.
+    """One endpoint. `clients`: the server or trainer whose clients call it.
 
-    `clients`: the server or trainer whose clients call it. `takes`: the class of its JSON body, or of its URL's
-    parameters; None: neither is looked at. `answer`: what is answered if the handler returns None. `for_client`: the
-    work ends if the client leaves.
+    `takes`: the class of its JSON body, or of its URL's parameters; None: neither is looked at. `answer`: what is
+    answered if the handler returns None. `for_client`: the work ends if the client leaves.
     """
 
-    name: str
+    methods: tuple[str, ...]
+    path: str
     clients: Clients
     handler: Handler
     takes: type[Body] | None = None
     answer: Any = None
     for_client: bool = False
+    aliases: tuple[str, ...] = ()
 
     @property
-    def methods(self) -> list[str]:
-        return self.name.split()[0].split("|")
-
-    @property
-    def paths(self) -> list[str]:
-        """The path and its aliases."""
-        return self.name.split()[1:]
+    def paths(self) -> tuple[str, ...]:
+        return (self.path, *self.aliases)

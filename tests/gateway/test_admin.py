@@ -135,9 +135,11 @@ def test_folders_that_are_no_weights(client: httpx.Client, worker: WorkerProcess
     assert refused(client, path, {"weight_dir": f"{root}/ones/../../.."}, 403) == "weight_dir"
     assert refused(client, path, {"model_path": str(root / "none")}) == "model_path"
     assert refused(client, path, {"weight_dir": None}) == "weight_dir"
-    refused(client, "/init_broadcaster", {}, 501)
-    refused(client, "/collective_rpc", {"method": "skyrl_sleep_for_weight_sync"}, 501)
-    assert refused(client, "/collective_rpc", {"method": "rm"}) == "method"
+    for other in ("/init_broadcaster", "/update_weights_from_tensor"):
+        refused(client, other, {}, 404)
+        assert "/update_weights_from_distributed" in client.post(other, json={}).json()["error"]["message"]
+    for method in ("skyrl_sleep_for_weight_sync", "rm"):
+        assert refused(client, "/collective_rpc", {"method": method}) == "method"
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00garbage!")
     (tmp_path / "part").mkdir()

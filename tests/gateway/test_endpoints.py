@@ -30,7 +30,7 @@ def test_the_page_of_the_gateway_names_only_paths_that_are_served() -> None:
     assert len(named) > 2 and named <= {path for endpoint in ENDPOINTS for path in endpoint.paths}
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.methods[0]} {endpoint.path}")
 def test_an_endpoint_is_served_under_all_its_names(client: httpx.Client, endpoint: Endpoint) -> None:
     """A method that the row does not name tells the methods that are served, and orders nothing."""
     for path in endpoint.paths:

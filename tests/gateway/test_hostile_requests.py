@@ -129,7 +129,7 @@ def test_a_compressed_body_is_refused(client: httpx.Client) -> None:
 )
 def test_half_a_surrogate_pair_is_named(client: httpx.Client, half: str, text: str, field: str | None) -> None:
     """OpenAI and Anthropic refuse such a body, too."""
-    paths = sorted({row.paths[0] for row in ENDPOINTS if row.takes and not issubclass(row.takes, Query)})
+    paths = sorted({row.path for row in ENDPOINTS if row.takes and not issubclass(row.takes, Query)})
     for path in paths:
         answer = client.post(path, content=text.replace("HALF", half))
         assert answer.status_code == 400, answer.text

@@ -22,7 +22,7 @@ from rollout_gateway.dialects.tinker.sessions import TinkerSampler, TinkerSessio
 from rollout_gateway.http.http_errors import HttpError, bad_request
 from rollout_gateway.http.json_text import json_text
 from rollout_gateway.requests.call import Call
-from rollout_gateway.requests.http_request import Endpoint, Gateway, HttpRequest
+from rollout_gateway.requests.http_request import GET, POST, Endpoint, Gateway, HttpRequest
 from rollout_gateway.workers.workers import TokenRequest
 
 _POLL_S = 20.0  # clients wait 45 s for an answer
@@ -228,19 +228,20 @@ def _json(value: dict[str, Any], status: int = 200) -> Response:
     return Response(json_text(value), status, media_type="application/json")
 
 
+STATES = (TinkerSessions,)
 ENDPOINTS = (
-    Endpoint("GET /api/v1/healthz", "Tinker", healthz),
-    Endpoint("GET /api/v1/get_server_capabilities", "Tinker", capabilities),
-    Endpoint("POST /api/v1/client/config", "Tinker", client_config),
-    Endpoint("POST /api/v1/client/dynamic_config", "Tinker", client_dynamic_config),
-    Endpoint("POST /api/v1/telemetry", "Tinker", telemetry),
-    Endpoint("POST /api/v1/create_session", "Tinker", create_session),
-    Endpoint("POST /api/v1/session_heartbeat", "Tinker", heartbeat, SessionBody),
-    Endpoint("POST /api/v1/sessions/{session}/finish", "Tinker", finish_session),
-    Endpoint("POST /api/v1/create_sampling_session", "Tinker", create_sampler, SamplerBody),
-    Endpoint("POST /api/v1/join_sampling_session", "Tinker", join_sampler, JoinBody),
-    Endpoint("GET /api/v1/samplers/{sampler}", "Tinker", sampler),
-    Endpoint("POST /api/v1/asample", "Tinker", sample, SampleBody),
-    Endpoint("POST /api/v1/retrieve_future", "Tinker", retrieve, ResultBody, for_client=True),
-    Endpoint("POST /api/v1/cancel_future", "Tinker", cancel, ResultBody),
+    Endpoint(GET, "/api/v1/healthz", "Tinker", healthz),
+    Endpoint(GET, "/api/v1/get_server_capabilities", "Tinker", capabilities),
+    Endpoint(POST, "/api/v1/client/config", "Tinker", client_config),
+    Endpoint(POST, "/api/v1/client/dynamic_config", "Tinker", client_dynamic_config),
+    Endpoint(POST, "/api/v1/telemetry", "Tinker", telemetry),
+    Endpoint(POST, "/api/v1/create_session", "Tinker", create_session),
+    Endpoint(POST, "/api/v1/session_heartbeat", "Tinker", heartbeat, SessionBody),
+    Endpoint(POST, "/api/v1/sessions/{session}/finish", "Tinker", finish_session),
+    Endpoint(POST, "/api/v1/create_sampling_session", "Tinker", create_sampler, SamplerBody),
+    Endpoint(POST, "/api/v1/join_sampling_session", "Tinker", join_sampler, JoinBody),
+    Endpoint(GET, "/api/v1/samplers/{sampler}", "Tinker", sampler),
+    Endpoint(POST, "/api/v1/asample", "Tinker", sample, SampleBody),
+    Endpoint(POST, "/api/v1/retrieve_future", "Tinker", retrieve, ResultBody, for_client=True),
+    Endpoint(POST, "/api/v1/cancel_future", "Tinker", cancel, ResultBody),
 )

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from rollout_gateway.http.http_errors import HttpError, bad_request, http_error
+from rollout_gateway.requests.http_request import DialectState
 
 SILENT_S = 120.0
 RESULT_S = 600.0
@@ -74,7 +75,7 @@ class SampleRequest(Generic[R]):
     size: int = 0
 
 
-class TinkerSessions(Generic[R]):
+class TinkerSessions(DialectState, Generic[R]):
     """All sessions. The methods belong to one event loop. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, most_bytes: int = MOST_BYTES) -> None:
