@@ -36,6 +36,7 @@ from typing import Any, ClassVar
 
 from trainer_bridge.process_bound import Closing
 from trainer_bridge.publish.control_link import ControlLink, ask_all
+from trainer_bridge.publish.cut_plans import CutPlans
 from trainer_bridge.publish.deltas import DeltaMemory, KeptDeltas
 from trainer_bridge.publish.handle import PublishHandle, WorkerReport
 from trainer_bridge.publish.kept_update import KeptUpdate
@@ -43,7 +44,6 @@ from trainer_bridge.publish.trainer_ranks import TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice, transfer_all
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules
 from trainer_bridge.transports.payload import NamedTensors, Payload
-from trainer_bridge.transports.sections import Sections, cuts_digest, cuts_from_wire, plan_sections
 from trainer_bridge.wire.address import endpoint_list
 from trainer_bridge.wire.errors import (
     UNANSWERED,
@@ -54,7 +54,7 @@ from trainer_bridge.wire.errors import (
     WeightsReplaced,
 )
 from trainer_bridge.wire.keys import ClientCurve
-from trainer_bridge.wire.manifest import Manifest, check_bucket_bytes, usual_bucket_bytes
+from trainer_bridge.wire.manifest import check_bucket_bytes, usual_bucket_bytes
 from trainer_bridge.wire.weight_messages import read_token
 from trainer_bridge.wire.worker_connection import REFUSED_S
 
@@ -143,9 +143,7 @@ class WeightPublisher(Closing):
         self.ranks = TrainerRanks(begin_s) if collective else None
         self._deltas = None if deltas is None else KeptDeltas(deltas)
         self._kept = self._deltas if self._deltas is not None else KeptUpdate() if keep else None
-        #: By endpoint the plan for updates of a layout, and the digest of that.
-        self._sections: dict[str, tuple[str, Sections]] = {}
-        self._whole_only: set[str] = set()  # endpoints of workers that take no sections, until they are lost
+        self._cuts = CutPlans()
         self._client = f"publisher-{secrets.token_hex(4)}"
         self._links = {link.endpoint: link for link in self._connect()}
         self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | _Change | None] = queue.SimpleQueue()
@@ -295,8 +293,7 @@ class WeightPublisher(Closing):
             self.choice.add(change.endpoint)
             return
         self._links.pop(change.endpoint).close()
-        self._sections.pop(change.endpoint, None)
-        self._whole_only.discard(change.endpoint)
+        self._cuts.forget(change.endpoint)
         self.choice.remove(change.endpoint)
         if self._kept is not None:
             self._kept.forgive(change.endpoint)
@@ -387,13 +384,9 @@ class WeightPublisher(Closing):
 
     def _cut(self, payload: Payload, recipients: Sequence[Recipient]) -> None:
         """Cut an update for the ranks of its workers, if they have told their cuts and keep the same parts."""
-        if not self._may_cut(payload, recipients):
-            return
-        known = [self._sections.get(recipient.endpoint) for recipient in recipients]
-        layout = payload.manifest.layout_digest
-        plans = [None if each is None or each[0] != layout else each[1] for each in known]
-        if plans[0] is not None and all(each is not None and each.digest == plans[0].digest for each in plans):
-            payload.use_sections(plans[0])
+        endpoints = [recipient.endpoint for recipient in recipients]
+        if self._may_cut(payload, recipients) and (plan := self._cuts.common(payload.manifest, endpoints)) is not None:
+            payload.use_sections(plan)
             if payload.spread and not payload.lends:
                 payload.use_whole()  # rank 0 would fetch whole tensors for parts of them
 
@@ -459,75 +452,48 @@ class WeightPublisher(Closing):
         return alive
 
     def _begin(self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]) -> None:
-        """Agree with each worker on a transport."""
-        version, manifest = payload.manifest.version, payload.update or payload.manifest
-        begin: dict[str, Any] = {"action": "begin", "version": version, "manifest": manifest.to_wire()}
-        if payload.content:
-            begin["content"] = payload.content
-        if payload.delta is not None:
-            begin["delta"] = payload.delta.to_wire()
-        if payload.adapter is not None:
-            begin["adapter"] = payload.adapter
-        if payload.tied:
-            begin["tied"] = payload.tied
-        if payload.sections is not None:
-            begin["sections"] = payload.sections.digest
-        asks = payload.sections is None and self._may_cut(payload, recipients)
+        """Agree with each worker on a transport, and with all of them on sections or whole tensors."""
+        while True:
+            asks = payload.sections is None and self._may_cut(payload, recipients)
+            self._offer_transports(payload, handle, recipients, asks)
+            refused = [each for each in recipients if each.error is not None and each.error.field == "sections"]
+            if not refused or not (asks or payload.sections is not None):
+                break
+            for recipient in refused:
+                assert recipient.error is not None
+                self._cuts.refused(recipient.endpoint, recipient.error, asked=asks)
+                recipient.error = None
+            payload.use_whole()
+            recipients = [recipient for recipient in recipients if not recipient.error]
+        for recipient in recipients:
+            if not recipient.error:
+                handle.begun = True
+                how = recipient.endpoint, payload.manifest.version, recipient.transport, recipient.why
+                _log.info("%s takes version %d by %s: %s", *how)
+
+    def _offer_transports(
+        self, payload: Payload, handle: PublishHandle, recipients: list[Recipient], asks: bool
+    ) -> None:
+        """Begin the update with each worker by the first transport that it takes; with `asks` it tells its cuts."""
+        manifest = payload.update or payload.manifest
+        begin = {"action": "begin", **payload.begin_fields()}
 
         def message(recipient: Recipient) -> dict[str, Any]:
-            asked = {"sections": ""} if asks and recipient.endpoint not in self._whole_only else {}
+            asked = {"sections": ""} if asks and self._cuts.may_ask(recipient.endpoint) else {}
             return {**begin, **asked, "transport": recipient.transport, "options": options[recipient.route]}
 
         def note(recipient: Recipient, reply: dict[str, Any]) -> None:
             _note_grant(recipient, reply)
             if asks and "cuts" in reply and not recipient.error:
-                self._note_cuts(recipient, reply["cuts"], manifest)
+                self._cuts.note(recipient.endpoint, reply["cuts"], manifest)
 
-        left = list(recipients)
-        while left:
+        while recipients:
             handle.phase = "prepare"
             self._check_open(handle)
-            options = self.choice.next_options(payload, left)
+            options = self.choice.next_options(payload, recipients)
             handle.phase = "begin"
-            self._ask(
-                [recipient for recipient in left if not recipient.error],
-                message,
-                "begin",
-                self._begin_s,
-                note=note,
-                grace_s=_GRACE_S,
-            )
-            left = self.choice.refused(payload, left)
-        others = [each for each in recipients if each.error is not None and each.error.field == "sections"]
-        if others and (asks or payload.sections is not None):
-            for recipient in others:
-                if asks:
-                    self._whole_only.add(recipient.endpoint)  # it is of another release, which does not know them
-                _log.info("%s gets whole tensors: %s", recipient.endpoint, recipient.error)
-                self._sections.pop(recipient.endpoint, None)
-                recipient.error = None
-            payload.use_whole()
-            self._begin(payload, handle, [recipient for recipient in recipients if not recipient.error])
-            return
-        for recipient in recipients:
-            if not recipient.error:
-                handle.begun = True
-                _log.info(
-                    "%s takes version %d by %s: %s", recipient.endpoint, version, recipient.transport, recipient.why
-                )
-
-    def _note_cuts(self, recipient: Recipient, cuts: Any, manifest: Manifest) -> None:
-        """Plan the next updates of a worker, from what its ranks keep of each tensor."""
-        try:
-            ranks = cuts_from_wire(cuts, manifest)
-        except ProtocolError as error:
-            self._whole_only.add(recipient.endpoint)
-            _log.warning("%s gets whole tensors: %s", recipient.endpoint, error)
-            return
-        known = next(iter(self._sections.values()), None)
-        if known is None or known[1].cuts != cuts_digest(manifest, ranks):
-            known = manifest.layout_digest, plan_sections(manifest, ranks)
-        self._sections[recipient.endpoint] = known
+            self._ask(recipients, message, "begin", self._begin_s, note=note, grace_s=_GRACE_S)
+            recipients = self.choice.refused(payload, recipients)
 
     def _ask(
         self,
@@ -555,7 +521,7 @@ class WeightPublisher(Closing):
             if isinstance(answer, RolloutError):
                 recipient.fail(answer)
                 if isinstance(answer, UNANSWERED):
-                    self._whole_only.discard(recipient.endpoint)  # another release may come back
+                    self._cuts.lost(recipient.endpoint)
                 continue
             if note is not None:
                 note(recipient, answer)

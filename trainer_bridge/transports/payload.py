@@ -100,6 +100,19 @@ class Payload:
         self._set_manifest(pack(self._version, facts, self._bucket_bytes))
         self._tensors = [tensor for _, tensor in tensors]
 
+    def begin_fields(self) -> dict[str, Any]:
+        """The fields of `begin` that describe the update."""
+        manifest = self.update or self.manifest
+        optional = {
+            "content": self.content,
+            "delta": self.delta and self.delta.to_wire(),
+            "adapter": self.adapter,
+            "tied": self.tied,
+            "sections": self.sections and self.sections.digest,
+        }
+        fields = {"version": manifest.version, "manifest": manifest.to_wire()}
+        return fields | {name: value for name, value in optional.items() if value}
+
     def use_every_name(self) -> None:
         """List each tensor under all of its names. Call it before anything is sent."""
         self.tied = {}
