@@ -231,9 +231,9 @@ def outline(settings: Settings, folder: Path, draft: Path | None = None) -> Outl
     headers = model.load_format != "random" and any(folder.glob("model*.safetensors*"))
     if not headers:
         model = model.model_copy(update={"load_format": "random"})
-    check_cut(model, folder, engine.tensor_parallel, engine.weight_format, engine.deals_rows)
+    check_cut(model, folder, engine.tensor_parallel, engine.weight_format, engine.attention_split)
     group = TensorGroup(0, engine.tensor_parallel, _META)
-    how = (engine.weight_format, group, draft, engine.mtp, engine.deals_rows)
+    how = (engine.weight_format, group, draft, engine.mtp, engine.attention_split)
     loaded = load_model(model, _META, None, folder, *how)
     model_outline = native(loaded.model)
     return Outline(model_outline, headers, weight_bytes(model_outline), parameter_bytes(model_outline.hf_views()))

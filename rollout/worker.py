@@ -405,14 +405,14 @@ def serve(
         with stage(f"fetching {settings.engine.speculation_model}") as advance:
             draft = fetch_draft(settings, advance)
     engine = settings.engine
-    check_cut(settings.model, folder, engine.tensor_parallel, engine.weight_format, engine.deals_rows)
+    check_cut(settings.model, folder, engine.tensor_parallel, engine.weight_format, engine.attention_split)
     ranks = Ranks(settings, folder, draft, followers)
     try:
         try:
             group = ranks.connect(device.torch_device)
             with stage("loading weights") as shown:
                 advance = advance_both(shown, ranks.start.advance)
-                how = (engine.weight_format, group, draft, engine.mtp, engine.deals_rows)
+                how = (engine.weight_format, group, draft, engine.mtp, engine.attention_split)
                 loaded = load_model(settings.model, device.torch_device, advance, folder, *how)
             worker = Worker(settings, loaded, sinks, health, restarts, ranks)
         except (RuntimeError, ConnectError) as error:  # perhaps a rank was lost, which the watching thread finds

@@ -55,6 +55,7 @@ class Feature:
 FEATURES = (
     Feature("several GPUs", {"tensor_parallel": 2}),
     Feature("`attention_split = rows`", {"tensor_parallel": 2, "attention_split": "rows"}),
+    Feature("`attention_split = context`", {"tensor_parallel": 2, "attention_split": "context"}),
     Feature("images", {}, images=True),
     Feature("adapters", {"adapter_slots": 2}),
     Feature("recorded experts", {"routing": True}),
@@ -117,7 +118,7 @@ class Refusals:
 
     def _check(self, engine: EngineSettings, kind: Kind, images: bool) -> None:
         format = "plain" if engine.weight_format == "auto" else engine.weight_format
-        spec = shard_spec(self._specs[kind], 0, engine.tensor_parallel, engine.deals_rows)
+        spec = shard_spec(self._specs[kind], 0, engine.tensor_parallel, engine.attention_split)
         check_format(spec, format)
         if (spec, format) not in self._models:
             group = TensorGroup(0, engine.tensor_parallel, _META)

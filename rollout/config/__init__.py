@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rollout.config.engine import EngineConstants, EngineSettings
+from rollout.config.engine import AttentionSplit, EngineConstants, EngineSettings
 from rollout.config.section import SettingsSection
 from rollout.config.service import ServiceConstants, ServiceSettings
 
@@ -57,6 +57,7 @@ class ModelSettings(CheckpointSettings):
 
 
 __all__ = [
+    "AttentionSplit",
     "EngineConstants",
     "EngineSettings",
     "LongRope",

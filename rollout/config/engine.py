@@ -13,6 +13,9 @@ from pydantic import Field, model_validator
 
 from rollout.config.section import SettingsSection
 
+#: What ranks divide in attention: its heads, the rows of a step, or the positions of a context.
+AttentionSplit = Literal["heads", "rows", "context"]
+
 
 class StepSettings(SettingsSection):
     """Rows and steps."""
@@ -247,10 +250,10 @@ class RankSettings(SettingsSection):
         le=64,
         description="GPUs of this machine for the model (ranks, a process each); heads and widths must divide by it",
     )
-    attention_split: Literal["heads", "rows"] = Field(
+    attention_split: AttentionSplit = Field(
         "heads",
         description="what ranks divide in attention; rows: each rank has all its weights, and the KV of its own rows; "
-        "for models with experts",
+        "for models with experts; context: each rank has KV of a part of each page, for latents and few KV heads",
     )
     rank_stall_s: float | None = Field(
         8.0,
@@ -261,11 +264,6 @@ class RankSettings(SettingsSection):
     check_ranks: bool = Field(False, description="for debugging: end the worker if ranks draw different tokens")
 
     @property
-    def deals_rows(self) -> bool:
-        """Whether each rank runs the attention of its own rows."""
-        return self.attention_split == "rows" and self.tensor_parallel > 1
-
-    @property
     def rank_start_stall_s(self) -> float | None:
         """Seconds without visible progress of all ranks after which a start has hung; None: never."""
         return None if self.rank_stall_s is None else 15 * self.rank_stall_s
@@ -274,6 +272,8 @@ class RankSettings(SettingsSection):
     def _ranks_can_do_it(self) -> RankSettings:
         if self.tensor_parallel > 1 and not sys.platform.startswith("linux"):
             raise ValueError("tensor_parallel needs Linux: set it to 1")
+        if self.attention_split != "heads" and self.tensor_parallel == 1:
+            raise ValueError(f"attention_split = {self.attention_split} needs tensor_parallel = 2 or more")
         return self
 
 
@@ -360,14 +360,17 @@ class EngineSettings(
         return max(4, self.max_rows // 4) if self.state_snapshots is None else self.state_snapshots
 
     @model_validator(mode="after")
-    def _dealt_rows_alone(self) -> EngineSettings:
+    def _split_alone(self) -> EngineSettings:
+        split, rows = self.attention_split, self.attention_split == "rows"
         others = {
-            "host_kv_gib = 0": self.host_kv_gib > 0,
-            "speculation = off": self.speculation != "off",
+            "host_kv_gib = 0": rows and self.host_kv_gib > 0,
+            "speculation = off": rows and self.speculation != "off",
+            "speculation = suffix, ngram or off": not rows and self.speculation in ("heads", "auto"),
             "deterministic = false": self.deterministic,
+            f"page_size = a multiple of {self.tensor_parallel}": not rows and self.page_size % self.tensor_parallel > 0,
         }
-        if self.attention_split == "rows" and (wrong := [name for name, is_set in others.items() if is_set]):
-            raise ValueError(f"attention_split = rows needs {' and '.join(wrong)}")
+        if split != "heads" and (wrong := [name for name, is_set in others.items() if is_set]):
+            raise ValueError(f"attention_split = {split} needs {' and '.join(wrong)}")
         return self
 
     @model_validator(mode="after")

@@ -36,6 +36,7 @@ from rollout.engine.step.execute import Executor
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel
+from rollout.models.spec import WHOLE
 from rollout.models.state_pool import NO_STATES, StatePool, States
 
 log = logging.getLogger(__name__)
@@ -79,8 +80,11 @@ def allocate_kv(
     """A KV cache of zeros; `zeros` allocates it, by default torch does."""
     dtype = kv_dtype(engine, model)
     tokens = keeps_token_ids(engine, model)
-    kv = KVCache.allocate(model.spec, pages, engine.page_size, dtype, model.embed.device, zeros, states, tokens)
-    return replace(kv, dealt=model.spec.shard) if isinstance(model, Decoder) and model.spec.deals_rows else kv
+    shards = dict.fromkeys(("rows", "context"), WHOLE)
+    if isinstance(model, Decoder):
+        shards[model.spec.split] = model.spec.shard
+    how = (dtype, model.embed.device, zeros, states, tokens, shards["context"])
+    return replace(KVCache.allocate(model.spec, pages, engine.page_size, *how), dealt=shards["rows"])
 
 
 def allocate_states(site: Site) -> States:

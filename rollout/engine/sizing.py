@@ -266,11 +266,10 @@ def staging_bytes(settings: EngineSettings, state_bytes: int) -> int:
 
 
 def page_bytes_of(settings: EngineSettings, model: LanguageModel, dtype: torch.dtype) -> int:
-    """Bytes of a KV page of all layers."""
-    token_bytes = model.spec.kv_bytes_per_token(dtype)
-    if keeps_token_ids(settings, model):
-        token_bytes += torch.int32.itemsize  # the token's id
-    return token_bytes * settings.page_size
+    """Bytes of a KV page of all layers, on one rank."""
+    ranks = settings.tensor_parallel if settings.attention_split == "context" else 1
+    id_bytes = torch.int32.itemsize if keeps_token_ids(settings, model) else 0
+    return model.spec.kv_bytes_per_token(dtype) * (settings.page_size // ranks) + id_bytes * settings.page_size
 
 
 def usable_bytes(settings: EngineSettings, free: int, target: DeviceTarget) -> float:

@@ -255,6 +255,8 @@ class KVCache:
     tokens: torch.Tensor | None = None  # int32 [P, S]; None where nothing reads them
     #: Rows are dealt to ranks: page p of this rank of them is rank * pages + p in a step.
     dealt: Shard = WHOLE
+    #: Contexts are split over ranks: k, v and scales have this rank's part of the positions of a page.
+    split: Shard = WHOLE
 
     def layer(self, index: int) -> LayerKV:
         """The part that a layer reads and writes; `index` counts the layers that have KV."""
@@ -314,26 +316,29 @@ class KVCache:
         zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
         states: States = NO_STATES,
         tokens: bool = False,
+        split: Shard = WHOLE,
     ) -> KVCache:
         """Allocate `pages` pages of `page_size` tokens, zeroed: attention masks hide values, but not NaN.
 
         `spec` says what each layer that has KV keeps of a token.
         `dtype` is the model's, or of `CODED_KV` for codes and scales. `zeros` makes the tensors; by default
         torch makes them on `device`. `states` is needed by a model that has states. `tokens`: pages have token ids.
+        With a `split` contexts are split over ranks.
         """
         coded = dtype in CODED_KV
         make = zeros or functools.partial(zeroed, device)
         k_dtype = torch.uint8 if coded else dtype
         v_dtype = torch.int8 if dtype == torch.int8 else k_dtype
-        k = [make((pages, page_size, shape.heads, shape.k_dim), k_dtype) for shape in spec.kv_shapes]
+        part = page_size // split.size
+        k = [make((pages, part, shape.heads, shape.k_dim), k_dtype) for shape in spec.kv_shapes]
         v = [
-            make((pages, page_size, shape.heads, shape.v_dim), v_dtype) if shape.v_dim else keys[..., :0]
+            make((pages, part, shape.heads, shape.v_dim), v_dtype) if shape.v_dim else keys[..., :0]
             for shape, keys in zip(spec.kv_shapes, k, strict=True)
         ]
-        scale_shapes = [(pages, 2, shape.heads, page_size) for shape in spec.kv_shapes] if coded else []
+        scale_shapes = [(pages, 2, shape.heads, part) for shape in spec.kv_shapes] if coded else []
         scales = [make(shape, torch.float32) for shape in scale_shapes]
         ids = make((pages, page_size), torch.int32) if tokens else None
-        return cls(k=k, v=v, page_size=page_size, scales=scales, states=states, tokens=ids)
+        return cls(k=k, v=v, page_size=page_size, scales=scales, states=states, tokens=ids, split=split)
 
 
 def zeroed(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -19,11 +19,14 @@ import torch.nn.functional as F
 from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.latent import LatentAttention
 from rollout.models.layers import Attention, Block, LastProduct, OwnTokens, StepContext
+from rollout.models.split_context import own_positions
 
 
 def deal(context: StepContext) -> StepContext:
-    """The context of a step, with this rank's own tokens if rows are dealt."""
+    """The context of a step, with this rank's own tokens if rows are dealt, or own positions if contexts are split."""
     batch, kv = context.batch, context.kv
+    if kv.split.size > 1:
+        return _with(context, own_positions(batch, kv))
     if kv.dealt.size == 1:
         return context
     if batch.chunks is None:

@@ -281,7 +281,7 @@ class FusedDecoder:
     def takes_wanted(self) -> bool:
         """True if steps may name the tokens whose hidden states are wanted."""
         last = self._model.layers[-1].mixer
-        if self._model.spec.deals_rows:
+        if self._model.spec.split == "rows":
             return False
         return last in self._fused and isinstance(last, Attention) and not self._deterministic
 

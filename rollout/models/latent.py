@@ -11,6 +11,7 @@ Legend: T tokens, H hidden, Q query heads, X dimensions of a head, R width of th
 keys and values that a head makes of a latent, V dimension of a head's values.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from rollout.models.indexer import Choice, Indexer, chosen_attention
 from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, gate_output, grown
 from rollout.models.names import Region, one_name
 from rollout.models.spec import LatentSpec
+from rollout.models.split_context import attend_split, gathered_chunks, whole_context
 
 
 class AbsorbedRows(NamedTuple):
@@ -82,21 +84,39 @@ class LatentAttention(Block):
         if choice is not None:
             out_TQV = self._attend_to(choice, q_TQX, cache_PS1L, batch)
         elif batch.chunks is None:
-            rows = AbsorbedRows(0, batch.page_table_BP, batch.context_lens_B, batch.max_context)
-            out_TQV = self._absorb(q_TQX, rows, cache_PS1L, batch)
+            out_TQV = self._decode(q_TQX, cache_PS1L, batch)
+        elif self.spec.split == "context":
+            parts, group = gathered_chunks(batch, context.kv.page_size), self.o_proj.group
+            layer = context.kv.layer(self.kv_index)
+            out_TQV = torch.cat(
+                [
+                    self._prefill(q_TQX[tokens], whole_context(layer, pages_M, group, slice(None)).k_PSGD, part)
+                    for tokens, pages_M, part in parts
+                ]
+            )
         else:
-            out_TQV = self._prefill(q_TQX, batch.chunks, cache_PS1L, batch)
+            out_TQV = self._prefill(q_TQX, cache_PS1L, batch)
         if self.gate_proj is not None:
             out_TQV = gate_output(out_TQV, self.gate_proj(x_TH)[..., None])
         return LastProduct(self.o_proj, out_TQV.flatten(1), batch.adapters, self.layer, "o")
 
-    def _prefill(
-        self, q_TQX: torch.Tensor, chunks: tuple[PromptChunk, ...], cache_PS1L: torch.Tensor, batch: AttentionBatch
-    ) -> torch.Tensor:
+    def _decode(self, q_TQX: torch.Tensor, cache_PS1L: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Attention of the rows of a decode step, [T, Q, V]."""
+        rows = AbsorbedRows(0, batch.page_table_BP, batch.context_lens_B, batch.max_context)
+        q_TQL = self._absorbed(q_TQX)
+        if self.spec.split != "context":
+            return self._values(self._sums(q_TQL, None, rows, cache_PS1L, batch))
+        attend = partial(self._sums, rows=rows, cache_PS1L=cache_PS1L, batch=batch)
+        return self._values(attend_split(q_TQL, self.o_proj.group, attend))
+
+    def _prefill(self, q_TQX: torch.Tensor, cache_PS1L: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Attention of spans of prompts, short and long ones, [T, Q, V]."""
+        chunks = batch.chunks
+        assert chunks is not None
         out_TQV = q_TQX.new_empty(*q_TQX.shape[:2], self.spec.value_dim)
         for tokens_T, rows in batch.shared("absorbed rows", lambda: absorbed_rows(batch, chunks)):
-            out_TQV[tokens_T] = self._absorb(q_TQX[tokens_T], rows, cache_PS1L, batch)
+            q_TQL = self._absorbed(q_TQX[tokens_T])
+            out_TQV[tokens_T] = self._values(self._sums(q_TQL, None, rows, cache_PS1L, batch))
         for row, (start, length, context_len) in enumerate(chunks):
             if length > MOST_ABSORBED:
                 span, pages_P = slice(start, start + length), batch.page_table_BP[row]
@@ -152,22 +172,32 @@ class LatentAttention(Block):
         """The weights by which each head makes keys, then values, of a latent: [Q, Y, R], a view."""
         return self.kv_b_proj.weight.unflatten(0, (self.spec.heads, -1))
 
-    def _absorb(
-        self, q_TQX: torch.Tensor, rows: AbsorbedRows, cache_PS1L: torch.Tensor, batch: AttentionBatch
+    def _sums(
+        self,
+        q_TQL: torch.Tensor,
+        log_sum_TQ: torch.Tensor | None,
+        rows: AbsorbedRows,
+        cache_PS1L: torch.Tensor,
+        batch: AttentionBatch,
     ) -> torch.Tensor:
-        """Attention of queries, each the last of its context, without expanded keys; [T, Q, V]."""
-        spec = self.spec
-        q_TQL = self._absorbed(q_TQX)
+        """Sums of latents for absorbed queries, each the last of its context, [T, Q, R]."""
+        spec, heads = self.spec, q_TQL.shape[1]
         plan = batch.shared(
-            ("plan of absorbed rows", rows.number, spec.heads),
+            ("plan of absorbed rows", rows.number, heads),
             lambda: plan_latent_decode(
-                rows.page_table_BP, rows.context_lens_B, cache_PS1L, heads=spec.heads, max_context=rows.max_context
+                rows.page_table_BP, rows.context_lens_B, cache_PS1L, heads=heads, max_context=rows.max_context
             ),
         )
-        sums_TQR = latent_decode_attention(
-            q_TQL, cache_PS1L, rows.page_table_BP, rows.context_lens_B, rank=spec.kv_rank, scale=spec.scale, plan=plan
+        return latent_decode_attention(
+            q_TQL,
+            cache_PS1L,
+            rows.page_table_BP,
+            rows.context_lens_B,
+            rank=spec.kv_rank,
+            scale=spec.scale,
+            plan=plan,
+            log_sum_BH=log_sum_TQ,
         )
-        return self._values(sums_TQR)
 
     def _absorbed(self, q_TQX: torch.Tensor) -> torch.Tensor:
         """Queries that meet latents, [T, Q, L]."""

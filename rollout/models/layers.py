@@ -42,6 +42,7 @@ from rollout.models.joined import JoinedView
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.names import Region, one_name
 from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, QueryGrowth, RouterSpec, Scoring
+from rollout.models.split_context import attend_split, gathered_chunks, whole_context
 
 #: From router logits [T, E] and the router's bias [E], float32 or None, to weights and experts of each token, [T, K].
 Route = Callable[[torch.Tensor, torch.Tensor | None, RouterSpec], tuple[torch.Tensor, torch.Tensor]]
@@ -443,6 +444,22 @@ class Attention(Block):
 
     def attend(self, q_TQD: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
         """Attention of a step's queries over this layer's cache, [T, Q, D]."""
+        if self.spec.split != "context":
+            return self._attend(q_TQD, None, batch, cache)
+        group, heads = self.o_proj.group, self.spec.own_kv_heads
+        if batch.chunks is None:
+            return attend_split(q_TQD, group, functools.partial(self._attend, batch=batch, cache=cache))
+        parts = gathered_chunks(batch, cache.k_PSGD.shape[1] * group.size)
+        outs = [
+            self._attend(q_TQD[tokens], None, part, whole_context(cache, pages_M, group, heads))
+            for tokens, pages_M, part in parts
+        ]
+        return torch.cat(outs)
+
+    def _attend(
+        self, q_TQD: torch.Tensor, log_sum_BQ: torch.Tensor | None, batch: AttentionBatch, cache: LayerKV
+    ) -> torch.Tensor:
+        """Attention over the positions that are in `cache`; a decode also tells the logarithms of heads' sums."""
         window = self.spec.window
         if self.spec.chunk is not None:
             batch = batch.in_chunks(self.spec.chunk, cache.k_PSGD.shape[1])
@@ -474,6 +491,7 @@ class Attention(Block):
             softcap=self.spec.softcap,
             sinks_H=self.sinks,
             plan=batch.decode_plan(window, cache.k_PSGD, q_TQD),
+            log_sum_BH=log_sum_BQ,
         )
 
     def _project(

@@ -16,7 +16,7 @@ from rollout_kernels.moe.formats import Format
 from rollout_kernels.parallel import TensorGroup
 
 from rollout.checkpoint_folder import CheckpointError, check_links, resolve_folder
-from rollout.config import ModelImpl, ModelSettings, Settings
+from rollout.config import AttentionSplit, ModelImpl, ModelSettings, Settings
 from rollout.models.checkpoint_config import (
     CheckpointConfig,
     GenerationDefaults,
@@ -121,14 +121,14 @@ def load_model(
     group: TensorGroup | None = None,
     draft: Path | None = None,
     mtp: MTP = "unused",
-    deals_rows: bool = False,
+    split: AttentionSplit = "heads",
 ) -> LoadedModel:
     """Load a checkpoint, or its shapes with random weights, onto `device`.
 
     `progress` is called with (values copied, values in all). `folder` is the result of `fetch`, if it was called
     before. `weights` is the format of the weights that may be codes; auto: that of the checkpoint. With a `group` of
     several ranks the model is this rank's shard; the views of `trainer_views` still take whole tensors of the
-    checkpoint, and copy the shard's part of them; `deals_rows` as in `shard_spec`.
+    checkpoint, and copy the shard's part of them; `split` as in `shard_spec`.
     `draft` is the folder of a model that drafts for it; without it, `mtp` says whether the checkpoint's own layers do.
 
     On the meta device a native model is an outline: it has shapes without memory. Only config.json and the headers of
@@ -145,7 +145,7 @@ def load_model(
     check_links(folder)
 
     def load(impl: ModelImpl) -> LoadedModel:
-        return _load(settings, impl, device, progress, folder, weights, group, draft, mtp, deals_rows)
+        return _load(settings, impl, device, progress, folder, weights, group, draft, mtp, split)
 
     try:
         return load(settings.model_impl)
@@ -169,7 +169,7 @@ def _load(
     group: TensorGroup,
     draft: Path | None,
     mtp: MTP,
-    deals_rows: bool,
+    split: AttentionSplit,
 ) -> LoadedModel:
     """As `load_model`, in one way of running it."""
     config = read_config(folder, impl)
@@ -182,7 +182,7 @@ def _load(
         weights = "plain" if dtype == torch.float16 or (tensors and not has_mxfp4(tensors)) else weights
     format = resolve_format(weights, config)
     defaults = read_generation_defaults(folder, config)
-    source = _Source(settings, folder, config, weights, tensors, dtype, device, progress, group, draft, mtp, deals_rows)
+    source = _Source(settings, folder, config, weights, tensors, dtype, device, progress, group, draft, mtp, split)
     native = is_native(config.architecture, impl)
     model: LanguageModel = _load_native(source, format) if native else _load_fallback(source, format)
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < model.spec.vocab]:
@@ -204,7 +204,7 @@ def resolve_format(asked: AskedFormat, config: CheckpointConfig) -> Format:
 
 
 def check_cut(
-    settings: ModelSettings, folder: Path, ranks: int, weights: AskedFormat = "auto", deals_rows: bool = False
+    settings: ModelSettings, folder: Path, ranks: int, weights: AskedFormat = "auto", split: AttentionSplit = "heads"
 ) -> None:
     """Raise as `load_model` does if the model cannot be cut into this many shards, from its configuration alone.
 
@@ -217,7 +217,7 @@ def check_cut(
     if not is_native(config.architecture, settings.model_impl):
         raise ValueError(_no_shards(config.architecture, ranks))
     choose_factors(config.text, settings.longrope)
-    spec = shard_spec(_read_spec(folder, config, settings.images, weights), 0, ranks, deals_rows)
+    spec = shard_spec(_read_spec(folder, config, settings.images, weights), 0, ranks, split)
     check_format(spec, resolve_format(weights, config))
 
 
@@ -259,7 +259,7 @@ class _Source:
     group: TensorGroup
     draft: Path | None
     mtp: MTP
-    deals_rows: bool
+    split: AttentionSplit
 
     @property
     def architecture(self) -> str:
@@ -286,7 +286,7 @@ def _load_native(source: _Source, format: Format) -> Decoder:
         stored, tied = _settle_tying(stored, [(embeds, heads)], source)
         whole = replace(whole, tied=tied)
     group = source.group
-    spec = shard_spec(whole, group.rank, group.size, source.deals_rows)
+    spec = shard_spec(whole, group.rank, group.size, source.split)
     check_format(spec, format)
     spec = replace(spec, draft=_own_draft(source, spec, format))
     outline = Decoder(spec, source.dtype, torch.device("meta"), format, group)  # shapes without memory

@@ -10,13 +10,15 @@
     norms, routers,  whole on every rank
       vision tower
 
-With rows dealt to ranks (`rollout.models.dealt_rows`) attention is whole on every rank, too.
+With rows dealt to ranks (`rollout.models.dealt_rows`) attention is whole on every rank, too. With contexts split over
+ranks (`rollout.models.split_context`) KV heads are.
 
 Each block reads the whole hidden state, which is the same on all ranks, and makes a part of a sum over the ranks.
 """
 
 from dataclasses import replace
 
+from rollout.config import AttentionSplit
 from rollout.models.spec import (
     AttentionSpec,
     DeltaNetSpec,
@@ -36,10 +38,10 @@ from rollout.models.spec import (
 EXPERT_BLOCK = 128
 
 
-def shard_spec(spec: ModelSpec, rank: int, size: int, deals_rows: bool = False) -> ModelSpec:
+def shard_spec(spec: ModelSpec, rank: int, size: int, split: AttentionSplit = "heads") -> ModelSpec:
     """The spec of what rank `rank` of `size` ranks keeps of a model; `spec` itself for one rank.
 
-    With `deals_rows` attention is not cut, because each rank runs that of its own rows.
+    `split` is what ranks divide in attention.
 
     Raises:
         ValueError: the model cannot be cut into `size` shards, with the reason.
@@ -48,9 +50,9 @@ def shard_spec(spec: ModelSpec, rank: int, size: int, deals_rows: bool = False) 
         return spec
     shard = Shard(rank, size)
     try:
-        if deals_rows and spec.moe is None:
+        if split == "rows" and spec.moe is None:
             raise _CannotCutError("attention_split = rows is for models with experts: use heads")
-        layers = {layer: _layer(layer, shard, deals_rows) for layer in dict.fromkeys(spec.layers)}
+        layers = {layer: _layer(layer, shard, split) for layer in dict.fromkeys(spec.layers)}
         if not replace(spec, shard=Shard(size - 1, size)).kept_vocab:
             raise _CannotCutError(f"its vocabulary has {spec.vocab} tokens")
     except _CannotCutError as error:
@@ -81,10 +83,12 @@ class _CannotCutError(Exception):
     """Why a model cannot be cut."""
 
 
-def _layer(layer: LayerSpec, shard: Shard, deals_rows: bool) -> LayerSpec:
+def _layer(layer: LayerSpec, shard: Shard, split: AttentionSplit) -> LayerSpec:
     mixer = layer.mixer
     if mixer is not None:
-        mixer = _dealt(mixer) if deals_rows else _mixer(mixer, shard)
+        mixer = _dealt(mixer) if split == "rows" else _mixer(mixer, shard)
+        if split == "context" and isinstance(mixer, AttentionSpec | LatentSpec):
+            mixer = _split_context(mixer)
     block = None if layer.feed_forward is None else _feed_forward(layer.feed_forward, shard)
     return replace(layer, mixer=mixer, feed_forward=block)
 
@@ -92,7 +96,18 @@ def _layer(layer: LayerSpec, shard: Shard, deals_rows: bool) -> LayerSpec:
 def _dealt(mixer: MixerSpec) -> MixerSpec:
     if not isinstance(mixer, AttentionSpec | LatentSpec):
         raise _CannotCutError("attention_split = rows is not for layers with states: use heads")
-    return replace(mixer, dealt=True)
+    return replace(mixer, split="rows")
+
+
+def _split_context(mixer: AttentionSpec | LatentSpec) -> MixerSpec:
+    """A mixer that is cut by heads, with the KV of all KV heads."""
+    if isinstance(mixer, LatentSpec):
+        if mixer.indexer is not None or mixer.shares_choice:
+            raise _CannotCutError("attention_split = context is not for attention with an indexer: use heads or rows")
+        return replace(mixer, split="context")
+    if mixer.window is not None or mixer.chunk is not None or mixer.sinks:
+        raise _CannotCutError("attention_split = context is not for attention with windows, chunks or sinks: use heads")
+    return replace(mixer, kv_heads=mixer.all_kv_heads, split="context")
 
 
 def _mixer(mixer: MixerSpec, shard: Shard) -> MixerSpec:

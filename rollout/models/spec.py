@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 from rollout_kernels.delta import Rule
 
+from rollout.config import AttentionSplit
 from rollout.models.cut import Cut
 from rollout.models.vision_spec import TowerSpec
 
@@ -202,7 +203,9 @@ class AttentionSpec:
     chunk: int | None = None  # positions of a chunk: a token attends within its own one; None: to all before it
     shard: Shard = WHOLE  # the heads above are one rank's
     all_kv_heads: int = 0  # a shard: the KV heads of the whole model; if they are few, one is on several ranks
-    dealt: bool = False  # all heads are here, and rows of other ranks are not: its output is a part of a sum
+    #: rows: all heads are here, and rows of other ranks are not. context: all KV heads are, and the positions of other
+    #: ranks are not.
+    split: AttentionSplit = "heads"
 
     @property
     def q_dim(self) -> int:
@@ -238,8 +241,24 @@ class AttentionSpec:
         """A shard's cut of a tensor that has `width` entries for each KV head."""
         if self.shard.size == 1:
             return None
+        kept = self.kept_kv_heads
+        return Cut(0, self.all_kv_heads * width, ((kept.start * width, kept.stop * width),))
+
+    @property
+    def kept_kv_heads(self) -> slice:
+        """The KV heads above among those of the whole model."""
+        return slice(0, self.kv_heads) if self.split == "context" else self.own_kv_heads
+
+    @property
+    def own_kv_heads(self) -> slice:
+        """The KV heads of the whole model that a shard's query heads read."""
         begin = self.shard.rank * self.all_kv_heads // self.shard.size
-        return Cut(0, self.all_kv_heads * width, ((begin * width, (begin + self.kv_heads) * width),))
+        return slice(begin, begin + max(1, self.all_kv_heads // self.shard.size))
+
+    @property
+    def decode_group(self) -> int:
+        """Query heads that a rank's decode attention reads a KV head for."""
+        return self.heads * (self.shard.size if self.split == "context" else 1) // self.kv_heads
 
     @property
     def output_gate(self) -> LinearSpec | None:
@@ -251,7 +270,7 @@ class AttentionSpec:
     @property
     def o(self) -> LinearSpec:
         width = self.heads * self.v_dim
-        cut = _all_inputs(width) if self.dealt else self.shard.input_cut(width)
+        cut = _all_inputs(width) if self.split == "rows" else self.shard.input_cut(width)
         return LinearSpec(width, (self.names.o,), (self.hidden,), self.o_bias, (), cut)
 
     @property
@@ -336,7 +355,7 @@ class LatentSpec:
     indexer: IndexerSpec | None = None  # chooses tokens, also for the layers after it that share its choice
     shares_choice: bool = False  # it uses the choice of the last indexer before it
     shard: Shard = WHOLE  # the heads above are one rank's; latents are whole on every rank
-    dealt: bool = False  # as `AttentionSpec.dealt`
+    split: AttentionSplit = "heads"  # as `AttentionSpec.split`
 
     @property
     def head_dim(self) -> int:
@@ -379,7 +398,7 @@ class LatentSpec:
     @property
     def o(self) -> LinearSpec:
         width = self.heads * self.value_dim
-        cut = _all_inputs(width) if self.dealt else self.shard.input_cut(width)
+        cut = _all_inputs(width) if self.split == "rows" else self.shard.input_cut(width)
         return LinearSpec(width, (self.names.o,), (self.hidden,), self.bias, (), cut)
 
     def _head_cuts(self, width: int) -> tuple[Cut | None]:
@@ -1100,9 +1119,10 @@ class ModelSpec:
         return self.vocab_of(self.shard.rank)
 
     @property
-    def deals_rows(self) -> bool:
-        """Whether each rank runs the attention of its own rows."""
-        return any(isinstance(layer.mixer, AttentionSpec | LatentSpec) and layer.mixer.dealt for layer in self.layers)
+    def split(self) -> AttentionSplit:
+        """What ranks divide in attention."""
+        mixers = (layer.mixer for layer in self.layers)
+        return next((mixer.split for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec)), "heads")
 
     def vocab_of(self, rank: int) -> range:
         """The tokens that a rank of this shard's group keeps; the first ranks keep equally many.

@@ -183,7 +183,7 @@ def run_follower(told: dict[str, Any]) -> None:
             group=group,
             draft=None if told["draft"] is None else Path(told["draft"]),
             mtp=engine.mtp,
-            deals_rows=engine.deals_rows,
+            split=engine.attention_split,
         )
         start.enter(PREPARING)
         memory = sleeping_memory(settings, device, loaded.model)  # before anything takes views of the weights

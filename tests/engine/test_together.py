@@ -27,7 +27,8 @@ MAKERS: dict[str, Any] = {
     "fallback, gathered": lambda folder: fallback.make_checkpoint("StableLmForCausalLM", folder),
 }
 #: These need several devices, a GPU, a tower, or other widths than tiny models have.
-ELSEWHERE = {"several GPUs", "`attention_split = rows`", "images", "`deterministic`", "fp8 weights"}
+ELSEWHERE = {"several GPUs", "images", "`deterministic`", "fp8 weights"}
+ELSEWHERE |= {"`attention_split = rows`", "`attention_split = context`"}
 HERE = [feature for feature in FEATURES if feature.title not in ELSEWHERE]
 #: Features that change tokens, or exclude another one that is here.
 ALONE = {"fp8 KV", "`max_kv_age`"}

@@ -100,8 +100,9 @@ def test_two_gpus_draw_the_tokens_of_one_in_float32(tmp_path: Path) -> None:
     assert any(one.top_logprobs is not None for one in ones) and all(len(two) > 10 for two in twos)
 
 
+@pytest.mark.parametrize("split", ["rows", "context"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_dealt_to_two_gpus_are_computed_as_on_one(tmp_path: Path, dtype: str) -> None:
+def test_attention_split_over_two_gpus_is_computed_as_on_one(tmp_path: Path, dtype: str, split: str) -> None:
     """By torch, and by the kernels in captured steps, with rows of a group that share pages."""
     sizes = FUSED_SIZES | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     make_checkpoint("qwen3_moe", tmp_path / "model", seed=3, **sizes | {"vocab_size": VOCAB})
@@ -110,7 +111,7 @@ def test_rows_dealt_to_two_gpus_are_computed_as_on_one(tmp_path: Path, dtype: st
     requests = [request | {"n": 1 + i % 3} for i, request in enumerate(requests_of(6, temperature=0.0))]
     found: list[list[Completion]] = []
     for ranks in (1, 2):
-        more = {"tensor_parallel": ranks, "attention_split": "rows", "check_ranks": ranks > 1}
+        more = {"tensor_parallel": ranks, "check_ranks": ranks > 1, "attention_split": split if ranks > 1 else "heads"}
         with (
             launch(folder, log=tmp_path / f"log-{ranks}", ready_timeout_s=START_S, **flags, **more) as worker,
             RolloutClient(worker.endpoint, timeout_s=120) as client,

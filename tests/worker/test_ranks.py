@@ -33,6 +33,7 @@ SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "nu
 CASES = [
     (2, "off", "heads"),
     (2, "off", "rows"),
+    (2, "off", "context"),
     *(
         pytest.param(case, marks=pytest.mark.nightly)
         for case in [
@@ -41,6 +42,8 @@ CASES = [
             (2, "heads", "heads"),
             (4, "off", "heads"),
             (4, "off", "rows"),
+            (4, "off", "context"),
+            (2, "suffix", "context"),
         ]
     ),
 ]
@@ -214,8 +217,11 @@ def test_turns_of_sessions_find_their_kv(pair: Pair) -> None:
         assert status["sessions"]["hits"] >= 4
 
 
-def test_a_rank_that_is_killed_amid_dealt_rows_hands_back_all_tokens(pair: Pair, tmp_path: Path) -> None:
-    flags = FLAGS | {"tensor_parallel": 2, "attention_split": "rows"}
+@pytest.mark.parametrize("split", ["rows", "context"])
+def test_a_rank_that_is_killed_amid_split_attention_hands_back_all_tokens(
+    pair: Pair, split: str, tmp_path: Path
+) -> None:
+    flags = FLAGS | {"tensor_parallel": 2, "attention_split": split}
     with (
         launch(pair.folder, log=tmp_path / "log", **flags) as worker,
         RolloutClient(worker.endpoint, timeout_s=60) as client,

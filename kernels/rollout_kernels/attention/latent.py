@@ -21,7 +21,7 @@ dimension of a head's values, Q queries of a span.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +77,7 @@ def latent_decode_attention(
     rank: int,
     scale: float,
     plan: DecodePlan | DecodeWork,
+    log_sum_BH: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one absorbed query a row over the row's context, which its position ends: sums of latents [B, H, R].
 
@@ -88,11 +89,13 @@ def latent_decode_attention(
         rank: R.
         scale: factor of the scores.
         plan: the result of `plan_latent_decode` for the same rows.
+        log_sum_BH: as in `paged_decode_attention`.
     """
     if not isinstance(plan, DecodePlan):
         from rollout_kernels.attention.triton_latent_decode import decode_latents
 
-        return decode_latents(q_BHL, cache_PS1L, page_table_BP, context_lens_B, rank=rank, scale=scale, work=plan)
+        how: dict[str, Any] = {"rank": rank, "scale": scale, "work": plan, "log_sum_BH": log_sum_BH}
+        return decode_latents(q_BHL, cache_PS1L, page_table_BP, context_lens_B, **how)
     return paged_decode_attention(
         q_BHL,
         cache_PS1L,
@@ -103,6 +106,7 @@ def latent_decode_attention(
         window=None,
         max_context=0,
         plan=plan,
+        log_sum_BH=log_sum_BH,
     )
 
 

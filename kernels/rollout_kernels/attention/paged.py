@@ -28,6 +28,7 @@ table), S page size, N gathered pages, C gathered positions of a row, Q queries 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -164,6 +165,7 @@ def paged_decode_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
     plan: DecodePlan | DecodeWork | None = None,
+    log_sum_BH: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, V].
 
@@ -183,6 +185,8 @@ def paged_decode_attention(
         sinks_H: the sink of each query head, or None.
         plan: the result of `plan_paged_decode` for the same rows and window; computed here if None. Where there is no
             kernel, it must be that of `plan_decode`.
+        log_sum_BH: float32, gets the logarithm, in base 2, of the sum of each head's exponentials: by it parts of
+            a context are merged. That of a row without context is meaningless.
     """
     if plan is None and not kernels_take(k_cache_PSGD, v_cache_PSGD, softcap, sinks_H):
         dtype, page_size = q_BHD.dtype, k_cache_PSGD.shape[1]
@@ -212,6 +216,7 @@ def paged_decode_attention(
             work=plan,
             softcap=softcap,
             sinks_H=sinks_H,
+            log_sum_BH=log_sum_BH,
         )
     rows, heads, dim = q_BHD.shape
     kv_heads = k_cache_PSGD.shape[2]
@@ -222,7 +227,11 @@ def paged_decode_attention(
     )
     # The query heads of one KV head take the place of query positions, since they all see the same context.
     q_BGQD = q_BHD.reshape(rows, kv_heads, heads // kv_heads, dim)
-    out_BGQD = _attend(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale, softcap, _by_group(sinks_H, kv_heads))
+    sinks = _by_group(sinks_H, kv_heads)
+    out_BGQD = _attend(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale, softcap, sinks)
+    if log_sum_BH is not None:
+        scores = _scores(q_BGQD, k_BGCD, plan.bias_B11C, scale, softcap, sinks)
+        log_sum_BH.copy_(scores.logsumexp(-1).flatten(1) * math.log2(math.e))
     return out_BGQD.reshape(rows, heads, -1)
 
 
@@ -378,14 +387,26 @@ def _attend(
     """Attention of q [..., Q, D] over k and v [..., C, D]; `bias` and `sinks` fit scores of [..., Q, C]."""
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    weights = torch.softmax(_scores(q, k, bias, scale, softcap, sinks), dim=-1)
+    return torch.matmul(weights if sinks is None else weights[..., :-1], v.float()).to(q.dtype)
+
+
+def _scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The scores of `_attend`, float32, with those of sinks after the others."""
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     scores = scores + bias.float()
     if sinks is not None:
         scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1)
-    weights = torch.softmax(scores, dim=-1)
-    return torch.matmul(weights if sinks is None else weights[..., :-1], v.float()).to(q.dtype)
+    return scores
 
 
 def _by_group(sinks_H: torch.Tensor | None, kv_heads: int) -> torch.Tensor | None:

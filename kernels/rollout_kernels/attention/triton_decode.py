@@ -77,6 +77,7 @@ def _decode_kernel(
     out_ptr,
     part_ptr,
     lse_ptr,
+    log_sum_ptr,
     items_ptr,
     first_ptr,
     slots_ptr,
@@ -111,7 +112,7 @@ def _decode_kernel(
         q_ptr, k_base, v_base, sinks_ptr, table_ptr, lens_ptr, scale_log2, softcap_log2, window,
         stride_q_row, stride_q_head, stride_page, stride_slot, stride_table,
     )  # fmt: skip
-    to = ResultPointers(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
+    to = ResultPointers(out_ptr, part_ptr, lse_ptr, log_sum_ptr, slots_ptr, arrivals_ptr, rows)
     for i in range(first, last):
         item = read_item(items_ptr, i)
         if BLOCK_OWN == BLOCK_M or item.sharing > 1:
@@ -230,6 +231,7 @@ def decode_attention(
     work: DecodeWork | None = None,
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    log_sum_BH: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, D].
 
@@ -248,6 +250,7 @@ def decode_attention(
             share a plan must follow each other on one stream.
         softcap: bounds the scaled scores; None with e4m3 codes.
         sinks_H: a score of each head that takes part in the softmax and has no value, contiguous; None with e4m3 codes.
+        log_sum_BH: as in the twin.
     """
     rows, heads, dim = q_BHD.shape
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
@@ -266,7 +269,7 @@ def decode_attention(
     block_g, block_d = triton.next_power_of_2(group), max(64 if coded else 16, triton.next_power_of_2(dim))
     block_i = min(max(_COMBINED_VALUES // (block_g * block_d), 1), _COMBINED_PARTS)
     sizes = DecodeHeads(heads, dim, group, block_g, block_d, block_i, config.fused)
-    results = empty_results(q_BHD, sizes, work)
+    results = empty_results(q_BHD, sizes, work, log_sum_BH)
     caches, variants = (k_cache_PSGD, v_cache_PSGD), {}
     third: torch.Tensor | None = sinks_H
     factors: tuple[float, ...] = score_factors(scale, softcap)

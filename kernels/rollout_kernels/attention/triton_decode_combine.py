@@ -44,6 +44,7 @@ class Results(NamedTuple):
     out_BHD: torch.Tensor  # in the dtype of the queries
     part_LHD: torch.Tensor  # float32
     lse_LH: torch.Tensor  # float32
+    log_sum_BH: torch.Tensor | None  # float32: the logarithms of rows' sums in base 2, if they are wanted
 
 
 class ResultPointers(NamedTuple):
@@ -52,6 +53,7 @@ class ResultPointers(NamedTuple):
     out_ptr: Any
     part_ptr: Any
     lse_ptr: Any
+    log_sum_ptr: Any
     slots_ptr: Any
     arrivals_ptr: Any
     rows: Any
@@ -108,7 +110,7 @@ def weigh(score_MN, peak_M, total_MN):
 
 
 @triton.jit
-def _combine(out_ptr, part_ptr, lse_ptr, row, head, first_slot, count, HEADS: tl.constexpr):
+def _combine(out_ptr, part_ptr, lse_ptr, log_sum_ptr, row, head, first_slot, count, HEADS: tl.constexpr):
     """Combine the parts of one row for the query heads of one KV head, weighted by their sums, and write the output.
 
     Every thread adds up its own elements of all parts, whatever the number of parts.
@@ -148,6 +150,8 @@ def _combine(out_ptr, part_ptr, lse_ptr, row, head, first_slot, count, HEADS: tl
         peak = new_peak
     out = narrow(acc / total[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
+    if log_sum_ptr is not None:
+        tl.store(log_sum_ptr + row * H + head + g, peak + tl.log2(total), mask=g < GROUP)
 
 
 @triton.jit
@@ -192,7 +196,7 @@ def _store_shared(to, item, sharing, kv_head, result_MD, lse_M, HEADS: tl.conste
         for k in range(sharing):
             if tl.max(((r == k) & complete).to(tl.int32), 0) == 1:
                 first_slot, count = tl.load(to.slots_ptr + row + k), tl.load(to.slots_ptr + to.rows + row + k)
-                _combine(to.out_ptr, to.part_ptr, to.lse_ptr, row + k, head, first_slot, count, HEADS)
+                _combine(to.out_ptr, to.part_ptr, to.lse_ptr, to.log_sum_ptr, row + k, head, first_slot, count, HEADS)
         tl.store(arrivals, tl.zeros([BLOCK_R], tl.int32), mask=complete)
 
 
@@ -211,6 +215,8 @@ def _store_own(to, item, kv_head, result_MD, lse_M, HEADS: tl.constexpr, BLOCK_M
     if item.count == 1:
         out = narrow(result_MD, to.out_ptr.dtype.element_ty)
         tl.store(to.out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
+        if to.log_sum_ptr is not None:
+            tl.store(to.log_sum_ptr + row * H + head + m, lse_M, mask=m < GROUP)
     else:
         slot = tl.cast(item.first_slot + item.place, tl.int64)
         tl.store(to.part_ptr + slot * (H * D) + at, result_MD, mask=here)
@@ -222,42 +228,47 @@ def _store_own(to, item, kv_head, result_MD, lse_M, HEADS: tl.constexpr, BLOCK_M
             arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
             if arrived == item.count - 1:
                 tl.debug_barrier()
-                _combine(to.out_ptr, to.part_ptr, to.lse_ptr, row, head, item.first_slot, item.count, HEADS)
+                _combine(
+                    to.out_ptr, to.part_ptr, to.lse_ptr, to.log_sum_ptr, row, head, item.first_slot, item.count, HEADS
+                )
                 tl.store(arrival, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def combine_kernel(part_ptr, lse_ptr, out_ptr, slots_ptr, rows, HEADS: tl.constexpr):
+def combine_kernel(part_ptr, lse_ptr, log_sum_ptr, out_ptr, slots_ptr, rows, HEADS: tl.constexpr):
     """One program for each row and KV head combines the row's parts, if it has several."""
     row = tl.program_id(1)
     follow()
     count = tl.load(slots_ptr + rows + row)
     if count > 1:
         head = tl.program_id(0) * HEADS.GROUP
-        _combine(out_ptr, part_ptr, lse_ptr, row, head, tl.load(slots_ptr + row), count, HEADS)
+        _combine(out_ptr, part_ptr, lse_ptr, log_sum_ptr, row, head, tl.load(slots_ptr + row), count, HEADS)
 
 
-def empty_results(q_BHD: torch.Tensor, heads: DecodeHeads, work: DecodeWork) -> Results:
-    """Memory for the results of these queries."""
+def empty_results(
+    q_BHD: torch.Tensor, heads: DecodeHeads, work: DecodeWork, log_sum_BH: torch.Tensor | None = None
+) -> Results:
+    """Memory for the results of these queries; that for `log_sum_BH` is given."""
     device = q_BHD.device
     return Results(
         torch.empty(len(q_BHD), heads.H, heads.D, dtype=q_BHD.dtype, device=device),
         torch.empty(work.slots, heads.H, heads.D, dtype=torch.float32, device=device),
         torch.empty(work.slots, heads.H, dtype=torch.float32, device=device),
+        log_sum_BH,
     )
 
 
-def work_arguments(results: Results, work: DecodeWork) -> tuple[torch.Tensor, ...]:
+def work_arguments(results: Results, work: DecodeWork) -> tuple[torch.Tensor | None, ...]:
     """The decode kernels' arguments for results and plan."""
     return *results, work.items, work.first, work.slots_2B, work.arrivals_BG
 
 
 def combine_parts(results: Results, heads: DecodeHeads, work: DecodeWork) -> torch.Tensor:
     """The output, after a launch that combines the parts of rows, unless the decode kernel did so."""
-    out_BHD, part_LHD, lse_LH = results
+    out_BHD, part_LHD, lse_LH, log_sum_BH = results
     if not heads.FUSED:
         rows = len(out_BHD)
         combine_kernel[(heads.H // heads.GROUP, rows)](
-            part_LHD, lse_LH, out_BHD, work.slots_2B, rows, HEADS=heads, **follow_options(out_BHD.device)
+            part_LHD, lse_LH, log_sum_BH, out_BHD, work.slots_2B, rows, HEADS=heads, **follow_options(out_BHD.device)
         )
     return out_BHD

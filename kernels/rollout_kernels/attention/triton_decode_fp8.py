@@ -121,6 +121,7 @@ def decode_codes_kernel(
     out_ptr,
     part_ptr,
     lse_ptr,
+    log_sum_ptr,
     items_ptr,
     first_ptr,
     slots_ptr,
@@ -155,7 +156,7 @@ def decode_codes_kernel(
         q_ptr, k_base, v_base, scales_ptr + kv_head * PAGE_SIZE, table_ptr, lens_ptr, scale_log2, window,
         stride_q_row, stride_q_head, stride_page, stride_slot, stride_table,
     )  # fmt: skip
-    to = ResultPointers(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
+    to = ResultPointers(out_ptr, part_ptr, lse_ptr, log_sum_ptr, slots_ptr, arrivals_ptr, rows)
     for i in range(first, last):
         item = read_item(items_ptr, i)
         if BLOCK_OWN == BLOCK_M or item.sharing > 1:

@@ -45,6 +45,7 @@ def _latent_kernel(
     out_ptr,
     part_ptr,
     lse_ptr,
+    log_sum_ptr,
     items_ptr,
     first_ptr,
     slots_ptr,
@@ -78,7 +79,7 @@ def _latent_kernel(
     follow()
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
-    to = ResultPointers(out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows)
+    to = ResultPointers(out_ptr, part_ptr, lse_ptr, log_sum_ptr, slots_ptr, arrivals_ptr, rows)
     for i in range(first, last):
         item = read_item(items_ptr, i)
         row, length = item.row, item.length
@@ -140,6 +141,7 @@ def decode_latents(
     rank: int,
     scale: float,
     work: DecodeWork,
+    log_sum_BH: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums of latents for one absorbed query a row, [B, H, R]. The twin is `latent_decode_attention` on a CPU.
 
@@ -151,6 +153,7 @@ def decode_latents(
         rank: R.
         scale: factor of the scores.
         work: the result of `plan_latent_work`. Launches that share a plan must follow each other on one stream.
+        log_sum_BH: as in the twin.
     """
     rows, heads, width = q_BHL.shape
     group, config = heads_at_once(heads), work.config
@@ -160,7 +163,7 @@ def decode_latents(
     assert work.arrivals_BG.shape == (rows, blocks) and len(context_lens_B) == rows
     block_g, block_r = triton.next_power_of_2(group), max(16, triton.next_power_of_2(rank))
     sizes = DecodeHeads(heads, rank, group, block_g, block_r, 1, config.fused)
-    results = empty_results(q_BHL, sizes, work)
+    results = empty_results(q_BHL, sizes, work, log_sum_BH)
     _latent_kernel[(blocks, work.first.shape[0] - 1)](
         q_BHL,
         cache_PS1L,

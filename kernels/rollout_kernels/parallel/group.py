@@ -1,7 +1,8 @@
-"""The ranks that run one model together, and the two operations by which they exchange tensors.
+"""The ranks that run one model together, and the three operations by which they exchange tensors.
 
     all_reduce    the sum over ranks, in float32 and in the order of the ranks: every rank gets the same bits
     all_gather    the tensors of all ranks, in the order of the ranks
+    all_to_all    what each rank has for this one, in the order of the ranks
 
 A rank is a process with a device of its own. A group of one rank exchanges nothing: its operations return what they are
 given, and launch nothing. Other groups use a process group of torch.distributed that is connected already: gloo on a
@@ -88,6 +89,10 @@ class TensorGroup:
         """The tensors of all ranks, [ranks, ...]."""
         return x[None]
 
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """From `x` [ranks, ...] of each rank, the parts for this one, [ranks, ...]."""
+        return x
+
 
 #: The group of one rank, on any device.
 ONE_RANK = TensorGroup()
@@ -115,6 +120,10 @@ class GlooGroup(TensorGroup):
         sent, received = x.contiguous().view(-1).view(torch.uint8), gathered.view(self.size, -1).view(torch.uint8)
         dist.all_gather(list(received.unbind(0)), sent, group=self._processes)
         return gathered
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """As `TensorGroup.all_to_all`, by a gather of everything."""
+        return self.all_gather(x)[:, self.rank]
 
 
 class NcclGroup(TensorGroup):
@@ -169,3 +178,9 @@ class NcclGroup(TensorGroup):
         gathered = x.new_empty((self.size, *x.shape))
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._processes)
         return gathered
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """As `TensorGroup.all_to_all`."""
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=self._processes)
+        return received

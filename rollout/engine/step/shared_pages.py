@@ -121,7 +121,7 @@ def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
     if all(mixer.window is not None for mixer in mixers):
         return 1
     tile = DETERMINISTIC.block_m if deterministic else SHARED_TILES[coded].heads
-    return min(rows_at_once(mixer.heads // mixer.kv_heads, tile) for mixer in mixers)
+    return min(rows_at_once(mixer.decode_group, tile) for mixer in mixers)
 
 
 def make_shared_pages(model: LanguageModel, kv: KVCache, engine: EngineSettings, shares: bool) -> EachRowAlone:

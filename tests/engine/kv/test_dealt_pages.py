@@ -72,7 +72,14 @@ def test_ranks_have_keys_of_their_own() -> None:
     assert first.next_key(b"same") == PrefixKeys(0, 4).next_key(b"same")
 
 
-@pytest.mark.parametrize("other", [{"host_kv_gib": 1.0}, {"speculation": "suffix"}, {"deterministic": True}])
-def test_what_dealt_rows_lack_is_refused_by_name(other: dict) -> None:
-    with pytest.raises(ValueError, match=f"attention_split = rows needs {next(iter(other))} = "):
-        settings_of(EngineSettings, attention_split="rows", tensor_parallel=2, **other)
+@pytest.mark.parametrize(
+    ("split", "other"),
+    [
+        *(("rows", other) for other in ({"host_kv_gib": 1.0}, {"speculation": "suffix"}, {"deterministic": True})),
+        *(("context", other) for other in ({"page_size": 15}, {"speculation": "heads"}, {"deterministic": True})),
+        *((split, {"tensor_parallel": 1}) for split in ("rows", "context")),
+    ],
+)
+def test_what_a_split_of_attention_lacks_is_refused_by_name(split: str, other: dict) -> None:
+    with pytest.raises(ValueError, match=f"attention_split = {split} needs {next(iter(other))} = "):
+        settings_of(EngineSettings, attention_split=split, **{"tensor_parallel": 2} | other)

@@ -33,19 +33,23 @@ class PagedRunner:
         self.forward = forward or model  # runs the steps
         if isinstance(model, Decoder) and any(getattr(layer.mixer, "chunk", None) for layer in model.spec.layers):
             page_size = 8  # chunks of positions are whole pages
+        of = {model.spec.split: model.spec.shard} if isinstance(model, Decoder) else {}
+        split = of.get("context", WHOLE)
+        if page_size % split.size:
+            page_size = 8
         self.page_size = page_size
         self.width = -(-max_tokens // page_size)
         pages = list(range(1, rows * self.width + 1))
         random.Random(seed).shuffle(pages)
         #: Rows may be dealt to ranks: row r to rank r modulo their number.
-        self.dealt = model.spec.shard if isinstance(model, Decoder) and model.spec.deals_rows else WHOLE
+        self.dealt = of.get("rows", WHOLE)
         self.device, dtype = model.embed.device, model.embed.dtype
         of_states = (
             partial(StatePool.allocate, model.spec) if isinstance(model, Decoder) else model.spec.allocate_states
         )
         self.states = of_states(rows + 1, dtype, self.device)  # row 0 is padding
         self.kv = KVCache.allocate(
-            model.spec, len(pages) + 1, page_size, kv_dtype or dtype, self.device, states=self.states
+            model.spec, len(pages) + 1, page_size, kv_dtype or dtype, self.device, states=self.states, split=split
         )
         self.kv = replace(self.kv, dealt=self.dealt)
         for cache in self.kv.tensors:

@@ -25,7 +25,15 @@ from tests.support.parallel.shared_peers import share_buffers
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 CPU = torch.device("cpu")
-MORE = [("Qwen3_5", True), ("Gemma3", True), ("Gemma4", True), ("Granite", False)]
+MORE = [
+    ("Qwen3", False),
+    ("Phi3", True),
+    ("SmolLM3", False),
+    ("Qwen3_5", True),
+    ("Gemma3", True),
+    ("Gemma4", True),
+    ("Granite", False),
+]
 EXPERTS: dict[str, Any] = {
     "vocab_size": 89, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2,
@@ -43,12 +51,12 @@ def _steps(model: Decoder, forward: Any) -> torch.Tensor:
     return join_logits(model, torch.cat(found))
 
 
-def _load(folder: Path, dtype: str, group: TensorGroup | None = None, deals: bool = False) -> Decoder:
-    return load_model(ModelSettings(path=str(folder), dtype=dtype), CPU, group=group, deals_rows=deals).model
+def _load(folder: Path, dtype: str, group: TensorGroup | None = None, split: Any = "heads") -> Decoder:
+    return load_model(ModelSettings(path=str(folder), dtype=dtype), CPU, group=group, split=split).model
 
 
-def _by_kernels(group: TensorGroup, folder: Path, shared: Path | None, dtype: str) -> torch.Tensor:
-    model = _load(folder, dtype, group)
+def _by_kernels(group: TensorGroup, folder: Path, shared: Path | None, dtype: str, split: Any) -> torch.Tensor:
+    model = _load(folder, dtype, group, split)
     if shared is not None:  # room for decode steps, in one form or the other; prefills are larger
         group.large_peers = share_buffers(group, shared, 4, model.spec.hidden, flagged=True)
         group.peers = share_buffers(group, shared, 1, model.spec.hidden, beside=group.large_peers)
@@ -61,11 +69,17 @@ def _by_kernels(group: TensorGroup, folder: Path, shared: Path | None, dtype: st
 
 
 @pytest.mark.parametrize(
-    ("name", "over_memory"),
-    [("Qwen3", True), ("Olmo2", True), *nightly(("Qwen3", False), ("Phi3", True), ("SmolLM3", False), *MORE)],
+    ("name", "over_memory", "split"),
+    [
+        ("Qwen3", True, "heads"),
+        ("Olmo2", True, "heads"),
+        ("Qwen3", True, "context"),
+        *nightly(*((name, over, "heads") for name, over in MORE)),
+        *nightly(("Olmo2", True, "context"), ("Qwen3_5", True, "context")),
+    ],
 )
 def test_shards_by_the_kernels_give_the_logits_of_one_rank(
-    name: str, over_memory: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+    name: str, over_memory: bool, split: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
     if name in HYBRIDS:
         make_hybrid(name, tmp_path / "model")
@@ -75,28 +89,30 @@ def test_shards_by_the_kernels_give_the_logits_of_one_rank(
     exact = _steps(model, model)
     shared = tmp_path / "shared" if over_memory else None
     (tmp_path / "shared").mkdir()
-    results = start_ranks(2).run(_by_kernels, tmp_path / "model", shared, "float32")
+    results = start_ranks(2).run(_by_kernels, tmp_path / "model", shared, "float32", split)
     assert torch.equal(*results)
     assert (results[0] - exact).abs().max() < 1e-4
 
 
-def _by_both(group: TensorGroup, folder: Path, deals: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    model = _load(folder, "bfloat16", group, deals)
+def _by_both(group: TensorGroup, folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    model = _load(folder, "bfloat16", group, split)
     return _steps(model, FusedDecoder(model)), _steps(model, model)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "width", "deals"),
+    ("name", "width", "split"),
     [
-        ("Qwen2Moe", 32, False),
-        ("Qwen3Moe", 32, True),
-        *nightly(("GptOss", 64, False), ("Qwen3Moe", 256, False), ("Qwen2Moe", 256, False), ("GptOss", 64, True)),
-        *nightly(("Llama4", 32, False), ("NemotronH", 32, False), ("Llama4", 32, True)),
+        ("Qwen2Moe", 32, "heads"),
+        ("Qwen3Moe", 32, "rows"),
+        *nightly(
+            ("GptOss", 64, "heads"), ("Qwen3Moe", 256, "heads"), ("Qwen2Moe", 256, "heads"), ("GptOss", 64, "rows")
+        ),
+        *nightly(("Llama4", 32, "heads"), ("NemotronH", 32, "heads"), ("Llama4", 32, "rows")),
     ],
 )
 def test_experts_of_shards_by_the_kernels_are_as_close_to_float32_as_by_torch(
-    name: str, width: int, deals: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+    name: str, width: int, split: str, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
     """Whole experts by rank, and parts of each one; shared ones that are stored with them; rows dealt to ranks."""
     config = EXPERTS | {"moe_intermediate_size": width, "shared_expert_intermediate_size": 2 * width}
@@ -111,7 +127,7 @@ def test_experts_of_shards_by_the_kernels_are_as_close_to_float32_as_by_torch(
     reference.save_pretrained(tmp_path)
     wide = _load(tmp_path, "float32")
     exact = _steps(wide, wide)
-    (kernels, torch_), (others, _) = start_ranks(2).run(_by_both, tmp_path, deals)
+    (kernels, torch_), (others, _) = start_ranks(2).run(_by_both, tmp_path, split)
     assert torch.equal(kernels, others)
     # A token near a tie takes other experts in bf16, whatever computes it: medians, not the largest errors.
     errors = [(found - exact).norm(dim=1) / exact.norm(dim=1) for found in (kernels, torch_)]

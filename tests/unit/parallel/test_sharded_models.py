@@ -104,8 +104,8 @@ CASES = [
 ]
 
 
-def _load(folder: Path, group: TensorGroup | None = None, deals: bool = False, **settings: Any) -> LoadedModel:
-    return load_model(settings_of(ModelSettings, path=str(folder), **settings), CPU, group=group, deals_rows=deals)
+def _load(folder: Path, group: TensorGroup | None = None, split: Any = "heads", **settings: Any) -> LoadedModel:
+    return load_model(settings_of(ModelSettings, path=str(folder), **settings), CPU, group=group, split=split)
 
 
 def _logits(model: Decoder, vocab: int) -> tuple[torch.Tensor, list[int]]:
@@ -122,8 +122,8 @@ def _logits(model: Decoder, vocab: int) -> tuple[torch.Tensor, list[int]]:
     return join_logits(model, torch.cat(found)), tokens
 
 
-def _run_shard(group: TensorGroup, folder: Path, deals: bool = False) -> tuple[torch.Tensor, list[int], int]:
-    loaded = _load(folder, group, deals)
+def _run_shard(group: TensorGroup, folder: Path, split: Any) -> tuple[torch.Tensor, list[int], int]:
+    loaded = _load(folder, group, split)
     logits, tokens = _logits(loaded.model, loaded.spec.vocab)
     return logits, tokens, sum(parameter.numel() for parameter in loaded.model.parameters())
 
@@ -161,21 +161,44 @@ def test_rows_dealt_to_ranks_have_the_logits_of_one_rank(
 ) -> None:
     """Two rows: with four ranks, two have none."""
     Case(name, tmp_path)
-    _check_shards(tmp_path, start_ranks(size), 1.0, deals=True)
+    _check_shards(tmp_path, start_ranks(size), 1.0, "rows")
+
+
+#: Models whose contexts can be split: they differ in norms of heads, biases, softcaps, gates, states and latents.
+SPLIT = ["llama", "qwen3_moe", "olmoe", "DeepseekV3", "DeepseekV3 moonlight", "Glm4MoeLite"]
+SPLIT += [*HYBRIDS]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [pytest.param(name, size, marks=[] if size == 2 else [pytest.mark.nightly]) for name in SPLIT for size in (2, 4)],
+)
+def test_contexts_split_over_ranks_have_the_logits_of_one_rank(
+    name: str, size: int, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+) -> None:
+    Case(name, tmp_path)
+    _check_shards(tmp_path, start_ranks(size), 0.85 if size == 2 else 0.75, "context")
+
+
+@pytest.mark.parametrize("name", ["GptOss", "Afmoe", "DeepseekV32"])
+def test_contexts_of_other_models_are_not_split(name: str, tmp_path: Path) -> None:
+    Case(name, tmp_path)
+    with pytest.raises(ValueError, match="attention_split = context is not for .*: use heads"):
+        check_cut(settings_of(ModelSettings, path=str(tmp_path)), tmp_path, 2, split="context")
 
 
 @pytest.mark.parametrize("name", ["llama", sorted(HYBRIDS)[0]])
 def test_rows_of_other_models_are_not_dealt(name: str, tmp_path: Path) -> None:
     Case(name, tmp_path)
     with pytest.raises(ValueError, match="attention_split = rows is"):
-        check_cut(settings_of(ModelSettings, path=str(tmp_path)), tmp_path, 2, deals_rows=True)
+        check_cut(settings_of(ModelSettings, path=str(tmp_path)), tmp_path, 2, split="rows")
 
 
-def _check_shards(folder: Path, ranks: Ranks, share: float, deals: bool = False) -> None:
+def _check_shards(folder: Path, ranks: Ranks, share: float, split: Any = "heads") -> None:
     """Ranks compute the logits of one rank that has it all, and each has at most this share of the parameters."""
     whole = _load(folder)
     logits, tokens = _logits(whole.model, whole.spec.vocab)
-    results = ranks.run(_run_shard, folder, deals)
+    results = ranks.run(_run_shard, folder, split)
     for shard_logits, shard_tokens, _ in results:
         assert torch.equal(shard_logits, results[0][0]), "ranks have other bits"
         assert (shard_logits - logits).abs().max() < 1e-4

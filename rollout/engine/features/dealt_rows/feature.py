@@ -37,7 +37,7 @@ class DealtRows(DeviceFeature[None]):
     @classmethod
     def make(cls, site: Site) -> DealtRows | None:
         model = site.model
-        return cls(model.group.rank) if isinstance(model, Decoder) and model.spec.deals_rows else None
+        return cls(model.group.rank) if isinstance(model, Decoder) and model.spec.split == "rows" else None
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> DealtRowsFeature:
         return DealtRowsFeature()
