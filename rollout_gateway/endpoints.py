@@ -12,13 +12,13 @@ from rollout_gateway.dialects import (
     anthropic,
     openai_chat,
     openai_completions,
-    openai_responses,
     own,
     sglang,
     trainers,
     vllm,
     weights,
 )
+from rollout_gateway.dialects.responses import handlers as responses
 from rollout_gateway.dialects.tinker import handlers as tinker
 from rollout_gateway.http.bodies import Body, Query, decode, read_bytes
 from rollout_gateway.http.event_stream import ClientGone, EventStream, NamedEvents, json_answer, unless_gone
@@ -28,7 +28,7 @@ STATES: tuple[type[DialectState], ...] = (*weights.STATES, *tinker.STATES)
 ENDPOINTS: tuple[Endpoint, ...] = (
     *openai_completions.ENDPOINTS,
     *openai_chat.ENDPOINTS,
-    *openai_responses.ENDPOINTS,
+    *responses.ENDPOINTS,
     *anthropic.ENDPOINTS,
     *vllm.ENDPOINTS,
     *sglang.ENDPOINTS,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rollout_gateway.answers.logprobs import prompt_entries
-from rollout_gateway.http.http_errors import HttpError, bad_request
+from rollout_gateway.http.http_errors import HttpError
 from rollout_gateway.prompts.sampling import RequestFields, SamplingBody
 from rollout_gateway.prompts.tokenizer import GatewayTokenizer
 from rollout_gateway.workers.workers import TokenRequest
@@ -36,15 +36,6 @@ def usage(results: list[GenerateResult]) -> dict[str, Any]:
 def prompt_ids(request: TokenRequest, result: GenerateResult) -> list[int]:
     """The token ids of a prompt, after the tokens that it continues."""
     return request.prompt if result.prompt_token_ids is None else result.prompt_token_ids.tolist()
-
-
-def check_fork(body: RequestFields) -> None:
-    """Refuse what a stream would need of continued tokens before they are known, at its end. Raises `HttpError`."""
-    if body.stream and body.return_token_ids:
-        raise bad_request("a stream cannot return ids of tokens that it continues; remove 'stream'", "return_token_ids")
-    if body.stream and body.stream_options.continuous_usage_stats:
-        message = "the number of continued tokens is known at the end only; use 'include_usage' alone"
-        raise bad_request(message, "stream_options.continuous_usage_stats")
 
 
 def fault(completion: Completion) -> HttpError | None:

@@ -15,7 +15,15 @@ from rollout_gateway.formats.segments import AnswerPiece
 from rollout_gateway.http.event_stream import NamedEvents
 from rollout_gateway.http.http_errors import HttpError, Names, bad_request
 from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, Int32, Number
-from rollout_gateway.requests.chat_body import ChatBody, ChatBuilder, ExtraFields, client_names, listed, named
+from rollout_gateway.requests.chat_body import (
+    ChatBody,
+    ChatBuilder,
+    ExtraFields,
+    client_names,
+    listed,
+    named,
+    not_offered,
+)
 from rollout_gateway.requests.conversation import Conversation, begin, prompt_of
 from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
 from trainer_bridge.client.results import Completion, GenerateResult
@@ -110,21 +118,17 @@ class CountBody(ExtraFields):
     def _format(self) -> dict[str, Any]:
         """The constraint of the answer."""
         config = self.output_config or {}
-        known = {"format", "effort"}
-        for name in config.keys() - known:
-            raise bad_request(f"this gateway does not offer {name!r:.80}; remove it", f"output_config.{name:.80}")
+        for name in config.keys() - {"format", "effort"}:
+            raise not_offered(name, f"output_config.{name:.80}")
         given, field = config.get("format"), "output_config.format"
         if given is None:
             given, field = self.output_format, "output_format"
         if given is None:
             return {}
-        if (
-            not isinstance(given, dict)
-            or given.get("type") != "json_schema"
-            or not isinstance(given.get("schema"), dict)
-        ):
-            raise bad_request('send {"type": "json_schema", "schema": {...}}', field)
-        return {"response_format": {"type": "json_schema", "json_schema": {"schema": given["schema"]}}}
+        match given:
+            case {"type": "json_schema", "schema": dict(schema)}:
+                return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+        raise bad_request('send {"type": "json_schema", "schema": {...}}', field)
 
     def _thinking(self, formats: Formats) -> dict[str, Any]:
         """The thinking options that the request names, for the chat template, and the budget."""
@@ -270,7 +274,7 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
         raise bad_request(f"'{field}.input_schema' must be a JSON schema (an object)", f"{field}.input_schema")
     for name in tool.keys() - _TOOL_FIELDS:
         if tool[name]:
-            raise bad_request(f"this gateway does not offer {name!r:.80}; remove it", f"{field}.{name:.80}")
+            raise not_offered(name, f"{field}.{name:.80}")
     function = {"name": tool["name"], "parameters": schema}
     if isinstance(tool.get("description"), str):
         function["description"] = tool["description"]

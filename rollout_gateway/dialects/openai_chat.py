@@ -7,7 +7,7 @@ from rollout_gateway.answers.answer_facts import choice_facts, now, prompt_facts
 from rollout_gateway.answers.views import CompletionViews
 from rollout_gateway.formats.format_chooser import Formats
 from rollout_gateway.http.http_errors import bad_request
-from rollout_gateway.requests.call import StreamedChunk
+from rollout_gateway.requests.call import StreamedChunk, check_stream
 from rollout_gateway.requests.chat_body import ChatBody
 from rollout_gateway.requests.conversation import Conversation, begin, prompt_of
 from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
@@ -33,8 +33,7 @@ async def complete_chat(request: HttpRequest[ChatBody]) -> Any:
         raise bad_request("'max_tokens' and 'max_completion_tokens' differ; send one of them", "max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise bad_request("'top_logprobs' needs 'logprobs': true", "top_logprobs")
-    if body.stream and body.prompt_logprobs is not None:
-        raise bad_request("a stream cannot return log-probs of the prompt; remove 'stream'", "stream")
+    check_stream(body.stream, body.prompt_logprobs is not None)
     answer = _Answer(await begin(request, body, request.id("chatcmpl-", body.request_id)))
     return answer.events() if body.stream else await answer.whole()
 

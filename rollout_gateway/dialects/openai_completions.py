@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from rollout_gateway.answers.answer_facts import (
-    check_fork,
     choice_facts,
     now,
     prompt_facts,
@@ -20,7 +19,7 @@ from rollout_gateway.answers.views import CompletionViews
 from rollout_gateway.http.http_errors import bad_request
 from rollout_gateway.prompts.kv_hints import ForkField
 from rollout_gateway.prompts.sampling import MAX_TOP, OpenAiBody, TokenId
-from rollout_gateway.requests.call import Call, StreamedChunk
+from rollout_gateway.requests.call import Call, StreamedChunk, check_stream, fork_fields
 from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
 from rollout_gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion
@@ -57,15 +56,8 @@ async def complete(request: HttpRequest[CompletionBody]) -> Any:
     session, place = request.placement()
     fields = await gateway.openai_fields(body) | place
     scored = body.echo and body.logprobs is not None
-    if body.stream and (scored or body.prompt_logprobs is not None):
-        raise bad_request("a stream cannot return log-probs of the prompt; remove 'stream'", "stream")
-    if body.fork is not None:
-        if body.echo:
-            raise bad_request(
-                "the gateway does not have the text that this request continues: use 'return_token_ids'", "echo"
-            )
-        check_fork(body)
-        fields["return_prompt_ids"] = body.return_token_ids or body.prompt_logprobs is not None
+    check_stream(body.stream, scored or body.prompt_logprobs is not None)
+    fields |= fork_fields(body, body.return_token_ids or body.prompt_logprobs is not None, {"echo": body.echo})
     fields["logprobs"] = body.logprobs or 0
     if scored:
         fields["prompt_top_logprobs"] = max(body.logprobs or 0, body.prompt_logprobs or 0)

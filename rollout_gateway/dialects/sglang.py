@@ -22,7 +22,7 @@ from rollout_gateway.orders.worker_orders import PauseMode
 from rollout_gateway.prompts.kv_hints import ForkField, KvFields
 from rollout_gateway.prompts.sampling import MAX_PROMPT_TOP, MAX_TOKEN_ID, Int32, SamplingBody, TokenId
 from rollout_gateway.requests import admin
-from rollout_gateway.requests.call import Call
+from rollout_gateway.requests.call import Call, check_stream, fork_fields
 from rollout_gateway.requests.http_request import GET, POST, Endpoint, HttpRequest
 from rollout_gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
@@ -210,15 +210,8 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
     }
     if scored and body.top_logprobs_num:
         common["prompt_top_logprobs"] = body.top_logprobs_num
-    if body.stream and (scored or body.return_routed_experts):
-        raise bad_request("a stream can return neither experts nor log-probs of the prompt; remove 'stream'", "stream")
-    if body.fork is not None:
-        if body.logprob_start_len > 0 and scored:
-            raise bad_request(
-                "the gateway does not know the positions of a fork's prompt; send 0, or remove 'fork'",
-                "logprob_start_len",
-            )
-        common["return_prompt_ids"] = scored
+    check_stream(body.stream, scored or body.return_routed_experts)
+    common |= fork_fields(body, scored, {"logprob_start_len": scored and body.logprob_start_len > 0})
     requests, chosen = [], body.chosen(len(prompts))
     for (name, prompt), (within, each), tokens in zip(prompts.items(), params, chosen, strict=True):
         ids = await text.encode(prompt, body.fork is None, name) if isinstance(prompt, str) else prompt

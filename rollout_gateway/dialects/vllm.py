@@ -17,7 +17,6 @@ from pydantic import Field
 
 from rollout.config.gateway_settings import ExpertFormat
 from rollout_gateway.answers.answer_facts import (
-    check_fork,
     choice_facts,
     experts_of,
     prompt_facts,
@@ -39,7 +38,7 @@ from rollout_gateway.prompts.sampling import (
     TokenId,
 )
 from rollout_gateway.requests import admin
-from rollout_gateway.requests.call import Call, StreamedChunk
+from rollout_gateway.requests.call import Call, StreamedChunk, check_stream, fork_fields
 from rollout_gateway.requests.chat_body import Tool
 from rollout_gateway.requests.http_request import GET, POST, Endpoint, HttpRequest
 from rollout_gateway.workers.workers import TokenRequest
@@ -208,18 +207,12 @@ async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None
         raise bad_request("send at least one token", "token_ids")
     params = GenerateParams.take(body.sampling_params, "sampling_params.")
     session, place = request.placement()
-    if body.fork is not None and params.prompt_logprob_token_ids is not None:
-        raise bad_request(
-            "the gateway does not know the positions of a fork's prompt; remove this field or 'fork'",
-            "sampling_params.prompt_logprob_token_ids",
-        )
+    by_position = {"sampling_params.prompt_logprob_token_ids": params.prompt_logprob_token_ids is not None}
+    forked = fork_fields(body, body.return_token_ids or params.prompt_logprobs is not None, by_position)
     chosen = _chosen(params, len(body.token_ids))
-    if body.stream and (params.prompt_logprobs is not None or chosen is not None or show is not None):
-        raise bad_request("a stream can return neither experts nor log-probs of the prompt; remove 'stream'", "stream")
-    fields = params.worker_fields("sampling_params.") | gateway.thinking_fields(params, "sampling_params.") | place
-    if body.fork is not None:
-        check_fork(body)
-        fields["return_prompt_ids"] = body.return_token_ids or params.prompt_logprobs is not None
+    check_stream(body.stream, params.prompt_logprobs is not None or chosen is not None or show is not None)
+    fields = params.worker_fields("sampling_params.") | gateway.thinking_fields(params, "sampling_params.")
+    fields |= place | forked
     if chosen is not None:
         scored = chosen.rows if params.prompt_logprobs is None else len(body.token_ids)
         fields |= {"prompt_logprobs_last": scored, "prompt_logprob_token_ids": chosen.worker_ids(scored)}

@@ -1,17 +1,46 @@
 """One request of a client on its way through the workers: its prompts, and their results or their streams."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_gateway.answers.answer_facts import fault, usage
 from rollout_gateway.http.event_stream import merged
-from rollout_gateway.prompts.sampling import StreamOptions
+from rollout_gateway.http.http_errors import bad_request
+from rollout_gateway.prompts.kv_hints import ForkField
+from rollout_gateway.prompts.sampling import RequestFields, StreamOptions
 from rollout_gateway.requests.http_request import Gateway
 from rollout_gateway.workers.workers import TokenRequest
 from trainer_bridge.client.asynchronous import AsyncStream
 from trainer_bridge.client.results import Chunk, GenerateResult
+
+
+def check_stream(stream: bool, whole_only: bool) -> None:
+    """Refuse a stream of what only a whole answer has. Raises `HttpError`."""
+    if stream and whole_only:
+        raise bad_request("a stream can return neither experts nor log-probs of the prompt; remove 'stream'", "stream")
+
+
+def fork_fields(body: ForkField, returns_ids: bool, of_prompt: Mapping[str, bool]) -> dict[str, Any]:
+    """The arguments of `generate` for a request that continues other tokens; empty for another request.
+
+    `returns_ids`: the answer shows the ids of its prompt. `of_prompt`: fields that need the prompt's text or positions,
+    which are not known before its end, and whether the request has them. Raises `HttpError`.
+    """
+    if body.fork is None:
+        return {}
+    if isinstance(body, RequestFields) and body.stream:
+        usage_so_far = body.stream_options.continuous_usage_stats
+        of_prompt = {
+            **of_prompt,
+            "return_token_ids": body.return_token_ids,
+            "stream_options.continuous_usage_stats": usage_so_far,
+        }
+    for name, asked in of_prompt.items():
+        if asked:
+            raise bad_request("continued tokens are known at the end only; remove this field, 'stream' or 'fork'", name)
+    return {"return_prompt_ids": returns_ids}
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,6 +274,11 @@ def named(value: Any, field: str, *names: str) -> dict[str, Any]:
     return value
 
 
+def not_offered(name: str, field: str) -> HttpError:
+    """The error of a field or value that other servers have."""
+    return bad_request(f"this gateway does not offer {name!r:.80}; remove it", field)
+
+
 def listed(value: Any, field: str) -> list[Any]:
     """A list. Raises `HttpError` for another value."""
     if not isinstance(value, list):
