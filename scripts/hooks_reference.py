@@ -1,6 +1,7 @@
 """The reference page of the hooks of features, made from their base classes and the list of features."""
 
 import ast
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,13 +79,16 @@ def _device_parts() -> list[type[DeviceFeature]]:
 
 def _callers(hook: str) -> list[str]:
     """The modules of the core that call this hook of features, below `rollout/engine`."""
+    return [place for place, called in _calls_of_features().items() if hook in called]
+
+
+@functools.cache
+def _calls_of_features() -> dict[str, set[str]]:
+    """The methods that each module of the core calls of a feature, by its path below `rollout/engine`."""
     (root,) = map(Path, rollout.engine.__path__)
-    found = []
-    for module in sorted(root.rglob("*.py")):
-        place = module.relative_to(root)
-        if place.parts[0] != "features" and hook in _called_of_features(module.read_text()):
-            found.append(str(place))
-    return found
+    places = {module.relative_to(root): module for module in sorted(root.rglob("*.py"))}
+    core = {place: module for place, module in places.items() if place.parts[0] != "features"}
+    return {str(place): _called_of_features(module.read_text()) for place, module in core.items()}
 
 
 def _called_of_features(source: str) -> set[str]:

@@ -61,24 +61,26 @@ def prose(page: Path) -> str:
 
 
 @cache
-def repository_files() -> frozenset[str]:
-    """Files of the sources and docs, from the root."""
+def ends_of_paths() -> frozenset[str]:
+    """The paths of all files in the sources, docs and the root, and what remains of each without its first folders."""
     folders = [ROOT / name for name in (*SOURCES, "docs", "configs")]
     paths = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*"))]
-    return frozenset(path.relative_to(ROOT).as_posix() for path in paths if path.is_file())
+    parts = [path.relative_to(ROOT).parts for path in paths if path.is_file()]
+    return frozenset("/".join(each[first:]) for each in parts for first in range(len(each)))
 
 
-def is_file(name: str) -> bool:
-    """Whether a path ends so, of a file in the sources, docs or the root."""
-    return any(f"/{file}".endswith(f"/{name}") for file in repository_files())
+@cache
+def sources() -> dict[Path, str]:
+    """The texts of all code. This file is left out: it names what does not exist."""
+    files = (path for name in SOURCES for path in (ROOT / name).rglob("*.py") if path != Path(__file__))
+    return {path: path.read_text() for path in files}
 
 
 @cache
 def source_words() -> frozenset[str]:
-    """All words of the code. This file is left out: it names what does not exist."""
-    files = [path for name in SOURCES for path in (ROOT / name).rglob("*.py") if path != Path(__file__)]
-    texts = (path.read_text() for path in [*files, ROOT / "pyproject.toml", ROOT / "Makefile"])
-    return frozenset(word for text in texts for word in re.findall(r"\w+", text))
+    """All words of the code."""
+    texts = [*sources().values(), (ROOT / "pyproject.toml").read_text(), (ROOT / "Makefile").read_text()]
+    return frozenset(word for text in texts for word in set(re.findall(r"\w+", text)))
 
 
 # --- what pages list ---
@@ -170,7 +172,7 @@ def test_files_that_a_page_names_exist(page: Path):
         for name in named
         if name != "config.json"  # of a checkpoint
         and not (ROOT / name).exists()
-        and not is_file(name)
+        and name not in ends_of_paths()
     ]
     assert named and not missing
 
@@ -184,10 +186,8 @@ def test_names_that_a_page_quotes_are_in_the_code(page: Path):
 
 
 def test_files_and_classes_that_the_code_quotes_exist():
-    sources = {path: path.read_text() for name in SOURCES for path in (ROOT / name).rglob("*.py")}
-    del sources[Path(__file__)]
     defined: dict[str, list[str]] = {}
-    for path, text in sources.items():
+    for path, text in sources().items():
         module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         for name in re.findall(r"^class (\w+)", text, re.M):
             defined.setdefault(name, []).append(module)
@@ -195,17 +195,18 @@ def test_files_and_classes_that_the_code_quotes_exist():
             for name in re.findall(r"\b[A-Z]\w*[a-z]\w*", text):
                 defined.setdefault(name, []).append(module.removesuffix(".__init__"))
     wrong, in_docstrings = [], 0
-    for path, text in sources.items():
+    for path, text in sources().items():
         named = re.findall(r"`([\w./-]+\.(?:py|md|toml))`", text)
         if not path.is_relative_to(ROOT / "tests"):  # docstrings of modules also name files without quotes
-            plain = re.findall(r"[\w/-]+\.(?:py|md|toml)\b", ast.get_docstring(ast.parse(text)) or "")
+            docstring = re.match(r'(?:#.*\n|\s)*"""(.*?)"""', text, re.S)
+            plain = re.findall(r"[\w/-]+\.(?:py|md|toml)\b", docstring[1] if docstring else "")
             in_docstrings += len(plain)
             named += plain
-        wrong += [(path.name, name) for name in named if not is_file(name)]
+        wrong += [(path.name, name) for name in named if name not in ends_of_paths()]
         for module, name in re.findall(r"`([a-z_][\w.]*)\.([A-Z]\w+)`", text):
             if name in defined and not any(f".{where}".endswith(f".{module}") for where in defined[name]):
                 wrong.append((path.name, f"{module}.{name}"))
-    assert len(sources) > 500 and in_docstrings > 20 and not wrong
+    assert len(sources()) > 500 and in_docstrings > 20 and not wrong
 
 
 def anchors(page: Path) -> set[str]:
