@@ -13,9 +13,9 @@ import pytest
 from rollout.constraints.marker import AfterMarker, TextMarker, TokenTexts
 from rollout.engine.messages.requests import NOTHING_BEFORE, Prior
 from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
-from tests.engine.test_heads import completions_by_seed
+from tests.engine.features.drafts.test_heads import completions_by_seed
+from tests.engine.features.drafts.test_speculation import RULES, STOP, recorded
 from tests.engine.test_invariants import run_watched
-from tests.engine.test_speculation import RULES, STOP, recorded
 from tests.support.engine.adapted import Adapters, make_adapters
 from tests.support.engine.constraints import SIZE, AlwaysMasked, Cycle, X, Y
 from tests.support.engine.conversation import LEASE_S

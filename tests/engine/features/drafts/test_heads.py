@@ -14,14 +14,14 @@ from rollout.engine.inspect import Inspector
 from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from rollout.engine.step.sampler import Sampler
-from tests.engine.step.test_verify import accept_by_kernel, set_up_by_kernel
-from tests.engine.test_invariants import run_watched
-from tests.engine.test_speculation import (
+from tests.engine.features.drafts.test_speculation import (
     assert_same,
     recorded,
     submit_all,
     submit_six,
 )
+from tests.engine.features.drafts.test_verify import accept_by_kernel, set_up_by_kernel
+from tests.engine.test_invariants import run_watched
 from tests.support.engine.drafting import drafter_of, drafting, fixed_costs, replayed_drafts, row_by_row, watch_drafts
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of, watch_plans
 from tests.support.engine.sleeping import Sleeping, outcome, submit_some

@@ -11,9 +11,8 @@ import torch
 
 from rollout.engine.messages.to_engine import Cancel, StopAt
 from rollout.models.decoder import Decoder
-from tests.engine.test_heads import HEADS, completions_by_seed
-from tests.engine.test_invariants import run_watched
-from tests.engine.test_speculation import (
+from tests.engine.features.drafts.test_heads import HEADS, completions_by_seed
+from tests.engine.features.drafts.test_speculation import (
     BAD,
     SAMPLED,
     FragileCycle,
@@ -24,6 +23,7 @@ from tests.engine.test_speculation import (
     submit_free,
     submit_six,
 )
+from tests.engine.test_invariants import run_watched
 from tests.support.engine.constraints import SIZE, Cycle, X, Y, only_hangs_are_late
 from tests.support.engine.drafting import drafting, replayed_drafts
 from tests.support.engine.harness import Bench, load, prompt_of

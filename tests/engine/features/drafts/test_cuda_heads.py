@@ -14,8 +14,8 @@ from rollout.engine.features.drafts.model_drafter import ModelDrafter
 from rollout.engine.step.row_state import LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from rollout.models import load_model
 from rollout.models.draft_head import DraftHead
-from tests.engine.step.test_cuda_verify import SIZES, VOCAB, all_of, submit
-from tests.engine.test_heads import changed_logits, completions_by_seed
+from tests.engine.features.drafts.test_cuda_verify import SIZES, VOCAB, all_of, submit
+from tests.engine.features.drafts.test_heads import changed_logits, completions_by_seed
 from tests.support.engine.constraints import SIZE, Cycle, X, Y
 from tests.support.engine.cuda_harness import (
     FUSED_SIZES,

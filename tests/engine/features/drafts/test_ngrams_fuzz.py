@@ -10,9 +10,9 @@ import torch
 from rollout.config import ModelSettings
 from rollout.engine.build import rebuild_engine
 from rollout.models import load_model
-from tests.engine.test_drafts_fuzz import by_ngrams, disturbed
+from tests.engine.features.drafts.test_drafts_fuzz import by_ngrams, disturbed
+from tests.engine.features.drafts.test_speculation import assert_same
 from tests.engine.test_invariants import run_watched
-from tests.engine.test_speculation import assert_same
 from tests.support.engine.drafting import fixed_costs, row_by_row
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load

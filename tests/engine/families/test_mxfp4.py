@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from tests.engine.test_every_family import agrees, prompt_of
+from tests.engine.families.test_every_family import agrees, prompt_of
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.updates import Mailbox
 from tests.support.models.mxfp4 import make_mxfp4

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rollout.engine.build import rebuild_engine
+from tests.engine.features.drafts.test_speculation import RULES, SAMPLED, assert_same, recorded, submit_six
 from tests.engine.test_invariants import run_watched
-from tests.engine.test_speculation import RULES, SAMPLED, assert_same, recorded, submit_six
 from tests.support.engine.constraints import Cycle
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.drafting import drafting

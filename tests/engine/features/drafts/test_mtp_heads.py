@@ -12,9 +12,9 @@ from rollout_kernels.sampling import gumbel_noise
 from transformers.masking_utils import create_causal_mask
 
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
-from tests.engine.test_heads import as_captured, completions_by_seed, submit_seeded
+from tests.engine.features.drafts.test_heads import as_captured, completions_by_seed, submit_seeded
+from tests.engine.features.drafts.test_speculation import assert_same
 from tests.engine.test_invariants import run_watched
-from tests.engine.test_speculation import assert_same
 from tests.support.engine.drafting import replayed_drafts, row_by_row, watch_drafts
 from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.updates import Mailbox, Update

@@ -96,5 +96,7 @@ def test_every_architecture_that_runs_natively_is_here(tmp_path: Path) -> None:
     for name, make in EVERY_FAMILY.items():
         make(tmp_path / name, 0)
         made.add(json.loads((tmp_path / name / "config.json").read_text())["architectures"][0])
-    towers = {f"{stem}ForConditionalGeneration" for stem, *_ in images.MODELS.values()}  # tests/engine/test_images.py
+    towers = {
+        f"{stem}ForConditionalGeneration" for stem, *_ in images.MODELS.values()
+    }  # tests/engine/features/images/test_images.py
     assert made | towers == set(supported_architectures())

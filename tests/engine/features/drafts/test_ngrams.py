@@ -9,13 +9,13 @@ from rollout.engine.features.drafts.drafter import NAME
 from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.schedule.step_feature import find_feature
-from tests.engine.test_invariants import run_watched
-from tests.engine.test_speculation import (
+from tests.engine.features.drafts.test_speculation import (
     SAMPLED,
     assert_same,
     submit_all,
     submit_free,
 )
+from tests.engine.test_invariants import run_watched
 from tests.support.engine.constraints import Cycle
 from tests.support.engine.drafting import drafting, fixed_costs, row_by_row
 from tests.support.engine.harness import Bench, load, prompt_of
