@@ -21,7 +21,7 @@ from tests.support.bridge.fault_server import changed
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.parts import Watchful
 from tests.support.bridge.tensor_group import GroupWorker
-from tests.support.kernels.grids import nightly
+from tests.support.kernels.grids import checkered, nightly, squared
 from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import PublishHandle, WeightPublisher
 from trainer_bridge.transports.payload import Payload
@@ -68,9 +68,7 @@ class Trainer:
         return [report.sent_nbytes >= report.nbytes for report in sorted(reports, key=lambda r: places[r.endpoint])]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("transport", ["zmq", "shm", "disk"])
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(("layout", "transport", "stacked"), squared([*LAYOUTS], ["zmq", "shm", "disk"], [False, True]))
 def test_a_worker_that_has_the_last_update_gets_the_changes(
     tmp_path: Path, layout: str, transport: str, stacked: bool
 ) -> None:
@@ -316,9 +314,10 @@ def test_in_place_generation_is_held_only_once_all_codes_have_come(monkeypatch: 
         assert worker.engine_gate.hold == "free"
 
 
-@pytest.mark.parametrize("layout", ["staged", "in place"])
 @pytest.mark.parametrize("transport", ["zmq", *nightly("shm", "disk")])
-@pytest.mark.parametrize("phase", ["prepare", "begin", "transfer", "commit"])
+@pytest.mark.parametrize(
+    ("layout", "phase"), checkered(["staged", "in place"], ["prepare", "begin", "transfer", "commit"])
+)
 def test_a_publisher_that_is_killed_while_it_sends_changes_leaves_the_old_weights_serving(
     faults: FaultServer, tmp_path: Path, layout: str, transport: str, phase: str
 ) -> None:

@@ -12,6 +12,7 @@ import zmq
 
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.parts import packing
+from tests.support.kernels.grids import checkered
 from trainer_bridge import WeightPublisher as LazyPublisher
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.bucket_link import reachable
@@ -123,8 +124,7 @@ def test_names_that_are_not_tied_here_are_refused_and_disturb_nothing(worker: Wo
     assert serves(worker.model, tensors)
 
 
-@pytest.mark.parametrize("transport", ["zmq", "shm", "nccl"])
-@pytest.mark.parametrize("bucket_bytes", [SMALL, 192, 1 << 20])
+@pytest.mark.parametrize(("transport", "bucket_bytes"), checkered(["zmq", "shm", "nccl"], [SMALL, 192, 1 << 20]))
 def test_tensors_arrive_whatever_the_bucket_size(worker: Worker, bucket_bytes: int, transport: str) -> None:
     tensors = new_tensors(worker.model, 1)
     with WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=bucket_bytes) as publisher:

@@ -11,6 +11,7 @@ import torch
 from tests.support.bridge.fault_client import time_passes
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from tests.support.bridge.parts import Watchful, enter_nccl, packing
+from tests.support.kernels.grids import checkered
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.transport import NcclSender
 from trainer_bridge.transports.payload import Payload
@@ -18,8 +19,7 @@ from trainer_bridge.wire.errors import Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import pack
 
 
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-@pytest.mark.parametrize("transport", ["zmq", "shm", "nccl", "disk"])
+@pytest.mark.parametrize(("apply", "transport"), checkered(["staged", "in_place"], ["zmq", "shm", "nccl", "disk"]))
 def test_a_worker_that_is_asleep_refuses_an_update_and_takes_it_after_the_wake(apply, transport, tmp_path) -> None:
     with (
         Worker(apply=apply) as worker,

@@ -25,7 +25,7 @@ from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
 from tests.support.bridge.parts import enter
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected
 from tests.support.bridge.tensor_group import GroupWorker
-from tests.support.kernels.grids import nightly
+from tests.support.kernels.grids import checkered, nightly, squared
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.disk import DiskReceiver
 from trainer_bridge.wire.errors import RolloutError, RolloutTimeout
@@ -110,9 +110,7 @@ def test_changed_words_of_any_cut_reach_the_kept_part(dtype: str, seed: int) -> 
         assert dtype == "float8_e4m3fn"
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize(("size", "stacked", "dtype"), squared([2, 3], [False, True], [None, torch.float32]))
 def test_every_rank_keeps_its_part(tmp_path: Path, size: int, stacked: bool, dtype: torch.dtype | None) -> None:
     with GroupWorker(size) as worker:
         assert worker.serve(good(worker, "zmq", tmp_path, 1, stacked=stacked, dtype=dtype))
@@ -478,15 +476,15 @@ def test_an_update_without_memory_to_pass_it_on_is_refused_with_the_reason(
     assert group.serve(tensors)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("phase", "state"), [("reading", "receiving"), ("gate", "ready")])
+@pytest.mark.parametrize(("transport", "phase"), checkered(TRANSPORTS, ["reading", "gate"]))
 def test_a_committed_update_comes_into_use_without_its_trainer(
-    faults: FaultServer, tmp_path: Path, transport: str, phase: str, state: str
+    faults: FaultServer, tmp_path: Path, transport: str, phase: str
 ) -> None:
     """The trainer is killed while another rank has not planned its copies, or while all wait for the swap."""
     with GroupWorker(2, shared=tmp_path) as worker:
         old, new = good(worker, transport, tmp_path, 1), tensors_of(2)
         stands: threading.Event = getattr(worker, phase)
+        state = {"reading": "receiving", "gate": "ready"}[phase]
         stands.clear()
         order = {"endpoint": worker.endpoint, "transport": transport, "folder": str(tmp_path), "version": 2, "seed": 2}
         with faults.child(role="publisher", phase="none", fault="none", device="cpu", **order) as pid:

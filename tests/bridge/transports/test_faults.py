@@ -18,7 +18,7 @@ from tests.support.bridge.fault_server import middle
 from tests.support.bridge.file_memory import share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.parts import NCCL_FIRST, enter_nccl, group_with, no_groups, packing
-from tests.support.kernels.grids import nightly
+from tests.support.kernels.grids import checkered, nightly
 from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports import bucket_link
@@ -41,22 +41,25 @@ def good(worker: Worker, transport: str, folder: Path, version: int) -> dict[str
     return tensors
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
-    ("phase", "fault"),
-    [
-        ("prepare", "kill"),
-        ("begin", "kill"),
-        ("transfer", "kill"),
-        ("commit", "kill"),
-        ("begin", "stop"),
-        ("transfer", "stop"),
-        ("transfer", "corrupt"),
-    ],
+    ("transport", "grief"),
+    checkered(
+        TRANSPORTS,
+        [
+            "prepare kill",
+            "begin kill",
+            "transfer kill",
+            "commit kill",
+            "begin stop",
+            "transfer stop",
+            "transfer corrupt",
+        ],
+    ),
 )
 def test_the_old_weights_serve_on_and_the_next_publish_works(
-    faults: FaultServer, tmp_path: Path, transport: str, phase: str, fault: str
+    faults: FaultServer, tmp_path: Path, transport: str, grief: str
 ) -> None:
+    phase, fault = grief.split()
     with Worker(idle_s=idle_s(transport), apply="staged", shared=tmp_path) as worker:
         old = good(worker, transport, tmp_path, 1)
         run_fault(faults, worker, transport, tmp_path, phase, fault)
@@ -65,8 +68,7 @@ def test_the_old_weights_serve_on_and_the_next_publish_works(
         assert [update.version for update in worker.updates] == [1, 2]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("fault", ["kill", "stop", "corrupt"])
+@pytest.mark.parametrize(("transport", "fault"), checkered(TRANSPORTS, ["kill", "stop", "corrupt"]))
 def test_in_place_a_worker_is_stale_until_a_whole_update_has_come(
     faults: FaultServer, tmp_path: Path, transport: str, fault: str
 ) -> None:
@@ -85,8 +87,7 @@ def test_in_place_a_worker_is_stale_until_a_whole_update_has_come(
         assert worker.status()["state"] == "idle"
 
 
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "zmq"])
+@pytest.mark.parametrize(("apply", "transport"), checkered(["staged", "in_place"], ["cuda_ipc", "shm", "zmq"]))
 def test_a_connection_that_is_cut_in_the_middle_of_a_bucket_ends_the_update_there_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, apply: str
 ) -> None:
@@ -127,8 +128,7 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_bucket_ends_the_update_ther
         assert serves(worker.model, good(worker, transport, tmp_path, 3)) and worker.engine_gate.hold == "free"
 
 
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("apply", "transport"), checkered(["staged", "in_place"], TRANSPORTS))
 def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothing(
     tmp_path: Path, transport: str, apply: str
 ) -> None:
@@ -264,8 +264,7 @@ def test_a_kept_group_that_lost_a_member_is_made_anew(faults: FaultServer, monke
         assert serves(one.model, tensors) and len(set(joined)) >= 2
 
 
-@pytest.mark.parametrize("transport", ["nccl", "auto"])
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize(("transport", "apply"), checkered(["nccl", "auto"], ["staged", "in_place"]))
 def test_a_kept_group_that_broke_while_nobody_used_it_is_made_anew_for_the_same_update(
     monkeypatch: pytest.MonkeyPatch, transport: str, apply: str
 ) -> None:

@@ -16,7 +16,7 @@ from tests.support.bridge.fault_client import FaultServer, idle_s, run_fault
 from tests.support.bridge.file_memory import FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from tests.support.bridge.tensor_group import GroupWorker
-from tests.support.kernels.grids import nightly
+from tests.support.kernels.grids import checkered, nightly, squared
 from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.base import OfferedMemory
@@ -184,9 +184,10 @@ def sections_bytes(worker: GroupWorker, tensors: dict[str, torch.Tensor]) -> int
     )
 
 
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("transport", ["zmq", "shm", "nccl", "cuda_ipc"])
+@pytest.mark.parametrize(
+    ("transport", "apply", "stacked"),
+    squared(["zmq", "shm", "nccl", "cuda_ipc"], ["staged", "in_place"], [True, False]),
+)
 def test_from_the_second_update_on_each_rank_gets_its_parts(
     tmp_path: Path, transport: str, stacked: bool, apply: str
 ) -> None:
@@ -236,8 +237,7 @@ class Readers:
         return memory
 
 
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-@pytest.mark.parametrize("transport", ["shm", "cuda_ipc"])
+@pytest.mark.parametrize(("apply", "transport"), checkered(["staged", "in_place"], ["shm", "cuda_ipc"]))
 def test_each_rank_reads_its_buckets_in_the_publisher_memory(
     tmp_path: Path, transport: str, apply: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
