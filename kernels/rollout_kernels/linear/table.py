@@ -103,6 +103,12 @@ FAST: dict[tuple[int, int, Kind], Bands] = {
         (2, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
         *_streamed(1, (8, 192, 128, 4, 132), (32, 64, 128, 4, 264), (64, 128, 128, 5, 132)),
     ),
+    # Qwen3-0.6B: measured up to 8 rows. Above as in no entry.
+    (1024, 3072, "parts"): (
+        (1, GemvConfig(3, neurons=2, at_once=4, num_warps=4)),
+        *_streamed(6, (8, 64, 64, 8, 132)),
+        *_streamed(8, (32, 64, 128, 8, 132), (64, 64, 128, 6, 132), (MOST_ROWS, 64, 64, 8, 132)),
+    ),
     # Qwen3.5-27B: measured above 64 rows, where cuBLAS is faster for outputs of attention. Below as in no entry.
     (16480, 5120, "whole"): (
         (1, GemvConfig(1, neurons=2, at_once=4, num_warps=4)),
