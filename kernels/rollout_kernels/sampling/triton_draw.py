@@ -5,9 +5,9 @@
     pass 2   a program for each row: the best of all blocks, and three log-probs. The token goes to the output and
              to the row's state, where the next step reads it
 
-The noise and the order of operations are those of `rollout_kernels.sampling.sample`: same counter, same words. The
-logarithm is the GPU's approximate instruction, so noise differs by about 3e-6. Pass 1 is bound by arithmetic, not by
-memory.
+The noise and the order of operations are those of `rollout_kernels.sampling.sample`: same counter, same words.
+Logarithms and exponentials are the GPU's approximate instructions, so noise differs by about 3e-6. Pass 1 is bound by
+arithmetic, not by memory.
 
 Each rank of a tensor group draws over its part of the vocabulary: pass 1 runs over that part with the random numbers of
 its tokens, the ranks exchange the results of all blocks, and pass 2 merges them on every rank. If the distribution is
@@ -43,15 +43,43 @@ def _fast_log(x):
 
 
 @triton.jit
+def _fast_exp(x):
+    """exp(x) of float32 in two instructions; 0 where it is below the smallest normal number."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        log2 = x * 1.4426950408889634
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [log2], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _philox(counter, index, low, high):
+    """The four words of each counter (counter, index, 0, 0), as `philox.philox_4x32`.
+
+    One multiplication gives both halves of a product; those of `tl.philox` take one each.
+    """
+    a, b = counter, index
+    c = tl.zeros_like(counter)
+    d = tl.zeros_like(counter)
+    for _ in tl.static_range(10):
+        of_a = a.to(tl.uint64) * 0xD2511F53
+        of_c = c.to(tl.uint64) * 0xCD9E8D57
+        a = (of_c >> 32).to(tl.uint32) ^ b ^ low
+        c = (of_a >> 32).to(tl.uint32) ^ d ^ high
+        b = of_c.to(tl.uint32)
+        d = of_a.to(tl.uint32)
+        low += tl.full([], 0x9E3779B9, tl.uint32)
+        high += tl.full([], 0xBB67AE85, tl.uint32)
+    return a, b, c, d
+
+
+@triton.jit
 def _gumbel(seed, index, first, BLOCK: tl.constexpr):
     """Standard Gumbel noise of tokens first .. first + BLOCK - 1, as `philox.gumbel_noise`; `first` divides by 4."""
-    counter = first // 4 + tl.arange(0, BLOCK // 4)
-    zero = tl.zeros([BLOCK // 4], tl.int32)
-    block = counter.to(tl.uint32, bitcast=True)
-    zeros = zero.to(tl.uint32, bitcast=True)
-    low = zeros + seed.to(tl.uint32)  # the low word: the conversion truncates
-    high = zeros + (seed >> 32).to(tl.uint32)
-    a, b, c, d = tl.philox_impl(block, zeros + index.to(tl.uint32), zeros, zeros, low, high)
+    counter = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32, bitcast=True)
+    indices = tl.zeros_like(counter) + index.to(tl.uint32)
+    # The first conversion of the seed truncates to the low word.
+    a, b, c, d = _philox(counter, indices, seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
     u = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     # -log(1 - u). For small u, where the winners are and 1 - u loses digits, by its power series.
@@ -64,7 +92,7 @@ def _log_sum(logs):
     """Log of the sum of exp(logs); -inf if all of them are."""
     most = tl.max(logs)
     safe = tl.where(most > -float("inf"), most, 0.0)
-    return safe + tl.log(tl.sum(tl.exp(logs - safe)))
+    return safe + tl.log(tl.sum(_fast_exp(logs - safe)))
 
 
 @triton.jit
