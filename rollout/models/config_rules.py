@@ -35,17 +35,19 @@ def layer_list(kind: type) -> Rule:
 
 TEXT = Rule("a string", lambda value: type(value) is str)
 FLAG = Rule("true or false", lambda value: type(value) is bool)
-FLAGS = Rule(
-    f"true or false, or a list of at most {MOST_LAYERS} numbers, one a layer",
-    lambda value: (
-        FLAG.allows(value)
-        or (isinstance(value, list) and len(value) <= MOST_LAYERS and {*map(type, value)} <= {int, float, type(None)})
-    ),
-)
 #: False for NaN, too.
 NUMBER = Rule(
     f"a number above 0 and up to {_MAX_NUMBER:g}",
     lambda value: type(value) in (int, float) and 0 < value <= _MAX_NUMBER,
+)
+#: 0 and null: none.
+LIMITS = Rule(
+    f"a list of at most {MOST_LAYERS} numbers of at least 0, one a layer",
+    lambda value: (
+        isinstance(value, list)
+        and len(value) <= MOST_LAYERS
+        and all(item is None or item == 0 or NUMBER.allows(item) for item in value)
+    ),
 )
 BELOW_0 = Rule(
     f"a number below 0 and down to {-_MAX_NUMBER:g}",

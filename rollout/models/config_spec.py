@@ -76,9 +76,8 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
             f"{family.bidirectional.name} is set, but a model that generates must not attend to later tokens"
         )
     for name in family.unsupported:
-        value = getattr(config, name, False)
-        if any(value) if isinstance(value, list) else value:
-            raise ValueError(f"{name} is not supported for this architecture: it must be false, or 0 in all layers")
+        if getattr(config, name, False):
+            raise ValueError(f"{name} is not supported for this architecture: it must be false")
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None and not is_block_fp8(config) and not (family.mxfp4 and is_mxfp4(config)):
         raise ValueError(
@@ -176,14 +175,17 @@ def _mtp(config: Any, family: Family, layers: tuple[LayerSpec, ...]) -> DraftSpe
         return None
     if isinstance(mixers[-1], LatentSpec) and (mixers[-1].indexer or mixers[-1].shares_choice):
         return None  # such a layer would need an indexer of its own
-    assert last.norms == "before" and last.feed_forward is not None, "as all of them"
+    feed_forward = last.feed_forward
+    assert last.norms == "before" and feed_forward is not None, "as all of them"
+    if isinstance(feed_forward, MoESpec):
+        feed_forward = replace(feed_forward, limits=None)  # those are of the model's layers
     return DraftSpec(
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         eps=_value(config, family.eps),
         taps=(len(layers),),
         mixer=mixers[-1],
-        feed_forward=last.feed_forward,
+        feed_forward=feed_forward,
         names=DraftNames(
             prefix=prefixes[0],
             layer=mtp.layer,
@@ -203,7 +205,9 @@ def _mtp(config: Any, family: Family, layers: tuple[LayerSpec, ...]) -> DraftSpe
 
 def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     count = config.num_hidden_layers
-    sparse = (False,) * count if family.moe is None else family.moe.sparse(config)
+    sparse, limits = (False,) * count, (None,) * count
+    if family.moe is not None:
+        sparse, limits = family.moe.sparse(config), family.moe.limits(config)
     indexer = None if family.latent is None else family.latent.indexer
     indexed = (None,) * count if indexer is None else indexer.kinds(config)
     each = (family.windows, family.ropes, family.chunks, family.growths)
@@ -254,12 +258,12 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
             raise ValueError("biases of feed-forward blocks are not supported in a model with a shared expert")
     scale = _number(config, family.residual_scale)
     layers = []
-    for mixer, is_linear, is_sparse, width in zip(mixers, linear, sparse, widths, strict=True):
+    for mixer, is_linear, is_sparse, width, limit in zip(mixers, linear, sparse, widths, limits, strict=True):
         block: MixerSpec = attention[mixer]
         names, norms = family.layer_names, family.norms
         if is_linear and family.linear is not None and states is not None:
             block, names, norms = states, family.linear.layer_names, family.linear.norms
-        feed_forward = experts if is_sparse else dense[width]
+        feed_forward = replace(experts, limits=limit) if is_sparse and experts else dense[width]
         layers.append(LayerSpec(block, feed_forward, names, norms, scale, family.layer_factor))
     if family.mixers is None:
         return tuple(layers)
@@ -271,6 +275,7 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
 
 
 def _kimi_delta(config: Any, family: KimiDeltaFamily) -> KimiDeltaSpec:
+    _check_given(config, family.heads, family.dim, family.conv)
     dim = _value(config, family.dim)
     heads, conv = _value(config, family.heads), _value(config, family.conv)
     rank, bound = dim if family.latents else None, _value(config, family.bound)
@@ -363,9 +368,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
 
 
 def _latent(config: Any, family: LatentFamily, rope: RopeSpec, growth: QueryGrowth | None) -> LatentSpec:
-    for key in (family.kv_rank, family.nope_dim, family.rope_dim, family.value_dim):
-        if _value(config, key) is None:
-            raise CheckpointError(f"config.json gives no {key.name}")
+    _check_given(config, family.kv_rank, family.nope_dim, family.rope_dim, family.value_dim)
     nope_dim, rope_dim = _value(config, family.nope_dim), _value(config, family.rope_dim)
     spec = LatentSpec(
         hidden=config.hidden_size,
@@ -475,9 +478,7 @@ def _is_grouped(config: Any, family: MoEFamily) -> bool:
             )
         if method == "greedy":
             return False
-    for key in (family.groups, family.top_groups):
-        if isinstance(key, Key) and _value(config, key) is None:
-            raise CheckpointError(f"config.json gives no {key.name}")
+    _check_given(config, family.groups, family.top_groups)
     return True
 
 
@@ -505,6 +506,12 @@ def _shared(config: Any, family: MoEFamily, activation: Activation) -> DenseSpec
     if family.shared_experts is not None:
         width = (_value(config, family.shared_experts) or 0) * _value(config, family.intermediate)
     return DenseSpec(config.hidden_size, width, False, family.names.shared, activation) if width else None
+
+
+def _check_given(config: Any, *declared: Any) -> None:
+    for key in declared:
+        if isinstance(key, Key) and _value(config, key) is None:
+            raise CheckpointError(f"config.json gives no {key.name}")
 
 
 def _value(config: Any, declared: Any) -> Any:

@@ -47,6 +47,7 @@ class LayerExperts:
     down: ExpertWeights
     glu: ClampedGLU | None
     activation: Activation  # where there is no clamped GLU
+    limit: float | None
 
 
 def experts_of(block: SparseFeedForward) -> LayerExperts:
@@ -54,7 +55,8 @@ def experts_of(block: SparseFeedForward) -> LayerExperts:
     glu, clamped = None, block.spec.clamped
     if clamped is not None:
         glu = ClampedGLU(block.gate_up_bias.data, clamped.alpha, clamped.limit)
-    return LayerExperts(block.weights("gate_up"), block.weights("down"), glu, cast(Activation, block.spec.activation))
+    activation, limits = cast(Activation, block.spec.activation), block.spec.limits
+    return LayerExperts(block.weights("gate_up"), block.weights("down"), glu, activation, limits and limits.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ class FusedExperts:
         self._router, self._eps, self._dtype = spec.router, eps, first.router.dtype
         self._unit_offset = unit_offset
         # None: plans for any GPU. Those for this one may have kernels that know SiLU only.
-        self._device = first.router.device if spec.clamped is None and spec.activation == "silu" else None
+        only_silu = spec.clamped is None and spec.activation == "silu" and spec.limits is None
+        self._device = first.router.device if only_silu else None
         self._rule: ScoreRule | None = None  # the rule of routers that are not plain
         if not spec.router.plain or spec.apart is not None:
             router = spec.router
@@ -233,8 +236,8 @@ class FusedExperts:
             kept_TK = (routing.weights_TK != 0).float()  # experts of other ranks have a weight of 0
             routing = Routing(routing.experts_TK.view(-1, 1), kept_TK.view(-1, 1))
         both = (weights.gate_up, weights.down)
-        how: dict[str, Any] = {"parts": True, "glu": weights.glu, "activation": weights.activation}
-        parts_STH = run_experts(inner_TH, routing, *both, self._plan, **how)
+        how: dict[str, Any] = {"glu": weights.glu, "activation": weights.activation, "limit": weights.limit}
+        parts_STH = run_experts(inner_TH, routing, *both, self._plan, parts=True, **how)
         if self._router.weights_inputs and choices > 1:
             parts_STH = parts_STH.unflatten(1, (tokens, choices)).sum(2)
         if block.spec.apart is not None:

@@ -591,17 +591,23 @@ class SharedExpert(Block):
     """
 
     def __init__(
-        self, spec: DenseSpec, gate: str | None, dtype: torch.dtype, device: torch.device, format: Format = "plain"
+        self,
+        spec: DenseSpec,
+        gate: str | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        format: Format = "plain",
+        limit: float | None = None,
     ) -> None:
         super().__init__()
         self.gate_up_proj = Linear(spec.gate_up, dtype, device, format=format)
         self.down_proj = Linear(spec.down, dtype, device, format=format)
-        self.spec = spec
+        self.spec, self.limit = spec, limit
         self.gate = None if gate is None else Linear(LinearSpec(spec.hidden, (gate,), (1,), False), dtype, device)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Its output for the normalised `x_TH`, [T, H], or this rank's part of it."""
-        y_TH = self.down_proj.product(gated(self.gate_up_proj(x_TH), self.spec.activation))
+        y_TH = self.down_proj.product(gated(self.gate_up_proj(x_TH), self.spec.activation, self.limit))
         return y_TH if self.gate is None else y_TH * torch.sigmoid(self.gate(x_TH))
 
     def regions(self, prefix: str) -> list[Region]:
@@ -652,7 +658,8 @@ class SparseFeedForward(Block):
         self.shared: SharedExpert | None = None  # the shared expert, if it is kept apart
         if spec.shared is not None and not self.stacked_shared:
             gate = spec.names.shared_gate if spec.shared_gate else None
-            self.shared = SharedExpert(spec.shared, gate, dtype, device, format)
+            limit = None if spec.limits is None else spec.limits.shared
+            self.shared = SharedExpert(spec.shared, gate, dtype, device, format, limit)
         wide, halves = spec.halves * spec.intermediate, spec.halves
         self.gate_up, self.gate_up_scales = self._empty(wide, spec.width, halves, dtype, device)
         self.down, self.down_scales = self._empty(spec.width, spec.intermediate, 1, dtype, device)
@@ -662,7 +669,8 @@ class SparseFeedForward(Block):
             widen = LinearSpec(spec.inner, (spec.names.widen,), (spec.hidden,), False)
             self.narrow_proj, self.widen_proj = Linear(narrow, dtype, device), Linear(widen, dtype, device)
         self.biases: tuple[nn.Parameter, nn.Parameter] | None = None
-        self.activation: Callable[[torch.Tensor], torch.Tensor] = functools.partial(gated, activation=spec.activation)
+        how: dict[str, Any] = {"activation": spec.activation, "limit": spec.limits and spec.limits.experts}
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = functools.partial(gated, **how)
         if spec.clamped is not None:
             kept = len(spec.kept_experts)
             self.gate_up_bias = empty_parameter(kept, 2 * spec.intermediate, dtype=dtype, device=device)

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rollout.config import ModelImpl
-from rollout.models.config_rules import FLAG, FLAGS, MOST_LAYERS, NUMBER, Rule, integer, layer_list
+from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, Rule, integer, layer_list
 from rollout.models.families import FAMILIES, MULTIMODAL
 from rollout.models.families.declare import (
     WIDTH,
@@ -192,7 +192,7 @@ def size_rules() -> dict[str, Rule]:
 
 
 def _rules(declaration: Family | PartFamily) -> dict[str, Rule]:
-    rules: dict[str, Rule] = dict.fromkeys(getattr(declaration, "unsupported", ()), FLAGS)
+    rules: dict[str, Rule] = dict.fromkeys(getattr(declaration, "unsupported", ()), FLAG)
     for entry in fields(declaration):
         match getattr(declaration, entry.name):
             case Key(name) | Power(name, _):

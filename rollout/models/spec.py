@@ -18,7 +18,8 @@ another one. Specs also hold the names of their tensors in checkpoints: module n
 """
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -838,6 +839,13 @@ class ClampedGLUSpec(NamedTuple):
     limit: float
 
 
+class Limits(NamedTuple):
+    """Bounds of activations, see `rollout_kernels.gated`; infinite in layers without one."""
+
+    experts: float
+    shared: float
+
+
 @dataclass(frozen=True, slots=True)
 class MoESpec:
     """A mixture of gated feed-forward experts with SiLU, without a gate, or with biases and a clamped GLU.
@@ -854,6 +862,7 @@ class MoESpec:
     shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
     clamped: ClampedGLUSpec | None = None
     activation: Activation = "silu"
+    limits: Limits | None = None
     turned: bool = False  # checkpoints have only the tensors of all experts, transposed, gates before values
     inner: int | None = None  # width that experts work on, if a product makes it of the token; None: the token itself
     apart: ApartNames | None = None  # the shared expert, the others and the router have norms of their own
@@ -901,7 +910,7 @@ class MoESpec:
     def shared_like_others(self) -> int:
         """As how many experts of the others' shape the shared one may be stored, cut along its width; 0: as none."""
         shared = self.shared
-        if shared is None or self.clamped is not None or shared.intermediate % self.intermediate:
+        if shared is None or self.clamped is not None or shared.intermediate % self.intermediate or self.limits:
             return 0
         if (
             len(shared.names.gate_up) == 1 or self.inner is not None or self.router.weights_inputs or self.apart
@@ -1080,7 +1089,7 @@ class ModelNames(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Everything that the decoder is built from. All mixtures of experts of a model are alike."""
+    """Everything that the decoder is built from. All mixtures of experts of a model are alike, except in limits."""
 
     architecture: str
     hidden: int
@@ -1179,8 +1188,9 @@ class ModelSpec:
 
     @functools.cached_property
     def moe(self) -> MoESpec | None:
-        """The experts of each sparse layer; None for a dense model."""
-        blocks = {layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoESpec)}
+        """The experts of each sparse layer, whose limits may differ; None for a dense model."""
+        sparse = (layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoESpec))
+        blocks = {replace(block, limits=block.limits and Limits(math.inf, math.inf)) for block in sparse}
         assert len(blocks) <= 1, "records of experts and plans of kernels are made for one kind of mixture"
         return next(iter(blocks), None)
 

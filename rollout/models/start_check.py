@@ -37,7 +37,7 @@ from rollout.models.fallback.probe import probe_layers
 from rollout.models.families import FAMILIES
 from rollout.models.random_init import fill_random
 from rollout.models.registry import UnsupportedVariantError
-from rollout.models.spec import AttentionSpec, KVMixerSpec, LatentSpec, ModelSpec
+from rollout.models.spec import AttentionSpec, KVMixerSpec, LatentSpec, LayerSpec, ModelSpec, MoESpec
 from rollout.models.state_pool import StatePool
 from rollout.process.host_memory import available_bytes
 
@@ -115,6 +115,7 @@ def _refusal(config: CheckpointConfig, folder: Path, keys: str, problem: str) ->
 
 def _compare(config: CheckpointConfig, spec: ModelSpec, tensors: Mapping[str, StoredTensor], seed: int) -> _Difference:
     whole, cls = copy.deepcopy(config.whole), _class_of(config)
+    spec = replace(spec, layers=tuple(map(_without_limits, spec.layers)))
     if cls is None:
         raise _NotCheckedError(f"transformers has no {config.architecture}")
     text = whole.get_text_config()
@@ -132,6 +133,12 @@ def _compare(config: CheckpointConfig, spec: ModelSpec, tensors: Mapping[str, St
     module = _with_layers(cls, whole, outline, chosen)
     _take_parameters(module, model)
     return _Difference(_logit_difference(model, module), _other_windows(model, module))
+
+
+def _without_limits(layer: LayerSpec) -> LayerSpec:
+    """The layer as transformers' code computes it."""
+    block = layer.feed_forward
+    return replace(layer, feed_forward=replace(block, limits=None)) if isinstance(block, MoESpec) else layer
 
 
 def _check_room(spec: ModelSpec) -> None:

@@ -152,3 +152,12 @@ def activated(gate, ACTIVATION: tl.constexpr):
     else:
         # (1 + tanh(u)) / 2 is the sigmoid of 2 u; here u = sqrt(2 / pi) (g + 0.044715 g^3).
         return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+
+
+@triton.jit
+def gated(gate, up, limit, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr):
+    """`rollout_kernels.gated` of float32 gates and values; without a limit `limit` has no meaning."""
+    gate = activated(gate, ACTIVATION)
+    if LIMITED:
+        gate, up = tl.minimum(gate, limit, NANS), tl.clamp(up, -limit, limit, NANS)
+    return gate * up

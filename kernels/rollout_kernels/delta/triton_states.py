@@ -26,7 +26,7 @@ def ready_token(mixed, gates, head, v, HEADS: tl.constexpr, CORRECTS: tl.constex
     if CORRECTS:
         decay = tl.load(gates + HEADS.H + head * HEADS.K + k, mask=k < HEADS.K, other=0.0)
     else:
-        decay = tl.zeros([HEADS.BLOCK_K], tl.float32) + beta
+        decay = tl.zeros_like(key) + beta
     return key, value, beta, decay
 
 

@@ -149,6 +149,7 @@ def run_experts(
     parts: bool = False,
     glu: ClampedGLU | None = None,
     activation: Activation = "silu",
+    limit: float | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, [T, H] in x's dtype. The twin is `rollout_kernels.moe_experts`.
 
@@ -166,13 +167,15 @@ def run_experts(
         glu: the activation of weights whose gate and up rows alternate; None: `activation`. The biases of the
             down projection are not added here.
         activation: of the gates, or of the values without a gate.
+        limit: see `rollout_kernels.gated`.
     """
+    how: dict[str, Any] = {"glu": glu, "activation": activation, "limit": limit}
     if isinstance(plan, WarpPlan):
-        h_TKI = moe_gate_up(x_TH, routing.experts_TK, gate_up, plan.gate_up, glu=glu, activation=activation)
+        h_TKI = moe_gate_up(x_TH, routing.experts_TK, gate_up, plan.gate_up, **how)
         return moe_down(h_TKI, routing.experts_TK, routing.weights_TK, down, plan.down, parts=parts)
     experts, top_k = gate_up.values_ENK.shape[0], routing.experts_TK.shape[1]
     if isinstance(plan, PaddedPlan):
-        assert glu is None and activation == "silu", "kernels for padded groups have SiLU only"
+        assert how == {"glu": None, "activation": "silu", "limit": None}, "kernels for padded groups have SiLU only"
         programs, places = plan.programs, pad_groups(routing.experts_TK, experts)
         x_RH = spread_rows(x_TH, places, top_k)
         h_RI = gluon_experts.padded_gate_up(x_RH, places, gate_up.values_ENK, programs=programs)
@@ -181,7 +184,7 @@ def run_experts(
         out_TH = gather_sum(out_RH, scales_RS, places, routing.weights_TK, x_TH.dtype)
         return out_TH[None] if parts else out_TH
     groups = group_pairs(routing.experts_TK, experts, plan.tile_rows)
-    h_PI = grouped_gate_up(x_TH, groups, gate_up, top_k, plan.gate_up, glu=glu, activation=activation)
+    h_PI = grouped_gate_up(x_TH, groups, gate_up, top_k, plan.gate_up, **how)
     parts_KTH = grouped_down(h_PI, groups, routing.weights_TK, down, plan.down)
     return parts_KTH if parts else combine(parts_KTH, x_TH.dtype)
 

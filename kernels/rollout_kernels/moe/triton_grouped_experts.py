@@ -41,6 +41,7 @@ from rollout_kernels.common.triton_math import (
     clamped_glu,
     follow,
     follow_options,
+    gated,
     narrow,
 )
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
@@ -124,6 +125,7 @@ def _gate_up_kernel(
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr,
     GATED: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALES: tl.constexpr,
@@ -186,7 +188,7 @@ def _gate_up_kernel(
         up += tl.load(bias + 1).to(tl.float32)[:, None]
         h = clamped_glu(gate, up, alpha, limit)
     elif GATED:
-        h = activated(gate, ACTIVATION) * up
+        h = gated(gate, up, limit, ACTIVATION, LIMITED)
     else:
         h = activated(gate, ACTIVATION)
     at = h_ptr + pair[None, :].to(tl.int64) * INNER + n[:, None]
@@ -348,6 +350,7 @@ def grouped_gate_up(
     out_PI: torch.Tensor | None = None,
     glu: ClampedGLU | None = None,
     activation: Activation = "silu",
+    limit: float | None = None,
 ) -> torch.Tensor:
     """The gated activations of each pair, [P, I] in x's dtype, in the order of tokens and their experts.
 
@@ -360,6 +363,7 @@ def grouped_gate_up(
         out_PI: memory for the result, or None to allocate it.
         glu: for weights whose gate and up rows alternate, not in `fp8_block`; None: `activation`.
         activation: of the gates, or of the values without a gate.
+        limit: see `rollout_kernels.gated`.
     """
     _check(x_TH, gate_up)
     assert glu is None or (gate_up.format != "fp8_block" and gate_up.halves == 2)
@@ -376,11 +380,12 @@ def grouped_gate_up(
         groups.tiles_L3,
         out,
         1.0 if glu is None else glu.alpha,
-        0.0 if glu is None else glu.limit,
+        (limit or 0.0) if glu is None else glu.limit,
         H=x_TH.shape[1],
         INNER=inner,
         TOP_K=top_k,
         ACTIVATION=activation,
+        LIMITED=limit is not None,
         GATED=gate_up.halves == 2,
         HALF=x_scales_T is not None,
         BLOCK_M=max(16, groups.tile_rows),

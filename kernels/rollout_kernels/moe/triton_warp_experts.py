@@ -37,6 +37,7 @@ from rollout_kernels.common.triton_math import (
     clamped_glu,
     follow,
     follow_options,
+    gated,
     narrow,
 )
 from rollout_kernels.moe.formats import ClampedGLU, ExpertWeights
@@ -73,6 +74,7 @@ def _gate_up_kernel(
     INNER: tl.constexpr,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr,
     HALVES: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALES: tl.constexpr,
@@ -149,7 +151,7 @@ def _gate_up_kernel(
             u += tl.load(bias + 1).to(tl.float32)
             h = clamped_glu(g, u, alpha, limit)
         elif HALVES == 2:
-            h = activated(g, ACTIVATION) * u
+            h = gated(g, u, limit, ACTIVATION, LIMITED)
         else:
             h = activated(g, ACTIVATION)
         tl.store(h_ptr + pair.to(tl.int64) * INNER + neuron, narrow(h, DTYPE), mask=neuron < INNER)
@@ -303,6 +305,7 @@ def moe_gate_up(
     out_TKI: torch.Tensor | None = None,
     glu: ClampedGLU | None = None,
     activation: Activation = "silu",
+    limit: float | None = None,
 ) -> torch.Tensor:
     """The gated activations of each token's experts, [T, K, I] in x's dtype.
 
@@ -315,6 +318,7 @@ def moe_gate_up(
         out_TKI: memory for the result, or None to allocate it.
         glu: for weights whose gate and up rows alternate, not in `fp8_block`; None: `activation`.
         activation: of the gates, or of the values without a gate.
+        limit: see `rollout_kernels.gated`.
     """
     _check(x_TH, gate_up, experts_TK)
     assert glu is None or (gate_up.format != "fp8_block" and gate_up.halves == 2)
@@ -334,11 +338,12 @@ def moe_gate_up(
         out,
         tokens * top_k,
         1.0 if glu is None else glu.alpha,
-        0.0 if glu is None else glu.limit,
+        (limit or 0.0) if glu is None else glu.limit,
         H=hidden,
         INNER=inner,
         TOP_K=top_k,
         ACTIVATION=activation,
+        LIMITED=limit is not None,
         HALVES=gate_up.halves,
         FORMAT=gate_up.format,
         SCALES=0 if scales is None else scales[0].numel(),

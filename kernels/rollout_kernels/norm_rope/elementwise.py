@@ -109,17 +109,26 @@ def rotate_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Te
     heads_TAD.copy_(apply_rope(heads_TAD, cos_TD[:, None], torch.cat((-first, second), dim=-1)[:, None]))
 
 
-def gated(gate_up: torch.Tensor, activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu") -> torch.Tensor:
+def gated(
+    gate_up: torch.Tensor,
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+    limit: float | None = None,
+) -> torch.Tensor:
     """`activation(gate) * up` for `gate_up` [..., 2 I], where gate comes first; returns [..., I] in the same dtype.
 
-    `relu2` has no gate: it is the square of relu of [..., I].
+    `relu2` has no gate: it is the square of relu of [..., I]. A limit bounds the activated gate from above, and the
+    values on both sides.
     """
     if activation == "relu2":
         return F.relu(gate_up).square()
-    if activation == "silu":
+    if activation == "silu" and limit is None:
         return silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
+    if activation == "silu":
+        gate = F.silu(gate)
+    else:
+        gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return gate.mul_(up) if limit is None else gate.clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

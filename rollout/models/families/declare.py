@@ -7,12 +7,13 @@ A family reads no key without a rule: a `Key` has the rule of its field, a funct
 `registry` has those of all families.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from rollout.models.config_rules import BELOW_0, FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
+from rollout.models.config_rules import BELOW_0, FLAG, LIMITS, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
 from rollout.models.spec import (
     ApartNames,
     AttentionNames,
@@ -22,6 +23,7 @@ from rollout.models.spec import (
     KVSource,
     LatentNames,
     LayerNames,
+    Limits,
     Mamba2Names,
     ModelNames,
     MoENames,
@@ -84,7 +86,7 @@ class ByLayer(Generic[T]):
     def __call__(self, config: Any) -> tuple[T, ...]:
         """One value a layer. Raises ValueError if the keys are for another number of layers."""
         count = config.num_hidden_layers
-        given = {name: getattr(config, name) for name in self.rules}
+        given = {name: getattr(config, name, None) for name in self.rules}
         values = self.function(SimpleNamespace(num_hidden_layers=count, **given))
         if len(values) != count:
             raise ValueError(f"{' and '.join(self.rules)} names {len(values)} layers of {count}")
@@ -212,6 +214,25 @@ def ropes_in_windows_if_any(config: Any) -> tuple[str | None, ...]:
 
 
 @by_layer()
+def no_limits(config: Any) -> tuple[Limits | None, ...]:
+    """No layer bounds the activations of its experts."""
+    return (None,) * config.num_hidden_layers
+
+
+@by_layer(expert_swiglu_limit_list=LIMITS, share_expert_swiglu_limit_list=LIMITS)
+def limits_by_layer(config: Any) -> tuple[Limits | None, ...]:
+    """Lists of limits of experts, and of the shared one; layers beyond a list have none."""
+    lists = [given or [] for given in (config.expert_swiglu_limit_list, config.share_expert_swiglu_limit_list)]
+    if not any(map(any, lists)):
+        return no_limits(config)
+    layers = range(config.num_hidden_layers)
+    return tuple(
+        Limits(*(float(given[layer] or math.inf) if layer < len(given) else math.inf for given in lists))
+        for layer in layers
+    )
+
+
+@by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
     return (True,) * config.num_hidden_layers
@@ -298,6 +319,7 @@ class MoEFamily:
     inner: Key | None = declared(WIDTH, None)  # width that experts work on, where it is not the residual stream's
     apart: ApartNames | None = None
     sparse: ByLayer[bool] = all_sparse
+    limits: ByLayer[Limits | None] = no_limits
     names: MoENames = MoENames()
 
 

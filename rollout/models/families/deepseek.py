@@ -15,6 +15,7 @@ from rollout.models.families.declare import (
     MTPFamily,
     Multimodal,
     deepseek_moe,
+    limits_by_layer,
     no_ropes,
     sparse_by_type,
     sparse_from,
@@ -79,8 +80,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "BailingHybridForCausalLM": Family(
         model_type="bailing_hybrid",
-        models="Ling-3 without limits of activations (Ling-3.0-flash has them)",
-        unsupported=("attention_bias", "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"),
+        models="Ling-3",
+        unsupported=("attention_bias",),
         without_effect=("layer_group_size", "mtp_loss_scaling_factor", "short_conv_kernel_size"),
         interleaved_rope=True,
         latent=LatentFamily(gate=True),
@@ -92,7 +93,7 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
         mtp=MTPFamily(norm="final_layernorm"),
-        moe=replace(deepseek_moe(sparse_by_type), experts=Key("num_local_experts")),
+        moe=replace(deepseek_moe(sparse_by_type), experts=Key("num_local_experts"), limits=limits_by_layer),
         names=ModelNames(
             beginnings=(("model.embed_tokens", ("model.word_embeddings", "model.embed_tokens")),),
             parts=(

@@ -13,6 +13,7 @@ from rollout.config import ModelSettings
 from rollout.models import load_model
 from tests.support.models import images
 from tests.support.models.every_family import EVERY_FAMILY
+from tests.support.models.hybrids import limit_activations
 from tests.support.models.paged import PagedRunner
 
 CPU = torch.device("cpu")
@@ -59,6 +60,7 @@ def transformers_logits(folder: Path, count: int = len(IDS)) -> torch.Tensor:
     cls = getattr(transformers, architecture)
     transformers.logging.disable_progress_bar()
     model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    limit_activations(model)
     if cls._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the grouped product refuses some widths
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """Tiny random checkpoints of families that mix attention with linear attention."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ HYBRIDS["BailingHybrid"] = {
     "head_dim": 10,
     "kda_lower_bound": -3.0,
 }
+HYBRIDS["BailingHybrid limited"] = HYBRIDS["BailingHybrid"] | {
+    "expert_swiglu_limit_list": [0, None, 0.2, 0.1], "share_expert_swiglu_limit_list": [0.0, 0.15, 0, 0.1],
+}  # fmt: skip
 HYBRIDS["BailingHybrid unbounded"] = HYBRIDS["BailingHybrid"] | {"kda_safe_gate": False, "q_lora_rank": 22}
 _MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 4,
@@ -91,6 +95,36 @@ HYBRIDS["NemotronH latent"] = HYBRIDS["NemotronH"] | {"moe_latent_size": 30, "us
 _OF_LLAMA = {"num_hidden_layers", "rms_norm_eps"}
 
 
+@dataclass(frozen=True)
+class _Bounded:
+    """An activated gate whose product with values bounds both, by the rule of Ling 3's makers."""
+
+    gate: torch.Tensor
+    limit: float
+
+    def __mul__(self, up: torch.Tensor) -> torch.Tensor:
+        return self.gate.clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+class _LimitedSiLU(torch.nn.Module):
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, gate: torch.Tensor) -> Any:
+        return _Bounded(torch.nn.functional.silu(gate), self.limit)
+
+
+def limit_activations(model: Any) -> None:
+    """Have transformers' module use the limits that its config has and its code leaves out."""
+    for part in ("expert", "share_expert"):
+        limits = getattr(model.config, f"{part}_swiglu_limit_list", None) or []
+        for layer, limit in zip(model.model.layers, limits, strict=False):
+            if limit:
+                block = layer.mlp.experts if part == "expert" else layer.mlp.shared_experts
+                block.act_fn = _LimitedSiLU(limit)
+
+
 def make_hybrid(stem: str, folder: Path, seed: int = 0, **overrides: Any) -> Any:
     """Save a random model to `folder`, under the names of its state_dict, and return it.
 
@@ -110,6 +144,7 @@ def make_hybrid(stem: str, folder: Path, seed: int = 0, **overrides: Any) -> Any
             elif name.endswith(("q_proj.weight", "k_proj.weight", "o_proj.weight", "out_proj.weight")):
                 parameter.mul_(0.6)
         model.lm_head.weight.mul_(0.3)
+    limit_activations(model)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")

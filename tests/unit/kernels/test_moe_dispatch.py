@@ -75,17 +75,17 @@ def test_a_layer_may_have_a_clamped_glu_with_biases(plan, hidden, inner, format)
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.path)
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2"])
-def test_a_layer_has_the_activation_that_is_asked_for(activation, plan, format):
+@pytest.mark.parametrize(("activation", "limit"), [("gelu_tanh", None), ("relu2", None), ("silu", 0.3)])
+def test_a_layer_has_the_activation_that_is_asked_for(activation, limit, plan, format):
     """`relu2` is one of values without a gate."""
     case = layer(3, hidden=256, inner=128, format=format)
     halves = 1 if activation == "relu2" else 2
     rows = case.gate_up.dequantized(torch.float32)[:, : halves * 128].contiguous()
     first = quantize(rows.bfloat16(), format, halves=halves)
     routing = Routing(case.experts_TK, case.weights_TK)
-    out = run_experts(case.x_TH, routing, first, case.down, plan, activation=activation)
+    out = run_experts(case.x_TH, routing, first, case.down, plan, activation=activation, limit=limit)
     both = first.dequantized(torch.float32), case.down.dequantized(torch.float32)
-    how = partial(gated, activation=activation)
+    how = partial(gated, activation=activation, limit=limit)
     expected = moe_experts(case.x_TH.float(), case.weights_TK, case.experts_TK.long(), *both, how)
     assert relative(out, expected) < 5e-3
 
