@@ -18,13 +18,13 @@ import torch
 from rollout_kernels.parallel import TensorGroup
 
 from rollout.config import EngineSettings, Settings
+from rollout.engine.features.all import host_bytes
 from rollout.engine.features.images.encoder import image_buffer_bytes
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.sizing import (
     DeviceMemory,
     DeviceTarget,
     PoolSize,
-    adapter_host_bytes,
     check_row_state,
     check_states,
     chunk_tokens,
@@ -302,9 +302,9 @@ def plan_outline(settings: Settings, machine: Machine, shapes: Outline) -> Memor
         check_states(engine, model, left - row_state - adapters)
         pages = kv_pages(engine, model, kept_as, context, there, target)
         pool = PoolSize(pages, engine.page_size, context, engine.max_rows)
-        host, on_host = adapter_host_bytes(engine, model), states_on_host(engine, model)
-        host_bytes = 1 << 62 if machine.host == float("inf") else int(machine.host)
-        host_tokens = host_kv_pages(engine, page_bytes, host_bytes, host, on_host * state) * engine.page_size
+        host, on_host = host_bytes(engine, model), states_on_host(engine, model)
+        available = 1 << 62 if machine.host == float("inf") else int(machine.host)
+        host_tokens = host_kv_pages(engine, page_bytes, available, host, on_host * state) * engine.page_size
     except ValueError as error:
         problem, pool = str(error), None
     asked = None if engine.kv_pages is None else engine.kv_pages * page_bytes
@@ -329,7 +329,7 @@ def plan_outline(settings: Settings, machine: Machine, shapes: Outline) -> Memor
         pool=pool,
         host_kv_tokens=host_tokens,
         host_states=on_host,
-        host_adapters=adapter_host_bytes(engine, model),
+        host_adapters=host_bytes(engine, model),
         problem=problem,
     )
 

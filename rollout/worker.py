@@ -27,7 +27,6 @@ from queue import SimpleQueue
 
 from rollout.config import Settings
 from rollout.engine.build import (
-    adapter_registry,
     build_engine,
     check_model,
     longest_sequence,
@@ -35,10 +34,13 @@ from rollout.engine.build import (
     sleeping_memory,
 )
 from rollout.engine.device.streams import make_device
+from rollout.engine.features.adapters.known_adapters import AdapterRegistry
+from rollout.engine.features.adapters.messages import PutAdapter
+from rollout.engine.features.all import features_of
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.statuses import RankStatus
-from rollout.engine.messages.to_engine import Command, NextTick, PutAdapter, Shutdown
+from rollout.engine.messages.to_engine import Command, NextTick, Shutdown
 from rollout.engine.parts import EngineLinks
 from rollout.engine.step.device_feature import OrderSizes, alone
 from rollout.engine.step.execute import Orders
@@ -123,7 +125,7 @@ class Worker:
 
         inbox: SimpleQueue[Command] = SimpleQueue()
         gate = Gate(settings.service.drain_s, takes_weights=True, notify=lambda: inbox.put(NextTick()))
-        outbox, registry = Outbox(), adapter_registry(settings.engine)
+        outbox, registry = Outbox(), AdapterRegistry(settings.engine.max_adapters)
         device = make_device(str(model.embed.device))
         memory = sleeping_memory(settings, device, model)  # moves the weights, so before anything takes views of them
         self._memory = memory
@@ -143,11 +145,20 @@ class Worker:
             gate,
             settings.security,
         )
-        links = EngineLinks(inbox, outbox.put, gate, self.receiver, registry)
+        links = EngineLinks(inbox, outbox.put, gate, self.receiver)
         with stage("preparing decode steps") as shown:
             advance = advance_both(shown, self.ranks.start.advance)
             lead = self._lead if self.ranks.size > 1 else alone
-            self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance, lead=lead)
+            self.engine = build_engine(
+                settings,
+                device,
+                model,
+                links,
+                memory=memory,
+                progress=advance,
+                lead=lead,
+                features=features_of(registry),
+            )
         staging.memory.arrival.end_pinning()
         for name, weights in read_adapters(settings.engine, model, packer).items():
             links.inbox.put(PutAdapter(name, weights))

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from rollout.config import EngineSettings, Settings
-from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.device.streams import Device, make_device
+from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.engine.features.routing.record import kept_routing
 from rollout.metrics.prometheus import Health, PrometheusSink
 from rollout.metrics.sinks import JsonlSink, Sink
@@ -123,9 +123,9 @@ def read_adapters(engine: EngineSettings, model: LanguageModel, packer: AdapterP
 
 
 def adapter_target(
-    engine: EngineSettings, model: LanguageModel, registry: AdapterRegistry | None, packer: AdapterPacker
+    engine: EngineSettings, model: LanguageModel, registry: AdapterRegistry, packer: AdapterPacker
 ) -> AdapterTarget | None:
     """The target of adapters that arrive over the weight bridge; None without adapter slots."""
-    if registry is None:
+    if not engine.adapter_slots:
         return None
     return AdapterTarget(native(model).spec, engine.adapter_rank, model.embed.dtype, registry, packer)

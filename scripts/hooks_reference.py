@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 import rollout.engine
 from rollout.engine.features.all import FEATURES
 from rollout.engine.kv.tiers.page_mirror import PageMirror
+from rollout.engine.schedule.command_feature import CommandFeature
 from rollout.engine.schedule.step_feature import AheadPlanner, StepFeature
 from rollout.engine.step.device_feature import AheadFeature, DeviceFeature
 
@@ -23,6 +24,7 @@ _SECTIONS: tuple[tuple[str, type], ...] = (
     ("On the host", StepFeature),
     ("On the host, if it has data for pages of KV", PageMirror),
     ("On the host, if rows take several tokens", AheadPlanner),
+    ("On the host, if it has commands", CommandFeature),
     ("On the device", DeviceFeature),
     ("On the device, if it makes tokens ahead", AheadFeature),
 )

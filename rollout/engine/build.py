@@ -11,7 +11,6 @@ from rollout_kernels.common.device import is_hopper
 from rollout_kernels.linear.coded import CodedMatrix
 
 from rollout.config import EngineSettings, Settings
-from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.build_kv import Totals, build_allocator, host_memory_of
 from rollout.engine.build_steps import Memory, build_steps
 from rollout.engine.device.cuda_pages import CudaPages
@@ -56,12 +55,7 @@ def local_links(
 ) -> EngineLinks:
     """Links of an engine without a worker around it, for benchmarks and tests."""
     gate = Gate(settings.service.drain_s, takes_weights=receiver is not None)
-    return EngineLinks(SimpleQueue(), emit, gate, receiver or NoReceiver(), adapter_registry(settings.engine))
-
-
-def adapter_registry(engine: EngineSettings) -> AdapterRegistry | None:
-    """An empty registry of adapters, if the settings have slots for any."""
-    return AdapterRegistry(engine.max_adapters) if engine.adapter_slots else None
+    return EngineLinks(SimpleQueue(), emit, gate, receiver or NoReceiver())
 
 
 def build_engine(
@@ -83,7 +77,7 @@ def build_engine(
     """
     version = settings.weights.initial_version
     memory = memory or sleeping_memory(settings, device, model)
-    site = Site(settings, device, model, links.adapters, memory, lead)
+    site = Site(settings, device, model, memory, lead)
     check_model(settings.engine, model)
     parts = _build_parts(site, version, Memory.begin(site, features), Totals(), progress)
     sleeps = parts.executor.orders.memory_of_all(memory)
@@ -102,7 +96,7 @@ def build_follower(
     `memory` is the result of `sleeping_memory`. `progress` is as in `build_engine`.
     """
     check_model(settings.engine, model)
-    site = Site(settings, device, model, None, memory, follows=True)
+    site = Site(settings, device, model, memory, follows=True)
     steps = build_steps(site, Memory.begin(site), progress)
     return steps.executor, steps.slots
 
@@ -143,7 +137,7 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     with torch.inference_mode():
         for cache in step.kv.tensors:
             cache.zero_()  # a page may hold NaN, and masks do not hide NaN
-    site = Site(settings, executor.device, step.model, None, memory)  # features have what they need of the links
+    site = Site(settings, executor.device, step.model, memory)
     engine.restart(_build_parts(site, engine.roster.version, Memory.of(executor), Totals.of(engine.roster)))
 
 

@@ -19,13 +19,12 @@ from rollout.engine.build_kv import (
     open_disk,
 )
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.features.all import FEATURES, MakeFeature, MeasuresSteps
+from rollout.engine.features.all import FEATURES, MakeFeature, MeasuresSteps, host_bytes
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.kv.tiers.page_mover import HostMemory, PageMover
 from rollout.engine.sizing import (
     DeviceMemory,
     PoolSize,
-    adapter_host_bytes,
     check_row_state,
     chunk_tokens,
     context_limit,
@@ -86,9 +85,9 @@ def _with_host_memory(site: Site, memory: Memory, kv: KVCache) -> Memory:
     """Add the KV and, if it moves to the host, host memory; every rank has the same number of pages."""
     engine, device = site.settings.engine, site.device
     page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
-    adapter_bytes = adapter_host_bytes(engine, site.model)
+    reserved_bytes = host_bytes(engine, site.model)
     state_bytes = states_on_host(engine, site.model) * site.model.spec.state_bytes(site.model.embed.dtype)
-    pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes, state_bytes)
+    pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), reserved_bytes, state_bytes)
     if pages == 0:
         return replace(memory, kv=kv)
     pages = _least_of_all_ranks(site.model, pages)  # computed before any rank takes memory of the same host

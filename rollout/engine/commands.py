@@ -13,19 +13,16 @@ import logging
 from collections.abc import Callable
 from queue import Empty
 
-from rollout.engine.adapters import AdapterError
-from rollout.engine.features.adapters.feature import drop_adapter, edition_of, put_adapter
 from rollout.engine.kv.prefetch import prefetch
 from rollout.engine.messages.to_engine import (
     Cancel,
     Command,
-    DropAdapter,
     EndSession,
+    FeatureCommand,
     Flush,
     NextTick,
     Pause,
     Prefetch,
-    PutAdapter,
     Resume,
     Shutdown,
     Sleep,
@@ -35,6 +32,8 @@ from rollout.engine.messages.to_engine import (
 )
 from rollout.engine.messages.to_service import Done, Event, Failed, Flushed, Rejected
 from rollout.engine.parts import EngineLinks, EngineParts
+from rollout.engine.schedule.command_feature import carry_out
+from rollout.engine.schedule.step_feature import RefusalError
 from rollout.engine.sleep import Sleeper
 
 log = logging.getLogger(__name__)
@@ -78,12 +77,7 @@ class Commands:
                 return [Rejected(request.key, "internal", message)]
             case Flush(asker=asker):
                 return [Flushed(asker)]
-            case (
-                PutAdapter(token=int(token))
-                | DropAdapter(token=int(token))
-                | EndSession(token=int(token))
-                | Prefetch(token=int(token))
-            ):
+            case FeatureCommand(token=int(token)) | EndSession(token=int(token)) | Prefetch(token=int(token)):
                 return [Failed(token, message, code="internal")]
         return []
 
@@ -116,10 +110,8 @@ class Commands:
                 self._shut_down(mode, token, parts)
             case Sleep() | WakeUp():
                 self._sleeper.take(command, parts)
-            case PutAdapter(adapter, weights, version, token):
-                self._adapt(token, parts, lambda: put_adapter(roster, adapter, version, weights, self._recompute))
-            case DropAdapter(adapter, token):
-                self._adapt(token, parts, lambda: drop_adapter(roster, adapter))
+            case FeatureCommand():
+                self._give_to_feature(command, parts)
             case EndSession(client, name, token):
                 roster.allocator.sessions.end(client, name)
                 roster.events += _answers(token, Done)
@@ -140,22 +132,24 @@ class Commands:
         if self._gate.sleep.ordered:
             return Failed(command.token, "this worker is asleep: wake it first", code="unavailable")
         try:
-            edition = edition_of(roster, command.adapter)
-        except AdapterError as error:
+            edition = sum(feature.edition(command) for feature in roster.features)
+        except RefusalError as error:
             return Failed(command.token, str(error), error.field)
+        if command.adapter is not None and not edition:
+            return Failed(command.token, "this worker has no adapters", "adapter")
         tokens = prefetch(roster.allocator, command.prompt, roster.version, edition, roster.running)
         return Done(command.token, {"tokens": tokens})
 
-    def _adapt(self, token: int | None, parts: EngineParts, change: Callable[[], object]) -> None:
+    def _give_to_feature(self, command: FeatureCommand, parts: EngineParts) -> None:
         events = parts.roster.events
         try:
-            change()
-        except AdapterError as error:
-            log.warning("an adapter could not be loaded or changed", extra={"reason": str(error)})
+            carry_out(command, parts.roster, self._recompute)
+        except RefusalError as error:
+            log.warning("a command of a feature was refused", extra={"reason": str(error)})
             message, field = str(error), error.field
-            events += _answers(token, lambda token: Failed(token, message, field))
+            events += _answers(command.token, lambda token: Failed(token, message, field))
         else:
-            events += _answers(token, Done)
+            events += _answers(command.token, Done)
 
 
 def _answers(token: int | None, make: Callable[[int], Event]) -> list[Event]:

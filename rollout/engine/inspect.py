@@ -11,11 +11,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from rollout.engine.features.adapters.feature import AdaptersFeature
 from rollout.engine.loop import Engine
-from rollout.engine.messages.statuses import EngineStatus, SequenceStatus, SwapStatus
+from rollout.engine.messages.statuses import EngineStatus, SequenceStatus, StatusFields, SwapStatus
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.sequence.sequence import Sequence, SequenceState
 from rollout.engine.sequence.sequence_kv import PREFIX_HITS
 from rollout.metrics.definitions import percent
@@ -39,7 +37,7 @@ class Inspector:
     def status(self) -> EngineStatus:
         """The present status."""
         engine, roster, gate, meter = self._engine, self._engine.roster, self._engine.gate, self._engine.meter
-        pool, adapters, now = roster.allocator.pool, find_feature(roster.features, AdaptersFeature), time.perf_counter()
+        pool, now = roster.allocator.pool, time.perf_counter()
         active_pct, tokens_per_s = meter.rates(now)
         offload, kept = roster.allocator.tier.status()
         swaps = reversed(meter.recent_swaps()[-_SWAPS_SHOWN:])
@@ -61,7 +59,6 @@ class Inspector:
             kept=kept,
             sleep=gate.sleep_status(),
             slots_in_flight=engine.pipeline.in_flight,
-            adapters=None if adapters is None else tuple(adapters.table.registry.status()),
             tokens_per_s=tokens_per_s,
             gpu_active_pct=active_pct,
             gpu_busy_s=meter.busy_s,
@@ -72,6 +69,7 @@ class Inspector:
             tokens_by_second=meter.tokens_by_second(now),
             idle_pct=meter.idle_shares(now),
             swaps=tuple(SwapStatus(swap.version, now - swap.end_s, swap.end_s - swap.start_s) for swap in swaps),
+            **self.of_features(),
         )
 
     def set_gauges(self) -> None:
@@ -120,6 +118,13 @@ class Inspector:
         return available * present // pool.used if present and pool.used else None
 
     # --- any thread ---------------------------------------------------------------------------------------------------
+
+    def of_features(self) -> StatusFields:
+        """The fields of the status that features give."""
+        fields: StatusFields = {}
+        for feature in self._engine.roster.features:
+            fields.update(feature.status())
+        return fields
 
     def sequences(self, limit: int) -> list[SequenceStatus]:
         """The `limit` oldest sequences that hold a row, oldest first."""

@@ -1,6 +1,6 @@
 """The parts of an engine, which a fault may leave inconsistent, and its links to other threads, which outlive a fault.
 
-    EngineLinks   made first, in the worker: inbox, emit, gate, receiver, adapter registry
+    EngineLinks   made first, in the worker: inbox, emit, gate, receiver
     EngineParts   built from settings, model and links (`build.py`); built anew after a fault
     Engine        drives the parts (`loop.py`)
 
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from rollout.engine.adapters import AdapterRegistry, AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.engine.kv.tier import KVTier
-from rollout.engine.messages.to_engine import Command
+from rollout.engine.messages.to_engine import Command, FeatureUpdate
 from rollout.engine.messages.to_service import Event
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
@@ -50,7 +49,7 @@ class Receiver(Protocol):
     def alive(self) -> bool:
         """True while its thread runs."""
 
-    def take_ready(self) -> StagedUpdate | AdapterUpdate | None:
+    def take_ready(self) -> StagedUpdate | FeatureUpdate | None:
         """An update to apply now, or None."""
 
     def applied(self, update: Any, pause_s: float) -> None:
@@ -95,7 +94,6 @@ class EngineLinks:
     emit: Callable[[list[Event]], None]
     gate: Gate
     receiver: Receiver = NoReceiver()
-    adapters: AdapterRegistry | None = None  # None: this worker serves no adapters
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ from rollout.engine.kv.allocator import pages_for
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.engine.step.row_state import RowState
 from rollout.models.decoder import Decoder
-from rollout.models.language_model import LanguageModel, native
-from rollout.models.lora_slots import AdapterSlots
+from rollout.models.language_model import LanguageModel
 from rollout.models.spec import LatentSpec
 
 _GIB = 2**30
@@ -205,14 +204,6 @@ def kv_dtype(settings: EngineSettings, model: LanguageModel, target: DeviceTarge
     return torch.int8 if asked == "fp8_int8" else torch.float8_e4m3fn
 
 
-def adapter_host_bytes(settings: EngineSettings, model: LanguageModel) -> int:
-    """The most host memory that adapters can take: every known adapter is kept there, also while it has a slot."""
-    if not settings.adapter_slots:
-        return 0
-    each = AdapterSlots.bytes_for(native(model).spec, 1, settings.adapter_rank, model.embed.dtype)
-    return settings.max_adapters * each * settings.tensor_parallel
-
-
 def states_on_host(settings: EngineSettings, model: LanguageModel) -> int:
     """States of linear attention that the host has room for, within half of `host_kv_gib`.
 
@@ -237,24 +228,24 @@ def _host_bytes(settings: EngineSettings) -> int:
 
 
 def host_kv_pages(
-    settings: EngineSettings, page_bytes: int, available_bytes: int, adapter_bytes: int = 0, state_bytes: int = 0
+    settings: EngineSettings, page_bytes: int, available_bytes: int, reserved_bytes: int = 0, state_bytes: int = 0
 ) -> int:
     """Pages of host memory for KV; 0 without any.
 
     With several ranks it is the number of one rank. `state_bytes` of its part are for states of linear attention.
 
     Raises ValueError with the numbers when `host_kv_gib` holds no page, or is more than the machine has left beside
-    `adapter_bytes`, which are reserved for adapters.
+    `reserved_bytes`, which features may take.
     """
     asked, mine = int(settings.host_kv_gib * _GIB), _host_bytes(settings)
     if settings.host_kv_gib == 0:
         return 0
     if mine - state_bytes < page_bytes:
         raise ValueError(f"host_kv_gib = {settings.host_kv_gib} holds no page of {page_bytes} bytes: raise it")
-    if asked > available_bytes - adapter_bytes:
+    if asked > available_bytes - reserved_bytes:
         left, lower = f"{_gib(available_bytes)} of memory left", "lower it"
-        if adapter_bytes:
-            left += f", of which max_adapters = {settings.max_adapters} adapters may take {_gib(adapter_bytes)}"
+        if reserved_bytes:
+            left += f", of which max_adapters = {settings.max_adapters} adapters may take {_gib(reserved_bytes)}"
             lower = "lower one of them"
         raise ValueError(f"host_kv_gib = {settings.host_kv_gib}, and this machine has {left}: {lower}")
     return (mine - state_bytes) // page_bytes

@@ -3,23 +3,24 @@
     take_ready --> copy on the compute stream, between two events --> end event reached --> applied
                    later steps run after the copy, in stream order
 
-A ready update waits while the gate says so: for the swap before it, or for recomputation (`Recomputation`). An adapter
-needs no copy here: its copy is part of the adapter table. Two things change elsewhere: adapters that a client loads, by
-its command, and weights that an update writes in place while generation is held.
+A ready update waits while the gate says so: for the swap before it, or for recomputation (`Recomputation`). An update
+for a feature needs no copy here: the feature takes it like a command. Weights that an update writes in place, while
+generation is held, change elsewhere.
 """
 
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rollout.engine.adapters import AdapterError, AdapterUpdate
 from rollout.engine.device.streams import Event
-from rollout.engine.features.adapters.feature import put_adapter
 from rollout.engine.gate import Gate
+from rollout.engine.messages.to_engine import FeatureUpdate
 from rollout.engine.parts import EngineParts, Receiver, StagedUpdate
+from rollout.engine.schedule.command_feature import carry_out
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.preemption import change_weights
 from rollout.engine.schedule.roster import Roster
+from rollout.engine.schedule.step_feature import RefusalError
 from rollout.engine.sequence.sequence import Sequence, SequenceState
 from rollout.metrics.meter import Meter
 
@@ -128,8 +129,8 @@ class Swapper:
             self._finish(swap, parts)
         self._gate.note_recomputing(self._recomputation.delays(parts.roster))
         if self._gate.may_apply and (update := self._receiver.take_ready()) is not None:
-            if isinstance(update, AdapterUpdate):
-                self._put_adapter(update, parts)
+            if isinstance(update, FeatureUpdate):
+                self._give_to_feature(update, parts)
             else:
                 self._begin(update, parts)
 
@@ -160,10 +161,10 @@ class Swapper:
         self._meter.swap(start_s, end_s, swap.update.version, swap.update.nbytes)
         self._receiver.applied(swap.update, end_s - start_s)
 
-    def _put_adapter(self, update: AdapterUpdate, parts: EngineParts) -> None:
+    def _give_to_feature(self, update: FeatureUpdate, parts: EngineParts) -> None:
         try:
-            lost = put_adapter(parts.roster, update.name, update.version, update.weights, self._recompute)
-        except AdapterError as error:
+            lost = carry_out(update.command, parts.roster, self._recompute)
+        except RefusalError as error:
             self._receiver.refused(update, str(error))
         except Exception as error:  # a fault ends these parts, and the receiver waits for an answer
             self._receiver.failed(update, f"{type(error).__name__}: {error}")

@@ -72,7 +72,7 @@ class Vitals:
 
     def latest(self) -> EngineStatus:
         """The last snapshot, with the state, version and adapters of now: a client that got `ok` sees the effect."""
-        silent_s, gate, adapters = time.perf_counter() - self.last_tick_s, self._links.gate, self._links.adapters
+        silent_s, gate = time.perf_counter() - self.last_tick_s, self._links.gate
         reported = self._metrics.latest
         return replace(
             self.status,
@@ -80,7 +80,7 @@ class Vitals:
             sleep=gate.sleep_status(),
             stale=gate.stale,
             weights_version=self._engine.roster.version,
-            adapters=None if adapters is None else tuple(adapters.status()),
+            **self._inspector.of_features(),
             last_tick_s=silent_s,
             faults=len(self.faults),
             restarts=self._restarts,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from rollout_kernels.lora import LEAST_RANK
 
-from rollout.engine.adapters import AdapterRegistry, AdapterUpdate
+from rollout.engine.features.adapters.known_adapters import AdapterRegistry
+from rollout.engine.features.adapters.messages import AdapterUpdate
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights, model_products
 from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import AdapterPacker, AdapterPlan, plan_adapter

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from rollout.engine.adapters import AdapterUpdate
+from rollout.engine.features.adapters.messages import AdapterUpdate
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.update_memory import UpdateMemory
 from rollout.weights.update_plan import UpdatePlan

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from rollout.config import SecuritySettings, WeightsSettings
-from rollout.engine.adapters import AdapterUpdate
+from rollout.engine.features.adapters.messages import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.network.access import Access
 from rollout.network.router_socket import PollWaker, bind_router

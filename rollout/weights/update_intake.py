@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.engine.adapters import AdapterUpdate
+from rollout.engine.features.adapters.messages import AdapterUpdate
 from rollout.engine.gate import Gate, UpdateWait
 from rollout.weights.adapter_updates import AdapterTarget, IncomingAdapter, read_adapter
 from rollout.weights.group_controls import GroupControls

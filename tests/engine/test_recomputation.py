@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.build import rebuild_engine
+from rollout.engine.features.adapters.messages import AdapterUpdate
 from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Shutdown
 from rollout.engine.sequence.sequence import SequenceState
 from tests.support.engine.adapted import make_adapters

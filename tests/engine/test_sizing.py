@@ -11,6 +11,7 @@ from rollout_kernels.attention.gathered import MOST_GATHERED, pays
 
 from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.device.streams import CpuDevice
+from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.sequence.row_needs import RowNeeds
@@ -182,7 +183,7 @@ def test_a_rehearsal_runs_the_most_tokens_and_draws_for_every_row(model):
         sample(logits, rows, features, *rest),
     )
     rehearse(executor, bench.engine.pipeline.acquire(), StepSizes(6, 50, 40, graph_rows=0))
-    most = ALL_FEATURES & ~RowNeeds.ADAPTER
+    most = ALL_FEATURES & ~RowNeeds.VARIANT
     assert max(tokens) == 50 and draws.count((6, most)) == 2 and {1, 2, 4} <= {count for count, _ in draws}
     assert most.reshapes and all(feature in ALL_FEATURES for feature in RowNeeds)
     bench.close(check=False)
@@ -225,12 +226,14 @@ def test_a_rehearsal_runs_the_most_tokens_with_adapters_and_without(tmp_path, co
     bench = Bench(model, max_rows=6)
     slots = AdapterSlots(model.spec, 2, 8, torch.bfloat16, torch.device("cpu"))
     kv, rows = bench.engine.executor.step.kv, RowState(6, 99, model.spec.vocab, torch.device("cpu"), ["adapters"])
-    step = DeviceStep(model, FusedDecoder(model), kv, rows, features=[AdapterMemory(slots, bench.device, 6)])
+    step = DeviceStep(
+        model, FusedDecoder(model), kv, rows, features=[AdapterMemory(slots, bench.device, 6, AdapterRegistry(2))]
+    )
     steps = steps_to_rehearse(
         Executor(bench.device, bench.engine.executor.streams, step), StepSizes(6, 700, context, 0)
     )
     largest = [one.needs for one in steps if sum(one.prompts) == 700 and not one.earlier]
-    assert {bool(features & RowNeeds.ADAPTER) for features in largest} == {False, True}
+    assert {bool(features & RowNeeds.VARIANT) for features in largest} == {False, True}
 
 
 @given(st.integers(1, 300), st.integers(1, 5000), st.integers(2, 3000))

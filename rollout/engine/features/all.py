@@ -1,9 +1,11 @@
 """The list of optional features. A new feature is a folder next to this file, and an entry here."""
 
+import functools
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from rollout.config import EngineSettings
+from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.features.dealt_rows.feature import DealtRows
 from rollout.engine.features.drafts.drafter import device_drafter
@@ -35,6 +37,16 @@ FEATURES: tuple[MakeFeature, ...] = (
     DraftVerifier.make,
     RoutingRecord.make,  # last: its part of a delta counts as sent, so nothing that may fail comes after it
 )
+
+
+def features_of(registry: AdapterRegistry) -> tuple[MakeFeature, ...]:
+    """The features of an engine whose adapters other threads look up, too."""
+    return functools.partial(AdapterMemory.make, registry=registry), *FEATURES[1:]
+
+
+def host_bytes(settings: EngineSettings, model: LanguageModel) -> int:
+    """The most host memory that features take while the worker runs."""
+    return AdapterMemory.host_bytes(settings, model)
 
 
 def keeps_token_ids(settings: EngineSettings, model: LanguageModel) -> bool:

@@ -125,7 +125,7 @@ class PageAllocator:
         kv.prefill_tokens = tokens
         kv.copy_source = reusable.copied
         kv.keys = reusable.keys
-        kv.length, kv.oldest, kv.adapter_edition = reusable.tokens, version, seq.adapter_use.edition
+        kv.length, kv.oldest, kv.edition = reusable.tokens, version, seq.group.variant.edition
         if self.prefixes.max_age:
             found = self.prefixes.versions(reusable)
             kv.oldest = min((oldest for oldest, _ in found), default=version)
@@ -206,7 +206,7 @@ class PageAllocator:
         known = min(kv.length, seq.prompt_len + len(seq.tokens))
         if kv.copy_source:  # the sequence ended before its first chunk: the page was not copied
             known -= known % self.page_size
-        # Weights or adapter may have changed while its last steps were in flight; what is offloaded is in no page yet.
+        # Weights or variant may have changed while its last steps were in flight; what is offloaded is in no page yet.
         if not self.prefixes.of_use(seq, version) or seq.finish.reason == "error" or kv.is_offloaded:
             known = 0
         self.prefixes.remember_turn(seq, known, version)
@@ -216,7 +216,7 @@ class PageAllocator:
             session = self.sessions.unnamed(seq.group.request, seq.index)
         known, snapshots = self.prefixes.turn_end(seq, known)
         tokens = seq.identity(seq.history())[:known]
-        left = SessionKV(tokens, kv.pages, kv.oldest, kv.keys, kv.adapter_edition, snapshots)
+        left = SessionKV(tokens, kv.pages, kv.oldest, kv.keys, kv.edition, snapshots)
         self.sessions.keep(session, left, now_s)
         if session.last_until_s > now_s and kv.keys:
             ends = [snapshot.point.key for snapshot in snapshots if snapshot.point.key]

@@ -13,7 +13,7 @@ If rows are dealt to ranks, the pages are numbered over all ranks, and the first
 sequence has pages of one rank.
 
 A prefix is known by a chain of digests, one for each full page: digest_i = H(digest_{i-1}, content of page i), and
-digest_{-1} is the weights version and, with an adapter, the edition of its weights. The content is what the items of
+digest_{-1} is the weights version and, of a variant, its edition. The content is what the items of
 the prompt say about the page's positions (`messages.Prompt.content`), and for generated tokens their ids. So a key
 states which content, at which positions, under which weights.
 

@@ -10,7 +10,7 @@ from rollout.engine.messages.prompts import Prompt
 from rollout.engine.sequence.sequence_kv import PrefixKeys
 
 
-def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edition: int, spare: int) -> int:
+def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, edition: int, spare: int) -> int:
     """Begin to copy the known beginning of a prompt from a tier, and leave `spare` pages available.
 
     Returns how many of its first tokens have their KV in the pool, or on the way there: 0 for models with states, which
@@ -20,7 +20,7 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, adapter_edi
     if not prefixes.cache or prefixes.has_states:
         return 0
     oldest = version - prefixes.max_age
-    keys = PrefixKeys(0 if prefixes.max_age else version, size, adapter_edition)
+    keys = PrefixKeys(0 if prefixes.max_age else version, size, edition)
     pages: list[int] = []
     for start in range(0, len(prompt) - size + 1, size):
         key = keys.next_key(prompt.content(start, start + size))

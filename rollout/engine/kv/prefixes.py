@@ -179,7 +179,7 @@ class Prefixes:
 
     def no_keys(self, seq: Sequence, version: int) -> PrefixKeys:
         """The keys of a prefix without pages; without the weights version if KV of several ones is used."""
-        return PrefixKeys(0 if self.max_age else version, self.page_size, seq.adapter_use.edition, seq.kv.rank)
+        return PrefixKeys(0 if self.max_age else version, self.page_size, seq.group.variant.edition, seq.kv.rank)
 
     def _is_here(self, seq: Sequence, pages: list[int]) -> bool:
         """True if the rank of a sequence has these pages of another one."""
@@ -189,7 +189,7 @@ class Prefixes:
         if seq.group.session is None:
             return Reusable()
         oldest = self.oldest_for(seq.group, version)
-        kv, same = self.sessions.match(seq.group.session, tokens, oldest, seq.adapter_use.edition)
+        kv, same = self.sessions.match(seq.group.session, tokens, oldest, seq.group.variant.edition)
         if kv is None or not self._is_here(seq, kv.pages):
             return Reusable()
         full = same // self.page_size
@@ -207,8 +207,8 @@ class Prefixes:
         return version - (self.max_age if asked is None else min(asked, self.max_age))
 
     def of_use(self, seq: Sequence, version: int) -> bool:
-        """True if other sequences may use the KV of `seq`: it is young enough, and of one adapter edition."""
-        return seq.kv.oldest >= version - self.max_age and seq.kv.adapter_edition == seq.adapter_use.edition
+        """True if other sequences may use the KV of `seq`: it is young enough, and of one edition."""
+        return seq.kv.oldest >= version - self.max_age and seq.kv.edition == seq.group.variant.edition
 
     def findable(self, seq: Sequence, version: int) -> bool:
         """True if other sequences may find the KV of `seq`, and use it."""

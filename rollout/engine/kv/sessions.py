@@ -139,14 +139,14 @@ class Sessions:
         return session
 
     def match(
-        self, session: KeptSession, tokens: np.ndarray, oldest: int, adapter_edition: int = 0
+        self, session: KeptSession, tokens: np.ndarray, oldest: int, edition: int = 0
     ) -> tuple[SessionKV | None, int]:
         """The session's KV, and how many of `tokens` (`Sequence.identity`) have it: never the last one.
 
         KV with a weights version before `oldest` is not used.
         """
         kv = session.kv
-        if kv is None or kv.oldest < oldest or kv.adapter_edition != adapter_edition:
+        if kv is None or kv.oldest < oldest or kv.edition != edition:
             return None, 0
         most = min(len(kv.tokens), len(tokens) - 1)
         differing = np.flatnonzero(kv.tokens[:most] != tokens[:most])
@@ -261,9 +261,7 @@ class Sessions:
         snapshots = tuple(snapshot for snapshot in left.snapshots if snapshot.tokens <= count)
         for snapshot in snapshots:
             self.snapshots.retain(snapshot.place)
-        session.kv = kv = SessionKV(
-            left.tokens[:count].copy(), pages, left.oldest, left.keys, left.adapter_edition, snapshots
-        )
+        session.kv = kv = SessionKV(left.tokens[:count].copy(), pages, left.oldest, left.keys, left.edition, snapshots)
         for end in self._ends(kv):
             self.snapshots.offer(end)
         self._with_kv[session.key] = session

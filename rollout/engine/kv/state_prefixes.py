@@ -85,7 +85,7 @@ class StatePrefixes(Prefixes):
         if seq.group.session is None:
             return Reusable()
         oldest = self.oldest_for(seq.group, version)
-        kv, same = self.sessions.match(seq.group.session, tokens, oldest, seq.adapter_use.edition)
+        kv, same = self.sessions.match(seq.group.session, tokens, oldest, seq.group.variant.edition)
         void = self.snapshots.is_void
         known = () if kv is None else kv.snapshots
         snapshot = next((s for s in known if s.tokens <= same and not void(s.place)), None)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
 from rollout.engine.messages.requests import RequestKey
 
@@ -15,6 +15,12 @@ class AdapterStatus:
     version: int
     resident: bool  # it has a slot on the device
     rows: int  # rows that use it
+
+
+class StatusFields(TypedDict, total=False):
+    """The fields of a status that features give."""
+
+    adapters: tuple[AdapterStatus, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import ClassVar, Literal
 
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request, RequestKey
-
-if TYPE_CHECKING:
-    from rollout.models.lora_slots import AdapterWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +95,23 @@ class Prefetch:
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class PutAdapter:
-    """Load an adapter, or a newer version of one. Answered by `Done(token)` or `Failed`, if there is a token.
+class FeatureCommand:
+    """A command of a feature of steps. Answered by `Done(token)` or `Failed`, if there is a token."""
 
-    Without a `version` it is the last version plus 1, or 0. Running rows go on with the new version.
-    """
-
-    name: str
-    weights: AdapterWeights
-    version: int | None = None
-    token: int | None = None
+    __slots__ = ()
+    feature: ClassVar[str]  # its name
+    token: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class DropAdapter:
-    """Unload an adapter that no unfinished request names. Answered by `Done(token)` or `Failed`."""
+class FeatureUpdate(ABC):
+    """An update for a feature of steps instead of the model, complete and checked, not yet in use."""
 
-    name: str
-    token: int
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def command(self) -> FeatureCommand:
+        """The command that brings it into use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +150,7 @@ Command = (
     | Shutdown
     | EndSession
     | Prefetch
-    | PutAdapter
-    | DropAdapter
+    | FeatureCommand
     | Sleep
     | WakeUp
     | NextTick

@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
 
-from rollout.engine.adapters import Adapter
 from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.sequence.variant import Variant
 
 _SEQUENCES = 8  # about the number of sequences in a mean of costs
 _PREEMPTED = -1.0  # virtual time of preempted sequences: first in line
@@ -40,13 +40,13 @@ _PREEMPTED = -1.0  # virtual time of preempted sequences: first in line
 class WaitingQueue:
     """Sequences without a row. A sequence is in it once; pushing and removing take O(log n).
 
-    The sequences of each adapter, and those without one, have a line of their own: an adapter that has no slot delays
-    its line alone. The lines of a client share its virtual time.
+    The sequences of each variant have a line of their own: a variant that is not ready delays its line alone. The lines
+    of a client share its virtual time.
     """
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}  # key: priority
-        self._lines: dict[Adapter, SweptHeap[_Head]] = {}  # the first sequence of each client; a key may be too small
+        self._lines: dict[Variant, SweptHeap[_Head]] = {}  # the first sequence of each client; a key may be too small
         self._in_order: list[Sequence] | None = None  # the heads, until the queue changes
         self._costs = _Costs()  # costs of all clients
         self._serial = count()
@@ -63,7 +63,7 @@ class WaitingQueue:
         if client is None:
             new = level.now + min(self._costs.mean, seq.prompt_len + seq.max_tokens)
             client = level.clients[seq.group.client] = _WaitingClient(min(time, new))
-        client.waiting.setdefault(seq.group.adapter, SweptHeap(_finalized)).push(seq.rank, seq)
+        client.waiting.setdefault(seq.group.variant, SweptHeap(_finalized)).push(seq.rank, seq)
         self._renew(seq)
 
     def heads(self) -> list[Sequence]:
@@ -92,7 +92,7 @@ class WaitingQueue:
     def withdraw(self, seq: Sequence) -> float:
         """Remove a head of a line, without a row; returns its client's virtual time, for `push`."""
         client = self._levels[seq.priority].clients[seq.group.client]
-        client.waiting[seq.group.adapter].pop()
+        client.waiting[seq.group.variant].pop()
         self._renew(seq)
         return client.time
 
@@ -119,7 +119,7 @@ class WaitingQueue:
     def _renew(self, seq: Sequence) -> None:
         """Bring the head of a sequence's client and line up to date: the client's sequences of it have changed."""
         self._in_order = None
-        level, line = self._levels[seq.priority], seq.group.adapter
+        level, line = self._levels[seq.priority], seq.group.variant
         client = level.clients[seq.group.client]
         if first := client.of_line(seq).first():
             self._place(client, first)
@@ -132,7 +132,7 @@ class WaitingQueue:
                 del self._levels[seq.priority]
 
     def _place(self, client: _WaitingClient, first: Sequence) -> None:
-        line, key = first.group.adapter, client.key(first)
+        line, key = first.group.variant, client.key(first)
         if (old := client.heads.get(line)) is None or old.key != key:
             client.heads[line] = head = _Head(key, first, client)
             self._lines.setdefault(line, SweptHeap(_Head.outdated)).push((*key, next(self._serial)), head)
@@ -164,12 +164,12 @@ class _WaitingClient:
     def __init__(self, time: float) -> None:
         self.time = time  # virtual, tokens
         self.costs = _Costs()  # costs of its sequences that ended while others waited
-        self.waiting: dict[Adapter, SweptHeap[Sequence]] = {}
-        self.heads: dict[Adapter, _Head] = {}
+        self.waiting: dict[Variant, SweptHeap[Sequence]] = {}
+        self.heads: dict[Variant, _Head] = {}
 
     def of_line(self, seq: Sequence) -> SweptHeap[Sequence]:
         """The waiting sequences of its line."""
-        return self.waiting.get(seq.group.adapter, _NONE_WAIT)
+        return self.waiting.get(seq.group.variant, _NONE_WAIT)
 
     def key(self, first: Sequence) -> tuple[int, float, int]:
         """The place of its first sequence of a line among the first sequences of all clients."""
@@ -200,7 +200,7 @@ class _Head:
 
     def outdated(self) -> bool:
         """True if another one has replaced it."""
-        return self.client.heads.get(self.seq.group.adapter) is not self
+        return self.client.heads.get(self.seq.group.variant) is not self
 
 
 def _finalized(seq: Sequence) -> bool:

@@ -26,7 +26,7 @@ import numpy as np
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 
-_ADAPTER = RowNeeds.ADAPTER.value
+_VARIANT = RowNeeds.VARIANT.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ def make_plan(
     opens: list[tuple[int, int]] = []
     needs = tokens = draws = longest = 0
     for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
-        # A row without a draw has no needs in the draw, but the forward needs its adapter.
-        needs |= seq.need_bits if drawn else seq.need_bits & _ADAPTER
+        # A row without a draw has no needs in the draw, but the forward needs its variant.
+        needs |= seq.need_bits if drawn else seq.need_bits & _VARIANT
         tokens += tokens_in
         draws += drawn
         if start + tokens_in > longest:

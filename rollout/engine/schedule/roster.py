@@ -9,7 +9,7 @@
     finish      any state        --> finalized: no plan names it, its last delta is an event
     take_off    prefilling, decoding --> leaving --> waiting
     draw_again  decoding         --> prefilling, in its row
-    settle      finalized or leaving, and no step in flight names it: row, pages and adapter slot are free again
+    settle      finalized or leaving, and no step in flight names it: row, pages and what features took are free again
 
 `preemption` chooses the rows to take off. `inflight_refs` rises and falls in the scheduler. `settle` is the only code
 that gives back what a sequence has.

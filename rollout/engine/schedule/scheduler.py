@@ -53,7 +53,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._arrivals = 0
         self._last_kind = "decode"
-        self.admission_over = True  # sequences that still wait after the last plan wait for rows, pages or adapters
+        self.admission_over = True  # sequences that still wait after the last plan wait for rows, pages or variants
         self._upload_words = upload_words
         self._ahead = [feature for feature in roster.features if isinstance(feature, AheadPlanner)]
 
@@ -188,7 +188,7 @@ class Scheduler:
             roster.prompt_order.begin(seq)
         seq.row_ready = True
         roster.counters.prefilled_tokens += end - start
-        kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)
+        kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.group.variant.edition), seq.consumed)
         kv.drawn_again = False
         roster.allocator.chunk_launched(seq, version)
         roster.feed.prefill_launched(seq)

@@ -3,7 +3,7 @@
 The stages of a step call these hooks of every feature that their worker has. The feature's part on the device is a
 `step.device_feature.DeviceFeature`.
 
-    request   enter
+    request   enter; edition for each prefetch
     row       ready and admitted when a sequence gets one, left when it gives it back
     prompts   fit for each prompt
     step      pack, launched, commit, committed; delta_fields for each delta
@@ -11,7 +11,7 @@ The stages of a step call these hooks of every feature that their worker has. Th
     between   weights_changed, memory_leaves
 
 A feature that has data for each page of KV is a `PageMirror`, too. One that has rows take more than one token is an
-`AheadPlanner`.
+`AheadPlanner`. One that has commands of its own is a `CommandFeature`.
 """
 
 from abc import ABC, abstractmethod
@@ -19,6 +19,8 @@ from collections.abc import Collection, Mapping
 from typing import ClassVar, TypeVar
 
 from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.messages.statuses import StatusFields
+from rollout.engine.messages.to_engine import Prefetch
 from rollout.engine.messages.to_service import DeltaFields, Rejected
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Group, Sequence
@@ -26,6 +28,14 @@ from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import UploadStaging
 
 F = TypeVar("F")
+
+
+class RefusalError(ValueError):
+    """A command cannot be carried out; the message says why, `field` names the wrong part of the request."""
+
+    def __init__(self, message: str, field: str = "name") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class StepFeature:
@@ -43,11 +53,15 @@ class StepFeature:
         return None
 
     def ready(self, heads: list[Sequence]) -> list[Sequence]:
-        """Called before a row is given, with the first waiting sequence of each adapter and of none, in their order.
+        """Called before a row is given, with the first waiting sequence of each variant, in their order.
 
         Return the sequences that can have a row now.
         """
         return heads
+
+    def edition(self, prefetch: Prefetch) -> int:
+        """Called for each prefetch: return the edition of the variant that it names, or 0. Raises RefusalError."""
+        return 0
 
     def admitted(self, seq: Sequence) -> None:
         """Called when a sequence has got pages and gets a row: take what the row needs."""
@@ -111,6 +125,10 @@ class StepFeature:
 
     def gauges(self) -> Mapping[str, float | None]:
         """Called before each report: return the values of the feature's metrics by name; None is left out."""
+        return {}
+
+    def status(self) -> StatusFields:
+        """Called by any thread, also while the loop hangs: return the feature's fields of the status."""
         return {}
 
     def check(self) -> None:

@@ -19,12 +19,12 @@ class RowNeeds(IntFlag):
     MIN_TOKENS = auto()
     CONSTRAIN = auto()
     TOP = auto()
-    ADAPTER = auto()
+    VARIANT = auto()
 
     @property
     def reshapes(self) -> bool:
         """True if the drawn distribution is not the plain one."""
-        return bool(self & ~(RowNeeds.GREEDY | RowNeeds.DRAW | RowNeeds.TOP | RowNeeds.ADAPTER))
+        return bool(self & ~(RowNeeds.GREEDY | RowNeeds.DRAW | RowNeeds.TOP | RowNeeds.VARIANT))
 
 
 #: Sampling that is inside a captured step.
@@ -52,5 +52,5 @@ def needs_of(request: Request) -> RowNeeds:
     if request.top_logprobs:
         needs |= RowNeeds.TOP
     if request.adapter is not None:
-        needs |= RowNeeds.ADAPTER
+        needs |= RowNeeds.VARIANT
     return needs

@@ -26,7 +26,7 @@ What a sequence has is in a few objects of plain data:
 
     drawn         its tokens and their log-probs and versions           `drawn_tokens`
     kv            its KV: pages, length, versions, offloaded pages      `sequence_kv`
-    adapter_use   its adapter slot, and the adapter's versions          `adapters`
+    variant_use   what it notes of its variant of the weights           `variant`
     constraint    how far it is in its constraint
     queued        what the queue and the order of prompts note of it
 """
@@ -42,13 +42,13 @@ from hashlib import blake2b
 import numpy as np
 
 from rollout.constraints.matcher import NEVER, FreePart, Matcher
-from rollout.engine.adapters import NO_ADAPTER, Adapter, AdapterUse
 from rollout.engine.messages.requests import NOTHING_BEFORE, Request, RequestKey
 from rollout.engine.messages.to_service import Finish, PromptScoreFields
 from rollout.engine.sequence.drawn_tokens import DrawnTokens, PromptScoreRows
 from rollout.engine.sequence.repetition import repetition_of
 from rollout.engine.sequence.row_needs import RowNeeds, needs_of
 from rollout.engine.sequence.sequence_kv import KeptSession, PrefixKeys, SequenceKV
+from rollout.engine.sequence.variant import PLAIN_WEIGHTS, Variant
 
 SEED_MASK = (1 << 63) - 1
 _CONSTRAIN = RowNeeds.CONSTRAIN.value
@@ -91,7 +91,7 @@ class Group:
     followers: list[Sequence] = field(default_factory=list)  # wait for the leader's prefill, not yet in the queue
     shared_prompt: SharedPrompt | None = None
     session: KeptSession | None = None  # the session that this turn belongs to
-    adapter: Adapter = NO_ADAPTER  # adapter of its rows
+    variant: Variant = PLAIN_WEIGHTS  # what its rows run with
     unstarted: int = 0  # members that may still want the shared prompt
     unfinished: int = 0
     complete: int = 0  # ended by a stop or by length
@@ -146,7 +146,6 @@ class Sequence:
     """One completion in the making."""
 
     __slots__ = (
-        "adapter_use",
         "ahead",
         "arrival",
         "check_at",
@@ -167,6 +166,7 @@ class Sequence:
         "row",
         "row_ready",
         "state",
+        "variant_use",
         "void",
         "watched",
     )
@@ -184,7 +184,7 @@ class Sequence:
         self.drawn = DrawnTokens(request, group.needs.reshapes)
         self.repetition = repetition_of(request, self.drawn.tokens)
         self.kv = SequenceKV()
-        self.adapter_use = AdapterUse(group.adapter)
+        self.variant_use = group.variant.use()
         self.constraint = ConstraintProgress(self.drawn.known)
 
         self.state = SequenceState.WAITING
@@ -255,7 +255,7 @@ class Sequence:
         self.ahead -= count
         self.launched -= count - accepted
         self.kv.take_back(count - accepted)
-        self.adapter_use.refused(count - accepted, len(self.tokens))
+        self.variant_use.refused(count - accepted, len(self.tokens))
 
     def drop_launched(self) -> None:
         """Drop all tokens after the committed ones: tokens of steps in flight, and accepted ones of the last."""
@@ -263,7 +263,7 @@ class Sequence:
         self.kv.take_back(self.launched - count)
         self.void, self.ahead, self.launched = self.inflight_refs, 0, count
         self.constraint.unmasked_end = count
-        self.adapter_use.dropped(count)
+        self.variant_use.dropped(count)
         self.drawn.tops.cut(count)
 
     def begin_free(self, rewinds: bool) -> None:

@@ -23,13 +23,13 @@ class PrefixKeys:
     By these keys other sequences find the pages (`kv/pool`).
     """
 
-    def __init__(self, version: int, page_size: int, adapter_edition: int = 0, rank: int = 0) -> None:
-        self.version, self._adapter_edition, self._rank = version, adapter_edition, rank
+    def __init__(self, version: int, page_size: int, edition: int = 0, rank: int = 0) -> None:
+        self.version, self._edition, self._rank = version, edition, rank
         self._page_size = page_size
         self._keys: list[bytes] = []
-        adapter = adapter_edition.to_bytes(8, "little") if adapter_edition else b""
+        of_variant = edition.to_bytes(8, "little") if edition else b""
         of_rank = b"rank" + rank.to_bytes(4, "little") if rank else b""
-        self._last = blake2b(version.to_bytes(8, "little") + adapter + of_rank, digest_size=16).digest()
+        self._last = blake2b(version.to_bytes(8, "little") + of_variant + of_rank, digest_size=16).digest()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -44,7 +44,7 @@ class PrefixKeys:
 
     def fork(self, pages: int) -> PrefixKeys:
         """A copy with the keys of the first `pages` pages, to go on with another content."""
-        keys = PrefixKeys(self.version, self._page_size, self._adapter_edition, self._rank)
+        keys = PrefixKeys(self.version, self._page_size, self._edition, self._rank)
         keys._keys = self._keys[:pages]
         keys._last = keys._keys[-1] if keys._keys else keys._last
         return keys
@@ -125,7 +125,7 @@ class KVContent:
 
     length: int = 0  # positions
     oldest: int = 0  # weights version in it; versions rise, so what is computed after it does not change that
-    adapter_edition: int = 0  # adapter edition at its start; 0 without an adapter
+    edition: int = 0  # edition of the sequence's variant at its start
     keys: PrefixKeys = NO_KEYS  # keys of its full pages
 
 
@@ -153,7 +153,7 @@ class Prefill(NamedTuple):
 
     tokens: int
     version: int  # weights version
-    adapter_edition: int
+    edition: int  # edition of the sequence's variant
 
 
 @dataclass(eq=False, slots=True)
@@ -274,7 +274,7 @@ class SessionKV:
     pages: list[int]  # the last one may be half full
     oldest: int  # oldest weights version of the KV
     keys: PrefixKeys  # keys of at least all full pages; none without a prefix cache
-    adapter_edition: int = 0  # 0 without an adapter
+    edition: int = 0  # edition of its variant
     snapshots: tuple[Snapshot, ...] = ()  # models with states, longest first: KV is usable up to a snapshot
 
 

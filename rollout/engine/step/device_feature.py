@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from rollout.config import Settings
-from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import Device
 from rollout.engine.schedule.step_feature import StepFeature
@@ -63,7 +62,6 @@ class Site:
     settings: Settings
     device: Device
     model: LanguageModel
-    registry: AdapterRegistry | None
     memory: ReleasableMemory  # memory of this rank that a sleep releases
     lead: Lead = alone  # orders of the first rank to the others
     follows: bool = False  # this is not the first rank

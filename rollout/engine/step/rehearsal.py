@@ -224,7 +224,7 @@ def _run(executor: Executor, slot: Slot, upload: Upload) -> None:
 
 
 def _possible(executor: Executor, needs: RowNeeds) -> RowNeeds:
-    return needs & ~RowNeeds.ADAPTER | executor.step.changes & needs
+    return needs & ~RowNeeds.VARIANT | executor.step.changes & needs
 
 
 def _spans(tokens: int, longest: int) -> list[int]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollout.config import ModelSettings
-from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.features.adapters.adapter_table import AdapterTable
+from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.models import load_model
 from rollout.models.lora_slots import AdapterSlots, corrected_modules, random_adapter
 from rollout.models.peft_tensors import AdapterPacker

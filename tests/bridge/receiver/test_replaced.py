@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.engine.adapters import AdapterRegistry
+from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.models.peft_tensors import AdapterPacker
 from rollout.weights.adapter_updates import AdapterTarget
 from tests.bridge.receiver.test_adapters import RawAdapter, spec  # noqa: F401 -- a fixture

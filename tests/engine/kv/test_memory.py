@@ -184,8 +184,8 @@ def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
     assert bench.done["b"].cached_tokens == 9, "old KV was reused: this is what versions of keys and pages prevent"
 
 
-def _versionless_init(self, version: int, page_size: int, adapter_edition: int = 0, rank: int = 0) -> None:
-    self._adapter_edition, self._rank = adapter_edition, rank
+def _versionless_init(self, version: int, page_size: int, edition: int = 0, rank: int = 0) -> None:
+    self._edition, self._rank = edition, rank
     self.version, self._page_size, self._keys, self._last = version, page_size, [], b"same"
 
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from rollout.engine.adapters import NO_SLOT
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages.to_engine import Cancel, DropAdapter, PutAdapter
+from rollout.engine.features.adapters.known_adapters import NO_SLOT
+from rollout.engine.features.adapters.messages import DropAdapter, PutAdapter
+from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.messages.to_service import Done, Failed
 from tests.support.engine.adapted import Adapters, greedy_is, make_adapters, slots_of, table_of, versions_of
 from tests.support.engine.harness import Bench, Completion, prompt_of
@@ -80,7 +81,7 @@ def test_preempted_rows_come_back_with_their_adapter_into_whatever_slot_it_has(m
     start = bench.engine.roster.start
     bench.engine.roster.start = lambda seq: (
         start(seq),
-        slots.setdefault(seq.group.key[1], []).append(seq.adapter_use.slot.number),
+        slots.setdefault(seq.group.key[1], []).append(seq.variant_use.slot.number),
     )
     prompts = six(bench, ["a0"])
     until(bench, lambda: offloaded(bench))
@@ -103,7 +104,7 @@ def test_a_parked_sequence_holds_no_slot(model, adapters):
     until(bench, lambda: offloaded(bench))
     table, waiting = table_of(bench), offloaded(bench)
     running = bench.engine.roster.running
-    assert all(seq.adapter_use.slot is NO_SLOT for seq in waiting)
+    assert all(seq.variant_use.slot is NO_SLOT for seq in waiting)
     assert table.known["a0"].slot.refs == running - sum(seq.row > 0 for seq in waiting)
     bench.complete("other", prompt_of(9, 8), 5, adapter="a1", priority=1)
     assert table.counts.evicted == 2, "from the first to the other, and back"
@@ -141,7 +142,7 @@ def test_a_sequence_parked_with_another_adapter_is_unaffected(model, adapters):
     """Nor do rows that run with it, where rows of the one that changes are computed again."""
     bench = bench_of(model, adapters, 2, kv_on_swap="recompute")
     prompts = six(bench, ["a0", "a1"])
-    until(bench, lambda: any(seq.group.adapter.name == "a1" for seq in offloaded(bench)))
+    until(bench, lambda: any(seq.group.variant.name == "a1" for seq in offloaded(bench)))
     change(bench, adapters, which=2)
     bench.run()
     for i, (name, prompt) in enumerate(prompts.items()):

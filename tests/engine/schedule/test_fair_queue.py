@@ -12,6 +12,7 @@ from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_engine import Cancel, Pause
 from rollout.engine.schedule.fair_queue import WaitingQueue
 from rollout.engine.sequence.sequence import Group, Sequence
+from rollout.engine.sequence.variant import PLAIN_WEIGHTS, Variant
 from tests.support.engine.harness import Bench
 from tests.support.kernels.grids import nightly
 
@@ -26,10 +27,10 @@ class Rows:
         self.tokens: Counter[str] = Counter()  # taken, by client
         self._arrivals = count(1)
 
-    def sequence(self, client: str, tokens: int = 10, priority: int = 0, adapter: object = None) -> Sequence:
+    def sequence(self, client: str, tokens: int = 10, priority: int = 0, variant: Variant = PLAIN_WEIGHTS) -> Sequence:
         """A sequence that takes this number of tokens when it runs."""
         request = Request((client, "r"), PROMPT, tokens - len(PROMPT), priority=priority)
-        return Sequence(Group(request, 0.0, client, adapter=adapter), 0, next(self._arrivals))
+        return Sequence(Group(request, 0.0, client, variant=variant), 0, next(self._arrivals))
 
     def push(self, client: str, number: int = 1, **fields) -> list[Sequence]:
         sequences = [self.sequence(client, **fields) for _ in range(number)]
@@ -38,8 +39,8 @@ class Rows:
         return sequences
 
     def first(self, passed: object = ()) -> Sequence | None:
-        """The first of the queue; the adapters `passed` are not ready."""
-        return next((seq for seq in self.queue.heads() if seq.group.adapter not in passed), None)
+        """The first of the queue; the variants `passed` are not ready."""
+        return next((seq for seq in self.queue.heads() if seq.group.variant not in passed), None)
 
     def start(self) -> Sequence:
         """The first of the queue gets a row."""
@@ -72,8 +73,8 @@ def test_one_client_is_served_by_priority_and_arrival_whatever_its_sequences_cos
     for _ in range(300):
         action = rng.random()
         if action < 0.5 or not waiting:
-            adapter = rng.choice([None, object()])
-            waiting += rows.push("a", tokens=rng.randrange(3, 90), priority=rng.randrange(3), adapter=adapter)
+            variant = rng.choice([PLAIN_WEIGHTS, Variant(1)])
+            waiting += rows.push("a", tokens=rng.randrange(3, 90), priority=rng.randrange(3), variant=variant)
         elif action < 0.6:
             ended = waiting.pop(rng.randrange(len(waiting)))
             rows.end(ended)
@@ -185,12 +186,12 @@ def test_a_sequence_that_joined_another_prefill_keeps_its_place():
     assert rows.start() is joined
 
 
-def test_an_adapter_that_is_not_ready_delays_only_its_own_sequences():
-    rows, far, near = Rows(), object(), object()
-    rows.push("a", adapter=far)
-    (second,) = rows.push("b", adapter=near)
+def test_a_variant_that_is_not_ready_delays_only_its_own_sequences():
+    rows, far, near = Rows(), Variant(1), Variant(2)
+    rows.push("a", variant=far)
+    (second,) = rows.push("b", variant=near)
     (plain,) = rows.push("b")
-    rows.push("b", adapter=far)
+    rows.push("b", variant=far)
     for expected in (second, plain):
         assert rows.first((far,)) is expected
         rows.queue.take(expected)
@@ -198,12 +199,12 @@ def test_an_adapter_that_is_not_ready_delays_only_its_own_sequences():
     assert [rows.start().group.client for _ in range(2)] == ["a", "b"]
 
 
-def test_heads_are_the_first_of_each_adapter_by_arrival_whatever_passes():
+def test_heads_are_the_first_of_each_variant_by_arrival_whatever_passes():
     rng, rows = random.Random(1), Rows()
-    adapters = [None, *(object() for _ in range(6))]
-    waiting = [rows.push("a", adapter=rng.choice(adapters), tokens=rng.randrange(3, 40))[0] for _ in range(200)]
+    variants = [PLAIN_WEIGHTS, *(Variant(edition) for edition in range(1, 7))]
+    waiting = [rows.push("a", variant=rng.choice(variants), tokens=rng.randrange(3, 40))[0] for _ in range(200)]
     while waiting:
-        firsts = [next((seq for seq in waiting if seq.group.adapter is adapter), None) for adapter in adapters]
+        firsts = [next((seq for seq in waiting if seq.group.variant is variant), None) for variant in variants]
         heads = rows.queue.heads()
         assert heads == sorted(filter(None, firsts), key=lambda seq: seq.rank)
         taken = rng.choice(heads)
@@ -214,10 +215,10 @@ def test_heads_are_the_first_of_each_adapter_by_arrival_whatever_passes():
 
 
 def test_clients_that_pass_get_equal_tokens_and_the_one_that_waits_is_first_again():
-    rows, far, near = Rows(), object(), object()
-    (waits,) = rows.push("c", adapter=far)
-    rows.push("a", 400, adapter=near, tokens=10)
-    rows.push("b", 40, adapter=near, tokens=100)
+    rows, far, near = Rows(), Variant(1), Variant(2)
+    (waits,) = rows.push("c", variant=far)
+    rows.push("a", 400, variant=near, tokens=10)
+    rows.push("b", 40, variant=near, tokens=100)
     for _ in range(200):
         seq = rows.first((far,))
         rows.queue.take(seq)
@@ -393,10 +394,10 @@ def test_clients_whose_requests_were_cancelled_are_forgotten(model, prompt_of):
     bench.run()
 
 
-def test_a_preempted_sequence_whose_adapter_is_not_ready_does_not_speed_up_its_client():
+def test_a_preempted_sequence_whose_variant_is_not_ready_does_not_speed_up_its_client():
     rows = Rows()
-    adapter = object()
-    (preempted,) = rows.push("a", adapter=adapter)
+    variant = Variant(1)
+    (preempted,) = rows.push("a", variant=variant)
     rows.queue.take(preempted)
     preempted.queued.computed = 2
     rows.push("b", 100)
@@ -404,7 +405,7 @@ def test_a_preempted_sequence_whose_adapter_is_not_ready_does_not_speed_up_its_c
     rows.queue.push(preempted)
     order = []
     for _ in range(40):
-        seq = rows.first((adapter,))
+        seq = rows.first((variant,))
         rows.queue.take(seq)
         seq.queued.computed = 2
         rows.end(seq)

@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from rollout.config import WeightsSettings
-from rollout.engine.adapters import AdapterUpdate
+from rollout.engine.features.adapters.messages import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.weights.adapter_updates import AdapterTarget
 from rollout.weights.parameter_map import ParameterMap, UpdateNames

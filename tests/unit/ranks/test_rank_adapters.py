@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from rollout.checkpoint_folder import CheckpointError, read_json
 from rollout.config import EngineSettings, ModelSettings
-from rollout.engine.adapters import AdapterRegistry
 from rollout.engine.features.adapters.adapter_table import AdapterTable
+from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.models import load_model
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights
 from rollout.models.peft_config import read_peft_config

@@ -25,9 +25,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.engine.adapters import NO_SLOT, Adapter, AdapterRegistry, AdapterSlot
 from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
 from rollout.engine.device.streams import Device, DeviceStream
+from rollout.engine.features.adapters.known_adapters import NO_SLOT, Adapter, AdapterRegistry, AdapterSlot
 from rollout.models.lora_slots import NO_WEIGHTS, AdapterSlots, AdapterWeights
 
 #: The time between two looks at the copies of other ranks.
@@ -82,12 +82,12 @@ class AdapterTable:
         return self.registry.known
 
     def put(self, name: str, version: int | None, weights: AdapterWeights) -> Adapter:
-        """Add an adapter, or a newer version of one. Raises AdapterError, and then nothing has changed."""
+        """Add an adapter, or a newer version of one. Raises RefusalError, and then nothing has changed."""
         assert weights.rank <= self.memory.rank
         version, edition = self.registry.check(name, version), self.registry.next_edition()
         adapter = self.known.get(name)
         if adapter is None:
-            adapter = self.known[name] = Adapter(name, version, edition, weights)
+            adapter = self.known[name] = Adapter(edition, name, version, weights)
             return adapter
         slot = adapter.slot
         if slot.refs:

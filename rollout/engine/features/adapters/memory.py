@@ -6,38 +6,43 @@ import logging
 
 import torch
 
-from rollout.engine.adapters import AdapterRegistry
+from rollout.config import EngineSettings
 from rollout.engine.device.streams import Device
 from rollout.engine.features.adapters.adapter_table import AdapterTable
 from rollout.engine.features.adapters.feature import AdaptersFeature
+from rollout.engine.features.adapters.known_adapters import AdapterRegistry
+from rollout.engine.features.adapters.messages import NAME
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import BatchFields, DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import StepInput
-from rollout.models.language_model import native
+from rollout.models.language_model import LanguageModel, native
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
 
 log = logging.getLogger(__name__)
 
-_ADAPTER = RowNeeds.ADAPTER.value  # flags of an enum are slow to test
+_VARIANT = RowNeeds.VARIANT.value  # flags of an enum are slow to test
 
 
 class AdapterMemory(DeviceFeature[None]):
-    """The slots of a worker, for batches of `rows`, for adapters of `registry`; a follower has no registry."""
+    """The slots of a worker, for batches of `rows`, for adapters of `registry`."""
 
-    name = "adapters"
-    changes_forward = RowNeeds.ADAPTER
+    name = NAME
+    changes_forward = RowNeeds.VARIANT
     row_column = True
     own_stream = True  # copies adapters to slots that no row uses
 
-    def __init__(self, slots: AdapterSlots, device: Device, rows: int, registry: AdapterRegistry | None = None) -> None:
+    def __init__(self, slots: AdapterSlots, device: Device, rows: int, registry: AdapterRegistry) -> None:
         self.slots = slots
         self._device, self._rows, self._registry = device, rows, registry
 
     @classmethod
-    def make(cls, site: Site) -> AdapterMemory | None:
-        """Memory for adapters, if any are served. Raises ValueError with the numbers if there is too little."""
+    def make(cls, site: Site, registry: AdapterRegistry | None = None) -> AdapterMemory | None:
+        """Memory for adapters of `registry`, or of an empty one, if any are served.
+
+        Raises ValueError with the numbers if there is too little.
+        """
         engine, device, memory = site.settings.engine, site.device, site.memory
         if not engine.adapter_slots:
             return None
@@ -54,28 +59,34 @@ class AdapterMemory(DeviceFeature[None]):
         tensors = (tensor for b in slots.buffers.values() for tensor in (b.a_SAK, b.b_SNR))
         memory.take_over(tensors, kept=False)  # they are loaded again from the host
         log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
-        return cls(slots, device, engine.max_rows, site.registry)
+        return cls(slots, device, engine.max_rows, registry or AdapterRegistry(engine.max_adapters))
+
+    @staticmethod
+    def host_bytes(settings: EngineSettings, model: LanguageModel) -> int:
+        """The most host memory that adapters can take: every known one is kept there, also while it has a slot."""
+        if not settings.adapter_slots:
+            return 0
+        each = AdapterSlots.bytes_for(native(model).spec, 1, settings.adapter_rank, model.embed.dtype)
+        return settings.max_adapters * each * settings.tensor_parallel
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> AdaptersFeature:
         """See `DeviceFeature`. The registry of adapters outlives faults."""
-        streams, registry = engine.streams, self._registry
-        assert registry is not None, "adapters have slots but no registry"
-        both = streams.beside[self.name], streams.compute
+        both = engine.streams.beside[self.name], engine.streams.compute
         counts = before.table.counts if isinstance(before, AdaptersFeature) else None
         return AdaptersFeature(
-            AdapterTable(registry, self.slots, self._device, both, engine.orders, self._rows, counts)
+            AdapterTable(self._registry, self.slots, self._device, both, engine.orders, self._rows, counts)
         )
 
     def decode_fields(
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: None
     ) -> BatchFields:
-        if not needs & _ADAPTER:
+        if not needs & _VARIANT:
             return {}
         return {"adapters": StepAdapters(self.slots, rows.columns[self.name].index_select(0, rows_B), segmented=False)}
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: None) -> BatchFields:
         """The slots of the tokens of spans."""
-        if not step.header.needs & _ADAPTER:
+        if not step.header.needs & _VARIANT:
             return {}
         slots_C = rows.columns[self.name].index_select(0, step["rows"])
         slots_T = slots_C.index_select(0, step["token_span"])

@@ -165,7 +165,7 @@ class HostTier(KVTier):
         kv.add_pages(pages, self._page_size)
         kv.prefill_tokens = seq.history()
         kv.length, kv.oldest, kv.keys = offloaded.length, offloaded.oldest, offloaded.keys
-        kv.adapter_edition = offloaded.adapter_edition
+        kv.edition = offloaded.edition
         self.offload.restore(seq, targets)
         return True
 

@@ -239,7 +239,7 @@ class OffloadBooks:
         for offloaded in reversed(pages):  # the last pages of a prefix go first: the first ones are useful longest
             if not offloaded.outgoing:
                 self._send_or_share(offloaded)
-        in_host_tier(seq).offloaded = OffloadedKV(kv.length, kv.oldest, kv.adapter_edition, kv.keys, pages, state=state)
+        in_host_tier(seq).offloaded = OffloadedKV(kv.length, kv.oldest, kv.edition, kv.keys, pages, state=state)
         self.counts.offloaded += 1
         self._sequences += 1
         return True

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.engine.features.adapters.messages import DropAdapter, PutAdapter
 from rollout.engine.messages.requests import NOTHING_BEFORE, Prior
-from rollout.engine.messages.to_engine import Cancel, DropAdapter, PutAdapter
+from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.messages.to_service import Delta, Done, Failed, Rejected
 from rollout.engine.schedule.preemption import change_weights
 from tests.support.engine.adapted import SOME, Adapters, bench_of, greedy_is, make_adapters, table_of, versions_of
@@ -193,7 +194,7 @@ def test_a_slot_is_not_written_while_a_step_in_flight_names_its_row(model, adapt
             break
     (seq,) = bench.engine.roster.decoding
     assert seq.inflight_refs > 0
-    slot, table = seq.adapter_use.slot, table_of(bench)
+    slot, table = seq.variant_use.slot, table_of(bench)
     bench.submit("b", prompt_of(6, 1), 5, adapter="a1")
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.engine.commands.take(bench.engine.parts)

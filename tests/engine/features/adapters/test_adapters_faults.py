@@ -2,9 +2,8 @@
 
 import pytest
 
-from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages.to_engine import PutAdapter
+from rollout.engine.features.adapters.messages import AdapterUpdate, PutAdapter
 from rollout.engine.messages.to_service import Failed
 from rollout.models.lora_slots import AdapterWeights
 from tests.support.engine.adapted import bench_of, greedy_is, table_of, versions_of

@@ -5,7 +5,8 @@ import torch
 
 from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import AllowList
-from rollout.engine.messages.to_engine import Cancel, PutAdapter
+from rollout.engine.features.adapters.messages import PutAdapter
+from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.messages.to_service import Done
 from tests.support.engine.adapted import bench_of, greedy_is, versions_of
 from tests.support.engine.drafting import drafting
@@ -90,7 +91,7 @@ def watch_versions(bench) -> list[int]:
     launched, commit = scheduler.launched, scheduler.commit
 
     def note(plan):
-        at_launch[id(plan)] = plan, [(seq, seq.adapter_use.adapter.version) for seq, *_ in plan.spans]
+        at_launch[id(plan)] = plan, [(seq, seq.variant_use.adapter.version) for seq, *_ in plan.spans]
         launched(plan)
 
     def count(plan, output):
