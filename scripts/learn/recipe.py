@@ -19,7 +19,7 @@ class Recipe:
     """One run of GRPO. Times in seconds; a step is one batch and one update of the weights."""
 
     model: str = _setting("", "folder or hub id of the model; without it the task `counting` makes a tiny one")
-    task: str = _setting("chain_sum", "what is learned: chain_sum, countdown, calculator or counting")
+    task: str = _setting("chain_sum", "what is learned: chain_sum, countdown, calculator, copying or counting")
     mode: Literal["sync", "async"] = _setting("async", "sync: trainer and worker take turns; async: they overlap")
     staleness: int = _setting(1, "async: batches that are requested ahead; no token is older, in versions")
     steps: int = _setting(200, "updates of the weights")

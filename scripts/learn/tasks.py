@@ -195,6 +195,12 @@ def _sum_set(terms: int, digits: int) -> Any:
     return create(**sizes, seed=2026 + 1000 * terms + 100 * digits, size=2**31 - 1)
 
 
+def common_beginning(given: Sequence[Any], wanted: Sequence[Any]) -> Sequence[Any]:
+    """The items from the first one on in which two sequences agree."""
+    pairs = enumerate(zip(given, wanted, strict=False))
+    return given[: next((i for i, (left, right) in pairs if left != right), min(len(given), len(wanted)))]
+
+
 def graded(score: float, ended: bool) -> Verdict:
     """Right is what the verifier gives 1; a tenth of the reward is for an answer that ends by itself."""
     right = score == 1.0
@@ -297,6 +303,28 @@ def calculator(tokenizer: Any) -> Task:
     return Task("calculator", problem, reward, len(_TOOL_LEVELS), reply=reply, **sizes)
 
 
+#: How many numbers are copied at each level.
+_COPY_LEVELS = (10, 20, 40, 80)
+
+
+def copying(tokenizer: Any) -> Task:
+    """Repeat a list of numbers: long answers, about three tokens a number. The reward is the share that is right."""
+
+    def problem(level: int, index: int) -> Problem:
+        draw = Random(f"copying {level} {index}")
+        numbers = [str(draw.randint(10, 99)) for _ in range(_COPY_LEVELS[level])]
+        messages = [{"role": "system", "content": "Answer with the numbers only."}]
+        text = f"Repeat these numbers in the same order: {' '.join(numbers)}"
+        return Problem(level, chat_ids(tokenizer, [*messages, {"role": "user", "content": text}]), numbers)
+
+    def reward(problem: Problem, answer: Answer) -> Verdict:
+        said = answer.text.replace(",", " ").split()
+        share = len(common_beginning(said, problem.facts)) / len(problem.facts)
+        return Verdict(share, answer.ended and said == problem.facts)
+
+    return Task("copying", problem, reward, len(_COPY_LEVELS), max_tokens=288, max_context=704)
+
+
 # --- a toy without a tokenizer ---
 
 EOS, COLON = 0, 1
@@ -315,8 +343,7 @@ def counting(tokenizer: Any = None) -> Task:
 
     def reward(problem: Problem, answer: Answer) -> Verdict:
         right = [*range(problem.prompt_ids[0] - 1, 1, -1), EOS]
-        same = [given == wanted for given, wanted in zip(answer.token_ids, right, strict=False)]
-        share = (same.index(False) if False in same else len(same)) / len(right)
+        share = len(common_beginning(answer.token_ids, right)) / len(right)
         return Verdict(share, share == 1)
 
     return Task("counting", problem, reward, max_tokens=NUMBERS + 1, max_context=2 * NUMBERS + 16)
@@ -326,5 +353,6 @@ TASKS: dict[str, Callable[[Any], Task]] = {
     "chain_sum": chain_sum,
     "countdown": countdown,
     "calculator": calculator,
+    "copying": copying,
     "counting": counting,
 }

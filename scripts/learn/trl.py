@@ -1,12 +1,13 @@
-"""The same problems, model, batch and optimizer with TRL's GRPOTrainer: by transformers' generation, or by a worker.
+"""The same problems, model, batch and optimizer with TRL's GRPOTrainer: transformers, vLLM or a worker generates.
 
     python -m scripts.learn.trl --generation transformers --model MODEL --level 2 --steps 40 --out runs/trl
+    python -m scripts.learn.trl --generation vllm --model MODEL --level 2 --steps 40 --out runs/trl_vllm
     python -m scripts.learn.trl --generation worker --model MODEL --level 2 --steps 40 --out runs/trl_worker
     python -m scripts.learn --mode sync --model MODEL --level 2 --steps 40 --out runs/own
 
 TRL has no curriculum, so name a level; and it asks for no other problems in place of those that teach nothing. Its
-weights are float32, with bfloat16 autocast on a GPU, as the recipe's. The command writes run.json, in the recipe's
-form. Needs the extra `trl`.
+weights are float32, with bfloat16 autocast on a GPU, as the recipe's. vLLM runs in TRL's process (`colocate`). The
+command writes run.json, in the recipe's form. Needs the extra `trl`.
 """
 
 import argparse
@@ -105,10 +106,11 @@ def train(recipe: Recipe, generation: str, out: Path, tell: Any = print, start: 
 
     device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.startswith("cuda")
+    vllm = {"use_vllm": True, "vllm_max_model_length": task.max_context} if generation == "vllm" else {}
     trainer = GRPOTrainer(
         model,
         reward,
-        grpo_config(recipe, out, recipe.max_tokens or task.max_tokens, on_gpu),
+        grpo_config(recipe, out, recipe.max_tokens or task.max_tokens, on_gpu, **vllm),
         Dataset.from_dict({"prompt": texts, "number": list(range(len(texts)))}),
         processing_class=tokenizer,
         callbacks=[record],
@@ -135,11 +137,11 @@ def train(recipe: Recipe, generation: str, out: Path, tell: Any = print, start: 
     return summary
 
 
-def grpo_config(recipe: Recipe, out: Path, max_tokens: int, on_gpu: bool) -> GRPOConfig:
-    """TRL's settings for the recipe's loss and optimizer."""
+def grpo_config(recipe: Recipe, out: Path, max_tokens: int, on_gpu: bool, **more: Any) -> GRPOConfig:
+    """TRL's settings for the recipe's loss and optimizer; `more` are settings of TRL."""
     batch = recipe.prompts * recipe.group_size
-    # TRL pads all samples to one length, about 100 tokens here.
-    rows = max(1, micro_tokens(recipe, "cuda" if on_gpu else "cpu") // 100)
+    # TRL pads all samples to one length. Prompts are about as long as answers, and not shorter than 64 tokens.
+    rows = max(1, micro_tokens(recipe, "cuda" if on_gpu else "cpu") // (max_tokens + max(64, max_tokens)))
     micro = max(count for count in range(1, min(rows, batch) + 1) if batch % count == 0)
     return GRPOConfig(
         str(out / "trl"),
@@ -177,6 +179,7 @@ def grpo_config(recipe: Recipe, out: Path, max_tokens: int, on_gpu: bool) -> GRP
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **more,
     )
 
 
@@ -185,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser)
     parser.set_defaults(mode="sync")
-    parser.add_argument("--generation", choices=("transformers", "worker"), default="worker")
+    parser.add_argument("--generation", choices=("transformers", "vllm", "worker"), default="worker")
     parser.add_argument("--out", type=Path, default=Path("runs/trl"), help="folder for what is written (%(default)s)")
     add_start_flags(parser)
     arguments = parser.parse_args()

@@ -36,7 +36,7 @@ def answer(text: str, ended: bool = True) -> Answer:
     return Answer([1], text, ended)
 
 
-@pytest.mark.parametrize("name", ["chain_sum", "countdown", "calculator"])
+@pytest.mark.parametrize("name", ["chain_sum", "countdown", "calculator", "copying"])
 def test_problems_are_the_same_every_time_and_grow_harder(tokenizer: Any, name: str) -> None:
     task = TASKS[name](tokenizer)
     again = TASKS[name](tokenizer)
@@ -59,6 +59,25 @@ def test_a_sum_is_right_by_its_last_number(tokenizer: Any) -> None:
         cut = task.reward(problem, answer(right, ended=False))
         assert cut.right and cut.reward == pytest.approx(0.9)
         assert task.reward(problem, answer("I do not know.")).reward == pytest.approx(0.1)
+
+
+def test_a_copy_is_worth_what_it_repeats_from_its_beginning_on(tokenizer: Any) -> None:
+    task = TASKS["copying"](tokenizer)
+    for level in range(task.levels):
+        problem = task.problem(level, 3)
+        text = tokenizer.decode(problem.prompt_ids)
+        asked = text.partition("same order: ")[2].partition("<|im_end|>")[0]
+        numbers = asked.split()
+        whole = task.reward(problem, answer(asked))
+        assert whole.reward == 1.0 and whole.right
+        assert not task.reward(problem, answer(asked, ended=False)).right
+        assert task.reward(problem, answer(", ".join(numbers))).right
+        half = task.reward(problem, answer(" ".join([*numbers[: len(numbers) // 2], "7", *numbers])))
+        assert half.reward == pytest.approx(0.5) and not half.right
+        assert task.reward(problem, answer(f"Here they are: {asked}")).reward == 0
+        more = task.reward(problem, answer(f"{asked} {asked}"))
+        assert more.reward == 1.0 and not more.right
+        assert len(tokenizer(asked)["input_ids"]) <= task.max_tokens
 
 
 def test_countdown_evaluates_short_expressions_of_its_numbers_and_no_other_text(tokenizer: Any) -> None:
