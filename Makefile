@@ -16,6 +16,8 @@ JOBS ?= 3
 SLIME ?= slime @ git+https://github.com/THUDM/slime@v0.3.1
 FUZZ_SECONDS ?= 120
 
+# What takes long in tests/unit and tests/engine: models of all families, and many completions.
+NOT_FAST := unit/models unit/parallel engine/families engine/features engine/kv engine/sleep
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.ready-demo
@@ -41,7 +43,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-chat learn test test-nightly test-integrations test-gpu fuzz lint format bench docs clean
+.PHONY: help demo demo-chat learn test test-fast test-nightly test-integrations test-gpu fuzz lint format bench docs clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -64,6 +66,10 @@ learn: $(DEMO_READY) ## GRPO on a real small model, which learns sums: ten minut
 test: $(DEV_READY) ## unit, engine, service and robustness tests; those that need a GPU only where there is one
 	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")') && \
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$$gpu not nightly and not alone" $(ARGS)
+
+test-fast: $(DEV_READY) ## units, kernels, plans and steps: three minutes on two cores
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not gpu and not nightly' \
+		tests/unit tests/engine $(addprefix --ignore=tests/,$(NOT_FAST)) $(ARGS)
 
 test-nightly: $(DEV_READY) ## soak, benchmark scripts, full grids of kernel shapes, full counts of hostile messages
 	$(BIN)/python -m pytest -m 'nightly and not gpu' --timeout 3000 $(ARGS)
