@@ -57,7 +57,8 @@ class PageAllocator:
         """KV that `seq` need not compute, now or after another prefill; none if it has KV of its own to restore.
 
         Where rows are dealt to ranks, this also chooses the rank of `seq`: among the ranks that can admit it, one that
-        has KV of more than half of its tokens, else the rank with the most room. `rows`: running rows of each rank.
+        has KV of more than half of its tokens, else the one with the most free pages. A new session first looks for a
+        rank whose idle sessions keep their pages. `rows`: running rows of each rank.
         """
         if seq.kv.is_offloaded:
             return Reusable()
@@ -68,12 +69,14 @@ class PageAllocator:
             seq.kv.rank = rank
             found.append(self.prefixes.find(seq, version))
         half = (seq.prompt_len + len(seq.tokens)) // 2
+        new_session = seq.group.session is not None and seq.group.session.kv is None
 
-        def order(rank: int) -> tuple[bool, bool, int]:
-            pages, room = found[rank].pages, self.pool.available_of(rank) + self.prefixes.evictable_of(rank)
-            idle = self.sessions.count(pages) + sum(not self.pool.refs[page] for page in pages)  # `room` counts them
-            fits = room - idle >= self.pages_for_new(seq, found[rank]) + rows[rank]
-            return fits, found[rank].tokens > half, room
+        def order(rank: int) -> tuple[bool, bool, bool, int]:
+            pages, free, evictable = found[rank].pages, self.pool.available_of(rank), self.prefixes.evictable_of(rank)
+            wanted = self.pages_for_new(seq, found[rank]) + rows[rank]
+            cached = sum(not self.pool.refs[page] for page in pages)  # `free` counts them
+            fits = free + evictable - self.sessions.count(pages) - cached >= wanted
+            return fits, new_session and free - cached >= wanted, found[rank].tokens > half, free
 
         seq.kv.rank = max(range(self.pool.ranks), key=order)
         return found[seq.kv.rank]

@@ -321,14 +321,18 @@ def newcomer_waits(roster: Roster, seq: Sequence, pages: int) -> bool:
     Agents come back: an idle session is one whose tool runs. If every new agent starts at once, each turn takes the
     pages of a session that comes back next, and that one computes its whole context again. So a turn waits if its
     session has no KV (it is the first turn, or the KV gave way) and if the pages that no session has, together with
-    free pages on the host, are too few for the turn. It takes pages of sessions when no row runs, when a session was
-    idle for long, or when the turn itself has waited for long. A turn whose KV is on the host does not wait: it needs
-    no prefill.
+    free pages on the host, are too few for the turn; where rows are dealt to ranks, on each rank. It takes pages of
+    sessions when no row runs, when a session was idle for long, or when the turn itself has waited for long. A turn
+    whose KV is on the host does not wait: it needs no prefill.
     """
     group, allocator = seq.group, roster.allocator
     if group.session is None or group.session.kv is not None or seq.begun or not roster.running:
         return False
-    if allocator.pool.available + allocator.tier.room >= pages + roster.running:
+    room = [
+        allocator.pool.available_of(rank) + allocator.tier.room - rows
+        for rank, rows in enumerate(roster.rows_by_rank())
+    ]
+    if max(room) >= pages:
         return False
     now_s = roster.clock()
     idle_s = allocator.sessions.longest_idle_s(now_s)

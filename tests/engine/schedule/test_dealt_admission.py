@@ -65,3 +65,45 @@ def test_random_requests_have_the_tokens_of_one_pool(dealt, model, prompt_of):
         bench.run()
         results.append({key: done.token_ids for key, done in bench.completions.items()})
     assert results[0] == results[1]
+
+
+def test_a_new_session_takes_free_pages_of_a_rank_or_waits_for_one_rank_to_have_enough(dealt, prompt_of):
+    """Each rank has an idle session of 14 pages. The free pages of one rank count, not those of both."""
+    bench = dealt()
+    for seed, name in enumerate("ab"):
+        bench.submit(name, prompt_of(52, seed), 4, session=("c", name), session_lease_s=60.0)
+        bench.run()
+    sessions = bench.engine.roster.allocator.sessions
+    assert min(sessions.pages_of(0), sessions.pages_of(1)) > 0
+    bench.submit("row", prompt_of(20, 7), 100)
+    ticks(bench, 4)
+    before = [sessions.pages_of(rank) for rank in (0, 1)]
+    pool = bench.engine.roster.allocator.pool
+    free = [pool.available_of(rank) for rank in (0, 1)]
+    page, fits = bench.engine.roster.allocator.page_size, max(free) - 4
+    bench.submit("wide", prompt_of((sum(free) - 8) * page, 8), 4, session=("c", "wide"), session_lease_s=60.0)
+    ticks(bench, 4)
+    assert bench.status().queue_waiting == 1, "no rank has this many"
+    bench.submit("new", prompt_of(fits * page, 9), 4, session=("c", "new"), session_lease_s=60.0)
+    ticks(bench, 4)
+    assert bench.status().queue_waiting == 1 and [sessions.pages_of(rank) for rank in (0, 1)] == before
+    bench.run()
+
+
+@pytest.mark.parametrize(("session", "rank"), [(("c", "new"), 1), (None, 0)])
+def test_a_new_session_leaves_its_prefix_where_it_would_cost_an_idle_session_its_pages(
+    dealt, prompt_of, session, rank, monkeypatch
+):
+    bench = dealt()
+    for seed, name in enumerate("abc"):  # two on rank 0, one on rank 1
+        bench.submit(name, prompt_of(28, seed), 4, session=("c", name), session_lease_s=60.0)
+        bench.run()
+    roster = bench.engine.roster
+    assert [roster.allocator.sessions.pages_of(rank) for rank in (0, 1)] == [16, 8]
+    monkeypatch.setattr(roster, "rows_by_rank", lambda: [12, 0])
+    bench.submit(
+        "new", prompt_of(28, 0) + prompt_of(17, 9), 4, session=session, session_lease_s=60.0 if session else 0.0
+    )
+    ticks(bench, 2)
+    assert ranks_of(bench) == [rank]
+    bench.run()
