@@ -120,6 +120,8 @@ class Follower:
     def _carry_out_lane(self, lane: LaneName, number: int, *fields: Any) -> None:
         if lane == "swap":
             self._begin_swap(number, *fields)
+        elif lane == "update_reads":
+            self._updates.read_file(number, *fields)
         elif lane != "updates":
             self._copies.carry_out(lane, number, *fields)
         else:

@@ -2,9 +2,13 @@
 
 It works in the order of rank 0's orders, which the main thread hands on. The main thread takes the planned copies at
 the swap, and until that swap is reported rank 0 begins no update, so nothing is written meanwhile.
+
+Files are read by a thread of their own, since a disk may hang. It keeps a piece only while the update is the one that
+is received, under a lock.
 """
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +56,8 @@ class FollowerUpdates:
         prepare_fingerprints(self._device)
         self._view = PinnedView(self._device)
         self.work = OrderedWork("updates", self._device, reports, number)  # all that writes to the staging memory
+        self._reads = OrderedWork("update_reads", self._device, reports, number, reports_begun=False)
+        self._keeping = threading.Lock()
         self._ready: tuple[int, int, list[Copy]] = (0, 0, [])  # number, version, copies
         self._taking: WeightStaging | DeltaStaging = staging  # takes the bytes of the update that is received
         self._content = WHOLE
@@ -80,6 +86,10 @@ class FollowerUpdates:
         else:
             self.work.put(number, lambda: self._prepare(*fields), "an update cannot be prepared")
 
+    def read_file(self, number: int, *fields: Any) -> None:
+        """Begin to read a piece of the offered files."""
+        self._reads.put(number, lambda: self._read_piece(*fields), "a piece of an update cannot be read")
+
     def take(self, number: int, version: int) -> list[Copy]:
         """The copies of a prepared update. Raises RuntimeError for another one."""
         prepared, prepared_version, copies = self._ready
@@ -91,7 +101,8 @@ class FollowerUpdates:
 
     def _begin(self, number: int, manifest_bytes: int) -> None:
         """Begin an update, if it fits this rank."""
-        self._open = (0, 0)
+        with self._keeping:
+            self._open = (0, 0)
         told = msgpack.unpackb(self._manifest.map()[:manifest_bytes])
         manifest = from_wire(told["manifest"])
         self._content = read_update_content(told, manifest)
@@ -127,7 +138,10 @@ class FollowerUpdates:
             self._reports.set(self._number, "mapped", order)
 
     def _open_offered(self, order: int, transport: str, options: dict[str, Any]) -> None:
-        """Open memory of the publisher, or none, and close what was open before."""
+        """Open memory of the publisher, or none as the update is dropped, and close what was open before."""
+        if not transport:
+            with self._keeping:
+                self._open = (0, 0)
         self._close_offered()
         opens = TRANSPORTS[transport].offered if transport else None
         if opens is None:
@@ -162,10 +176,26 @@ class FollowerUpdates:
 
         self._unless_refused(start, nbytes, read)
 
+    def _read_piece(self, update: int, index: int, start: int, nbytes: int, check: int) -> None:
+        """Keep this rank's part of a piece of files, if it has one, unless the update is refused or dropped."""
+        with self._keeping:
+            offered, is_open = self._offered, self._open[0] == update
+            if not is_open or offered is None or self._taking.skips(start, start + nbytes):
+                return
+
+        def keep(start: int, piece: torch.Tensor) -> torch.cuda.Event | None:
+            with self._keeping:
+                opened, self._open = self._open, (0, 0)
+                event = self._taking.take(start, piece) if opened[0] == update else None
+                self._open = opened
+                return event
+
+        offered.read(index, start, nbytes, check, keep)
+
     def _unless_refused(self, start: int, nbytes: int, keep: Callable[[], object]) -> None:
         """Keep these bytes of what arrives, if this rank has a part of them; once this fails, keep nothing more."""
         opened, self._open = self._open, (0, 0)
-        if opened[0] and self._taking.wants(start, start + nbytes):
+        if opened[0] and not self._taking.skips(start, start + nbytes):
             keep()
         self._open = opened
 

@@ -20,7 +20,7 @@ A healthy group must not be ended, however slow it is:
   So no order needs a longer limit than another.
 - A copy that waits for its turn on the device is not begun, and does not count. A follower's main thread sees the ends
   of copies between two orders. So no time counts for copies while it carries out an order, which is a lane of its own.
-- A disk that hangs costs hits alone, so orders of its lanes never count as begun.
+- A disk that hangs costs hits, or an update, but not the worker: orders of its lanes never count as begun.
 - A rank on a CPU computes steps in a thread. While such a thread uses CPU time, the ranks are slow, not hung. So is a
   main thread.
 - If all ranks have completed what they were given, the loop of rank 0 hangs. The watchdog of the worker finds that.
@@ -41,7 +41,7 @@ _CPU_EVERY_S = 1.0
 #: Lanes besides that of the orders themselves.
 LaneName = Literal[
     "updates", "adapters", "adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap", "sleep",
-    "kv_write", "kv_read", "state_write", "state_read",
+    "kv_write", "kv_read", "state_write", "state_read", "update_reads",
 ]  # fmt: skip
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 #: Lanes of copies, of which a follower's main thread reports.

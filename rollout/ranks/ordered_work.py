@@ -20,10 +20,19 @@ class OrderedWork:
     """Runs functions in a thread, one after the other, and acknowledges their orders.
 
     An order fails if its function raises an exception, and rank 0 gets the text. Where it must not fail, the rank ends.
+    Orders that may hang with a disk do not count as begun (`reports_begun` is false).
     """
 
-    def __init__(self, lane: LaneName, device: torch.device, reports: RankReports, follower: int) -> None:
+    def __init__(
+        self,
+        lane: LaneName,
+        device: torch.device,
+        reports: RankReports,
+        follower: int,
+        reports_begun: bool = True,
+    ) -> None:
         self._device, self._reports, self._follower = device, reports, follower
+        self._reports_begun = reports_begun
         self._report = LaneReport(reports, follower, lane)
         self._work: SimpleQueue[Callable[[], object]] = SimpleQueue()
         threading.Thread(target=self._run, name=lane, daemon=True).start()
@@ -33,7 +42,8 @@ class OrderedWork:
 
         `failure` is logged if it fails; an order without it must not fail.
         """
-        self._report.begin(number)
+        if self._reports_begun:
+            self._report.begin(number)
         self._work.put(lambda: self._carry_out(number, work, failure))
 
     def advance(self) -> None:

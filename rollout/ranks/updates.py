@@ -16,6 +16,7 @@ import bisect
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
@@ -37,11 +38,13 @@ from rollout.weights.update_memory import UpdateMemories, UpdateMemory
 from trainer_bridge.transports.base import OfferTaker
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.transports.cut import Cut
+from trainer_bridge.transports.registry import TRANSPORTS
 from trainer_bridge.transports.sections import RankCuts, Sections
 from trainer_bridge.wire.errors import InternalError, Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
 _POLL_S = 0.0005
+_MOST_READS = 8  # pieces of files that the ranks read ahead: so many may be left when an update is dropped
 
 
 class RankUpdates(UpdateMemories):
@@ -84,6 +87,7 @@ class RankUpdates(UpdateMemories):
         self._withdrawn = 0  # number of the last order to close what a publisher had offered
         self._last = 0  # number of the last update that followers were told of
         self._opened = self._planned = 0  # numbers of its order to open, and of the last to open or to prepare
+        self._read = self._read_before = 0  # numbers of the last order to read files, and of the last before the update
 
     def cuts(self) -> Sequence[RankCuts] | None:
         """As `UpdateMemories.cuts`. Raises `Unavailable` while the worker starts."""
@@ -137,6 +141,7 @@ class RankUpdates(UpdateMemories):
         self._manifest.map()[: len(packed)] = packed
         self._last += 1
         self._opened = self._planned = self.give("open", self._last, len(packed))
+        self._read_before = self._read
         return True
 
     def prepare(self) -> None:
@@ -164,6 +169,15 @@ class RankUpdates(UpdateMemories):
         ended = self._reports.ended("updates")
         return (min(ended) if rank is None else ended[rank - 1]) >= order
 
+    def read_file(self, *piece: int) -> int:
+        """Have each follower read a piece of the offered files, if it keeps some of it; returns the order's number."""
+        self._read = self._orders().give("update_reads", self._last, *piece)
+        return self._read
+
+    def pieces_read(self) -> int:
+        """The last order to read a piece that all followers have carried out."""
+        return min(self._reports.ended("update_reads"))
+
     def withdraw_offer(self) -> None:
         """Have the followers close what was offered."""
         self._withdrawn = self.give("offer", "", {})
@@ -174,7 +188,8 @@ class RankUpdates(UpdateMemories):
 
     def check(self) -> None:
         """Raise `WeightsRejected` if a follower refuses the update."""
-        if failures := self._reports.failures("updates", self._opened):
+        failures = self._reports.failures("updates", self._opened)
+        if failures := failures or self._reports.failures("update_reads", self._read_before + 1):
             raise WeightsRejected(failures[0], field="manifest")
 
     def check_alive(self) -> None:
@@ -217,8 +232,9 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
 
     transport --> relay memory, which all ranks read --> staging memory of each rank --swap--> its parameters
 
-    Of several relays it uses the first one that the followers can read. If they can read the publisher's memory, which
-    a transport offers, each rank reads the buckets of its own section there, and checks them.
+    Of several relays it uses the first one that the followers can read. If they can read what a transport offers, each
+    rank reads there and checks what it reads: the buckets of its section in the publisher's memory, or the pieces of
+    files of which it keeps something.
     """
 
     def __init__(
@@ -238,6 +254,8 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         self._offer = 0  # number of the order to open it
         self._direct = False  # the ranks can read it
         self._left: list[tuple[int, int, int]] = []  # buckets that others read: rank, order, bytes
+        self._pieces: deque[int] = deque()  # orders to read pieces that are not carried out yet
+        self._piece_bytes = 0  # bytes of pieces that only others read, not counted yet
 
     @property
     def dirty(self) -> bool:
@@ -264,6 +282,9 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
             self._updates.check()
         if not self._is_open():
             return False
+        if self._reads_files:
+            self._drop_pieces_read()
+            return len(self._pieces) < _MOST_READS
         if self._direct and len(self._relays) > 1:
             return True  # what comes on the device is this rank's, and needs no relay
         while len(self._relays) > 1:
@@ -273,11 +294,20 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
             self._relays = self._relays[:1] if usable else self._relays[1:]
         return self._relays[0].has_room()
 
+    @property
+    def _reads_files(self) -> bool:
+        return self._direct and not self._begins
+
+    def _drop_pieces_read(self) -> None:
+        read = self._updates.pieces_read()
+        while self._pieces and self._pieces[0] <= read:
+            self._pieces.popleft()
+
     def _is_open(self) -> bool:
         """Whether pieces may come; if not, what is still to do for that is done or begun."""
         if self._phase == _Phase.WAITING and self._updates.announce(self._manifest, self._how, self._begins):
             self._phase = _Phase.ASKING
-            if self._offered is not None and self._begins:
+            if self._offered is not None and (self._begins or TRANSPORTS[self._offered[0]].in_files):
                 self._offer = self._updates.give("offer", *self._offered)
         if self._phase == _Phase.ASKING:
             readers = self._updates.answers("offered", self._offer) if self._offer else [False]
@@ -290,6 +320,8 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         self._offered = transport, dict(options)
 
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
+        if self._reads_files:
+            return self._leave_piece(index, start, end, check)
         rank = bisect.bisect_right(self._begins, start) - 1
         if not self._direct or rank == 0:
             return False
@@ -297,28 +329,44 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         self._left.append((rank, self._updates.give("read", index, start, end - start, check), end - start))
         return True
 
+    def _leave_piece(self, index: int, start: int, end: int, check: int) -> bool:
+        self._phase = _Phase.LANDED
+        self._pieces.append(self._updates.read_file(index, start, end - start, check))
+        skips = self._taker.skips(start, end)
+        self._piece_bytes += end - start if skips else 0
+        return skips
+
     def left_read(self) -> int | None:
         """As `OfferTaker.left_read`; waits a moment before it returns None."""
-        if self._left:
+        if self._left or self._pieces:
             self._updates.check()
             self._updates.check_alive()
-        if not all(self._updates.done(order, rank) for rank, order, _ in self._left):
+        self._drop_pieces_read()
+        if self._pieces or not all(self._updates.done(order, rank) for rank, order, _ in self._left):
             time.sleep(_POLL_S)
             return None
-        nbytes = sum(nbytes for *_, nbytes in self._left)
+        nbytes = self._piece_bytes + sum(nbytes for *_, nbytes in self._left)
         self._left.clear()
+        self._piece_bytes = 0
         self._updates.check()
         return nbytes
 
     def memory(self, start: int, end: int) -> np.ndarray:
-        """As `Destination.memory`: memory of the relay."""
-        self._arriving = self._relays[0].reserve(end - start)
+        """As `Destination.memory`: memory of the relay, or of this rank alone if each rank reads for itself."""
+        if self._reads_files:
+            self._arriving = self._staging.memory.arrival.reserve(end - start)
+        else:
+            self._arriving = self._relays[0].reserve(end - start)
         return self._arriving.numpy()
 
     def landed(self, start: int, end: int) -> None:
-        """Start to copy the bytes into the memory of every rank."""
+        """Start to copy the bytes into the memory of every rank, or of this one alone."""
         self._phase = _Phase.LANDED
-        self._relays[0].pass_on(start, None, self._taker.take(start, self._arriving))
+        read = self._taker.take(start, self._arriving)
+        if not self._reads_files:
+            self._relays[0].pass_on(start, None, read)
+        elif read is not None:
+            read.synchronize()  # the next bytes arrive in the same memory
 
     def put(self, start: int, data: torch.Tensor) -> torch.Tensor:
         self._phase = _Phase.LANDED

@@ -114,9 +114,9 @@ class DeltaStaging:
             target.copy_(data)  # waits, if the data is on a device
         return None
 
-    def wants(self, start: int, end: int) -> bool:
+    def skips(self, start: int, end: int) -> bool:
         """Every rank needs all codes."""
-        return True
+        return False
 
     def copied(self) -> bool:
         """Make the changes of some buckets; true once all are made. Raises `WeightsRejected` for damaged codes.

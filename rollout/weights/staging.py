@@ -105,9 +105,18 @@ class WeightStaging:
                 )
         self._missing = {name: each.nbytes for name, each in kept.items()}
 
-    def wants(self, start: int, end: int) -> bool:
-        """Whether bytes `start` to `end` of what arrives have some of a tensor for this rank."""
-        return any(True for _ in self._arriving.within(start, end))
+    def skips(self, start: int, end: int) -> bool:
+        """Note that bytes `start` to `end` come of which this rank keeps nothing; false if it keeps some."""
+        found = []
+        for _, entry, first, last in self._arriving.within(start, end):
+            if (kept := self.memory.layout.kept.get(entry.name)) is not None:
+                lo, hi, cut = first - entry.offset, last - entry.offset, None if self._cut else kept.cut
+                if any(cut_rows(tuple(entry.shape), DTYPE_BYTES[entry.dtype], cut, lo, hi)):
+                    return False
+                found.append((kept, hi - lo))
+        for kept, nbytes in found:
+            self._count(kept, nbytes)
+        return True
 
     def arriving(self, start: int, end: int) -> torch.Tensor:
         """Host memory of one rank where bytes of the stream arrive. Then `take` them from there."""
@@ -181,13 +190,17 @@ class WeightStaging:
             if kept is None:
                 continue
             lo, hi = first - entry.offset, end - entry.offset
-            self._missing[entry.name] -= hi - lo
             taken = kept._replace(entry=entry, cut=None) if self._cut else kept
             piece = data[first - start : end - start]
             if not memory.convert(taken, lo, piece):
                 _keep(taken, lo, hi, piece, memory.block(taken))
-            if self._missing[entry.name] == 0:
-                memory.complete(kept)
+            self._count(kept, hi - lo)
+
+    def _count(self, kept: Kept, nbytes: int) -> None:
+        """Count bytes of a tensor that have come, whether this rank keeps them or not."""
+        self._missing[kept.entry.name] -= nbytes
+        if self._missing[kept.entry.name] == 0:
+            self.memory.complete(kept)
 
 
 def _keep(kept: Kept, lo: int, hi: int, piece: torch.Tensor, block: torch.Tensor) -> None:

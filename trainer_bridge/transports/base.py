@@ -59,11 +59,14 @@ class OfferTaker(ABC):
 
     @abstractmethod
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
-        """Have the rank that keeps a bucket read it from the offered memory; false if this process is to take it."""
+        """Have the ranks that keep some of these bytes read them from the offered memory.
+
+        False if this process is to take them, for all ranks or for itself.
+        """
 
     @abstractmethod
     def left_read(self) -> int | None:
-        """The bytes of the buckets that were left to their owners, once all are read and verified; None before that."""
+        """The bytes of all that was left to other ranks, once it is read and verified; None before that."""
 
 
 #: Takes bytes (uint8) at a place of the stream. Returns the event after which they are read, or None if they are.
@@ -120,9 +123,9 @@ class IncomingUpdate:
         if isinstance(self.destination, OfferTaker):
             self.destination.offer(self.transport, options)
 
-    def leave_to_owner(self, index: int, check: int) -> bool:
-        """Leave a bucket to another rank, if that reads the offered memory."""
-        taker, (start, end) = self.destination, self.manifest.bucket_span(index)
+    def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
+        """Leave a bucket or a piece to other ranks, if these read what was offered."""
+        taker = self.destination
         return isinstance(taker, OfferTaker) and taker.leave_to_owner(index, start, end, check)
 
     def others_read(self) -> bool:

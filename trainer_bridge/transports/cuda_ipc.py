@@ -264,9 +264,9 @@ class CudaIpcReceiver(SharedReceiver):
 
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Begin to copy a bucket to its place."""
-        if incoming.leave_to_owner(index, check):
-            return False
         start, end = incoming.manifest.bucket_span(index)
+        if incoming.leave_to_owner(index, start, end, check):
+            return False
         data = self._slots[index % len(self._slots)][: end - start]
         self._taken.append((index, check, fingerprint(incoming.destination.put(start, data))))
         return False

@@ -6,6 +6,9 @@ The publisher writes the folder under a temporary name and renames it when it is
 incomplete one. Any reader of Hugging Face checkpoints can read it. The worker gets names, sizes and checksums of the
 files in `begin`, reads them while it generates, and writes their bytes directly to the staging memory.
 
+A file is read in pieces: its header, then parts of at most `piece_bytes` of each tensor. Each has a checksum, so every
+rank of a worker reads and verifies the pieces of which it keeps something, and no others.
+
 Names contain a word of their publisher, which keeps a file with this word locked. The next publisher on the same host
 that writes to the folder removes incomplete updates of a killed publisher, and treats complete ones as its own.
 
@@ -17,6 +20,7 @@ Invariants of the reader:
 - It never maps a file: one that shrinks while it is read is an error, not a crash.
 """
 
+import bisect
 import functools
 import json
 import os
@@ -31,10 +35,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 
 from trainer_bridge.scratch import OwnerMark, inherit
-from trainer_bridge.transports.base import IncomingUpdate, Recipient, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.base import (
+    IncomingUpdate,
+    Keep,
+    Recipient,
+    TransferRules,
+    TransportReceiver,
+    TransportSender,
+)
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
 from trainer_bridge.wire.manifest import Checksum, TensorEntry, checksum
@@ -45,11 +57,13 @@ _WHOLE, _CODES = "version", "delta"  # how the names of folders begin: codes of 
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
-_MAX_FILES = 1 << 16
+_MAX_FILES, _MAX_FILE_BYTES = 1 << 16, 1 << 46
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the format's own library
 _SPARE_HEADER_BYTES = 1 << 20  # space for a file's metadata
 _ENTRY_HEADER_BYTES = 4096  # space for one tensor's entry, its name included
 _READ_BYTES = 64 << 20
+#: Bytes of a piece: few enough that a rank reads little besides its part of a tensor.
+DEFAULT_PIECE_BYTES = 1 << 20
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -61,11 +75,13 @@ class _FileNote:
 
     name: str
     nbytes: int
-    checksum: int
+    checksums: Sequence[int]  # header and pieces; from older publishers one, of the whole file
+    by_piece: bool
+    place: int  # first byte, where all files lie one after the other
 
 
 class DiskReceiver(TransportReceiver):
-    """Reads the folder that `begin` names, a piece of at most `read_bytes` at a time."""
+    """Reads the folder that `begin` names, a piece at a time: of `read_bytes` if the publisher names no pieces."""
 
     name = "disk"
 
@@ -75,33 +91,30 @@ class DiskReceiver(TransportReceiver):
         self._todo: list[_FileNote] = []
         self._entries: dict[str, TensorEntry] = {}
         self._file: _OpenFile | None = None
+        self._piece_bytes = read_bytes
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Open the folder. Reading starts at once, before `commit`."""
-        if set(options) != {"folder", "files"}:
-            raise BadRequest("transport disk takes the options folder and files", field="options")
-        folder, files = options["folder"], options["files"]
-        if type(folder) is not str or not os.path.isabs(folder) or "\0" in folder:
-            raise BadRequest("the folder must be an absolute path", field="options.folder")
-        notes = _read_notes(files)
-        try:
-            self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise WeightsRejected(
-                f"the worker cannot open {folder!r}: {error.strerror}; use a folder that it can read",
-                field="options.folder",
-            ) from error
-        self._todo = notes
+        if set(options) not in ({"folder", "files"}, {"folder", "files", "piece_bytes"}):
+            raise BadRequest("transport disk takes the options folder, files and piece_bytes", field="options")
+        piece_bytes = options.get("piece_bytes", self._read_bytes)
+        if type(piece_bytes) is not int or not 1 <= piece_bytes <= self._read_bytes:
+            raise BadRequest(f"piece_bytes must be at most {self._read_bytes}", field="options.piece_bytes")
+        notes = _read_notes(options["files"], "piece_bytes" in options)
+        self._folder = _open_folder(options["folder"])
+        self._todo, self._piece_bytes = notes, piece_bytes
         self._entries = {entry.name: entry for entry in incoming.manifest.tensors}
+        if "piece_bytes" in options:
+            incoming.offer(options)
         return {}
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
-        """Read one piece of one file."""
+        """Read one piece of one file, or leave it to the ranks that keep it."""
         if incoming is None or not incoming.may_land or (self._file is None and not self._todo):
             return False
         try:
             if self._file is None:
-                self._file = _OpenFile(self._folder, self._todo.pop(0), self._entries, self._read_bytes)
+                self._file = _OpenFile(self._folder, self._todo.pop(0), self._entries, self._piece_bytes)
             self._file.read_piece(incoming)
             if self._file.done:
                 self._file.close()
@@ -114,7 +127,7 @@ class DiskReceiver(TransportReceiver):
         """Verify that the files held every tensor."""
         if options:
             raise BadRequest("commit takes no options with transport disk", field="options")
-        if self._file is not None or self._todo:
+        if self._file is not None or self._todo or not incoming.others_read():
             return False
         if self._entries:
             raise WeightsRejected(f"the files hold no {', '.join(list(self._entries)[:8])}; write every tensor")
@@ -134,23 +147,15 @@ class DiskReceiver(TransportReceiver):
 class _OpenFile:
     """One safetensors file that is being read into the staging memory."""
 
-    def __init__(self, folder: int, note: _FileNote, entries: dict[str, TensorEntry], read_bytes: int) -> None:
-        self._name, self._note, self._read_bytes = note.name, note, read_bytes
+    def __init__(self, folder: int, note: _FileNote, entries: dict[str, TensorEntry], piece_bytes: int) -> None:
+        self._note, self._piece_bytes, self._checksum = note, piece_bytes, Checksum()
+        self._fd = _open_file(folder, note)
         try:
-            # O_NONBLOCK: opening a pipe must not wait for its writer.
-            self._fd = os.open(note.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-        except OSError as error:
-            raise self._bad(f"cannot be opened: {error.strerror}") from error
-        try:
-            found = os.fstat(self._fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise self._bad("is not a regular file")
-            if found.st_size != note.nbytes:
-                raise self._bad(
-                    f"has {found.st_size} bytes, but was written with {note.nbytes}; it is cut off or changed"
-                )
-            self._checksum = Checksum()
             self._pieces = self._read_header(entries)
+            if note.by_piece:
+                if len(note.checksums) != 1 + len(self._pieces):
+                    raise self._bad(f"has {len(self._pieces)} pieces, but {len(note.checksums)} checksums")
+                self._verify(note.checksums[0])
         except BaseException:
             self.close()
             raise
@@ -165,11 +170,31 @@ class _OpenFile:
         """Read the next piece to its place in the stream."""
         if not self.done:
             start, end = self._pieces[self._at]
-            self._read_into(memoryview(incoming.memory(start, end)))  # type: ignore[arg-type]
-            incoming.arrived(start, end)
             self._at += 1
-        if self.done and self._checksum.value != self._note.checksum:
-            raise self._bad(f"is damaged: checksum {self._checksum.value:08x}, written as {self._note.checksum:08x}")
+            if not self._is_left(incoming, start, end):
+                memory = memoryview(incoming.memory(start, end))  # type: ignore[arg-type]
+                self._read_into(memory)
+                if self._note.by_piece:
+                    self._verify(self._note.checksums[self._at])
+                incoming.arrived(start, end)
+        if self.done and not self._note.by_piece:
+            self._verify(self._note.checksums[0])
+
+    def _is_left(self, incoming: IncomingUpdate, start: int, end: int) -> bool:
+        """Whether the next piece is left to other ranks, and skipped here."""
+        if not self._note.by_piece:
+            return False
+        at = os.lseek(self._fd, 0, os.SEEK_CUR)
+        left = incoming.leave_to_owner(self._note.place + at, start, end, self._note.checksums[self._at])
+        if left:
+            os.lseek(self._fd, end - start, os.SEEK_CUR)
+        return left
+
+    def _verify(self, written: int) -> None:
+        """Compare the checksum of what was read since the last call."""
+        found, self._checksum = self._checksum.value, Checksum()
+        if found != written:
+            raise self._bad(f"is damaged: checksum {found:08x}, written as {written:08x}")
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -199,8 +224,8 @@ class _OpenFile:
             if start != at:
                 raise self._bad(f"has a hole or an overlap before {name}")
             at += entry.nbytes
-            starts = range(entry.offset, entry.end, self._read_bytes)
-            pieces += [(start, min(start + self._read_bytes, entry.end)) for start in starts]
+            starts = range(entry.offset, entry.end, self._piece_bytes)
+            pieces += [(start, min(start + self._piece_bytes, entry.end)) for start in starts]
         if 8 + length + at != self._note.nbytes:
             raise self._bad("does not end where its last tensor ends")
         return pieces
@@ -237,19 +262,97 @@ class _OpenFile:
         self._checksum.add(out)
 
     def _bad(self, what: str) -> WeightsRejected:
-        return WeightsRejected(f"{self._name} {what}", field="options.files")
+        return _bad_file(self._note, what)
 
 
-def _read_notes(files: Any) -> list[_FileNote]:
+class OpenFolder:
+    """The folder of an update, from which a rank reads its pieces, by the options of `begin`: `OfferedMemory`.
+
+    The index of a piece is its place where all files lie one after the other. Raises `RolloutError`.
+    """
+
+    def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._notes = _read_notes(options["files"], by_piece=True)
+        self._places = [note.place for note in self._notes]
+        self._folder = _open_folder(options["folder"])
+
+    def read(self, index: int, start: int, nbytes: int, check: int, keep: Keep) -> None:
+        """As `OfferedMemory.read`. `close` may be called meanwhile."""
+        note = self._notes[bisect.bisect_right(self._places, index) - 1]
+        piece = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        fd = _open_file(self._folder, note)
+        try:
+            memory, done = memoryview(piece.numpy()), 0  # type: ignore[arg-type]
+            while done < nbytes:
+                count = os.preadv(fd, [memory[done:]], index - note.place + done)
+                if count == 0:
+                    raise _bad_file(note, "ended before its last tensor")
+                done += count
+        except OSError as error:
+            raise _bad_file(note, f"cannot be read: {error.strerror}") from error
+        finally:
+            os.close(fd)
+        if (found := checksum(memory)) != check:
+            raise _bad_file(note, f"is damaged: checksum {found:08x}, written as {check:08x}")
+        if (kept := keep(start, piece)) is not None:
+            kept.synchronize()
+
+    def close(self) -> None:
+        if self._folder >= 0:
+            os.close(self._folder)
+        self._folder = -1
+
+
+def _open_folder(folder: Any) -> int:
+    if type(folder) is not str or not os.path.isabs(folder) or "\0" in folder:
+        raise BadRequest("the folder must be an absolute path", field="options.folder")
+    try:
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise WeightsRejected(
+            f"the worker cannot open {folder!r}: {error.strerror}; use a folder that it can read",
+            field="options.folder",
+        ) from error
+
+
+def _open_file(folder: int, note: _FileNote) -> int:
+    """A regular file of the folder, which has its size."""
+    try:
+        # O_NONBLOCK: opening a pipe must not wait for its writer.
+        fd = os.open(note.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError as error:
+        raise _bad_file(note, f"cannot be opened: {error.strerror}") from error
+    found, why = os.fstat(fd), ""
+    if not stat.S_ISREG(found.st_mode):
+        why = "is not a regular file"
+    elif found.st_size != note.nbytes:
+        why = f"has {found.st_size} bytes, but was written with {note.nbytes}; it is cut off or changed"
+    if why:
+        os.close(fd)
+        raise _bad_file(note, why)
+    return fd
+
+
+def _bad_file(note: _FileNote, what: str) -> WeightsRejected:
+    return WeightsRejected(f"{note.name} {what}", field="options.files")
+
+
+def _read_notes(files: Any, by_piece: bool) -> list[_FileNote]:
+    form = "[name, bytes, checksums]" if by_piece else "[name, bytes, checksum]"
     if type(files) is not list or not 1 <= len(files) <= _MAX_FILES:
-        raise BadRequest("files must be a list of [name, bytes, checksum]", field="options.files")
-    notes = []
+        raise BadRequest(f"files must be a list of {form}", field="options.files")
+    notes, place = [], 0
     for item in files:
-        if type(item) is not list or len(item) != 3 or [type(part) for part in item] != [str, int, int]:
-            raise BadRequest("files must be a list of [name, bytes, checksum]", field="options.files")
+        kinds = [str, int, list if by_piece else int]
+        sound = type(item) is list and [type(part) for part in item] == kinds and 0 <= item[1] <= _MAX_FILE_BYTES
+        if not sound or (by_piece and any(type(check) is not int for check in item[2])):
+            raise BadRequest(f"files must be a list of {form}", field="options.files")
         if not _FILE_NAME.fullmatch(item[0]):
             raise BadRequest(f"{item[0]!r:.80} is not a plain name of a .safetensors file", field="options.files")
-        notes.append(_FileNote(*item))
+        name, nbytes, checks = item
+        notes.append(_FileNote(name, nbytes, checks if by_piece else [checks], by_piece, place))
+        place += nbytes
     if len({note.name for note in notes}) != len(notes):
         raise BadRequest("a file is listed twice", field="options.files")
     return notes
@@ -267,10 +370,16 @@ class DiskSender(TransportSender):
 
     name = "disk"
 
-    def __init__(self, folder: str, file_bytes: int = DEFAULT_FILE_BYTES, keep: int = 2) -> None:
-        assert keep >= 1 and file_bytes >= 1
+    def __init__(
+        self,
+        folder: str,
+        file_bytes: int = DEFAULT_FILE_BYTES,
+        keep: int = 2,
+        piece_bytes: int = DEFAULT_PIECE_BYTES,
+    ) -> None:
+        assert keep >= 1 and file_bytes >= 1 and piece_bytes >= 1
         self._root = Path(folder).resolve()
-        self._file_bytes = file_bytes
+        self._file_bytes, self._piece_bytes = file_bytes, piece_bytes
         self._keep = keep
         self._taken: list[Path] = []
         self._fresh: list[Path] = []  # folders that no worker has taken yet
@@ -294,7 +403,7 @@ class DiskSender(TransportSender):
             raise RolloutError(f"prepare: cannot write to {self._root}: {error}; free or choose a folder") from error
         self._fresh.append(final)
         payload.read()
-        return {"folder": str(final), "files": files}
+        return {"folder": str(final), "files": files, "piece_bytes": self._piece_bytes}
 
     def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
         """Nothing to do: the workers read the files."""
@@ -343,11 +452,23 @@ class DiskSender(TransportSender):
             entries = [payload.manifest.tensors[i] for i in group]
             data = save({entry.name: payload.host_copy(i) for i, entry in zip(group, entries, strict=True)})
             (draft / name).write_bytes(data)
-            files.append([name, len(data), checksum(data)])
+            files.append([name, len(data), _checksums(data, self._piece_bytes)])
             home |= {entry.name: name for entry in entries}
         index = {"metadata": {"total_size": payload.manifest.tensor_bytes}, "weight_map": home}
         (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         return files
+
+
+def _checksums(data: bytes, piece_bytes: int) -> list[int]:
+    """The checksums of a file: of its header and each piece, in its order."""
+    (length,) = struct.unpack("<Q", data[:8])
+    header, view = json.loads(data[8 : 8 + length]), memoryview(data)
+    header.pop("__metadata__", None)
+    checks, base = [checksum(view[: 8 + length])], 8 + length
+    for begin, end in sorted(value["data_offsets"] for value in header.values()):
+        pieces = range(begin, end, piece_bytes)
+        checks += [checksum(view[base + at : base + min(at + piece_bytes, end)]) for at in pieces]
+    return checks
 
 
 def _group(tensors: Sequence[TensorEntry], file_bytes: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer_bridge.transports.base import OfferedMemory, TransportReceiver, TransportSender
-from trainer_bridge.transports.disk import DiskReceiver, DiskSender
+from trainer_bridge.transports.disk import DiskReceiver, DiskSender, OpenFolder
 from trainer_bridge.transports.shm import OpenSegment, ShmReceiver, ShmSender
 from trainer_bridge.transports.zmq_stream import BucketSocket, ZmqReceiver, ZmqSender
 from trainer_bridge.wire.errors import RolloutError
@@ -56,6 +56,7 @@ class Transport:
     in_group: bool = False  # the workers of a sender form a group, which takes time; one that joins gets its own
     #: Opens memory that a receiver has offered, for a rank on this device; raises OSError or `RolloutError`.
     offered: Callable[[Mapping[str, Any], torch.device, IpcMemory | None], OfferedMemory] | None = None
+    in_files: bool = False  # it offers files of whole tensors, and not the buckets of sections; a read may hang
 
 
 def _disk_sender(publisher: PublisherSetup) -> TransportSender:
@@ -126,7 +127,12 @@ TRANSPORTS: dict[str, Transport] = {
         auto=3,
         offered=lambda options, device, memory: OpenSegment(options, device),
     ),
-    "disk": Transport(lambda worker: DiskReceiver(), _disk_sender),
+    "disk": Transport(
+        lambda worker: DiskReceiver(),
+        _disk_sender,
+        offered=lambda options, device, memory: OpenFolder(options, device),
+        in_files=True,
+    ),
     "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender, auto=1, gpu_to_gpu=True, offered=_open_slots),
     "nccl": Transport(_nccl_receiver, _nccl_sender, auto=2, gpu_to_gpu=True, in_group=True),
     "torch_group": Transport(_torch_group_receiver, _torch_group_sender),

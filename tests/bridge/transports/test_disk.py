@@ -144,9 +144,10 @@ def written(worker: Worker, root: Path) -> tuple[Payload, dict, Path]:
 
 
 def note(options: dict, path: Path) -> None:
-    """Make the note of the first file true again after the file was changed."""
+    """Make the note of the first file true again after the file was changed, as publishers without pieces have it."""
     data = path.read_bytes()
     options["files"][0][1:] = [len(data), xxhash.xxh3_64_intdigest(data) & 0xFFFFFFFF]
+    options.pop("piece_bytes", None)
 
 
 def rewrite_header(path: Path, change) -> None:
@@ -267,13 +268,34 @@ def test_only_regular_files_inside_the_folder_are_opened(worker: Worker, tmp_pat
         ({"folder": 3}, "absolute"),
         ({"files": []}, "list of"),
         ({"files": [["a.safetensors", -1.5, 0]]}, "list of"),
-        ({"files": [["a.safetensors", 1, 0]] * 2}, "twice"),
+        ({"files": [["a.safetensors", 1, 0]]}, "list of"),
+        ({"files": [["a.safetensors", 1, [0.5]]]}, "list of"),
+        ({"files": [["a.safetensors", -1, [0]]]}, "list of"),
+        ({"files": [["a.safetensors", 1, [0]]] * 2}, "twice"),
+        ({"piece_bytes": 0}, "piece_bytes must be"),
+        ({"piece_bytes": 1 << 40}, "piece_bytes must be"),
+        ({"piece_bytes": "64"}, "piece_bytes must be"),
+        ({"piece_bytes": 16}, "checksums"),
         ({"extra": 1}, "takes the options"),
     ],
 )
 def test_broken_options_are_refused(worker: Worker, tmp_path: Path, change: dict, text: str) -> None:
     payload, options, _ = written(worker, tmp_path)
     assert_refused(worker, payload, {**options, **change}, text)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 24, 64, 1 << 20])
+def test_every_piece_has_its_checksum(worker: Worker, tmp_path: Path, piece_bytes: int) -> None:
+    payload = Payload(new_tensors(worker.model, 1), 1, 64)
+    options = DiskSender(str(tmp_path), piece_bytes=piece_bytes).prepare(payload)
+    (name, nbytes, checks), *_ = options["files"]
+    with safe_open(Path(options["folder"]) / name, "pt") as reader:
+        sizes = [reader.get_tensor(key).nbytes for key in reader.keys()]  # noqa: SIM118 -- no mapping
+    assert len(checks) == 1 + sum(-(-size // piece_bytes) for size in sizes)
+    for number in range(0, len(checks), 5):
+        spoiled = [check ^ (at == number) for at, check in enumerate(checks)]
+        assert_refused(worker, payload, {**options, "files": [[name, nbytes, spoiled]]}, "is damaged")
+    assert offer(worker, payload, options)["op"] == "ok"
 
 
 def test_a_refused_folder_does_not_stop_the_next_update(worker: Worker, tmp_path: Path) -> None:

@@ -190,6 +190,8 @@ class GroupWorker(Worker):
                 lane, order, *rest = fields
                 if lane == "updates":
                     updates.carry_out(order, *rest)
+                elif lane == "update_reads":
+                    updates.read_file(order, *rest)
                 elif lane == "swap":
                     copies = updates.take(order, *rest)
                     threading.Thread(target=self._copy, args=(copies, number, order)).start()
