@@ -16,8 +16,8 @@ JOBS ?= 3
 SLIME ?= slime @ git+https://github.com/THUDM/slime@v0.3.1
 FUZZ_SECONDS ?= 120
 
-# What takes long in tests/unit and tests/engine: models of all families, and many completions.
-NOT_FAST := unit/models unit/parallel engine/families engine/features engine/kv engine/sleep
+# What takes long in tests/unit and tests/engine: benchmarks, models of all families, and many completions.
+NOT_FAST := unit/bench unit/models unit/parallel engine/families engine/features engine/kv engine/sleep
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.ready-demo
