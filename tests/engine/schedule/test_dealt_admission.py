@@ -91,16 +91,14 @@ def test_a_new_session_takes_free_pages_of_a_rank_or_waits_for_one_rank_to_have_
 
 
 @pytest.mark.parametrize(("session", "rank"), [(("c", "new"), 1), (None, 0)])
-def test_a_new_session_leaves_its_prefix_where_it_would_cost_an_idle_session_its_pages(
-    dealt, prompt_of, session, rank, monkeypatch
-):
+def test_a_new_session_leaves_its_prefix_where_it_would_cost_an_idle_session_its_pages(dealt, prompt_of, session, rank):
     bench = dealt()
     for seed, name in enumerate("abc"):  # two on rank 0, one on rank 1
         bench.submit(name, prompt_of(28, seed), 4, session=("c", name), session_lease_s=60.0)
         bench.run()
     roster = bench.engine.roster
     assert [roster.allocator.sessions.pages_of(rank) for rank in (0, 1)] == [16, 8]
-    monkeypatch.setattr(roster, "rows_by_rank", lambda: [12, 0])
+    roster.rows_by_rank = lambda: [12, 0]
     bench.submit(
         "new", prompt_of(28, 0) + prompt_of(17, 9), 4, session=session, session_lease_s=60.0 if session else 0.0
     )
