@@ -87,6 +87,8 @@ TESTED: dict[str, TestedArchitecture] = {
     "PhiForCausalLM": TestedArchitecture("plain", "none"),
     "PhimoeForCausalLM": TestedArchitecture("windows", "ours"),
     "Qwen2MoeForCausalLM": TestedArchitecture("plain", "ours"),
+    "HYV4ForCausalLM": TestedArchitecture("gathered", "transformers'"),
+    "MiniMaxM3VLForCausalLM": TestedArchitecture("gathered", "transformers'"),
     "Qwen3ForCausalLM": TestedArchitecture("plain", "none"),
     "SolarOpenForCausalLM": TestedArchitecture("plain", "ours"),
     "StableLmForCausalLM": TestedArchitecture("gathered", "none"),
