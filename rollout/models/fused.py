@@ -123,7 +123,7 @@ ADDED_FROM = 1024
 
 
 #: Inputs of a product of many tokens.
-Rows = torch.Tensor | CodedRows
+ProductInput = torch.Tensor | CodedRows
 
 
 class Unsummed(NamedTuple):
@@ -440,7 +440,7 @@ class FusedDecoder:
             return all_reduce_rows(parts_STH, peers, dtype)[None]
         return group.all_reduce(sum_of_parts(parts_STH, dtype))[None]
 
-    def _many(self, x_TK: Rows, module: Linear) -> torch.Tensor:
+    def _many(self, x_TK: ProductInput, module: Linear) -> torch.Tensor:
         """`x W^T`, [T, N], where no kernel of ours was chosen."""
         weight = module.stored
         if self._codes and self._products[module].takes_codes:
@@ -452,7 +452,7 @@ class FusedDecoder:
     def _product(
         self,
         name: Product,
-        x_TK: Rows,
+        x_TK: ProductInput,
         module: Linear,
         layer: int,
         adapters: StepAdapters | None,
@@ -472,7 +472,7 @@ class FusedDecoder:
     def _output(
         self,
         name: Literal["o", "down"],
-        x_TK: Rows,
+        x_TK: ProductInput,
         layer: DecoderLayer,
         adapters: StepAdapters | None,
         residual_TH: torch.Tensor,
@@ -505,7 +505,7 @@ class FusedDecoder:
             result.parts_STN[0] += module.bias
         return result._replace(norm=norms.after, scale=layer.spec.residual_scale)
 
-    def _gated(self, x_TH: torch.Tensor, block: DenseFeedForward, adapters: StepAdapters | None) -> Rows:
+    def _gated(self, x_TH: torch.Tensor, block: DenseFeedForward, adapters: StepAdapters | None) -> ProductInput:
         """The gated input of the down product, [T, I]."""
         config, weights = self._configs[self._products[block.gate_up_proj]], block.gate_up_proj.stored
         activation = block.spec.activation
@@ -597,7 +597,7 @@ def _adds_later(adapters: StepAdapters, layer: int, name: Product) -> bool:
 
 
 def _correct(
-    adapters: StepAdapters | None, layer: int, name: Product, y: torch.Tensor, x: Rows, beside: bool
+    adapters: StepAdapters | None, layer: int, name: Product, y: torch.Tensor, x: ProductInput, beside: bool
 ) -> Correction | None:
     """The correction of the product `y` that was just launched: run at the same time, or added to it in place."""
     if adapters is None:

@@ -18,7 +18,7 @@ import torch
 from rollout.models.cut import Cut, CutView, whole_shape
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staged_weights import Copy
-from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, rows_within
+from trainer_bridge.transports.tensors import TORCH_DTYPES, ByteRows, rows_within
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, Places, TensorEntry
 
 _ALIGN = 64
@@ -29,21 +29,21 @@ class KeptRows(NamedTuple):
 
     source: int
     source_step: int
-    target: Rows
+    target: ByteRows
 
 
 def cut_rows(shape: tuple[int, ...], itemsize: int, cut: Cut | None, lo: int, hi: int) -> Iterator[KeptRows]:
     """The rows that a cut keeps of bytes `lo` to `hi` of a whole tensor, and their places in the kept part."""
     if cut is None:
         if lo < hi:
-            yield KeptRows(lo, 0, Rows(lo, 0, hi - lo, 1))
+            yield KeptRows(lo, 0, ByteRows(lo, 0, hi - lo, 1))
         return
     inner = itemsize * math.prod(shape[cut.dim + 1 :])
     row, kept_row, offset = cut.whole * inner, cut.kept * inner, 0
     for begin, end in ((begin * inner, end * inner) for begin, end in cut.ranges):
         for start, step, width, times in rows_within(row, begin, end, lo, hi):
             at = start // row * kept_row + offset + start % row - begin
-            yield KeptRows(start, step, Rows(at, kept_row if step else 0, width, times))
+            yield KeptRows(start, step, ByteRows(at, kept_row if step else 0, width, times))
         offset += end - begin
 
 

@@ -32,7 +32,7 @@ from rollout.weights.kept_memory import DEVICE_SHARE, Allocate, InPlaceMemory, K
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staged_weights import StagedWeights, SwapCopies
 from trainer_bridge.transports.sections import RankCuts
-from trainer_bridge.transports.tensors import Rows, copy_rows
+from trainer_bridge.transports.tensors import ByteRows, copy_rows
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, Places, TensorEntry
 
@@ -217,7 +217,7 @@ def _keep(kept: Kept, lo: int, hi: int, piece: torch.Tensor, block: torch.Tensor
     if all(each.target.times == 1 for each in rows):
         for source, _, (start, _, width, _) in rows:
             for at in range(0, width, _COPY_BYTES):
-                part = Rows(start + at, 0, min(_COPY_BYTES, width - at), 1)
+                part = ByteRows(start + at, 0, min(_COPY_BYTES, width - at), 1)
                 _copy_rows(KeptRows(source + at, 0, part), piece, lo, block, -kept.at)
         return
     for begin in range(lo, hi, _CUT_BYTES):
@@ -294,7 +294,7 @@ def _one_by_one(rows: list[KeptRows]) -> Iterator[KeptRows]:
             yield each
             continue
         for i in range(times):
-            yield KeptRows(each.source + i * each.source_step, 0, Rows(start + i * step, 0, width, 1))
+            yield KeptRows(each.source + i * each.source_step, 0, ByteRows(start + i * step, 0, width, 1))
 
 
 def _copy_rows(rows: KeptRows, source: torch.Tensor, source_at: int, target: torch.Tensor, target_at: int) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rollout_gateway.http.bodies import Body, EmptyBody
 from rollout_gateway.http.http_errors import HttpError, bad_request
-from rollout_gateway.orders.group_updates import Rows
+from rollout_gateway.orders.group_updates import TensorRows
 from rollout_gateway.requests.http_request import POST, DialectState, Endpoint, Gateway, HttpRequest
 
 _ID_BYTES = 128
@@ -121,7 +121,7 @@ class TensorsBody(Body):
     load_format: Literal["flattened_bucket"] | None = None
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> TensorRows:
         """Name, dtype and shape of each tensor. Raises `HttpError` for lists of different lengths."""
         return _rows(self.names, self.dtypes, self.shapes, "dtypes")
 
@@ -131,7 +131,7 @@ class TensorsBody(Body):
         return None if self.load_format is None else _WHOLE
 
 
-def _rows(names: list[str], dtypes: list[str], shapes: list[list[int]], within: str) -> Rows:
+def _rows(names: list[str], dtypes: list[str], shapes: list[list[int]], within: str) -> TensorRows:
     if not len(names) == len(dtypes) == len(shapes):
         raise bad_request(f"send a dtype and a shape for each of the {len(names)} names", within)
     plain = [dtype.removeprefix("torch.") for dtype in dtypes]
@@ -240,7 +240,7 @@ class UpdateInfo(Body):
     packed: bool | None = None
     packed_buffer_size_bytes: int | None = Field(None, ge=1, le=_WHOLE)
 
-    def rows(self, within: str) -> Rows:
+    def rows(self, within: str) -> TensorRows:
         """Name, dtype and shape of each tensor. `within`: where these fields stand in the request, for errors."""
         return _rows(self.names, self.dtype_names, self.shapes, f"{within}dtype_names")
 
@@ -280,7 +280,7 @@ class TransferState(DialectState):
     #: vLLM's engine: its initialization, whether an update was started, and the tensors of its last call.
     engine: InitInfo | None = None
     started: bool = False
-    tensors: Rows = field(default_factory=list)
+    tensors: TensorRows = field(default_factory=list)
 
 
 async def init_engine(request: HttpRequest[InitBody]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.wire.errors import RolloutError
 
 #: Tensors of an update: name, dtype, shape.
-Rows = list[list[Any]]
+TensorRows = list[list[Any]]
 
 _LISTED = 4  # names in one message
 _NOT_KEPT = "came over a process group, and is not kept"
@@ -39,7 +39,7 @@ class GroupUpdates:
         self._update_s = update_s
         self._orders = orders
         self._one_at_a_time = asyncio.Lock()
-        self._rows: Rows = []  # the tensors of the update that is being gathered
+        self._rows: TensorRows = []  # the tensors of the update that is being gathered
         self._parts = 0
         self._missing: list[str] = []  # some of the tensors that the update lacks and needs
         self._left_out: list[str] = []  # some of the tensors that the update lacks and does not need
@@ -74,7 +74,7 @@ class GroupUpdates:
         async with self._one_at_a_time:
             self._start()
 
-    async def gather(self, group: str, rows: Rows, packed_bytes: int | None) -> list[str]:
+    async def gather(self, group: str, rows: TensorRows, packed_bytes: int | None) -> list[str]:
         """Have all workers receive a part from the trainer. Returns some tensors that the update still lacks.
 
         Parts that hold nothing that workers use, such as layers for multi-token prediction, begin no update.
@@ -138,7 +138,7 @@ class GroupUpdates:
         self._left_out, self._waiting = [], None
         self._update += 1
 
-    async def _publish(self, rows: Rows, version: int, endpoints: Sequence[str]) -> None:
+    async def _publish(self, rows: TensorRows, version: int, endpoints: Sequence[str]) -> None:
         try:
             from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES, pack
         except ModuleNotFoundError as error:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer_bridge.transports.tensors import Rows, rows_within
+from trainer_bridge.transports.tensors import ByteRows, rows_within
 
 
 class Cut(NamedTuple):
@@ -44,7 +44,7 @@ class Cut(NamedTuple):
         parts = [stored[(*before, slice(begin, end))] for begin, end in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
-    def rows(self, shape: tuple[int, ...], itemsize: int, lo: int, hi: int) -> Iterator[tuple[int, int, Rows]]:
+    def rows(self, shape: tuple[int, ...], itemsize: int, lo: int, hi: int) -> Iterator[tuple[int, int, ByteRows]]:
         """Bytes `lo` to `hi` of the part of a tensor of this shape: rows of the part, and where they are in the tensor.
 
         Each has the first byte in the tensor, the bytes from one row to the next one there, and the rows in the part.

@@ -18,7 +18,7 @@ import torch
 from trainer_bridge.transports.cut import Cut
 from trainer_bridge.transports.sections import Sections
 from trainer_bridge.transports.shards import LentParts, Shards, is_spread
-from trainer_bridge.transports.tensors import TORCH_DTYPES, Rows, copy_rows, typed_view
+from trainer_bridge.transports.tensors import TORCH_DTYPES, ByteRows, copy_rows, typed_view
 from trainer_bridge.wire.delta import WeightDelta
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry, pack, usual_bucket_bytes
@@ -261,7 +261,7 @@ class Payload:
                         rows = portion.rows
                         source, step = self.shards.own_bytes(number, portion)
                         width = rows.width * itemsize
-                        copy_rows(Rows(0, width, width, rows.times), source, step, out[at:])
+                        copy_rows(ByteRows(0, width, width, rows.times), source, step, out[at:])
                         at += width * rows.times
             self._synchronize()
 
@@ -269,7 +269,7 @@ class Payload:
         self,
         pieces: Sequence[tuple[int, int, int]],
         out: torch.Tensor,
-        columns: Sequence[tuple[Rows, int]] = (),
+        columns: Sequence[tuple[ByteRows, int]] = (),
     ) -> None:
         """Write the pieces that this trainer rank sends: (first byte in the stream, past the last, place in `out`).
 
@@ -289,7 +289,7 @@ class Payload:
                     written = at + rows.width * rows.times
                     self._pack_rows(rows, out[at:written])
 
-    def _pack_rows(self, rows: Rows, out: torch.Tensor) -> None:
+    def _pack_rows(self, rows: ByteRows, out: torch.Tensor) -> None:
         i = self.manifest.places.at(rows.start)
         entry = self.manifest.tensors[i]
         assert self.shards is not None, "columns are of DTensors"
@@ -349,7 +349,9 @@ class Payload:
             byte = entry.offset + first * itemsize
             for each in portion:
                 rows = each.rows
-                place = Rows((rows.start - first) * itemsize, rows.step * itemsize, rows.width * itemsize, rows.times)
+                place = ByteRows(
+                    (rows.start - first) * itemsize, rows.step * itemsize, rows.width * itemsize, rows.times
+                )
                 nbytes = place.width * place.times
                 if rank == 0:
                     source, step = shards.own_bytes(number, each)

@@ -25,7 +25,7 @@ import torch
 
 from trainer_bridge.transports.cut import Cut
 from trainer_bridge.transports.sections import Sections
-from trainer_bridge.transports.tensors import Rows, rows_within
+from trainer_bridge.transports.tensors import ByteRows, rows_within
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import Manifest
 
@@ -278,7 +278,7 @@ def _box(tensor: Any) -> Box | None:
 class Portion(NamedTuple):
     """Rows of elements of a tensor, or of what a cut keeps of it, and their place in the part of a rank."""
 
-    rows: Rows
+    rows: ByteRows
     place: int  # place of the first element
     step: int  # elements from each row to the next
 
@@ -302,7 +302,7 @@ def _portion(box: Box, shape: tuple[int, ...], cut: Cut | None, first: int, last
     for kept, held in layouts:
         lo, hi = max(first, kept.top * kept.row), min(last, (kept.top + kept.rows) * kept.row)
         if kept.width == kept.row and held.width == held.row:
-            rows = [Rows(lo, 0, hi - lo, 1)] if lo < hi else []
+            rows = [ByteRows(lo, 0, hi - lo, 1)] if lo < hi else []
         else:
             rows = list(rows_within(kept.row, kept.begin, kept.begin + kept.width, lo, hi))
         for each in rows:

@@ -21,7 +21,7 @@ def typed_view(stream: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     return stream[entry.offset : entry.end].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
-class Rows(NamedTuple):
+class ByteRows(NamedTuple):
     """`times` rows of `width` bytes, of which the first begins at byte `start` and each next one `step` bytes on."""
 
     start: int
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
 
 
-def rows_within(row: int, begin: int, end: int, lo: int, hi: int) -> Iterator[Rows]:
+def rows_within(row: int, begin: int, end: int, lo: int, hi: int) -> Iterator[ByteRows]:
     """Columns `begin` to `end` of a matrix with rows of `row` bytes: the part in its bytes `lo` to `hi`.
 
     A part of a row has a step of 0.
@@ -50,14 +50,14 @@ def rows_within(row: int, begin: int, end: int, lo: int, hi: int) -> Iterator[Ro
         parts += [(first - 1, lo % row, row)] if lo % row else []
         parts += [(last, 0, hi % row)] if hi % row else []
         if last > first:
-            yield Rows(first * row + begin, row, end - begin, last - first)
+            yield ByteRows(first * row + begin, row, end - begin, last - first)
     for index, at, until in parts:
         at, until = max(at, begin), min(until, end)
         if at < until:
-            yield Rows(index * row + at, 0, until - at, 1)
+            yield ByteRows(index * row + at, 0, until - at, 1)
 
 
-def copy_rows(rows: Rows, source: torch.Tensor, source_step: int, target: torch.Tensor) -> None:
+def copy_rows(rows: ByteRows, source: torch.Tensor, source_step: int, target: torch.Tensor) -> None:
     """Copy rows that begin with `source`, each `source_step` bytes on, to their places; `target` begins at byte 0."""
     to = target[rows.start :]
     if rows.times == 1:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat
-from trainer_bridge.transports.tensors import Rows, copy_rows, rows_within
+from trainer_bridge.transports.tensors import ByteRows, copy_rows, rows_within
 from trainer_bridge.wire.manifest import ALIGN_BYTES, Manifest
 
 MAX_RUNS = 1 << 22
@@ -50,7 +50,7 @@ class BucketPart:
     at: int
     end: int
     pieces: tuple[tuple[int, int, int], ...]  # first and past-the-last byte in the stream, place in the buffer
-    columns: tuple[tuple[Rows, int], ...] = ()  # rows of the stream, which follow each other from a place in the buffer
+    columns: tuple[tuple[ByteRows, int], ...] = ()  # rows of the stream, side by side from a place in the buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Runs:
 
     def _bucket_with_columns(self, start: int, end: int, first: int, last: int) -> Bucket:
         pieces: dict[int, list[tuple[int, int]]] = {}
-        columns: dict[int, list[Rows]] = {}
+        columns: dict[int, list[ByteRows]] = {}
         for run in range(first, last):
             begin, root = int(self.firsts_R[run]), int(self.roots_R[run])
             until = int(self.firsts_R[run + 1]) if run + 1 < len(self) else self._manifest.total_bytes
