@@ -253,9 +253,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         self._offered: tuple[str, dict[str, Any]] | None = None
         self._offer = 0  # number of the order to open it
         self._direct = False  # the ranks can read it
-        self._left: list[tuple[int, int, int]] = []  # buckets that others read: rank, order, bytes
-        self._pieces: deque[int] = deque()  # orders to read pieces that are not carried out yet
-        self._piece_bytes = 0  # bytes of pieces that only others read, not counted yet
+        self._left: deque[tuple[int | None, int]] = deque()  # orders to read, by rank; None: all ranks
 
     @property
     def dirty(self) -> bool:
@@ -283,8 +281,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         if not self._is_open():
             return False
         if self._reads_files:
-            self._drop_pieces_read()
-            return len(self._pieces) < _MOST_READS
+            return len(self._left) < _MOST_READS or self.unread() < _MOST_READS
         if self._direct and len(self._relays) > 1:
             return True  # what comes on the device is this rank's, and needs no relay
         while len(self._relays) > 1:
@@ -297,11 +294,6 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
     @property
     def _reads_files(self) -> bool:
         return self._direct and not self._begins
-
-    def _drop_pieces_read(self) -> None:
-        read = self._updates.pieces_read()
-        while self._pieces and self._pieces[0] <= read:
-            self._pieces.popleft()
 
     def _is_open(self) -> bool:
         """Whether pieces may come; if not, what is still to do for that is done or begun."""
@@ -321,35 +313,30 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
 
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
         if self._reads_files:
-            return self._leave_piece(index, start, end, check)
+            self._phase = _Phase.LANDED
+            self._left.append((None, self._updates.read_file(index, start, end - start, check)))
+            return self._taker.skips(start, end)
         rank = bisect.bisect_right(self._begins, start) - 1
         if not self._direct or rank == 0:
             return False
         self._phase = _Phase.LANDED
-        self._left.append((rank, self._updates.give("read", index, start, end - start, check), end - start))
+        self._left.append((rank, self._updates.give("read", index, start, end - start, check)))
         return True
 
-    def _leave_piece(self, index: int, start: int, end: int, check: int) -> bool:
-        self._phase = _Phase.LANDED
-        self._pieces.append(self._updates.read_file(index, start, end - start, check))
-        skips = self._taker.skips(start, end)
-        self._piece_bytes += end - start if skips else 0
-        return skips
-
-    def left_read(self) -> int | None:
-        """As `OfferTaker.left_read`; waits a moment before it returns None."""
-        if self._left or self._pieces:
+    def unread(self) -> int:
+        """As `OfferTaker.unread`. No event comes: other processes read."""
+        before = len(self._left)
+        while self._left and self._is_read(*self._left[0]):
+            self._left.popleft()
+        if before:
             self._updates.check()
             self._updates.check_alive()
-        self._drop_pieces_read()
-        if self._pieces or not all(self._updates.done(order, rank) for rank, order, _ in self._left):
+        if before and len(self._left) == before:
             time.sleep(_POLL_S)
-            return None
-        nbytes = self._piece_bytes + sum(nbytes for *_, nbytes in self._left)
-        self._left.clear()
-        self._piece_bytes = 0
-        self._updates.check()
-        return nbytes
+        return len(self._left)
+
+    def _is_read(self, rank: int | None, order: int) -> bool:
+        return self._updates.pieces_read() >= order if rank is None else self._updates.done(order, rank)
 
     def memory(self, start: int, end: int) -> np.ndarray:
         """As `Destination.memory`: memory of the relay, or of this rank alone if each rank reads for itself."""

@@ -65,8 +65,11 @@ class OfferTaker(ABC):
         """
 
     @abstractmethod
-    def left_read(self) -> int | None:
-        """The bytes of all that was left to other ranks, once it is read and verified; None before that."""
+    def unread(self) -> int:
+        """How many of the buckets and pieces for ranks to read, in the order in which they came, are not verified yet.
+
+        May wait a moment. Raises `RolloutError` for damage.
+        """
 
 
 #: Takes bytes (uint8) at a place of the stream. Returns the event after which they are read, or None if they are.
@@ -128,12 +131,9 @@ class IncomingUpdate:
         taker = self.destination
         return isinstance(taker, OfferTaker) and taker.leave_to_owner(index, start, end, check)
 
-    def others_read(self) -> bool:
-        """Whether all buckets that were left to their owners are read; then their bytes are counted."""
-        nbytes = self.destination.left_read() if isinstance(self.destination, OfferTaker) else 0
-        if nbytes:
-            self.note(nbytes)
-        return nbytes is not None
+    def unread(self) -> int:
+        """As `OfferTaker.unread`."""
+        return self.destination.unread() if isinstance(self.destination, OfferTaker) else 0
 
     def summary(self) -> dict[str, Any]:
         """The update as `status` reports it."""

@@ -264,21 +264,21 @@ class CudaIpcReceiver(SharedReceiver):
 
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Begin to copy a bucket to its place."""
-        start, end = incoming.manifest.bucket_span(index)
-        if incoming.leave_to_owner(index, start, end, check):
+        if self.leave(incoming, index, check):
             return False
+        start, end = incoming.manifest.bucket_span(index)
         data = self._slots[index % len(self._slots)][: end - start]
         self._taken.append((index, check, fingerprint(incoming.destination.put(start, data))))
         return False
 
-    def copied(self, incoming: IncomingUpdate) -> bool:
-        """Wait for the copies in progress; false while other ranks read. Raises `WeightsRejected` for damage."""
-        taken, self._taken = self._taken, []
-        for (index, check, _), found in zip(taken, _low_words([found for *_, found in taken]), strict=True):
+    def complete(self, incoming: IncomingUpdate, taken: Sequence[int]) -> int:
+        """As `SharedReceiver.complete`; waits for the copies of this rank. Raises `WeightsRejected` for damage."""
+        copied, self._taken = self._taken, []
+        for (index, check, _), found in zip(copied, _low_words([found for *_, found in copied]), strict=True):
             _check_bucket(index, found, check)
             start, end = incoming.manifest.bucket_span(index)
             incoming.note(end - start)
-        return super().copied(incoming)
+        return super().complete(incoming, taken)
 
 
 class OpenSlots:

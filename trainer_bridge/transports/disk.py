@@ -127,7 +127,7 @@ class DiskReceiver(TransportReceiver):
         """Verify that the files held every tensor."""
         if options:
             raise BadRequest("commit takes no options with transport disk", field="options")
-        if self._file is not None or self._todo or not incoming.others_read():
+        if self._file is not None or self._todo or incoming.unread():
             return False
         if self._entries:
             raise WeightsRejected(f"the files hold no {', '.join(list(self._entries)[:8])}; write every tensor")
@@ -188,6 +188,7 @@ class _OpenFile:
         left = incoming.leave_to_owner(self._note.place + at, start, end, self._note.checksums[self._at])
         if left:
             os.lseek(self._fd, end - start, os.SEEK_CUR)
+            incoming.note(end - start)
         return left
 
     def _verify(self, written: int) -> None:

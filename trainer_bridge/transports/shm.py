@@ -93,9 +93,9 @@ class ShmReceiver(SharedReceiver):
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Copy a bucket to its place. Raises `WeightsRejected` if it is damaged."""
         assert self._segment is not None
-        start, end = incoming.manifest.bucket_span(index)
-        if incoming.leave_to_owner(index, start, end, check):
+        if self.leave(incoming, index, check):
             return False
+        start, end = incoming.manifest.bucket_span(index)
         self._segment.copy(index, incoming.memory(start, end), check)
         incoming.arrived(start, end)
         return True

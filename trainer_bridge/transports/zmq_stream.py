@@ -172,11 +172,10 @@ class ZmqReceiver(TransportReceiver):
         if not self._unacknowledged:
             return False
         assert self._shared is not None and self._sender is not None
-        if not self._shared.copied(incoming):
-            return True
-        for index in self._unacknowledged:
+        done = self._shared.complete(incoming, self._unacknowledged)
+        for index in self._unacknowledged[:done]:
             self._socket.send(self._sender, ACK.pack(ACK_MAGIC, incoming.token, index))
-        self._unacknowledged = []
+        del self._unacknowledged[:done]
         return True
 
     def _take(self, incoming: IncomingUpdate, index: int, check: int, payload: memoryview | None) -> bool:
@@ -243,14 +242,26 @@ class SharedReceiver(TransportReceiver):
 
     def __init__(self, buckets: ZmqReceiver) -> None:
         self._buckets = buckets
+        self._left: deque[int] = deque()  # buckets that other ranks read, in the order in which they came
 
     @abstractmethod
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
-        """Copy one bucket; false if it is complete and verified only once `copied` is true."""
+        """Copy one bucket; false if `complete` says when it is copied and verified."""
 
-    def copied(self, incoming: IncomingUpdate) -> bool:
-        """Whether all buckets that were taken are copied and verified; may wait a moment."""
-        return incoming.others_read()
+    def leave(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
+        """Leave a bucket to the rank that keeps it, if that reads the publisher's memory."""
+        left = incoming.leave_to_owner(index, *incoming.manifest.bucket_span(index), check)
+        if left:
+            self._left.append(index)
+        return left
+
+    def complete(self, incoming: IncomingUpdate, taken: Sequence[int]) -> int:
+        """How many of the buckets that were taken, from the first one on, are copied and verified."""
+        unread = incoming.unread()
+        while len(self._left) > unread:
+            start, end = incoming.manifest.bucket_span(self._left.popleft())
+            incoming.note(end - start)
+        return taken.index(self._left[0]) if self._left else len(taken)
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
         return incoming is not None and self._buckets.advance(incoming)
@@ -259,6 +270,7 @@ class SharedReceiver(TransportReceiver):
         return self._buckets.finish(incoming, options)
 
     def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
+        self._left.clear()
         self._buckets.drop(incoming, error)
         self.close()
 

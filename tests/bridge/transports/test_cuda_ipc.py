@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -228,9 +228,9 @@ def test_buckets_are_acknowledged_once_they_have_settled_and_not_before() -> Non
             taken.append(index)
             return super().take(incoming, index, check)
 
-        def copied(self, incoming: IncomingUpdate) -> bool:
+        def complete(self, incoming: IncomingUpdate, indices: Sequence[int]) -> int:
             waits.append(len(taken))
-            return super().copied(incoming)
+            return super().complete(incoming, indices)
 
     with ByHand(receiver_type=Noted) as hand:
         checksums = hand.pack(range(3))

@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from rollout.weights import update_intake
+from rollout.weights.kept_memory import StagedMemory
+from rollout.weights.staging import WeightStaging
+from rollout.weights.update_memory import RankUpdateMemory
 from tests.support.bridge.fault_client import FaultServer, idle_s, run_fault
 from tests.support.bridge.file_memory import FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
@@ -19,7 +22,7 @@ from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.kernels.grids import checkered, nightly, squared
 from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.transports.base import OfferedMemory
+from trainer_bridge.transports.base import IncomingUpdate, OfferedMemory, OfferTaker
 from trainer_bridge.transports.cut import Cut
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.registry import TRANSPORTS
@@ -31,6 +34,7 @@ from trainer_bridge.transports.sections import (
     plan_sections,
     section_of,
 )
+from trainer_bridge.transports.zmq_stream import SharedReceiver
 from trainer_bridge.wire.errors import BadRequest, ConnectionLost, ProtocolError, WeightsRejected
 from trainer_bridge.wire.manifest import pack
 from trainer_bridge.wire.weight_messages import check_fields
@@ -203,6 +207,51 @@ def test_from_the_second_update_on_each_rank_gets_its_parts(
             assert report.nbytes == nbytes
             assert report.sent_nbytes == (nbytes if version == 1 else sections_bytes(worker, tensors))
             assert worker.serve(tensors)
+
+
+class Reading(RankUpdateMemory, OfferTaker):
+    """Leaves buckets with odd numbers to another rank, which has read the first `read` of them."""
+
+    left, read = 0, 0
+
+    def offer(self, transport: str, options: Any) -> None:
+        """No-op: this test tells what is read."""
+
+    def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
+        self.left += index % 2
+        return bool(index % 2)
+
+    def unread(self) -> int:
+        return self.left - self.read
+
+
+class Announced(SharedReceiver):
+    """Takes buckets that a test announces."""
+
+    name = "shm"
+
+    def begin(self, incoming: IncomingUpdate, options: Any) -> dict[str, Any]:
+        return {}
+
+    def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
+        return not self.leave(incoming, index, check)
+
+
+def test_a_bucket_is_acknowledged_though_a_later_one_is_not_read() -> None:
+    """The publisher packs the next bucket into its slot meanwhile: ranks and publisher do not work in lock step."""
+    staging = WeightStaging(StagedMemory(TinyModel().views))
+    manifest = Payload(tensors_of(1), 1, SMALL).manifest
+    memory = Reading(staging, manifest, staging)
+    incoming = IncomingUpdate(manifest, "shm", bytes(16), memory)
+    with Worker() as worker:
+        receiver, taken = Announced(worker.receiver.receivers["zmq"]), [0, 1, 2, 3, 4]  # type: ignore[arg-type]
+    assert [receiver.take(incoming, index, 0) for index in taken] == [True, False, True, False, True]
+    assert receiver.complete(incoming, taken) == 1, "the second one is not read"
+    memory.read = 1
+    assert receiver.complete(incoming, taken) == 3 and incoming.arrived_bytes == SMALL
+    assert receiver.complete(incoming, taken[3:]) == 0
+    memory.read = 2
+    assert receiver.complete(incoming, taken[3:]) == 2 and incoming.arrived_bytes == 2 * SMALL
 
 
 class Readers:
