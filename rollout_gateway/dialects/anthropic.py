@@ -20,9 +20,11 @@ from rollout_gateway.requests.chat_body import (
     ChatBuilder,
     ExtraFields,
     client_names,
+    content_parts,
     listed,
     named,
     not_offered,
+    text_part,
 )
 from rollout_gateway.requests.conversation import Conversation, begin, prompt_of
 from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
@@ -202,8 +204,10 @@ def _add_block(builder: ChatBuilder, role: str, block: dict[str, Any], field: st
                 raise bad_request(f"'{field}.input' is an object", f"{field}.input")
             builder.call(block["id"], block["name"], block["input"], field)
         case "user", "tool_result":
-            call_id = named(block, field, "tool_use_id")["tool_use_id"]
-            builder.result(call_id, _result(block.get("content"), f"{field}.content"), field, f"{field}.content")
+            call_id, name = named(block, field, "tool_use_id")["tool_use_id"], f"{field}.content"
+            given = [] if block.get("content") in (None, "") else block["content"]
+            parts = content_parts(given, name, {"text": text_part, "image": _image})
+            builder.result(call_id, [part for part, _ in parts], field, name)
         case _, "text":
             builder.text(role, named(block, field, "text")["text"], field)
         case "user", "image":
@@ -218,33 +222,9 @@ def _add_block(builder: ChatBuilder, role: str, block: dict[str, Any], field: st
 
 def _say(builder: ChatBuilder, role: str, content: Any, field: str) -> None:
     """Add a text, or a list of text blocks."""
-    if isinstance(content, str):
-        builder.text(role, content, field)
-        return
-    texts = []
-    for place, block in enumerate(listed(content, field)):
-        if named(block, f"{field}.{place}", "type", "text")["type"] != "text":
-            raise bad_request("use blocks of the type text here", f"{field}.{place}.type")
-        texts.append(block["text"])
+    texts = [part["text"] for part, _ in content_parts(content, field, {"text": text_part})]
     if texts:
         builder.text(role, "\n\n".join(texts), field)
-
-
-def _result(content: Any, field: str) -> list[dict[str, Any]]:
-    """The parts of a tool's result."""
-    if content is None or isinstance(content, str):
-        return [{"type": "text", "text": content}] if content else []
-    parts = []
-    for place, block in enumerate(listed(content, field)):
-        name = f"{field}.{place}"
-        match named(block, name, "type")["type"]:
-            case "text":
-                parts.append({"type": "text", "text": named(block, name, "text")["text"]})
-            case "image":
-                parts.append(_image(block, name))
-            case kind:
-                raise bad_request(f"a result has text and images, not {kind!r:.80}", f"{name}.type")
-    return parts
 
 
 def _image(block: dict[str, Any], field: str) -> dict[str, Any]:

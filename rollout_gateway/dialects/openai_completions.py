@@ -6,13 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from rollout_gateway.answers.answer_facts import (
-    choice_facts,
-    now,
-    prompt_facts,
-    prompt_ids,
-    usage,
-)
+from rollout_gateway.answers.answer_facts import choice_facts, now, prompt_facts, prompt_ids, usage
 from rollout_gateway.answers.logprobs import LogprobFormat, TextOffsets
 from rollout_gateway.answers.text_pieces import text_pieces, worker_decodes
 from rollout_gateway.answers.views import CompletionViews

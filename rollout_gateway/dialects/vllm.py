@@ -16,27 +16,14 @@ import numpy as np
 from pydantic import Field
 
 from rollout.config.gateway_settings import ExpertFormat
-from rollout_gateway.answers.answer_facts import (
-    choice_facts,
-    experts_of,
-    prompt_facts,
-    prompt_ids,
-    usage,
-)
+from rollout_gateway.answers.answer_facts import choice_facts, experts_of, prompt_facts, prompt_ids, usage
 from rollout_gateway.answers.logprobs import LogprobFormat
 from rollout_gateway.http.bodies import Body, Query, Truth
 from rollout_gateway.http.http_errors import bad_request
 from rollout_gateway.orders.worker_orders import PauseMode
 from rollout_gateway.prompts.chat_messages import Rendering, render_chat
 from rollout_gateway.prompts.kv_hints import ForkField
-from rollout_gateway.prompts.sampling import (
-    MAX_TOKEN_ID,
-    MAX_TOP,
-    MOST_IDS,
-    RequestFields,
-    SamplingBody,
-    TokenId,
-)
+from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, MAX_TOP, MOST_IDS, RequestFields, SamplingBody, TokenId
 from rollout_gateway.requests import admin
 from rollout_gateway.requests.call import Call, StreamedChunk, check_stream, fork_fields
 from rollout_gateway.requests.chat_body import Tool
@@ -75,11 +62,7 @@ def _nested(completion: Completion, start: int) -> list[Any]:
     return found
 
 
-_FORMS: dict[ExpertFormat, ShowExperts | None] = {
-    "off": None,
-    "npy": _npy,
-    "object": _described,
-}
+_FORMS: dict[ExpertFormat, ShowExperts | None] = {"off": None, "npy": _npy, "object": _described}
 
 
 _NO_TOKEN = -1  # fills rows of chosen tokens up

@@ -155,12 +155,7 @@ class ChatTurns:
         return prompt[place + len(header) :] if place >= 0 else ""
 
     def after(
-        self,
-        messages: list[Message],
-        place: int,
-        stop: str,
-        tools: Tools,
-        options: Mapping[str, Any],
+        self, messages: list[Message], place: int, stop: str, tools: Tools, options: Mapping[str, Any]
     ) -> str | None:
         """The text of a conversation after the answer at `place`, which the model ended with the token `stop`.
 

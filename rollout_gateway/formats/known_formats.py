@@ -56,10 +56,7 @@ _QWEN3_CODER = _calls(  # models leave out the first mark; a block may have seve
     close_pattern=r"</function>(?:\s*</tool_call>)?|</tool_call>",
     **_tagged_values(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
 )
-_DEEPSEEK = {
-    "close_pattern": r"\s*(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
-    "content": "json",
-}
+_DEEPSEEK = {"close_pattern": r"\s*(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?", "content": "json"}
 _HARMONY_TYPE = r"\s*(?:(?:<\|constrain\|>)?\s*\w{1,64})?\s*"  # a message's content type, such as `<|constrain|>json`
 _HARMONY_CALL = (
     r"(?:<\|start\|>assistant)?\s*"
@@ -94,11 +91,7 @@ TOOL_CALLS: Mapping[str, Template] = _bounded(
             content="json",
         ),
         # Mistral before: [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
-        "mistral_json": {
-            "open_pattern": r"\[TOOL_CALLS\]\s*(?=\[)",
-            "content": "json",
-            "transform": _WHOLE_CALL,
-        },
+        "mistral_json": {"open_pattern": r"\[TOOL_CALLS\]\s*(?=\[)", "content": "json", "transform": _WHOLE_CALL},
         # DeepSeek-V3, R1: a header with the kind and the name, the arguments in a code block
         "deepseek_v3": _calls(
             open_pattern=r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>\w+<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\s*",
@@ -183,16 +176,6 @@ REASONING: Mapping[str, Mapping[str, Template]] = MappingProxyType(
     }
 )
 
-#: The text behind which the answer of a thinking model begins: a constraint holds from there on.
-ANSWER_AFTER: Mapping[str, str] = MappingProxyType(
-    {
-        "think": "</think>",
-        "mistral": "[/THINK]",
-        "gpt_oss": "<|channel|>final<|message|>",
-        "gemma4": "<channel|>",
-    }
-)
-
 #: The texts with which a thought starts and ends: a budget for thoughts counts between them, and forces the second.
 THOUGHTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -201,6 +184,11 @@ THOUGHTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "gpt_oss": ("<|channel|>analysis<|message|>", "<|end|>"),
         "gemma4": ("<|channel>thought", "<channel|>"),
     }
+)
+
+#: The text behind which the answer of a thinking model begins: a constraint holds from there on.
+ANSWER_AFTER: Mapping[str, str] = MappingProxyType(
+    {name: end for name, (_, end) in THOUGHTS.items()} | {"gpt_oss": "<|channel|>final<|message|>"}
 )
 
 #: Names that vLLM has for these formats.

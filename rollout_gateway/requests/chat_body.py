@@ -6,7 +6,7 @@
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -272,6 +272,30 @@ def named(value: Any, field: str, *names: str) -> dict[str, Any]:
         if not isinstance(value.get(name), str):
             raise bad_request(f"'{field}.{name}' is a text", f"{field}.{name}")
     return value
+
+
+def text_part(part: dict[str, Any], field: str, name: str = "text") -> dict[str, Any]:
+    """OpenAI's part of a text, which the client's part has as `name`. Raises `HttpError`."""
+    return {"type": "text", "text": named(part, field, name)[name]}
+
+
+#: By the type of a part, what makes OpenAI's part of it and of its field.
+PartReaders = Mapping[str, Callable[[dict[str, Any], str], dict[str, Any]]]
+
+
+def content_parts(content: Any, field: str, readers: PartReaders) -> list[tuple[dict[str, Any], str]]:
+    """OpenAI's parts of a content, a text or a list, each with its field. Raises `HttpError`."""
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, field)]
+    found = []
+    for place, part in enumerate(listed(content, field)):
+        name = f"{field}.{place}"
+        kind = named(part, name, "type")["type"]
+        if kind not in readers:
+            known = ", ".join(readers)
+            raise bad_request(f"no part of the type {kind!r:.80} may stand here; use {known}", f"{name}.type")
+        found.append((readers[kind](part, name), name))
+    return found
 
 
 def not_offered(name: str, field: str) -> HttpError:

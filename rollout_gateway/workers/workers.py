@@ -26,7 +26,7 @@ from trainer_bridge.client.media import MediaItem, MediaPrompt
 from trainer_bridge.client.results import Chunk, GenerateResult
 from trainer_bridge.wire.errors import NotFound, RolloutError, Unavailable, with_endpoint
 
-_MOST = 16_384  # ids at workers that are known; a worker knows as many
+_MOST = 16_384  # most worker-side ids remembered; a worker remembers as many
 #: Prefixes that the gateway adds to a client's id of a request.
 PREFIXES = ("cmpl-", "chatcmpl-", "msg_", "resp_")
 

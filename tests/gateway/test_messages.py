@@ -183,7 +183,7 @@ def test_an_aborted_answer_may_go_on(client: httpx.Client, direct: RolloutClient
             "messages.1.content.0.source",
         ),
         ({"system": 5}, "system"),
-        ({"system": [{"type": "image"}]}, "system.0.text"),
+        ({"system": [{"type": "image"}]}, "system.0.type"),
         ({"tools": [5]}, "tools.0"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),

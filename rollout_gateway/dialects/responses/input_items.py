@@ -2,16 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from rollout_gateway.http.http_errors import Names, bad_request
 from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, OPENAI_ACCOUNTING, Int32, Number
-from rollout_gateway.requests.chat_body import ChatBody, ChatBuilder, ExtraFields, listed, named, not_offered
+from rollout_gateway.requests.chat_body import (
+    ChatBody,
+    ChatBuilder,
+    ExtraFields,
+    PartReaders,
+    content_parts,
+    listed,
+    named,
+    not_offered,
+    text_part,
+)
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_TEXTS = ("input_text", "output_text", "text")
 _INCLUDED = ("reasoning.encrypted_content",)  # reasoning is in answers as plain text
 #: What a chat's function has as its parameters that stands for a tool whose input is a text.
 _FREEFORM = {
@@ -208,7 +218,7 @@ def _add_item(builder: ChatBuilder, item: Any, field: str) -> None:
             role = named(item, field, "role")["role"]
             if role not in _ROLES:
                 raise bad_request("use user, assistant, system or developer", f"{field}.role")
-            for part, name in _parts(item.get("content"), f"{field}.content"):
+            for part, name in content_parts(item.get("content"), f"{field}.content", _PARTS):
                 if part["type"] == "text":
                     builder.text(_ROLES[role], part["text"], name)
                 else:
@@ -225,7 +235,7 @@ def _add_item(builder: ChatBuilder, item: Any, field: str) -> None:
             builder.call(given["call_id"], function, {text: given[text]} if text == "input" else given[text], field)
         case "function_call_output" | "custom_tool_call_output":
             call_id = named(item, field, "call_id")["call_id"]
-            parts = [part for part, _ in _parts(item.get("output"), f"{field}.output")]
+            parts = [part for part, _ in content_parts(item.get("output"), f"{field}.output", _PARTS)]
             builder.result(call_id, parts, field, f"{field}.output")
         case kind:
             raise bad_request(
@@ -235,34 +245,21 @@ def _add_item(builder: ChatBuilder, item: Any, field: str) -> None:
             )
 
 
-def _parts(content: Any, field: str) -> list[tuple[dict[str, Any], str]]:
-    """The parts of a content, each with its field."""
-    if isinstance(content, str):
-        return [({"type": "text", "text": content}, field)]
-    found = []
-    for place, part in enumerate(listed(content, field)):
-        name = f"{field}.{place}"
-        match named(part, name, "type")["type"]:
-            case kind if kind in _TEXTS:
-                shown: dict[str, Any] = {"type": "text", "text": named(part, name, "text")["text"]}
-            case "refusal":
-                shown = {"type": "text", "text": named(part, name, "refusal")["refusal"]}
-            case "input_image":
-                shown = {"type": "image_url", "image_url": {"url": named(part, name, "image_url")["image_url"]}}
-            case kind:
-                raise bad_request(
-                    f"this gateway takes no part of the type {kind!r:.80}; use input_text, output_text and input_image",
-                    f"{name}.type",
-                )
-        found.append((shown, name))
-    return found
+def _image(part: dict[str, Any], field: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": named(part, field, "image_url")["image_url"]}}
+
+
+_PARTS: PartReaders = {
+    **dict.fromkeys(("input_text", "output_text", "text"), text_part),
+    "refusal": partial(text_part, name="refusal"),
+    "input_image": _image,
+}
 
 
 def _reasoning_text(item: dict[str, Any], field: str) -> str:
     """The text of a reasoning item."""
-    texts = []
-    for place, part in enumerate(listed(item.get("content") or [], f"{field}.content")):
-        texts.append(named(part, f"{field}.content.{place}", "text")["text"])
+    parts = listed(item.get("content") or [], f"{field}.content")
+    texts = [named(part, f"{field}.content.{place}", "text")["text"] for place, part in enumerate(parts)]
     if not texts and item.get("encrypted_content"):
         raise bad_request("encrypted reasoning cannot be read here; remove the item", f"{field}.encrypted_content")
     return "".join(texts)

@@ -10,15 +10,7 @@ from pydantic import Field
 
 from rollout_gateway.http.bodies import Body
 from rollout_gateway.http.http_errors import bad_request
-from rollout_gateway.prompts.sampling import (
-    MAX_PROMPT_TOP,
-    MAX_TOKEN_ID,
-    MAX_TOP,
-    MOST_IDS,
-    Int32,
-    Number,
-    TokenId,
-)
+from rollout_gateway.prompts.sampling import MAX_PROMPT_TOP, MAX_TOKEN_ID, MAX_TOP, MOST_IDS, Int32, Number, TokenId
 
 _NONE = -1
 
