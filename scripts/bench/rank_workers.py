@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.rank_workers", description=__doc__)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--attention-split", choices=("heads", "rows", "context"), default="heads")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--new", type=int, default=256, help="tokens")
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = {"load_format": "random", "max_rows": max(args.rows), "max_context_tokens": args.prompt + args.new + 64}
         flags["device"] = args.device
         more = {"tensor_parallel": args.ranks, "wandb": False, "log_file": Path(folder, "worker.log")}
+        more["attention_split"] = args.attention_split
         began_s = time.monotonic()
         with start_worker(path, wait=False, **flags, **more) as worker:
             worker.wait_ready(_START_S)
@@ -49,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(results[-1], flush=True)
             with RolloutClient(worker.endpoint, timeout_s=120) as client:
                 for rows in args.rows:
-                    results.append({"what": "step", "rows": rows, "ms": _step_ms(client, args, rows)})
+                    found = {"what": "step", "split": args.attention_split, "rows": rows}
+                    results.append(found | {"ms": _step_ms(client, args, rows)})
                     print(results[-1], flush=True)
             if args.ranks > 1:
                 results.append({"what": "killed follower known", "s": _killed_s(args, worker)})

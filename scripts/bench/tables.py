@@ -488,6 +488,20 @@ def _several_gpus() -> list[Table]:
             "rank_workers_30b_a3b_tp4_h200",
             {"": "what", "rows": "rows", "s": "s", "ms": "ms"},
         ),
+        columns(
+            "2 GPUs, Qwen3-30B-A3B, attention split by heads and by rows",
+            "attention_split_30b_a3b_tp2_h200",
+            {
+                "rows x 1K": "rows",
+                "heads, ms": "heads_ms",
+                "rows, ms": "rows_ms",
+                "heads, prefill": "heads_tps",
+                "rows, prefill": "rows_tps",
+            },
+            note="Floors of heads: the first table of this model. Prefill: tokens a second, by a script of these steps "
+            "that timed prompts too. With rows each rank reads all of attention's weights. It is for latents and for "
+            "KV heads that are fewer than ranks.",
+        ),
         _soak("Soak of two ranks", "soak_tp2_h200"),
     ]
 

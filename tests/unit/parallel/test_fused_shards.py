@@ -55,6 +55,15 @@ def _load(folder: Path, dtype: str, group: TensorGroup | None = None, split: Any
     return load_model(ModelSettings(path=str(folder), dtype=dtype), CPU, group=group, split=split).model
 
 
+def _check_wanted(model: Decoder) -> None:
+    """The last layer of a prefill for wanted tokens alone."""
+    all_, last = (PagedRunner(model, rows=3, max_tokens=len(PROMPT), forward=FusedDecoder(model)) for _ in range(2))
+    pieces = {row: PROMPT[: 5 + row] for row in range(3)}
+    exact, found = all_.prefill(pieces), last.prefill(pieces, last_of=[0, 2])
+    for row in (0, 2):
+        assert (found[row][0] - exact[row][-1]).abs().max() < 1e-4
+
+
 def _by_kernels(group: TensorGroup, folder: Path, shared: Path | None, dtype: str, split: Any) -> torch.Tensor:
     model = _load(folder, dtype, group, split)
     if shared is not None:  # room for decode steps, in one form or the other; prefills are larger
@@ -62,6 +71,8 @@ def _by_kernels(group: TensorGroup, folder: Path, shared: Path | None, dtype: st
         group.peers = share_buffers(group, shared, 1, model.spec.hidden, beside=group.large_peers)
     try:
         found = _steps(model, FusedDecoder(model))
+        if split == "context" and FusedDecoder(model).takes_wanted:
+            _check_wanted(model)
         assert group.peers is None or (group.peers.fault.item() == 0 and group.peers.exchanges_M[0].item() > 0)
         return found
     finally:
