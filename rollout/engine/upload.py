@@ -151,6 +151,7 @@ class UploadStaging:
 
     def put(self, name: str, array: np.ndarray) -> None:
         """Append an int32, int64 or float32 array."""
+        assert name not in self.sections, f"the section {name} is put twice"
         flat = np.ascontiguousarray(array).reshape(-1).view(np.int32)
         start, words = self.used, len(flat)
         assert start + words <= len(self._array), "the scheduler plans no step that exceeds the staging buffer"

@@ -87,8 +87,8 @@ class Prefixes:
             found = Reusable(shared.pages[:full], shared.pages[full], len(tokens) - 1, keys=keys, place=shared.place)
             found.hit, found.oldest = "group", shared.oldest
             return found
-        if seq.scores_prompt:  # the lookup ends at the first token with scored logits
-            tokens = tokens[: seq.scores_after + 1]
+        if seq.due_from is not None:  # the lookup ends at the first token that has to be computed
+            tokens = tokens[: seq.due_from + 1]
         return self._find(seq, tokens, version) if len(tokens) > 1 else self._nothing(seq, version)
 
     def _nothing(self, seq: Sequence, version: int) -> Reusable:
@@ -199,11 +199,8 @@ class Prefixes:
     # --- age ----------------------------------------------------------------------------------------------------------
 
     def oldest_for(self, group: Group, version: int) -> int:
-        """The oldest weights version in KV that a group may use, besides its sequences' own.
-
-        All scores of a prompt are made by one version.
-        """
-        asked = 0 if group.prompt_due else group.request.max_kv_age
+        """The oldest weights version in KV that a group may use, besides its sequences' own."""
+        asked = group.request.max_kv_age if group.due_from is None else 0
         return version - (self.max_age if asked is None else min(asked, self.max_age))
 
     def of_use(self, seq: Sequence, version: int) -> bool:

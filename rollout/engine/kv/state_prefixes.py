@@ -135,11 +135,11 @@ class StatePrefixes(Prefixes):
     def _plan_snapshot(self, seq: Sequence) -> None:
         """Take a place for the snapshot before the last token of the prompt, if its prefill goes past that.
 
-        A prompt of which only the last tokens are scored has it before these: others may have the tokens before.
+        A prompt of which only the last tokens are due has it before these: others may have the tokens before.
         """
         kv, tokens = seq.kv, seq.prompt_len - 1
-        if seq.scores_prompt and not (seq.group.followers or seq.group.session):
-            tokens = seq.scores_after or tokens
+        if not (seq.group.followers or seq.group.session):
+            tokens = seq.due_from or tokens
         if kv.length >= tokens or not (self.cache or seq.group.followers or seq.group.session):
             return
         if place := self._take_place(bool(seq.group.followers)):

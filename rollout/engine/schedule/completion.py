@@ -2,16 +2,20 @@
 
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from rollout.engine.messages.requests import VersionRuns
-from rollout.engine.messages.to_service import Delta, DeltaFields, RequestDone
+from rollout.engine.messages.to_service import Delta, DeltaFields, PromptScoreFields, RequestDone
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit
+
+_Fields = TypeVar("_Fields", DeltaFields, PromptScoreFields)
 
 #: Error of a completion whose next token could not be drawn.
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): look at the weights of this version"
@@ -52,16 +56,19 @@ def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
         kv_versions=kv.found,
         version_span=versions[-1][0] - versions[0][0] if seq.finish and versions else 0,
         # Features note what they have sent, so nothing that may fail comes after this.
-        **_of_features(seq, features),
+        **_merged(features, lambda feature: feature.delta_fields(seq)),
     )
     drawn.flushed = end  # updated last: a fault before this loses no token
     return delta
 
 
-def _of_features(seq: Sequence, features: Seq[StepFeature]) -> DeltaFields:
-    fields: DeltaFields = {}
+def _merged(features: Seq[StepFeature], of_feature: Callable[[StepFeature], _Fields]) -> _Fields:
+    """The fields that features give."""
+    fields: _Fields = {}
     for feature in features:
-        fields.update(feature.delta_fields(seq))
+        given = of_feature(feature)
+        assert fields.keys().isdisjoint(given), f"{feature.name} gives a field that another feature has given"
+        fields.update(given)
     return fields
 
 
@@ -78,7 +85,7 @@ def last_runs(runs: list[list[int]], count: int) -> VersionRuns:
     return taken[::-1]
 
 
-def make_request_done(group: Group, now_s: float) -> RequestDone:
+def make_request_done(group: Group, now_s: float, features: Seq[StepFeature] = ()) -> RequestDone:
     """The closing event of a request, with its times."""
     admitted, first_token = min(group.admitted_s, now_s), min(group.first_token_s, now_s)
     return RequestDone(
@@ -90,7 +97,7 @@ def make_request_done(group: Group, now_s: float) -> RequestDone:
         prefill_s=first_token - admitted,
         decode_s=now_s - first_token,
         total_s=now_s - group.arrived_s,
-        **group.score_fields(),
+        **_merged(features, lambda feature: feature.done_fields(group)),
     )
 
 

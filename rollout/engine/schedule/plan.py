@@ -11,7 +11,7 @@ The two kinds of span differ in the source of their tokens: the device drew the 
 sends the tokens of a prompt (`Span.prompt`). A step whose spans all have one token takes the decode forward, whatever
 their source is. A prompt of which only the last token has no KV is planned as a decode row; the upload sets it up.
 
-A feature may put tokens into a row ahead of its draw (`TokensAhead`). While such a step is in flight, the position of
+A feature may put tokens into a row ahead of its draw (`VerifyPlan`). While such a step is in flight, the position of
 the row is not known, and `start` is the highest that it can be.
 
 A step of hundreds of rows loops over its spans four times at every token, so these loops are kept short.
@@ -34,12 +34,10 @@ class PromptPart:
     """The additional fields of a span of a prompt."""
 
     tokens: np.ndarray  # int32 [tokens in]
-    scored: int = 0  # tokens, after the first `unscored` ones, for which the next prompt token's log-prob is wanted
     copies: tuple[tuple[int, int], ...] = ()  # (source page, target page) to copy before anything is written
     saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) to which the row's state is saved first
     loads: tuple[tuple[int, int], ...] = ()  # (place of a snapshot, row) that is loaded first, after all saves
     decodes: bool = True  # the decode forward can compute these tokens
-    unscored: int = 0  # tokens at the start of the span that are not scored
 
 
 #: The `prompt` of a decode row, whose token the device drew last.
@@ -93,11 +91,6 @@ class Plan:
     draws: int  # tokens to draw
     opens: list[tuple[int, int]]  # (place of the span, page) where a span begins at the first position of a page
     saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) of rows that ended before this step
-    ahead: Seq[TokensAhead] = ()  # in the order of `spans`
-    #: The row of each token, where rows may have tokens ahead: these follow their row, each in a row of the row state.
-    #: Such a step has no `opens`, as its feature sends all pages. Empty: a token for each row.
-    token_rows: list[int] = field(default_factory=list)
-    note: object = None  # the note of the feature that made the plan
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:
@@ -109,23 +102,39 @@ class Plan:
         return len(self.spans)
 
     @property
+    def ahead(self) -> Seq[TokensAhead]:
+        """Tokens ahead of rows, in the order of `spans`."""
+        return ()
+
+    @property
+    def token_rows(self) -> list[int]:
+        """The row of the row state for each token of a decode."""
+        return [span.seq.row for span in self.spans]
+
+    @property
     def sampled(self) -> list[Sequence]:
         """The sequence of each token drawn, in the order of the output."""
-        if self.ahead:
-            return [span.seq for span in self.spans for _ in range(span.draws)]
-        return [span.seq for span in self.spans if span.draws]
+        return [span.seq for span in self.spans for _ in range(span.draws)]
 
     @property
     def decodes(self) -> bool:
         """True if a token is drawn after every token that goes in, and the decode forward can compute all of them."""
-        if self.tokens != self.draws or not (self.draws == len(self.spans) or self.ahead):
-            return False
-        return self.kind == "decode" or all(span.prompt.decodes for span in self.spans)
+        if self.kind == "decode":
+            return True
+        return self.tokens == self.draws == len(self.spans) and all(span.prompt.decodes for span in self.spans)
 
     @property
     def draws_later(self) -> bool:
         """True if the draw waits for the masks of constrained rows."""
         return bool(self.needs & RowNeeds.CONSTRAIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyPlan(Plan):
+    """A step of decode rows that a feature plans. It has no `opens`, as the feature sends all pages."""
+
+    ahead: Seq[TokensAhead] = field()
+    token_rows: list[int] = field()  # tokens ahead follow their row, each in a row of the row state
 
 
 def make_plan(

@@ -179,7 +179,7 @@ class Roster:
         group.complete += finish.complete
         self.feed.ended(seq)
         if group.unfinished == 0:
-            self.events.append(make_request_done(group, self.clock()))
+            self.events.append(make_request_done(group, self.clock(), self.features))
             del self.groups[group.key]
             self.feed.early.pop(group.key, None)
         self.settle(seq)
@@ -205,7 +205,7 @@ class Roster:
                     seq.finish = Finish("error", error=message)
                     events.append(make_delta(seq, self.features))
                     seq.finalized = True
-            events.append(make_request_done(group, now_s))
+            events.append(make_request_done(group, now_s, self.features))
         return events
 
     # --- rows --------------------------------------------------------------------------------------------------------

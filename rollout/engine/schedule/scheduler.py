@@ -74,7 +74,6 @@ class Scheduler:
             roster.events.append(rejected)
             return
         group.session = allocator.sessions.begin(request)
-        group.prompt_due = request.prompt_logprobs
         for index in range(request.n):
             self._arrivals += 1
             seq = Sequence(group, index, self._arrivals)
@@ -200,7 +199,7 @@ class Scheduler:
         roster.prefilling.remove(seq)
         insort(roster.decoding, seq, key=_pages_of)  # next to rows that share its first pages
         if seq is seq.group.leader:
-            seq.group.prompt_due = False
+            seq.group.due_from = None
             roster.feed.leader_launched(seq, roster.version)
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
@@ -373,16 +372,12 @@ def prompt_span(seq: Sequence, length: int, page_size: int) -> Span:
     """The next `length` tokens of a sequence that is being prefilled."""
     kv = seq.kv
     start, end = kv.length, kv.length + length
-    unscored = max(0, seq.scores_after - start)  # tokens before the first that is scored
-    scored = max(0, min(end, seq.prompt_len - 1) - start - unscored) if seq.scores_prompt else 0
     draws = int(end == len(kv.prefill_tokens) and seq.launched < seq.max_tokens)
     part = PromptPart(
         kv.prefill_tokens[start:end],
-        scored,
         copies=kv.copies_to(kv.pages[start // page_size]),
         saves=kv.saves_of(seq.row),
         loads=kv.loads_of(seq.row),
         decodes=seq.group.request.prompt.follows_row(start, end),
-        unscored=unscored,
     )
     return Span(seq, start, length, draws, part)

@@ -6,7 +6,7 @@ The stages of a step call these hooks of every feature that their worker has. Th
     request   enter; edition for each prefetch
     row       ready and admitted when a sequence gets one, left when it gives it back
     prompts   fit for each prompt
-    step      pack, launched, commit, committed; delta_fields for each delta
+    step      pack, launched, commit, committed; delta_fields for each delta, done_fields for each request
     loop      tick
     between   weights_changed, memory_leaves
 
@@ -21,7 +21,7 @@ from typing import ClassVar, TypeVar
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages.statuses import StatusFields
 from rollout.engine.messages.to_engine import Prefetch
-from rollout.engine.messages.to_service import DeltaFields, Rejected
+from rollout.engine.messages.to_service import DeltaFields, PromptScoreFields, Rejected
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.step_output import StepOutput
@@ -105,6 +105,10 @@ class StepFeature:
 
         `seq.finish` is set for the last delta of a sequence.
         """
+        return {}
+
+    def done_fields(self, group: Group) -> PromptScoreFields:
+        """Called for each `RequestDone`: return the feature's fields of it, and forget the group."""
         return {}
 
     # --- between the steps --------------------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ import numpy as np
 
 from rollout.constraints.matcher import NEVER, FreePart, Matcher
 from rollout.engine.messages.requests import NOTHING_BEFORE, Request, RequestKey
-from rollout.engine.messages.to_service import Finish, PromptScoreFields
-from rollout.engine.sequence.drawn_tokens import DrawnTokens, PromptScoreRows
+from rollout.engine.messages.to_service import Finish
+from rollout.engine.sequence.drawn_tokens import DrawnTokens
 from rollout.engine.sequence.repetition import repetition_of
 from rollout.engine.sequence.row_needs import RowNeeds, needs_of
 from rollout.engine.sequence.sequence_kv import KeptSession, PrefixKeys, SequenceKV
@@ -99,8 +99,9 @@ class Group:
     preemptions: int = 0
     admitted_s: float = math.inf  # infinite before the admission
     first_token_s: float = math.inf  # infinite before the first token
-    prompt_due: bool = False  # the leader has to compute the scores of the prompt
-    prompt_scores: PromptScoreRows | None = None  # None before the first scores
+    #: The leader must compute the prompt's tokens from this one on, all under one weights version: a feature reads the
+    #: hidden states. None: no feature does, or they are launched.
+    due_from: int | None = None
     needs: RowNeeds = field(init=False)  # what its rows need of a step
     stop_ids: frozenset[int] = field(init=False)
 
@@ -110,12 +111,6 @@ class Group:
     @property
     def key(self) -> RequestKey:
         return self.request.key
-
-    def score_fields(self) -> PromptScoreFields:
-        """The scores of its prompt as fields of an event, if the request asks for them."""
-        if not self.request.prompt_logprobs:
-            return {}
-        return (self.prompt_scores or PromptScoreRows.unknown(self.request)).event_fields()
 
     @property
     def waits_for_turn(self) -> bool:
@@ -231,14 +226,9 @@ class Sequence:
         return self.queued.computed + len(self.tokens) - self.drawn.known
 
     @property
-    def scores_prompt(self) -> bool:
-        """True while its prefill is to compute the log-probs of its group's prompt."""
-        return self.group.prompt_due and self.group.leader is self
-
-    @property
-    def scores_after(self) -> int:
-        """Prompt tokens before the first one whose logits are scored; their KV may come from a cache."""
-        return max(self.group.request.scored_from - 1, 0)
+    def due_from(self) -> int | None:
+        """As `Group.due_from`, of a leader; None for the others, which may reuse all KV."""
+        return self.group.due_from if self.group.leader is self else None
 
     @property
     def consumed(self) -> int:

@@ -111,10 +111,11 @@ class DeviceFeature(Generic[Output]):
     """
 
     name: ClassVar[str]
-    #: The most int32 words that its sections have for a token of any prompt, and for one of a prompt that is scored.
+    #: The most int32 words that its sections have for a token of any prompt, and more for one that is due.
     token_words: ClassVar[int] = 0
-    scored_words: ClassVar[int] = 0
+    due_words: ClassVar[int] = 0
 
+    batch_fields: ClassVar[frozenset[str]] = frozenset()  # its `BatchFields`, which no other feature of a worker gives
     changes_forward: ClassVar[RowNeeds] = RowNeeds.NONE  # rows with this take decode forwards that are captured apart
     #: Only one feature of a worker may set this: the kernel that sets up rows of tokens ahead copies one column.
     row_column: ClassVar[bool] = False  # it has a column of the row state, set up from the section `init_NAME`

@@ -81,6 +81,7 @@ class DeviceStep:
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
         self.features = features
+        _check_fields(features)
         #: The features of forwards that are captured apart, and their bits together.
         self.kinds = (RowNeeds.NONE, *(feature.changes_forward for feature in features if feature.changes_forward))
         self.changes = functools.reduce(lambda bits, kind: bits | kind.value, self.kinds, 0)
@@ -187,7 +188,9 @@ class DeviceStep:
     def _fields(self, of_feature: Callable[[DeviceFeature], BatchFields]) -> BatchFields:
         fields: BatchFields = {}
         for feature in self.features:
-            fields.update(of_feature(feature))
+            given = of_feature(feature)
+            assert feature.batch_fields.issuperset(given), f"{feature.name} gives a field that it does not declare"
+            fields.update(given)
         return fields
 
     def prefill(self, step: StepInput, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -232,3 +235,13 @@ class DeviceStep:
         source_N, target_N = self.kv.local_pages(copies_N2).unbind(1)
         for cache in self.kv.tensors:
             cache.index_copy_(0, target_N, cache.index_select(0, source_N))
+
+
+def _check_fields(features: Seq[DeviceFeature]) -> None:
+    """Raise ValueError if two features give the same field of a batch: the forward would see only the last one."""
+    givers: dict[str, str] = {}
+    for feature in features:
+        for field in sorted(feature.batch_fields):
+            if field in givers:
+                raise ValueError(f"the features {givers[field]!r} and {feature.name!r} both give {field!r} of a batch")
+            givers[field] = feature.name

@@ -91,8 +91,7 @@ class Packer:
         )
 
     def _put_decode(self, plan: Plan, size: int, staging: UploadStaging) -> None:
-        rows = plan.token_rows or [span.seq.row for span in plan.spans]
-        put_decode(staging, rows, plan.opens, size)
+        put_decode(staging, plan.token_rows, plan.opens, size)
         self.shared.put(plan, size, staging)
         if plan.ahead and self._states:
             put_behind(staging, [draws - 1 for _, _, _, draws, _ in plan.spans], size)
@@ -209,8 +208,8 @@ def spare_words(max_rows: int, of_features: int = 0) -> int:
 
 def upload_words(seq: Sequence, length: int, features: Seq[DeviceFeature] = ()) -> int:
     """Upper bound on the int32 words that the next `length` tokens of a prompt add to an upload."""
-    scored = seq.scores_prompt
-    of_features = sum(feature.token_words + feature.scored_words * scored for feature in features)
+    due = seq.due_from is not None
+    of_features = sum(feature.token_words + feature.due_words * due for feature in features)
     words = (_TOKEN_WORDS + of_features) * length + _SPAN_WORDS
     if not seq.row_ready:
         kv = seq.kv
@@ -220,7 +219,7 @@ def upload_words(seq: Sequence, length: int, features: Seq[DeviceFeature] = ()) 
 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, features: Seq[DeviceFeature]) -> int:
     """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
-    token_words = sum(feature.token_words + feature.scored_words for feature in features)
+    token_words = sum(feature.token_words + feature.due_words for feature in features)
     setup = _setup_words(max_pages, max_context, _SETUP_FEATURES)
     largest = (_TOKEN_WORDS + token_words) * chunk_tokens + _SPAN_WORDS + setup
     spare = spare_words(max_rows, sum(feature.spare_words for feature in features))

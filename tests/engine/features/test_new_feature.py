@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from rollout.engine.build import rebuild_engine
+from rollout.engine.device.streams import DeviceError
 from rollout.engine.features.all import FEATURES
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.step_feature import StepFeature, find_feature
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.step.device_feature import DeviceFeature, Drawn, HostParts, Replays, Site
+from rollout.engine.step.device_feature import BatchFields, DeviceFeature, Drawn, HostParts, Replays, Site
 from rollout.engine.step.row_state import LENGTH, RowState
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, StepInput, UploadStaging
@@ -72,6 +73,7 @@ class MarginTaker(DeviceFeature[torch.Tensor]):
 
     name = "margins"
     token_words = 2
+    given: BatchFields = {}
 
     def __init__(self) -> None:
         self.ended: Counter[int] = Counter()  # steps by the tokens that they drew
@@ -85,6 +87,9 @@ class MarginTaker(DeviceFeature[torch.Tensor]):
     ) -> None:
         assert (rows.ints[step["rows"][: step.header.rows], LENGTH] > 0).all()
         self.ended[step.header.draws] += 1
+
+    def prefill_fields(self, rows: RowState, step: StepInput, output: torch.Tensor) -> BatchFields:
+        return self.given
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> Margins:
         return Margins(before.total if isinstance(before, Margins) else 0)
@@ -140,3 +145,40 @@ def test_its_totals_go_on_after_a_fault(model: Any, prompt_of: Any) -> None:
     assert after is not before and after.total == before.total > 0
     bench.complete("b", prompt_of(10), 5)
     assert after.total == before.total + 5
+
+
+class Claimant(MarginTaker):
+    """Gives a field of a batch that a feature of the engine gives."""
+
+    batch_fields = frozenset({"adapters"})
+
+
+def test_two_features_that_give_the_same_field_of_a_batch_are_an_error_at_start(model: Any) -> None:
+    features = [*FEATURES, Claimant.make]
+    Bench(model, features=features)  # without adapters nobody else gives it
+    with pytest.raises(ValueError, match="'adapters' and 'margins' both give 'adapters'"):
+        Bench(model, features=features, adapter_slots=1, adapter_rank=8)
+
+
+class Undeclared(MarginTaker):
+    """Gives a field of a batch that it does not declare."""
+
+    given: BatchFields = {"own_chunks": (0,)}
+
+
+def test_a_field_of_a_batch_that_is_not_declared_is_an_error(model: Any, prompt_of: Any) -> None:
+    bench = Bench(model, features=[*FEATURES, Undeclared.make])
+    bench.submit("a", prompt_of(10), 4)
+    with pytest.raises(DeviceError, match="margins"):
+        bench.ticks(3)
+    bench.close(check=False)
+
+
+def test_two_features_that_give_the_same_field_of_a_delta_are_an_error(model: Any, prompt_of: Any) -> None:
+    bench = Bench(model, features=[*FEATURES, MarginTaker.make])
+    margins = find_feature(bench.engine.roster.features, Margins)
+    margins.delta_fields = lambda seq: {"top_ids": np.zeros(0, np.int32)}
+    bench.submit("tops", prompt_of(10), 2, top_logprobs=1)
+    with pytest.raises(AssertionError, match="margins"):
+        bench.run()
+    bench.close(check=False)

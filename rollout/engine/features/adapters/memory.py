@@ -29,6 +29,7 @@ class AdapterMemory(DeviceFeature[None]):
     """The slots of a worker, for batches of `rows`, for adapters of `registry`."""
 
     name = NAME
+    batch_fields = frozenset({"adapters"})
     changes_forward = RowNeeds.VARIANT
     row_column = True
     own_stream = True  # copies adapters to slots that no row uses

@@ -30,6 +30,7 @@ class DealtRows(DeviceFeature[None]):
     """Tells the forwards of rank `rank` which chunks are its own."""
 
     name = _NAME
+    batch_fields = frozenset({"own_chunks"})
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

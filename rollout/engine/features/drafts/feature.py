@@ -20,7 +20,7 @@ The part on the device is `verifier.DraftVerifier`. Sections:
 
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from rollout.engine.features.drafts.drafter import NAME, DraftAfter
 from rollout.engine.features.drafts.planner import DraftPlanner, DraftVersions
 from rollout.engine.features.drafts.row_drafts import Drafts
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.schedule.plan import Plan, Span
+from rollout.engine.schedule.plan import Plan, Span, VerifyPlan
 from rollout.engine.schedule.step_feature import AheadPlanner
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
@@ -37,13 +37,13 @@ from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import UploadStaging
 
 
-class DraftNote(NamedTuple):
-    """The part of a plan that only this feature reads."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan(VerifyPlan):
+    """A verify step, with what only this feature reads."""
 
+    ahead: Seq[Drafts]  # all paths have one length
     after: DraftAfter
-    #: (row, column of its page table, page) of a verify step.
-    pages: Seq[tuple[int, int, int]] = ()
-    drafts: Seq[Drafts] = ()  # all paths have one length
+    pages: Seq[tuple[int, int, int]]  # (row, column of its page table, page)
 
 
 class DraftsFeature(AheadPlanner):
@@ -110,33 +110,24 @@ class DraftsFeature(AheadPlanner):
             pages += [(seq.row, i, kv.pages[i]) for i in range(first // page_size, (told - 1) // page_size + 1)]
             needs |= seq.need_bits
             longest = max(longest, end)
-        return Plan(
-            spans,
-            version,
-            RowNeeds(needs),
-            longest,
-            len(rows),
-            len(rows),
-            [],
-            allocator.prefixes.take_saves(),
-            drafts,
-            rows,
-            DraftNote(after, pages, drafts),
-        )
+        saves, tokens = allocator.prefixes.take_saves(), len(rows)
+        needed = RowNeeds(needs), longest, tokens, tokens
+        return DraftPlan(spans, version, *needed, [], saves, ahead=drafts, token_rows=rows, after=after, pages=pages)
 
     # --- upload -------------------------------------------------------------------------------------------------------
 
     def pack(self, plan: Plan, staging: UploadStaging) -> None:
         """Put pages and drafts of a verify step, and what the drafter on the device needs."""
-        after, pages, drafts = self._note(plan)
+        after = self._after(plan)
         if after is not DraftAfter.NOTHING:
             staging.facts[NAME] = [str(after)]
             if not plan.decodes:
                 staging.put("next_tokens", np.fromiter(_next_tokens(plan), dtype=np.int64))
-        if pages:
-            staging.put("pages", np.array(pages, dtype=np.int32))
-        if drafts:
-            _put_drafts(drafts, plan.token_rows, staging)
+        if not isinstance(plan, DraftPlan):
+            return
+        staging.put("pages", np.array(plan.pages, dtype=np.int32))
+        if plan.ahead:
+            _put_drafts(plan.ahead, plan.token_rows, staging)
             if after is DraftAfter.DRAFT:
                 places = np.cumsum([0, *(span.draws for span in plan.spans[:-1])])
                 bases = zip([span.seq.row for span in plan.spans], places, strict=True)
@@ -146,27 +137,26 @@ class DraftsFeature(AheadPlanner):
 
     def launched(self, plan: Plan) -> None:
         """Drafts in flight count as accepted until their step is committed."""
-        note = self._note(plan)
-        for draft in note.drafts:
+        for draft in _drafts(plan):
             draft.seq.ahead += draft.length
             self.counts.drafted += draft.length
-        self.planner.launched(plan, note.after)
+        self.planner.launched(plan, self._after(plan))
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
-        self.counts.committed(plan, self._note(plan).drafts, output.accepted)
+        self.counts.committed(plan, _drafts(plan), output.accepted)
 
     def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
         """Take the drafts that the device made after the step, and correct the costs of steps."""
         if NAME in output.of_features:
             self.planner.arrived(plan, output.of(NAME, list))
         if plan.kind == "decode":
-            self.planner.ran(plan, self._note(plan).after, tokens, seconds, self.counts)
+            self.planner.ran(plan, self._after(plan), tokens, seconds, self.counts)
 
-    def _note(self, plan: Plan) -> DraftNote:
-        """The note of a plan that is made here; another step of prompts is followed by what the planner says now."""
-        if isinstance(plan.note, DraftNote):
-            return plan.note
-        return DraftNote(self.planner.after_prompts) if plan.kind == "prefill" else _NO_NOTE
+    def _after(self, plan: Plan) -> DraftAfter:
+        """The drafter's work after a step; after one of prompts it is what the planner says now."""
+        if isinstance(plan, DraftPlan):
+            return plan.after
+        return self.planner.after_prompts if plan.kind == "prefill" else DraftAfter.NOTHING
 
     def gauges(self) -> Mapping[str, float | None]:
         return self.counts.gauges()
@@ -177,7 +167,8 @@ class DraftsFeature(AheadPlanner):
             self.draft_version = version
 
 
-_NO_NOTE = DraftNote(DraftAfter.NOTHING)
+def _drafts(plan: Plan) -> Seq[Drafts]:
+    return plan.ahead if isinstance(plan, DraftPlan) else ()
 
 
 def _next_tokens(plan: Plan) -> Iterator[int]:

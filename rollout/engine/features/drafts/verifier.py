@@ -59,6 +59,7 @@ class DraftVerifier(AheadFeature[torch.Tensor]):
     """Drafts for the model of a worker with speculation."""
 
     name = NAME
+    batch_fields = frozenset({"taps"})
 
     def __init__(self, engine: EngineSettings, model: LanguageModel, measure: MeasureCosts) -> None:
         self._engine, self._model, self._measure = engine, model, measure

@@ -50,6 +50,7 @@ class ImageEncoder(DeviceFeature[None]):
     """
 
     name = "images"
+    batch_fields = frozenset({"images", "rope_positions"})
     token_words = TOKEN_WORDS
 
     def __init__(

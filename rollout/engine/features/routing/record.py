@@ -56,6 +56,7 @@ class RoutingRecord(DeviceFeature[StepExperts]):
     """Has the routers of every step write down their choice, in the form of `shape`."""
 
     name = "routing"
+    batch_fields = frozenset({"experts"})
 
     def __init__(self, shape: RoutingShape) -> None:
         self.shape = shape

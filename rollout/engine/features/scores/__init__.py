@@ -3,4 +3,5 @@
 feature    what scores add to uploads and commits
 taker      takes them from a step                      device
 buffers    the kernels' side, and the copies to the host
+prompt_rows    the scores of one prompt
 """

@@ -73,6 +73,14 @@ class ScoredPrompts:
     entropy_N: np.ndarray = field(default_factory=_nothing)  # float32, nats
 
 
+class ScoredSpan(NamedTuple):
+    """The part of a span of a prompt that is scored: tokens for which the next prompt token's log-prob is wanted."""
+
+    place: int  # place of the span in the step
+    first: int  # tokens of the span before the scored ones
+    scored: int
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
     """The scores of one step, on the host."""
@@ -82,6 +90,7 @@ class Scores:
     top_logprobs_CK: np.ndarray  # float32
     narrow: ScoredPrompts
     wide: ScoredPrompts
+    spans: tuple[ScoredSpan, ...]  # in the order in which their scores are in the lists
 
 
 class VocabularyPart:
@@ -279,11 +288,13 @@ class ScoreBuffers:
         self.narrow.copy(narrow)
         self.wide.copy(wide)
 
-    def read(self, places: tuple[int, ...], narrow: Scoring, wide: Scoring) -> Scores:
+    def read(
+        self, places: tuple[int, ...], narrow: Scoring, wide: Scoring, spans: tuple[ScoredSpan, ...] = ()
+    ) -> Scores:
         """A copy of the scores that have arrived; the next step overwrites the buffers."""
         tops_C2K = self._tops_host[: len(places)].numpy().copy()
         ids_CK, logprobs_CK = tops_C2K[:, 0], tops_C2K[:, 1].view(np.float32)
-        return Scores(places, ids_CK, logprobs_CK, self.narrow.read(narrow), self.wide.read(wide))
+        return Scores(places, ids_CK, logprobs_CK, self.narrow.read(narrow), self.wide.read(wide), spans)
 
 
 def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, vocab: VocabularyPart) -> torch.Tensor:

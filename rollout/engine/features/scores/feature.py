@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout.engine.features.scores.buffers import WIDE_WORDS, ScoredPrompts, Scores, Scoring
+from rollout.engine.features.scores.buffers import WIDE_WORDS, ScoredPrompts, ScoredSpan, Scores, Scoring
+from rollout.engine.features.scores.prompt_rows import PromptScoreRows
 from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, NO_CHOSEN, Request
-from rollout.engine.messages.to_service import DeltaFields
+from rollout.engine.messages.to_service import DeltaFields, PromptScoreFields
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.sequence.drawn_tokens import PromptScoreRows
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, UploadStaging
 
@@ -38,9 +38,10 @@ class AskedScores(NamedTuple):
     tops: tuple[int, ...] = ()  # the drawing rows that report their likeliest tokens
     narrow: Scoring = Scoring()
     wide: Scoring = Scoring()
+    spans: tuple[ScoredSpan, ...] = ()
 
     def to_facts(self) -> list[Any]:
-        return [list(self.tops), list(self.narrow), list(self.wide)]
+        return [list(self.tops), list(self.narrow), list(self.wide), [list(span) for span in self.spans]]
 
 
 _NOTHING = AskedScores()
@@ -50,8 +51,8 @@ def asked_scores(header: Header) -> AskedScores:
     """What a step scores."""
     if NAME not in header.facts:
         return _NOTHING
-    tops, narrow, wide = header.facts[NAME]
-    return AskedScores(tuple(tops), Scoring(*narrow), Scoring(*wide))
+    tops, narrow, wide, spans = header.facts[NAME]
+    return AskedScores(tuple(tops), Scoring(*narrow), Scoring(*wide), tuple(ScoredSpan(*span) for span in spans))
 
 
 def wide_words(request: Request) -> int:
@@ -73,10 +74,9 @@ class _List:
     tops: int = 0
     entropy: bool = False
 
-    def add(self, span: Span, begin: int) -> None:
-        """Add a span whose first token is token `begin` of the step."""
-        request, first = span.seq.group.request, span.prompt.unscored
-        scored, token = span.prompt.scored, span.start + first + 1
+    def add(self, span: Span, begin: int, first: int, scored: int) -> None:
+        """Add `scored` tokens of a span, after its `first` ones; the span begins at token `begin` of the step."""
+        request, token = span.seq.group.request, span.start + first + 1
         self.at.append(np.arange(begin + first, begin + first + scored))
         self.targets.append(request.prompt.token_ids[token : token + scored])
         self.chosen.append(_chosen(request, token, scored))
@@ -116,13 +116,19 @@ class ScoresFeature(StepFeature):
         self._exact = exact
         self.most_words = WIDE_WORDS
         self._wide, self._widest = 0, 0  # the step being planned: scored positions, most tokens at one
+        self.prompts: dict[Group, PromptScoreRows] = {}  # the known scores of prompts
+
+    def enter(self, group: Group) -> None:
+        """A prompt that is scored has to be computed, except for tokens before the first one with scored logits."""
+        if group.request.prompt_logprobs:
+            group.due_from = _first_scored(group.request)
 
     def fit(self, seq: Sequence, start: int, length: int, first: bool) -> int:
         """Take tokens up to the last position for which the wide list has room."""
         if first:
             self._wide = self._widest = 0
-        wide = wide_words(seq.group.request) if seq.scores_prompt else 0
-        unscored = max(0, seq.scores_after - start)  # tokens before the first that is scored
+        wide = 0 if seq.due_from is None else wide_words(seq.group.request)
+        unscored = 0 if seq.due_from is None else max(0, seq.due_from - start)  # tokens before the first that is scored
         if not wide or unscored >= length:
             return length
         widest = max(self._widest, MAX_PROMPT_TOKENS_SCORED if self._exact else wide)
@@ -141,15 +147,20 @@ class ScoresFeature(StepFeature):
             staging.facts[NAME] = asked.to_facts()
 
     def _put_prompts(self, plan: Plan, staging: UploadStaging) -> AskedScores:
-        narrow, wide, begin = _List(), _List(), 0
-        for span in plan.spans:
-            if span.prompt.scored:
-                (wide if wide_words(span.seq.group.request) else narrow).add(span, begin)
+        narrow, wide, begin, spans = _List(), _List(), 0, list[ScoredSpan]()
+        for place, span in enumerate(plan.spans):
+            if span.seq.due_from is not None:
+                first = max(0, span.seq.due_from - span.start)
+                count = min(span.start + span.tokens_in, span.seq.prompt_len - 1) - span.start - first
+                if count > 0:
+                    spans.append(ScoredSpan(place, first, count))
+                    (wide if wide_words(span.seq.group.request) else narrow).add(span, begin, first, count)
             begin += span.tokens_in
         wide_tops = self._wide_tops if self._exact else wide.tops
         return AskedScores(
             narrow=narrow.put(staging, "narrow", self.multiple, self._narrow_tops),
             wide=wide.put(staging, "wide", self.multiple, wide_tops),
+            spans=tuple(spans),
         )
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
@@ -159,27 +170,45 @@ class ScoresFeature(StepFeature):
         scores = output.of(NAME, Scores)
         _note_tops(plan, scores, output.accepted)
         taken = {False: 0, True: 0}
-        for seq, start, _, _, prompt in plan.spans if plan.kind == "prefill" else ():
-            if not prompt.scored:
+        for place, first, count in scores.spans:
+            seq, start, *_ = plan.spans[place]
+            group, request, token = seq.group, seq.group.request, start + first + 1
+            wide, row = wide_words(request) > 0, token - request.scored_from
+            found = slice(taken[wide], taken[wide] + count)
+            taken[wide] += count
+            if group.unfinished == 0:
                 continue
-            group, token = seq.group, start + prompt.unscored + 1
-            wide, row = wide_words(group.request) > 0, token - group.request.scored_from
-            if group.prompt_scores is None or token == seq.scores_after + 1:  # an earlier prefill had other weights
-                group.prompt_scores = PromptScoreRows.unknown(group.request, plan.version)
-            found = slice(taken[wide], taken[wide] + prompt.scored)
-            _note_prompt(
-                group.prompt_scores, slice(row, row + prompt.scored), scores.wide if wide else scores.narrow, found
-            )
-            taken[wide] += prompt.scored
+            if group not in self.prompts or token == _first_scored(request) + 1:  # an earlier prefill had other weights
+                self.prompts[group] = PromptScoreRows.unknown(request, plan.version)
+            _note_prompt(self.prompts[group], slice(row, row + count), scores.wide if wide else scores.narrow, found)
 
     def delta_fields(self, seq: Sequence) -> DeltaFields:
         """Add top tokens and, once, the scores of the prompt."""
         drawn, fields = seq.drawn, DeltaFields()
         if seq.index == 0 and drawn.flushed == drawn.known:
-            fields.update(seq.group.score_fields())
+            fields.update(self._prompt_fields(seq.group))
         if drawn.tops.k:
             fields["top_ids"], fields["top_logprobs"] = drawn.tops.between(drawn.flushed, len(drawn.tokens))
         return fields
+
+    def done_fields(self, group: Group) -> PromptScoreFields:
+        """The scores of the prompt."""
+        fields = self._prompt_fields(group)
+        self.prompts.pop(group, None)
+        return fields
+
+    def _prompt_fields(self, group: Group) -> PromptScoreFields:
+        if not group.request.prompt_logprobs:
+            return {}
+        return (self.prompts.get(group) or PromptScoreRows.unknown(group.request)).event_fields()
+
+    def check(self) -> None:
+        assert not self.prompts, "the scores of a prompt are left"
+
+
+def _first_scored(request: Request) -> int:
+    """The first token of a prompt whose logits are scored: they give the log-prob of the next one."""
+    return max(request.scored_from - 1, 0)
 
 
 def put_tops(staging: UploadStaging, places: Seq[int]) -> tuple[int, ...]:

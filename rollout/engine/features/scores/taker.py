@@ -44,7 +44,7 @@ class ScoreTaker(DeviceFeature[ScoreBuffers]):
     """
 
     name = NAME
-    scored_words = SCORED_WORDS
+    due_words = SCORED_WORDS
     #: Words for named tokens, for padding, and for the wide list of a rehearsal, where the narrow one has all tokens.
     spare_words = (
         WIDE_WORDS

@@ -9,6 +9,7 @@ from rollout_kernels.sampling import gumbel_noise
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.drafts import verify
 from rollout.engine.features.drafts.drafter import DraftAfter
+from rollout.engine.features.drafts.feature import DraftPlan
 from rollout.engine.features.drafts.model_drafter import DRAFT, READ
 from rollout.engine.inspect import Inspector
 from rollout.engine.sequence.row_needs import PLAIN
@@ -449,8 +450,9 @@ def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch
         submit_six(bench)
         bench.finish()
         assert_same(bench, six)
-        of_all = [plan.note for plan in plans if (plan.kind, plan.rows) == ("decode", 6)]
-        assert [note.after if note else DraftAfter.NOTHING for note in of_all].count(read) > 40
+        of_all = [plan for plan in plans if (plan.kind, plan.rows) == ("decode", 6)]
+        afters = [plan.after if isinstance(plan, DraftPlan) else DraftAfter.NOTHING for plan in of_all]
+        assert afters.count(read) > 40
 
 
 # --- everything at once ----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from rollout.constraints.matcher import ANYTHING, AllowList
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.routing.feature import RoutingFeature
+from rollout.engine.features.scores.feature import ScoresFeature
 from rollout.engine.kv.pool import DUMP_PAGE
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import EndSession
@@ -239,10 +240,11 @@ def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
     bench.ticks(12)
     roster = bench.engine.roster
     (seq,) = roster.decoding
-    known, seq.group.prompt_scores = seq.group.prompt_scores, Full()
+    prompts = find_feature(roster.features, ScoresFeature).prompts
+    known, prompts[seq.group] = prompts[seq.group], Full()
     with pytest.raises(MemoryError):
         make_delta(seq, roster.features)
-    seq.group.prompt_scores = known
+    prompts[seq.group] = known
     bench.emit(roster.rescue("a fault"))
     assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
     bench.close(check=False)

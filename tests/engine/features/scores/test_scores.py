@@ -185,7 +185,7 @@ def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, pro
     bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_tops=3)
     bench.ticks(4)
     (seq,) = bench.engine.roster.prefilling
-    assert 0 < seq.kv.length < 60 and seq.scores_prompt
+    assert 0 < seq.kv.length < 60 and seq.due_from == 0
     bench.engine.roster.preempt(seq)
     bench.run()
     check_prompt(bench.completions["a", 0].prompt_logprobs, prompt, hf_models[0])
@@ -234,10 +234,10 @@ def test_pages_of_a_scored_prompt_are_found_by_others(model, prompt_of):
 def test_a_group_scores_its_prompt_once(model, prompt_of, hf_models):
     bench = Bench(model, max_rows=3, prefill_chunk_tokens=10)
     prompt, scored = prompt_of(33), []
-    launched = bench.engine.scheduler.launched
-    bench.engine.scheduler.launched = lambda plan: (
-        scored.extend(span.prompt.scored for span in plan.spans if span.prompt is not None),
-        launched(plan),
+    execute = bench.engine.executor.execute
+    bench.engine.executor.execute = lambda upload, slot: (
+        scored.extend(span.scored for span in asked_scores(upload.header).spans),
+        execute(upload, slot),
     )
     bench.complete("g", prompt, 14, n=5, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
     assert sum(scored) == 32
