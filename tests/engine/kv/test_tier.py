@@ -275,6 +275,36 @@ def test_a_sequence_may_fetch_its_prompt_after_each_row_that_it_loses(model, pro
     assert bench.tokens("back") == greedy(prompt, 30)
 
 
+def test_a_prompt_that_loses_its_fetched_pages_again_and_again_before_it_gets_a_row_is_computed(
+    model, prompt_of, greedy
+):
+    may_copy = threading.Event()
+    device = LateDevice({"kv_in": lambda: (may_copy.wait(), 0.0)[1]})
+    bench = offloading(model, 200, 20, device, max_rows=1)
+    tier, roster, prompt = tier_of(bench), bench.engine.roster, prompt_of(50, 1)
+    pushed_out(bench, prompt_of, prompt)
+    bench.submit("back", prompt, 8)
+    fetches = 0
+    for i in range(10):
+        bench.engine.tick()
+        if roster.groups["c", "back"].sequences[0].state is not SequenceState.WAITING:
+            break
+        fetches += 1
+        assert tier.fetches.busy
+        bench.submit(f"row {i}", prompt_of(5, 10 + i), 30)  # takes the row while the fetch is under way
+        bench.tick_until(lambda: roster.decoding)
+        may_copy.set()
+        bench.tick_while(lambda: tier.fetches.busy)
+        may_copy.clear()
+        roster.allocator.empty_pool()
+        bench.engine.inbox.put(Cancel(("c", f"row {i}")))
+        bench.tick_while(lambda: roster.decoding or roster.ending)
+    may_copy.set()
+    bench.run()
+    assert fetches == 3 and tier.host.counts.fetched == 3 * 13
+    assert bench.done["back"].cached_tokens == 0 and bench.tokens("back") == greedy(prompt, 8)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_the_host_keeps_outlives_a_sleep_that_keeps_the_weights(model, folders, prompt_of, level):
     page_bytes = 1536
