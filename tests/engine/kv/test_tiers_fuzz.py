@@ -5,6 +5,8 @@ sessions, some with an adapter or a constraint. Meanwhile pages and states are e
 and fetched; rows are preempted and draft; the engine sleeps, pauses, gets updates, and is rebuilt after a fault or told
 to cancel, after which requests are resumed. Updates bring the weights that are there, so each request has one answer:
 that of an engine that has room, starts anew with it, and keeps nothing.
+
+A history is a list of token ids. A negative number is a picture, -1 the first of `PICTURES`: no cut goes through it.
 """
 
 import random
@@ -30,13 +32,16 @@ from tests.support.engine.constraints import SIZE, Cycle, X, Y
 from tests.support.engine.conversation import LEASE_S
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load
+from tests.support.engine.images import encoded, encoder_of, engine_prompt
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.streams import LateDevice
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
 from tests.support.models.hybrids import make_hybrid
+from tests.support.models.images import IMAGE, ImagePrompt, make_model, picture
 
 ADAPTERS, RANK, AGENTS = 2, 4, 7
+PICTURES = [picture(2, 2 + 2 * (i % 3), i) for i in range(5)]  # of one to three tokens
 LATE = ("h2d", "compute", "d2h", "kv_out", "kv_in", "state_out", "state_in")
 
 
@@ -58,7 +63,14 @@ class Turn:
         """Ask for all of it."""
         self.parts = [[self.name] for _ in range(self.n)]
         sampling = {"temperature": 1.0, "seed": self.seed}
-        bench.submit(self.name, self.prompt, self.length, n=self.n, **self._fields(bench, sampling, 0), **self.session)
+        bench.submit(
+            self.name,
+            seen(bench, self.prompt),
+            self.length,
+            n=self.n,
+            **self._fields(bench, sampling, 0),
+            **self.session,
+        )
 
     def resume(self, bench: Bench) -> None:
         """Ask for what is missing."""
@@ -68,7 +80,8 @@ class Turn:
                 continue
             parts.append(f"{self.name} {index} part {len(parts)}")
             fields = self._fields(bench, {"temperature": 1.0, "seed": last.seed}, len(had))
-            bench.submit(parts[-1], self.prompt, self.length, prior=Prior(np.array(had, np.int32)), **fields)
+            prior = Prior(np.array(had, np.int32))
+            bench.submit(parts[-1], seen(bench, self.prompt), self.length, prior=prior, **fields)
 
     def tokens(self, bench: Bench, index: int = 0) -> list[int]:
         return [token for part in self._parts(bench, index) for token in part.token_ids]
@@ -94,6 +107,20 @@ class Turn:
         return [bench.completions[first, index], *(bench.completions[name, 0] for name in more)]
 
 
+def seen(bench: Bench, history: list[int]) -> Prompt:
+    """The prompt of a history."""
+    shown = ImagePrompt()
+    for each in history:
+        if each < 0:
+            shown.places.append((len(shown.ids), PICTURES[-1 - each]))
+            shown.ids += [IMAGE] * shown.length(-1)
+        else:
+            shown.ids.append(each)
+    if not shown.places:
+        return Prompt.of_tokens(np.array(shown.ids, np.int32))
+    return engine_prompt(shown, encoder_of(bench).spec)
+
+
 @dataclass
 class Kept:
     """The weights of the start, for updates."""
@@ -107,9 +134,9 @@ class Kept:
 class Play:
     """One engine, its agents, and what happens to them."""
 
-    def __init__(self, folder: Path, disk: Path, rng: random.Random) -> None:
-        self.rng, self.folder = rng, folder
-        model = load(folder)
+    def __init__(self, folder: Path, disk: Path, rng: random.Random, images: bool) -> None:
+        self.rng, self.folder, self.images = rng, folder, images
+        model = load(folder, images=images)
         self.vocab, self.weights = model.spec.vocab, self._copy(model)
         self.bench = Sleeping(model, self._device(), Mailbox(), **self._settings(model, disk))
         self.turns: list[Turn] = []
@@ -149,8 +176,12 @@ class Play:
         }
 
     def some(self, count: int) -> list[int]:
-        """Tokens that nobody has said."""
-        return [self.rng.randrange(self.vocab) for _ in range(count)]
+        """Tokens that nobody has said, and pictures."""
+        rng = self.rng
+        return [
+            -1 - rng.randrange(len(PICTURES)) if self.images and rng.random() < 0.1 else rng.randrange(self.vocab)
+            for _ in range(count)
+        ]
 
     def round(self) -> None:
         """A turn of each agent; at its end the books agree."""
@@ -220,7 +251,7 @@ class Play:
             case "end":
                 bench.engine.inbox.put(EndSession("c", f"s{rng.randrange(AGENTS)}"))
             case "hint":
-                said = Prompt.of_tokens(np.array(rng.choice(self.histories), np.int32))
+                said = seen(bench, rng.choice(self.histories))
                 bench.engine.inbox.put(Prefetch(said, None, -self._tokens))
             case "put":
                 put_adapters(bench)
@@ -242,7 +273,13 @@ class Play:
 
     def compare(self) -> None:
         """All turns with those of an engine that keeps nothing."""
-        calm = Bench(load(self.folder), kv_pages=2000, prefix_cache=False, adapter_slots=ADAPTERS, adapter_rank=RANK)
+        calm = Bench(
+            load(self.folder, images=self.images),
+            kv_pages=2000,
+            prefix_cache=False,
+            adapter_slots=ADAPTERS,
+            adapter_rank=RANK,
+        )
         put_adapters(calm)
         for turn in self.turns:
             again = Turn(turn.name, turn.prompt, turn.length, turn.n, turn.seed, turn.adapter, turn.constrained)
@@ -272,20 +309,32 @@ def hybrid(tmp_path_factory):
     return made
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    torch.set_num_threads(1)
+    made = tmp_path_factory.mktemp("seeing")
+    make_model("Qwen3.5", made)
+    return made
+
+
+KINDS = ("pages", "states", "images")
+
+
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [("pages", 0), ("states", 13), *nightly(*((kind, s) for kind in ("pages", "states") for s in range(1, 40)))],
+    [("pages", 0), ("states", 13), ("images", 1), *nightly(*((kind, s) for kind in KINDS for s in range(2, 40)))],
 )
 def test_whatever_happens_agents_have_the_tokens_of_engines_without_tiers(
-    folders, hybrid, tmp_path, monkeypatch, kind, seed
+    folders, hybrid, seeing, tmp_path, monkeypatch, kind, seed
 ):
     monkeypatch.setattr(
         CopyCosts, "computed", lambda self, tokens, seconds: None
     )  # late streams would make copies dear
-    play = Play(folders[0] if kind == "pages" else hybrid, tmp_path, random.Random(seed))
+    folder = {"pages": folders[0], "states": hybrid, "images": seeing}[kind]
+    play = Play(folder, tmp_path, random.Random(seed), kind == "images")
     for _ in range(6):
         play.round()
     tier = play.bench.engine.parts.tier.known
-    assert tier.host.counts.written > 0
+    assert tier.host.counts.written > 0 and (kind != "images" or encoded(play.bench) > 0)
     play.bench.close()
     play.compare()

@@ -118,12 +118,15 @@ class Bench:
             elif isinstance(event, RequestDone):
                 self.done[event.key[1]] = event
 
-    def submit(self, name: str, prompt: Iterable[int], max_tokens: int = 16, client: str = "c", **fields) -> None:
+    def submit(
+        self, name: str, prompt: Iterable[int] | Prompt, max_tokens: int = 16, client: str = "c", **fields
+    ) -> None:
         sampling = SamplingParams(**fields.pop("sampling", {"temperature": 0.0}))
         stop = StopParams(**fields.pop("stop", {}))
-        token_prompt = Prompt.of_tokens(np.array(list(prompt), dtype=np.int32))
+        if not isinstance(prompt, Prompt):
+            prompt = Prompt.of_tokens(np.array(list(prompt), dtype=np.int32))
         self.engine.inbox.put(
-            Submit(Request((client, name), token_prompt, max_tokens, sampling=sampling, stop=stop, **fields))
+            Submit(Request((client, name), prompt, max_tokens, sampling=sampling, stop=stop, **fields))
         )
 
     def run(self, ticks: int = 100_000) -> None:
@@ -185,8 +188,10 @@ class Bench:
         self.engine.executor.close()
 
 
-def load(folder: Path, device: str = "cpu", draft: Path | None = None, mtp: MTP = "unused") -> Decoder:
-    settings = ModelSettings(path=str(folder), dtype="float32", device=device)
+def load(
+    folder: Path, device: str = "cpu", draft: Path | None = None, mtp: MTP = "unused", images: bool = False
+) -> Decoder:
+    settings = ModelSettings(path=str(folder), dtype="float32", device=device, images=images)
     return load_model(settings, torch.device(device), draft=draft, mtp=mtp).model
 
 
