@@ -1140,6 +1140,11 @@ _EXPECTED: list[list[Cell]] = [
         "6 s / 2 s / 0.6 s",
         "1.44 s / 1.10 s / 1.16 s: answers of 24 tokens, so training is most of it",
     ],
+    [
+        "copying, answers of 240 tokens, steps in 200 s: the recipe / TRL with a worker / vLLM / transformers",
+        "50 / 30 / 28 / 13; the same reward by step",
+        "not run yet",
+    ],
 ]
 
 _CHOICES: list[list[Cell]] = [

@@ -104,6 +104,36 @@ def test_greedy_answers_over_the_socket_are_those_of_transformers(
             assert np.abs(completion.raw_logprobs - logprobs).max() < 1e-3
 
 
+def test_long_texts_of_many_alphabets_are_streamed_and_stopped_as_transformers_writes_them(
+    served: tuple[WorkerProcess, httpx.Client], model: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    lines = "".join(f"{i}. naïve café, 東京 {i}, Ωμέγα 🙂🙃\n" for i in range(1, 4))
+    prompt = tokenizer(lines)["input_ids"]
+    with torch.no_grad():
+        made = reference.generate(torch.tensor([prompt]), max_new_tokens=160, do_sample=False)[0, len(prompt) :]
+    text = tokenizer.decode(made, skip_special_tokens=True)
+    broken = [n for n in range(1, 161) if tokenizer.decode(made[:n]).endswith("\N{REPLACEMENT CHARACTER}")]
+    for most in (160, broken[0]):  # the second answer ends within a character
+        fields = {"prompt": prompt, "max_tokens": most, "temperature": 0, "return_token_ids": True}
+        (choice,) = served[1].post("/v1/completions", json=fields, timeout=300).json()["choices"]
+        assert choice["token_ids"] == made[:most].tolist()
+        assert choice["text"] == tokenizer.decode(made[:most], skip_special_tokens=True)
+    base = str(served[1].base_url).rstrip("/")
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="none", timeout=300) as client:
+        (card,) = client.models.list().data
+        ask: dict[str, Any] = {"model": card.id, "prompt": prompt, "max_tokens": 160, "temperature": 0, "stream": True}
+        pieces = [event.choices[0].text for event in client.completions.create(**ask)]
+        assert "".join(pieces) == text and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+        for stop in ("京", "é, 東", "🙃\n"):  # within a character's tokens, and across tokens
+            before = text.partition(stop)[0]
+            assert len(before) < len(text)
+            events = list(client.completions.create(stop=[stop], **ask))
+            assert "".join(event.choices[0].text for event in events) == before
+            assert [event.choices[0].finish_reason for event in events if event.choices[0].finish_reason] == ["stop"]
+
+
 def test_a_constraint_gives_json_of_a_schema(served: tuple[WorkerProcess, httpx.Client]) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
     body = {
