@@ -127,7 +127,7 @@ def check_links(folder: Path) -> None:
                 raise CheckpointError(f"{entry} is a link that leads out of its folder; replace it by the file")
 
 
-#: As transformers writes floats that JSON does not have: {"__float__": "Infinity"}.
+#: Transformers' form of floats that JSON lacks: {"__float__": "Infinity"}.
 _SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
 
 

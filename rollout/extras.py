@@ -1,4 +1,4 @@
-"""How to install the optional packages: the extras of pyproject.toml, as messages name them."""
+"""The commands that install optional packages: the extras of pyproject.toml, as messages name them."""
 
 
 def install(*extras: str) -> str:

@@ -1,4 +1,4 @@
-"""How a worker would divide the memory of a GPU, without that GPU and without the weights.
+"""Plans how a worker divides the memory of a GPU, without that GPU and without the weights.
 
     GPU memory | weights | update | rows, states, ... | steps | KV pool | kept free |
                                                       |<------ kv_memory_fraction ------>| of what is left
@@ -63,7 +63,7 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]
 
 
-#: By name. Cards of one kind differ by some tens of MiB; these are the smaller ones.
+#: Bytes of a card by its name. Cards of one kind differ by some tens of MiB; these are the smaller ones.
 GPUS = {
     "l4": Gpu(22.03, (8, 9)),
     "rtx4090": Gpu(23.64, (8, 9)),
@@ -73,7 +73,7 @@ GPUS = {
     "h100": Gpu(79.18, (9, 0)),
     "h200": Gpu(139.72, (9, 0)),
 }
-#: What steps take on a GPU: a part that hardly depends on the model (CUDA, kernels, captured steps), and a multiple of
+#: Memory of steps on a GPU: a part that hardly depends on the model (CUDA, kernels, captured steps), and a multiple of
 #: what the largest steps write. Both are the least squares of eleven KV pools that workers measured, of which the worst
 #: is 6 % off (scripts/bench/results, tests/unit/test_memory_plan.py).
 _STEPS_FIXED, _STEPS_FACTOR = 2 * GIB, 1.6
@@ -272,7 +272,7 @@ def plan_memory(settings: Settings, machine: Machine, folder: Path, draft: Path 
 
 
 def plan_outline(settings: Settings, machine: Machine, shapes: Outline) -> MemoryPlan:
-    """As `plan_memory`, for an outline with the same experts' format, ranks and draft model."""
+    """Like `plan_memory`, for an outline with the same experts' format, ranks and draft model."""
     model, weights, update = shapes.model, shapes.weights, shapes.update
     engine, target, dtype = settings.engine, machine.target, model.embed.dtype
     context, kept_as = context_limit(engine, model), kv_dtype(engine, model, target)
@@ -337,7 +337,7 @@ def plan_outline(settings: Settings, machine: Machine, shapes: Outline) -> Memor
 def _staging(
     settings: Settings, machine: Machine, weights: int, update: int
 ) -> tuple[Literal["device", "host", "in_place"], str | None]:
-    """Where an update is staged, as a worker chooses it (`weights.staging.make_staging`); and what is wrong with it."""
+    """Choose where updates are staged, as `weights.staging.make_staging` does; also what is wrong with it."""
     asked = settings.weights
     if asked.apply == "in_place":
         return "in_place", None

@@ -186,7 +186,7 @@ def load_settings(config_file: str | Path | None, environ: Mapping[str, str], fl
 def load_program(
     root: type[Root], config_file: str | Path | None, environ: Mapping[str, str], flags: Mapping[str, object]
 ) -> Root:
-    """As `load_settings`, for the program that `root` declares."""
+    """Like `load_settings`, for the program that `root` declares."""
     values: dict[str, Any] = {}
     if config_file is not None:
         values |= _from_file(root, Path(config_file))

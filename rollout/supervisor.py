@@ -158,7 +158,7 @@ class Supervisor:
         """Act if a worker became ready, ended, was stopped for long, or is due for its restart."""
         if worker.process is None:
             if worker.due_s is not None and self._signals:
-                worker.due_s, worker.status = None, 0  # it waited for its restart
+                worker.due_s, worker.status = None, 0  # the worker waited for its restart
             elif worker.due_s is not None and time.monotonic() >= worker.due_s:
                 self.start(worker)
             return
@@ -253,7 +253,7 @@ class Supervisor:
         facts = {name: ready.get(name) for name in ("endpoint", "weights_endpoint", "pid", "weights_version")}
         if "metrics_url" in ready:
             facts["metrics_url"] = ready["metrics_url"]
-        if worker.status is not None:  # it is not started again
+        if worker.status is not None:  # this worker is not started again
             facts |= {"pid": None, "status": worker.status}
         return {"worker": worker.index, **facts, "restarts": worker.restarts}
 
@@ -276,7 +276,7 @@ def nth_endpoint(bind: str, index: int) -> str:
 
 
 def assign_devices(settings: Settings, environ: Mapping[str, str]) -> list[str | None]:
-    """For each worker the entries of CUDA_VISIBLE_DEVICES, one a rank, or None on a CPU.
+    """The entries of CUDA_VISIBLE_DEVICES for each worker, one a rank, or None on a CPU.
 
     Raises ValueError if there are fewer devices than workers.
     """

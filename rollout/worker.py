@@ -88,7 +88,7 @@ log = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.05  # between two looks at deadlines, leases, threads and ranks while nothing runs
 _SINK_DEADLINE_S = 20.0
 _STOP_S = 10.0  # time for the loop to end at once
-_CLOSE_S = 60.0  # time for threads and sinks to end after the loop
+_CLOSE_S = 60.0  # most seconds for threads and sinks to end after the loop
 _NOTICE_S = 1.0  # time for the loop to notice by itself that a rank is lost
 _CAUSE_S = 1.0  # time to learn which rank is lost, once an operation with it has failed
 _RANKS_CLOSE_S = 15.0  # in place of `_CLOSE_S`, once a rank is lost
@@ -120,7 +120,7 @@ class Worker:
         self.ranks.start.enter(PREPARING)
         self.prompts = None if text is None else TextProcess(loaded.folder, settings.service, settings.log_format)
         if self.prompts is not None:
-            self.prompts.start()  # it loads while the engine is built; only the first prompt waits for it
+            self.prompts.start()  # the tokenizer loads while the engine is built; only the first prompt waits for it
         self.metrics = MetricsThread(sinks)
 
         inbox: SimpleQueue[Command] = SimpleQueue()
@@ -334,7 +334,7 @@ class Worker:
             log.critical("generated tokens cannot be handed back", exc_info=True)
 
     def _circumstances(self) -> dict[str, object]:
-        """For the log line of a fault: the requests that ran, and the last steps."""
+        """The requests that ran, and the last steps, for the log line of a fault."""
         requests = self.inspector.running_requests()
         return {"running": len(requests), "requests": requests, "steps": self.inspector.last_steps()}
 

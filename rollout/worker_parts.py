@@ -1,4 +1,4 @@
-"""What a worker is made of, before it runs: device and sinks, facts of its model, sources of adapters."""
+"""The parts of a worker before it runs: device and sinks, facts of its model, sources of adapters."""
 
 import logging
 import os
@@ -62,7 +62,7 @@ def metrics_url(sinks: list[Sink]) -> str | None:
 
 
 def served_model(settings: Settings, loaded: LoadedModel, longest: int, eos: tuple[int, ...]) -> ServedModel:
-    """What the service knows of the model; `longest`: the most tokens of a sequence."""
+    """The service's facts of the model; `longest`: the most tokens of a sequence."""
     return ServedModel(
         settings.model.path,
         loaded.spec.vocab,

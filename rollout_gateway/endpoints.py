@@ -49,7 +49,7 @@ def _answering(gateway: Gateway, endpoint: Endpoint) -> Callable[[Request], Awai
         try:
             found = await (unless_gone(request, work) if endpoint.for_client else work)
         except ClientGone as gone:
-            return gone.response()  # no one reads it
+            return gone.response()  # the client has left
         return _response(endpoint.answer if found is None else found, gateway.settings.send_s)
 
     return answer

@@ -437,7 +437,7 @@ def _own(thing: Any, method: str) -> bool:
     """Whether a method is not listed elsewhere: `RolloutClient`, `Session` and `Stream` have the common ones."""
     text = inspect.getdoc(getattr(thing, method)) or ""
     inherited = thing.__name__.startswith("Async") and method not in vars(thing)
-    return bool(text) and not inherited and not text.startswith("As `")
+    return bool(text) and not inherited and not text.startswith("Like `")
 
 
 def _markdown(thing: Any) -> str:

@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `argparse`, but an unknown argument is an error that suggests a flag of this command."""
+        """Like `argparse`, but an unknown argument is an error that suggests a flag of this command."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unknown argument {rest[0]}{self._suggestion(rest[0])}")

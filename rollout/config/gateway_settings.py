@@ -10,7 +10,7 @@ from rollout.config.section import SettingsSection
 
 #: The log-prob of a sampled token that is shown; see `rollout_gateway/answers/logprobs.py`.
 LogprobMode = Literal["policy", "processed", "raw"]
-#: How `/inference/v1/generate` shows the experts of tokens; see `rollout_gateway/dialects/vllm.py`.
+#: Forms in which `/inference/v1/generate` shows the experts of tokens; see `rollout_gateway/dialects/vllm.py`.
 ExpertFormat = Literal["off", "npy", "object"]
 
 

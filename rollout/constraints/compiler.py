@@ -309,7 +309,7 @@ def _invalid_utf8(texts: Sequence[bytes]) -> list[int]:
 
 
 def _invalid_after(texts: Sequence[bytes]) -> dict[int, list[int]]:
-    """For each token that ends with the first byte of a character: the tokens that make the character invalid."""
+    """Maps each token that ends with a character's first byte to the tokens that make the character invalid."""
     begins = {
         byte: [token for token, text in enumerate(texts) if text and text[0] in seconds]
         for byte, seconds in _INVALID_SECONDS.items()

@@ -153,7 +153,7 @@ class AfterMarker:
         return AfterMatcher(self)
 
     def start_after(self, rest: bytes, token: int) -> Matcher | None:
-        """None: no text of a completion comes before its free part."""
+        """None, since no text of a completion comes before its free part."""
         return None
 
     @cached_property

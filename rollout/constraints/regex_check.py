@@ -115,7 +115,7 @@ def _elements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _ends(elements: Sequence[tuple[int, str]]) -> list[bool]:
-    """For each element: True if an anchor at its place is at the end of every text that passes it."""
+    """True for each element where an anchor is at the end of every text that passes it."""
     found: list[bool] = []
     groups: list[bool] = []  # open groups, from the right: True at the end of the text
     ends, after = True, ""

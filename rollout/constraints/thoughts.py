@@ -139,7 +139,7 @@ class BudgetedConstraint:
         return BudgetedMatcher(self.inner.start(), self.begin.copy())
 
     def start_after(self, rest: bytes, token: int) -> None:
-        """None: no text of a completion comes before its thoughts."""
+        """None, since no text of a completion comes before its thoughts."""
         return None
 
     @property

@@ -53,7 +53,7 @@ from rollout.engine.messages.to_service import Done, Rejected
 
 #: Reasons why no step may be launched; "" if one may be.
 Blocked = Literal["", "asleep", "paused", "stale", "held"]
-#: What a ready update waits for: the end of a sleep, of the previous swap, or of recomputation.
+#: The cause for which a ready update waits: the end of a sleep, of the previous swap, or of recomputation.
 UpdateWait = Literal["wake", "swap", "recompute"]
 
 
@@ -137,7 +137,7 @@ class Gate:
 
     @property
     def update_waits_for(self) -> UpdateWait | None:
-        """What a ready update waits for; None if it may be applied now."""
+        """The cause for which a ready update waits; None if it may be applied now."""
         if self.asleep:
             return "wake"
         if self.swapping:

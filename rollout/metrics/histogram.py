@@ -20,7 +20,7 @@ class Buckets:
     whole: bool  # values are whole numbers: a bucket begins one above the bound before it
 
     def smallest(self, place: int) -> float:
-        """Where a bucket begins: its smallest whole number, or the bound before it."""
+        """The beginning of a bucket: its smallest whole number, or the bound before it."""
         if place == 0:
             return 0
         return self.bounds[place - 1] + 1 if self.whole else self.bounds[place - 1]

@@ -1,4 +1,4 @@
-"""How far a trainer's log-probs of sampled tokens are from the worker's own.
+"""The distance of a trainer's log-probs of sampled tokens from the worker's own.
 
 With d = trainer - worker at each token that the worker sampled:
 

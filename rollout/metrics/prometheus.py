@@ -30,7 +30,7 @@ class Health:
         self._ask: Callable[[], str] = _starting
 
     def watch(self, ask: Callable[[], str]) -> None:
-        """From now on call `ask`, which returns why the worker does not serve, or an empty string if it does."""
+        """Set `ask`, which returns why the worker does not serve, or an empty string if it does."""
         self._ask = ask
 
     def reason(self) -> str:

@@ -1,4 +1,4 @@
-"""Where reports go: the thread that writes them to all sinks, and the JSON-lines file.
+"""The thread that writes reports to all sinks, and the JSON-lines file.
 
 The loop only puts reports into a bounded queue: it never waits for a file, a network or W&B. A report that finds the
 queue full is dropped and counted. A sink that raises is logged once and gets no more reports; the others go on. A sink

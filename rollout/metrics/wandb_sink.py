@@ -130,7 +130,7 @@ class WandbSink:
             self._run.log({VERSION: row.version, **row.metrics})
         shown = {**report.metrics, **_shown(report.histograms)}
         if not report.final:
-            # As W&B's own step, `step` would lose the reports of an idle worker, whose step does not grow.
+            # W&B drops reports whose step does not grow: an idle worker's, if `step` were W&B's own step.
             self._run.log({"step": report.step, **shown})
             shown = {}
         totals = {metric.name: report.totals[metric.name] for metric in TOTALS if metric.name in report.totals}

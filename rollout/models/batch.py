@@ -81,7 +81,7 @@ class AttentionBatch:
     experts: ExpertRecord | None = None  # written by sparse layers
     adapters: StepAdapters | None = None  # None if no row of the step has one
     rows_B: torch.Tensor | None = None  # int64: place of each row's state; for models that have states
-    #: int32: drafts behind each row, -1 for a draft row; of steps with drafts, for models that have states.
+    #: int32: drafts after each row, -1 for a draft row; of steps with drafts, for models that have states.
     behind_B: torch.Tensor | None = None
     segments_SW: torch.Tensor | None = None  # int32: what decode rows share, as `plan_paged_decode` takes it
     wanted: WantedTokens | None = None  # the forward returns the hidden states of these alone; None: of all
@@ -284,7 +284,7 @@ class KVCache:
 
     @property
     def pages_of_all(self) -> int:
-        """Pages that steps can name: those of all ranks if rows are dealt."""
+        """Pages that steps can name: pages of all ranks if rows are dealt."""
         return self.pages * self.dealt.size
 
     def has_page(self, pages: torch.Tensor) -> torch.Tensor:
@@ -293,11 +293,11 @@ class KVCache:
         return (local >= 0) & (local < self.pages)
 
     def local_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        """Pages of a step as this rank numbers its own ones; the dump page for those of other ranks."""
+        """Pages of a step as this rank numbers its own ones; the dump page for pages of other ranks."""
         return pages if self.dealt.size == 1 else (pages - self._first).masked_fill(~self.has_page(pages), 0)
 
     def local_slots(self, slots_T: torch.Tensor) -> torch.Tensor:
-        """As `local_pages`, for slots: page * page_size + offset."""
+        """Like `local_pages`, for slots: page * page_size + offset."""
         foreign_T = ~self.has_page(slots_T // self.page_size)
         return (slots_T - self._first * self.page_size).masked_fill(foreign_T, 0)
 

@@ -87,12 +87,12 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def scale_cut(cut: Cut | None, format: Format) -> Cut | None:
-    """What a rank keeps of the scales of a tensor that has `cut`, whose ranges are whole blocks (`check_format`)."""
+    """The part of a tensor's scales that a rank with `cut` keeps; its ranges are whole blocks (`check_format`)."""
     if cut is None:
         return None
     rows, columns = SCALE_BLOCKS[format]
     block = rows if cut.dim == 0 else columns
-    if block is None:  # one scale for a whole row
+    if block is None:  # a row has one scale
         return None
     ranges = tuple((begin // block, -(-end // block)) for begin, end in cut.ranges)
     return Cut(cut.dim, -(-cut.whole // block), ranges)

@@ -1,4 +1,4 @@
-"""From a transformers config to a `ModelSpec`, by the declaration of its family."""
+"""Makes a `ModelSpec` from a transformers config, by the declaration of its family."""
 
 import math
 from dataclasses import replace
@@ -178,7 +178,7 @@ def _mtp(config: Any, family: Family, layers: tuple[LayerSpec, ...]) -> DraftSpe
     feed_forward = last.feed_forward
     assert last.norms == "before" and feed_forward is not None, "as all of them"
     if isinstance(feed_forward, MoESpec):
-        feed_forward = replace(feed_forward, limits=None)  # those are of the model's layers
+        feed_forward = replace(feed_forward, limits=None)  # limits belong to the model's layers
     return DraftSpec(
         hidden=config.hidden_size,
         vocab=config.vocab_size,

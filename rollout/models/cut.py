@@ -52,7 +52,7 @@ class CutView(torch.Tensor):
         self._kept.copy_(kept)
 
     def destinations(self) -> Iterator[torch.Tensor | None]:
-        """For each entry of the whole tensor's first dimension the view that takes it, or None if it is not kept."""
+        """The views that take the entries of the whole tensor's first dimension; None for an entry that is not kept."""
         cut = self.cut
         if cut.dim > 0:
             yield from (CutView.of(part, cut.at(cut.dim - 1)) for part in self._kept)

@@ -165,7 +165,7 @@ class TokenInput(Block):
         self.output_norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """What the layer adds to its residual stream `x_TH`."""
+        """The sum that the layer adds to its residual stream `x_TH`."""
         return self.output_norm(self.widened(x_TH, context))
 
     def widened(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
@@ -360,7 +360,7 @@ class Decoder(Block):
         return all_views(self.hf_regions())
 
     def scale_views(self) -> dict[str, torch.Tensor]:
-        """What takes the scales of coded weights as checkpoints have them, by the names of the weights."""
+        """The views that take scales of coded weights as checkpoints have them, by the names of the weights."""
         views: dict[str, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             prefix = self.spec.names.layer.format(index)

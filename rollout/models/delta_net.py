@@ -38,7 +38,7 @@ class StateBlock(Block):
         return LastProduct(self.o_proj, self.mix(inputs_TN, context), adapters, self.layer, "o")
 
     def mix(self, inputs_TN: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """From the first product to the input of the output product; advances the states."""
+        """Compute the input of the output product from the first product; advances the states."""
         raise NotImplementedError
 
     def states_of(self, context: StepContext, one_by_one: bool = False) -> tuple[LayerState, Spans, DraftInputs | None]:
@@ -61,7 +61,7 @@ class StateBlock(Block):
         return short_conv(*given, bias_C) if kept is None else drafted_conv(*given, kept, bias_C)
 
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
-        """None: its products are never coded."""
+        """None, since its products are never coded."""
         return {}
 
 

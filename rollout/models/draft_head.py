@@ -242,7 +242,7 @@ class DraftHead(Block):
         ]
 
     def scale_views(self) -> dict[str, torch.Tensor]:
-        """What takes the scales of coded experts, by the names of the weights in updates."""
+        """The views that take scales of coded experts, by the names of the weights in updates."""
         names, views = self.spec.names, self.feed_forward.scale_views(self.spec.names.layer)
         spelled = {name: view for stem, view in views.items() for name in names.spellings(stem)}
         return {prefix + name: view for prefix in names.prefixes for name, view in spelled.items()}

@@ -1,4 +1,4 @@
-"""What follows a q/k/v product, by one kernel: norms, rotary embedding, keys and values into the cache.
+"""One kernel for all that follows a q/k/v product: norms, rotary embedding, keys and values into the cache.
 
 Legend: T tokens, S parts, N outputs, Q query heads, D head dimension, K = Q D.
 """

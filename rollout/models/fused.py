@@ -353,7 +353,7 @@ class FusedDecoder:
         context: StepContext,
         wanted: WantedTokens,
     ) -> tuple[torch.Tensor, Unsummed | None]:
-        """As `_layer`: keys and values of all tokens, and everything else of the wanted ones alone."""
+        """Compute keys and values of all tokens, and the rest of `_layer` for the wanted ones alone."""
         assert isinstance(layer.mixer, Attention)
         x_TH = self._norm(residual_TH, last, layer.mixer_norms.before)
         if context.batch.taps is not None:

@@ -61,7 +61,7 @@ def experts_of(block: SparseFeedForward) -> LayerExperts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlans:
-    """How sparse blocks choose their kernels by the number of tokens of a step."""
+    """Chooses the kernels of sparse blocks by the number of tokens of a step."""
 
     plan: Callable[..., Plan] = moe_plan
     #: Norm and router are one launch in a step of so many tokens at most; not above `MOST_TOKENS`.

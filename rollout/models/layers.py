@@ -44,7 +44,7 @@ from rollout.models.names import Region, one_name
 from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, QueryGrowth, RouterSpec, Scoring
 from rollout.models.split_context import attend_split, gathered_chunks, whole_context
 
-#: From router logits [T, E] and the router's bias [E], float32 or None, to weights and experts of each token, [T, K].
+#: Maps router logits [T, E] and the router's bias [E], float32 or None, to weights and experts of each token, [T, K].
 Route = Callable[[torch.Tensor, torch.Tensor | None, RouterSpec], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -81,7 +81,7 @@ def _route_by_scores(
     return weights_TK * router.scale, experts_TK
 
 
-#: By the router's spec. These functions read nothing on the host, so that steps can be captured.
+#: Scoring functions by the router's spec. They functions read nothing on the host, so that steps can be captured.
 ROUTES: dict[Scoring, Route] = {"softmax": route_by_softmax, "sigmoid": route_by_sigmoid}
 
 
@@ -151,7 +151,7 @@ class StepContext(NamedTuple):
 class OwnTokens(NamedTuple):
     """The tokens of a step whose attention this rank runs (`rollout.models.dealt_rows`)."""
 
-    context: StepContext  # as mixers take it
+    context: StepContext  # in the mixers' form
     at_N: torch.Tensor | None  # int64: where they are in a prefill; None in a decode, which has all rows
     foreign_T1: torch.Tensor | None  # bool: the tokens of other ranks, in a decode
 
@@ -284,14 +284,14 @@ class Linear(Block):
         return regions
 
     def _views(self) -> list[torch.Tensor]:
-        """What takes the weights of each module."""
+        """The views that take the weights of each module."""
         stored = self.stored
         if not isinstance(stored, CodedMatrix):
             return [view.detach() for view in stored.split(self.spec.widths)]
         return [CodedView.of(part, tuple(part.values_ENK.shape[1:])) for part in stored.parts()]
 
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
-        """What takes the scales of each module as a checkpoint has them, by the name of its weight; none if plain."""
+        """The views that take a checkpoint's scales of each module, by the name of its weight; none if plain."""
         stored, modules = self.stored, self.spec.modules
         if not isinstance(stored, CodedMatrix):
             return {}
@@ -645,7 +645,7 @@ class SparseFeedForward(Block):
         super().__init__()
         self.spec, self.sparse_index, self.format, self.group = spec, sparse_index, format, group
         self.stacked_shared = spec.shared_like_others if format == "plain" else 0
-        #: How many shared experts follow the routed ones, and whether the router has a row for their gate.
+        #: The number of shared experts that follow the routed ones, and whether the router has a row for their gate.
         self.shared_choices = Shared(self.stacked_shared, self.stacked_shared > 0 and spec.shared_gate)
         logits = spec.experts + self.shared_choices.gated
         self.router = empty_parameter(logits, spec.hidden, dtype=dtype, device=device)
@@ -734,11 +734,11 @@ class SparseFeedForward(Block):
         return torch.where(after_TK < 0, routed_TK, after_TK + count)
 
     def router_input(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """What the router reads of the block's input."""
+        """The router's part of the block's input."""
         return x_TH
 
     def read(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """What experts read of the block's input."""
+        """The experts' part of the block's input."""
         return x_TH if self.narrow_proj is None else self.narrow_proj(x_TH)
 
     def weighed(self, weights_TK: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
@@ -842,7 +842,7 @@ class SparseFeedForward(Block):
         return regions
 
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
-        """As `Linear.scale_views`, of each expert."""
+        """Like `Linear.scale_views`, of each expert."""
         if self.format == "plain":
             return {}
         names, views = self.spec.names, {} if self.shared is None else self.shared.scale_views(prefix)

@@ -1,4 +1,4 @@
-"""From `ModelSettings` to a model that can run: find the checkpoint, build the model, fill its parameters.
+"""Makes a model that can run from `ModelSettings`: find the checkpoint, build the model, fill its parameters.
 
 A native family is a `Decoder`. Any other causal LM runs through transformers' own code (`rollout.models.fallback`).
 """
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 #: A format of weights, or `auto`: that of the checkpoint.
 AskedFormat = Format | Literal["auto"]
-#: What becomes of layers for multi-token prediction, which a checkpoint may have: it may need none of them, draft with
+#: The use of layers for multi-token prediction, which a checkpoint may have: it may need none of them, draft with
 #: the first one if there is one, or be refused without one.
 MTP = Literal["unused", "if_there", "needed"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -171,7 +171,7 @@ def _load(
     mtp: MTP,
     split: AttentionSplit,
 ) -> LoadedModel:
-    """As `load_model`, in one way of running it."""
+    """Load a model like `load_model`, in one way of running it."""
     config = read_config(folder, impl)
     choose_factors(config.text, settings.longrope)
     tensors = {} if settings.load_format == "random" else join_mxfp4(join_fp8(list_tensors(folder)))
@@ -263,7 +263,7 @@ class _Source:
 
     @property
     def architecture(self) -> str:
-        """As config.json names it."""
+        """The name in config.json."""
         return self.config.architecture
 
     @property
@@ -469,7 +469,7 @@ def _load_fallback(source: _Source, format: Format) -> LanguageModel:
 
 
 def _tied_groups(regions: list[Region], aliases: dict[str, str]) -> list[tuple[Sequence[str], Sequence[str]]]:
-    """For each tensor that others are tied to: all its names, the usual one first, and the names of the others."""
+    """All names of each tensor that others are tied to, the usual one first, and the names of the others."""
     groups: list[tuple[Sequence[str], Sequence[str]]] = []
     for first in dict.fromkeys(aliases.values()):
         region = next(region for region in regions if any(first in views for views in region.alternatives))

@@ -17,7 +17,7 @@ _BYTES = GROUP // 2
 _BIAS = 127
 #: The exponent that stands for NaN.
 NOT_A_NUMBER = 255
-#: By the 4 bits: a sign, two bits of exponent, one of mantissa.
+#: Values by the 4 bits: a sign, two bits of exponent, one of mantissa.
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

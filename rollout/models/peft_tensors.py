@@ -1,4 +1,4 @@
-"""From the tensors of a PEFT adapter, in a folder or sent over the bridge, to the layout of a slot.
+"""Brings the tensors of a PEFT adapter, from a folder or over the bridge, into the layout of a slot.
 
 An adapter is untrusted: all names, shapes and types are checked before the first tensor is read, and they bound the
 memory that is allocated.
@@ -111,7 +111,7 @@ class AdapterPacker:
         self._pinned = pinned
 
     def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
-        """As `AdapterPlan.pack`, for all ranks; None while there is no memory: ask again.
+        """Pack like `AdapterPlan.pack`, for all ranks; None while there is no memory: ask again.
 
         `since_s` is the `time.monotonic` at which it was asked for. Raises `RolloutError` if no place becomes free.
         """

@@ -32,7 +32,7 @@ _SHARPNESS = 1.75
 #: of the others are smaller. Below 30 the entropy is between 1.1 and 1.6 nats for V from 300 to 260 thousand.
 _LIKELY = 256
 _SMALLER = 8.0
-#: With tied embeddings: the output of a block relative to the embedding, before its own losses.
+#: The output of a block with tied embeddings, relative to the embedding, before its own losses.
 _TIED_GAIN = 8.0
 
 

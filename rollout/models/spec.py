@@ -38,7 +38,7 @@ KVSource = Literal["own", "keys", "shared"]
 #: The activation of a gated feed-forward block: SiLU, GELU, or GELU with tanh in the place of erf. A block with the
 #: squared ReLU has no gate.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
-#: How a router turns logits into the weights of experts.
+#: Functions by which a router turns logits into the weights of experts.
 Scoring = Literal["softmax", "sigmoid"]
 
 
@@ -61,7 +61,7 @@ class RopeSpec:
         return int(head_dim * self.share)
 
 
-#: What a cache of codes is called: e4m3, or e4m3 keys and int8 values.
+#: Names of caches of codes: e4m3, or e4m3 keys and int8 values.
 CODED_KV = (torch.float8_e4m3fn, torch.int8)
 
 
@@ -458,7 +458,7 @@ class StateMixer:
 
     @property
     def kept(self) -> DraftSizes:
-        """What a step keeps of one draft in this layer, until it is known whether it is accepted."""
+        """A step's data on one draft in this layer, kept until it is known whether it is accepted."""
         raise NotImplementedError
 
     @property
@@ -634,7 +634,7 @@ class KimiDeltaSpec(StateMixer):
 
     @property
     def conv_cuts(self) -> tuple[Cut | None, ...]:
-        """As the fields of `DeltaNetSpec`."""
+        """The cuts in the form of `DeltaNetSpec`'s fields."""
         return self.shard.cut(*(self.width,) * 3), *(self.width_cut,) * 3
 
     @property
@@ -780,7 +780,7 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """How a token gets its experts."""
+    """The rule by which a token gets its experts."""
 
     scoring: Scoring
     top_k: int
@@ -908,7 +908,7 @@ class MoESpec:
 
     @property
     def shared_like_others(self) -> int:
-        """As how many experts of the others' shape the shared one may be stored, cut along its width; 0: as none."""
+        """The number of experts of the others' shape that can store the shared one, cut along its width; 0: none."""
         shared = self.shared
         if shared is None or self.clamped is not None or shared.intermediate % self.intermediate or self.limits:
             return 0
@@ -930,7 +930,7 @@ def _has_kv(mixer: MixerSpec | None) -> bool:
 # --- layers and the model --------------------------------------------------------------------------------------------
 
 
-#: Where the norm of a block stands: the block reads the normalised stream, its output is normalised, or both.
+#: Positions of the norm of a block: the block reads the normalised stream, its output is normalised, or both.
 NormPlace = Literal["before", "after", "around"]
 
 
@@ -1129,7 +1129,7 @@ class ModelSpec:
 
     @property
     def split(self) -> AttentionSplit:
-        """What ranks divide in attention."""
+        """The dimension that ranks divide in attention."""
         mixers = (layer.mixer for layer in self.layers)
         return next((mixer.split for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec)), "heads")
 

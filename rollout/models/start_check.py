@@ -49,7 +49,7 @@ _FARTHEST = 2048  # position
 _CPU = torch.device("cpu")
 #: Largest difference of the logits of a token, relative to their standard deviation over the vocabulary.
 _TOLERANCE = 1e-3
-#: How transformers' classes fail with configs that no checkpoint of theirs has.
+#: Errors of transformers' classes with configs that no checkpoint of theirs has.
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 #: Host memory that must be there, relative to the parameters in float32.
 _ROOM = 1.25
@@ -312,7 +312,7 @@ def _logits(model: Decoder, ids: torch.Tensor, positions: torch.Tensor) -> torch
 
 
 def _other_windows(model: Decoder, module: Any) -> str:
-    """How the windows of transformers' layers differ; empty if they do not."""
+    """The differences in windows of transformers' layers; empty without any."""
     if any(isinstance(layer.mixer, LatentSpec) and layer.mixer.indexer for layer in model.spec.layers):
         return ""  # transformers' classes with indexers have none, and their attention cannot be probed
     with torch.inference_mode():

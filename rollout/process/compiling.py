@@ -79,7 +79,7 @@ def watch_compilations() -> None:
 
 
 def use_kernels(shipped: str | None) -> None:
-    """From now on, read compiled kernels from this folder, too. No-op without Triton.
+    """Read compiled kernels from this folder, too, from now on. No-op without Triton.
 
     Raises ValueError if there is no such folder.
     """

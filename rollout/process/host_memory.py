@@ -1,4 +1,4 @@
-"""How much memory the host has left."""
+"""The memory that the host has left."""
 
 import threading
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 Triton lists the files of a kernel by their absolute paths, so it does not find them in a copy of its cache. Here they
 are found beside their list. A kernel that Triton's own folder lacks is read from a second one, which is never written.
-Both hold programs: only take a folder from somebody whose code you would run.
+Both hold programs: only use a folder from a source whose code you would run.
 """
 
 from __future__ import annotations

@@ -144,11 +144,11 @@ class LineStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the stream behind."""
+        """The encoding of the inner stream."""
         return self.behind.encoding
 
     def fileno(self) -> int:
-        """The descriptor of the stream behind, for child processes."""
+        """The descriptor of the inner stream, for child processes."""
         return self.behind.fileno()
 
     def isatty(self) -> bool:
@@ -174,7 +174,7 @@ class LineStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream behind."""
+        """Flush the inner stream."""
         self.behind.flush()
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-#: By this name a launcher finds the progress of its worker in the log (`trainer_bridge.client.launch`).
+#: The name by which a launcher finds the progress of its worker in the log (`trainer_bridge.client.launch`).
 log = logging.getLogger("rollout.progress")
 
 #: Reports progress: (done, total) in any unit; a total of 0 means unknown. May be called from any thread.

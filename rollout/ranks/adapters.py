@@ -48,7 +48,7 @@ _POLL_S = 0.001
 
 
 class PartTensor(NamedTuple):
-    """Where A or B of one product lies in a part."""
+    """The range of A or B of one product in a part."""
 
     layer: int
     product: str
@@ -105,7 +105,7 @@ class RankAdapters(AdapterPacker):
         threading.Thread(target=self._give_places_back, name="adapter-places", daemon=True).start()
 
     def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
-        """As `AdapterPlan.pack`, with the parts of the other ranks. They are of use once `ready` is true.
+        """Pack like `AdapterPlan.pack`, with the parts of the other ranks. They are of use once `ready` is true.
 
         None while no place is free: ask again. `since_s` is the `time.monotonic` at which it was asked for. Raises
         `Overloaded` when no place came free in `_PLACE_S`, `InternalError` if the group is lost.
@@ -200,7 +200,7 @@ class _Part:
 
 
 def _layout(weights: AdapterWeights, begin: int, memory: mmap.mmap) -> list[PartTensor]:
-    """Where the tensors lie, A and then B of each product."""
+    """The ranges of the tensors, A and then B of each product."""
     base = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() + begin
     return [
         PartTensor(layer, product, tensor.data_ptr() - base, *tensor.shape)

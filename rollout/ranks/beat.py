@@ -93,7 +93,7 @@ class Beat:
 
 
 class DeviceProgress:
-    """How far the device of this process is. `done` and `lost_rank` belong to one thread; they wait for nothing."""
+    """The progress of this process's device. `done` and `lost_rank` belong to one thread; they wait for nothing."""
 
     def __init__(
         self,

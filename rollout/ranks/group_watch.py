@@ -19,7 +19,7 @@ A healthy group must not be ended, however slow it is:
 - Work that moves gigabytes (updates, swaps, sleeps) is done in parts, and each part that is done begins the time anew.
   So no order needs a longer limit than another.
 - A copy that waits for its turn on the device is not begun, and does not count. A follower's main thread sees the ends
-  of copies between two orders. So no time counts for copies while it carries out an order, which is a lane of its own.
+  of copies between two orders. So no time counts for copies while it carries out an order, and orders are a lane, too.
 - A disk that hangs costs hits, or an update, but not the worker: orders of its lanes never count as begun.
 - A rank on a CPU computes steps in a thread. While such a thread uses CPU time, the ranks are slow, not hung. So is a
   main thread.
@@ -49,7 +49,7 @@ COPY_LANES: tuple[LaneName, ...] = ("adapter_copies", "kv_out", "kv_in", "state_
 
 
 class LaneProgress(NamedTuple):
-    """How far a lane is."""
+    """The progress of a lane."""
 
     busy: bool  # something is begun, and has not ended
     done: int  # grows with each order that ended, and with each part of a long one

@@ -70,7 +70,7 @@ class ConnectError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class OwnProgress:
-    """How far rank 0 is, for the watching thread."""
+    """The progress of rank 0, for the watching thread."""
 
     committed: int = 0  # steps
     busy: bool = False  # a step is not complete on the device

@@ -47,7 +47,7 @@ class _Piece:
 
 
 class RelayBacking(Protocol):
-    """Where a relay's memory is."""
+    """The address of a relay's memory."""
 
     def grow(self, nbytes: int) -> torch.Tensor:
         """Larger memory, uint8; the one of before is not used any more."""
@@ -79,7 +79,7 @@ class HostBacking:
         """No-op: it is small, and of the host."""
 
     def free(self) -> int:
-        """As `unmap`."""
+        """Like `unmap`."""
         return 0
 
 

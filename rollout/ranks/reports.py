@@ -92,7 +92,7 @@ class RankReports:
         return [f"rank {i + 1}: {self.text(i, lane)}" for i, number in failed if number >= since]
 
     def lanes(self, follower: int) -> dict[LaneName, LaneProgress]:
-        """How far a follower is in each lane."""
+        """A follower's progress in each lane."""
         rows = zip(LANES, self._lanes[follower].tolist(), strict=True)
         return {lane: LaneProgress(begun > ended, ended + parts) for lane, (begun, ended, _, parts) in rows}
 
@@ -114,7 +114,7 @@ class LaneReport:
         self._numbers[_PARTS] += parts
 
     def advance_to(self, parts: int) -> None:
-        """As many parts are done in all."""
+        """Note how many parts are done in all."""
         self._numbers[_PARTS] = parts
 
     def end(self, number: int, failure: str = "") -> None:

@@ -3,7 +3,7 @@
     memory     | record 1 | record 2 | ... | filler |        positions only grow; a record never wraps
                  ^ a reader's position       ^ the writer's
     record     | OrderHeader | body |   padded to 64 bytes         sequence numbers count from 1
-    eventfd    one a reader: the number of records that it has not yet been told of
+    eventfd    one a reader: the number of records that were not announced to it yet
 
 The writer adds 1 to each reader's eventfd after it has written a record. So a reader sleeps in the kernel while there
 is nothing to read, and the kernel orders memory: a reader looks only at announced records. Readers publish

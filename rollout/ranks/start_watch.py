@@ -1,4 +1,4 @@
-"""How far each rank is in its start, and the rules by which rank 0 finds one that hangs there. No processes here.
+"""The progress of each rank's start, and the rules by which rank 0 finds one that hangs there. No processes here.
 
     importing --> connecting --> loading weights --> preparing steps --> ready
                   waits for all  waits for none      waits for all
@@ -30,7 +30,7 @@ IMPORTING, CONNECTING, LOADING, PREPARING, READY = range(5)
 
 
 class StartPosition(NamedTuple):
-    """How far a rank is. Places of ranks can be compared."""
+    """The progress of a rank. Places of ranks can be compared."""
 
     stage: int = IMPORTING
     known: bool = False  # it knows how many parts its stage has

@@ -85,12 +85,12 @@ class RankUpdates(UpdateMemories):
             place = DeviceBacking(on_device, partial(self.give, "relay"), partial(self.answers, "mapped"))
             self._device = relay(place, on_device=True)
         self._withdrawn = 0  # number of the last order to close what a publisher had offered
-        self._last = 0  # number of the last update that followers were told of
+        self._last = 0  # number of the last update that followers know
         self._opened = self._planned = 0  # numbers of its order to open, and of the last to open or to prepare
         self._read = self._read_before = 0  # numbers of the last order to read files, and of the last before the update
 
     def cuts(self) -> Sequence[RankCuts] | None:
-        """As `UpdateMemories.cuts`. Raises `Unavailable` while the worker starts."""
+        """Like `UpdateMemories.cuts`. Raises `Unavailable` while the worker starts."""
         self._orders()
         if not self._cuts and self._shared_cuts:
             self._cuts = [self.staging.cuts, *(read_cuts(memory) for memory in self._shared_cuts)]
@@ -212,16 +212,16 @@ def write_cuts(memory: SharedMemory, cuts: RankCuts) -> None:
 
 
 def read_cuts(memory: SharedMemory) -> RankCuts:
-    """What `write_cuts` wrote."""
+    """Read the bytes of `write_cuts`."""
     told = msgpack.unpackb(memory.map(), use_list=False)
     return {name: None if cut is None else Cut(*cut) for name, cut in told.items()}
 
 
 class _Phase(IntEnum):
-    """How far an update of all ranks is."""
+    """The progress of an update of all ranks."""
 
     WAITING = 0  # the followers read about another update
-    ASKING = 1  # they are told; whether they can read the publisher's memory is not known
+    ASKING = 1  # the followers were asked; whether they can read the publisher's memory is not known
     OPEN = 2  # pieces may come
     LANDED = 3  # some have come
     PREPARING = 4  # all bytes are verified, and the followers plan their swap
@@ -261,7 +261,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         return self._staging.in_place and self._phase >= (_Phase.PREPARING if self._how.delta else _Phase.LANDED)
 
     def wait_for_room(self) -> bool:
-        """As `Destination.wait_for_room`: whether a piece can be passed on. No event comes, other processes make room.
+        """Whether a piece can be passed on. There is no event for it: other processes make room.
 
         Raises `WeightsRejected` if the update does not fit a follower, `InternalError` if pieces get no memory.
         """
@@ -283,7 +283,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         if self._reads_files:
             return len(self._left) < _MOST_READS or self.unread() < _MOST_READS
         if self._direct and len(self._relays) > 1:
-            return True  # what comes on the device is this rank's, and needs no relay
+            return True  # data on the device is this rank's, and needs no relay
         while len(self._relays) > 1:
             usable = self._relays[0].usable()
             if usable is None:
@@ -308,7 +308,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         return self._phase >= _Phase.OPEN
 
     def offer(self, transport: str, options: Mapping[str, Any]) -> None:
-        """As `OfferTaker.offer`: the followers hear of it after the update."""
+        """Like `OfferTaker.offer`: the followers hear of it after the update."""
         self._offered = transport, dict(options)
 
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
@@ -324,7 +324,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         return True
 
     def unread(self) -> int:
-        """As `OfferTaker.unread`. No event comes: other processes read."""
+        """Like `OfferTaker.unread`. No event comes: other processes read."""
         before = len(self._left)
         while self._left and self._is_read(*self._left[0]):
             self._left.popleft()
@@ -339,7 +339,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         return self._updates.pieces_read() >= order if rank is None else self._updates.done(order, rank)
 
     def memory(self, start: int, end: int) -> np.ndarray:
-        """As `Destination.memory`: memory of the relay, or of this rank alone if each rank reads for itself."""
+        """Memory of the relay, or of this rank alone if each rank reads for itself."""
         if self._reads_files:
             self._arriving = self._staging.memory.arrival.reserve(end - start)
         else:
@@ -358,7 +358,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
     def put(self, start: int, data: torch.Tensor) -> torch.Tensor:
         self._phase = _Phase.LANDED
         if self._direct:
-            here = data.clone()  # it may be in another GPU's memory, which is read once
+            here = data.clone()  # the piece may be in another GPU's memory, which is read once
             self._taker.take(start, here)
             return here
         piece = self._relays[0].reserve(data.numel())

@@ -1,4 +1,4 @@
-"""What a worker serves: its engine and model as the service reaches them, and its capabilities."""
+"""The engine and model of a worker as the service reaches them, and its capabilities."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

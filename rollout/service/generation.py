@@ -516,7 +516,7 @@ class Generation:
 class RetryEstimate:
     """`retry_after_s`: the time in which half of the waiting requests end, at the recent rate of finished requests.
 
-    So refused clients return before the queue is empty, and few of them are refused again. Times are those of
+    So refused clients return before the queue is empty, and few of them are refused again. Times are from
     `clock`, in seconds.
     """
 

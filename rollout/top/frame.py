@@ -273,7 +273,7 @@ def _swaps(status: Any) -> str:
 
 
 def _table(rows: Sequence[Row], screen: Screen, width: int, most_lines: int | None, ascii_only: bool) -> list[Text]:
-    """As many rows as fit, around the selected one. Bars are relative to the longest row of all."""
+    """The rows that fit, around the selected one. Bars are relative to the longest row of all."""
     client, name = (16 if width >= 100 else 0), 24
     cells = max(4, width - 62 - client)
     head = fit("  request", name) + "  #  " + fit("client", client) + fit("state", 8) + " tokens    max "

@@ -59,7 +59,7 @@ class AdapterTarget:
         self._registry.check(name, version)
 
     def plan(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> AdapterPlan:
-        """Where the tensors go. Raises ValueError that names the tensor or the option that does not fit."""
+        """The memory for the tensors. Raises ValueError that names the tensor or the option that does not fit."""
         where = f"adapter {name!r}"
         return plan_adapter(read_peft_config(config, where), shapes, self._spec, self._most_rank, self._dtype, where)
 

@@ -55,7 +55,7 @@ WHOLE = UpdateContent()
 
 
 def read_update_content(fields: Mapping[str, Any], manifest: Manifest) -> UpdateContent:
-    """What `to_wire` wrote. Raises `BadRequest` and `WeightsRejected`, naming the field."""
+    """Read the output of `to_wire`. Raises `BadRequest` and `WeightsRejected`, naming the field."""
     name, delta = read_content(fields.get("content")), fields.get("delta")
     return UpdateContent(name, None if delta is None else read_delta(delta, manifest))
 

@@ -58,7 +58,7 @@ class GroupControls:
             tensors = self._tensors(header["tensors"], receiver.gathered if part else [])
             receiver.gather(str(group), part, tensors, packed_bytes, lambda error: answer(self._outcome(error)))
         except RolloutError as error:
-            receiver.leave(str(group))  # it may be broadcast all the same: the next broadcast would be out of step
+            receiver.leave(str(group))  # the part may still be broadcast: the next one would be out of step
             receiver.discard()
             answer(error_reply(error))
 

@@ -1,4 +1,4 @@
-"""Where the tensors of an update lie in the memory of one rank, and which of their bytes this rank keeps.
+"""The layout of an update's tensors in the memory of one rank, and which of their bytes it keeps.
 
 A model on one GPU is a group of one rank, which keeps all of the stream: its memory is laid out as the stream is. A
 rank of several keeps what its shard needs, in the order of its parameters:

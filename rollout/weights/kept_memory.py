@@ -70,7 +70,7 @@ class KeptMemory(ABC):
         self.arrival, self.codes = HostBuffer(pinned=cuda), HostBuffer(pinned=cuda)
         self.blocks: Sequence[torch.Tensor] = ()  # the staging memory
         self.written = False  # some parameters have bytes of this update
-        #: Where updates are staged that are not larger than the parameters; None: in place.
+        #: The memory that stages updates no larger than the parameters; None: in place.
         self.place: Literal["device", "host"] | None = None
         self.device_bytes = 0  # bytes of the device that are kept for staged updates
 

@@ -301,7 +301,7 @@ def _overlaps(merged: np.ndarray, runs: np.ndarray) -> bool:
 
 
 def _advice(name: str, known: Collection[str]) -> str:
-    """How to make an unknown name known: a wrapper around the trainer's model may have added a prefix."""
+    """Advice on an unknown name: a wrapper around the trainer's model may have added a prefix."""
     added = [prefix for prefix in _PREFIXES if prefix in name]
     plain = name
     for prefix in added:

@@ -78,7 +78,7 @@ class AppliedUpdate:
 
 
 class UpdatePhase(Enum):
-    """How far an update is that is not whole yet."""
+    """The progress of an update that is not whole yet."""
 
     OPENING = auto()  # no byte may land before generation is held
     RECEIVING = auto()  # bytes land

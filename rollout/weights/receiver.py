@@ -106,7 +106,7 @@ class WeightReceiver:
         return self._intake.version
 
     def summary(self) -> dict[str, Any]:
-        """How updates apply, what a ready one waits for, and the last one, for a status."""
+        """The status: how updates apply, what a ready one waits for, and the last one."""
         last = self._intake.last
         return {
             "apply": self._memory.name,

@@ -37,7 +37,7 @@ class SwapCopies:
                 self._mark(target)
 
     def parts_done(self) -> int:
-        """How many parts of all swaps are copied. Any thread may ask."""
+        """The number of parts of all swaps that are copied. Any thread may ask."""
         with self._lock:
             while self._under_way and self._under_way[0].query():
                 self._under_way.popleft()

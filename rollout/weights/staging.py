@@ -124,7 +124,7 @@ class WeightStaging:
 
     @functools.cached_property
     def cuts(self) -> RankCuts:
-        """What this rank keeps of each tensor."""
+        """The part of each tensor that this rank keeps."""
         return {name: target_of(view)[1] for name, view in self.views.items()}
 
     @torch.inference_mode()
@@ -247,7 +247,7 @@ def make_staging(
     host_share: float = HOST_SHARE,
     device_share: float = DEVICE_SHARE,
 ) -> WeightStaging:
-    """How this rank applies updates, decided once: staged if memory allows, otherwise in place.
+    """Decide once how this rank applies updates: staged if memory allows, otherwise in place.
 
     Host memory of one rank is ready after `arrival.end_pinning`. Several ranks stage their shards unless
     `weights.apply` is in_place: they must all do the same. Raises ValueError if there is no memory for what the

@@ -129,7 +129,7 @@ class UpdateIntake:
         return self._update if isinstance(self._update, CommittedUpdate) else None
 
     def poll_ms(self) -> int | None:
-        """How long the thread may wait for messages; None: without limit."""
+        """Seconds that the thread may wait for messages; None: without limit."""
         received = self._received
         if self._ended or (received is not None and received.is_committed):
             return _BUSY_POLL_MS
@@ -244,7 +244,7 @@ class UpdateIntake:
         return self._planner.plan(header, adapter, served, again=adapter is None and bool(self._gate.stale))
 
     def _open(self, plan: UpdatePlan, begun_s: float) -> dict[str, Any]:
-        """Begin to receive an update; returns its fields of the answer. What fails midway leaves nothing."""
+        """Begin to receive an update; returns its fields of the answer. A failure midway leaves nothing."""
         memory = self._memory_for(plan)
         incoming = IncomingUpdate(plan.arrives, plan.receiver.name, secrets.token_bytes(16), memory)
         with contextlib.ExitStack() as failed:

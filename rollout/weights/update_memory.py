@@ -65,11 +65,11 @@ class RankUpdateMemory(UpdateMemory):
         return self._staging.memory.written
 
     def wait_for_room(self) -> bool:
-        """As `Destination.wait_for_room`: there always is."""
+        """True: there is always room."""
         return True
 
     def memory(self, start: int, end: int) -> np.ndarray:
-        """As `Destination.memory`. NumPy and file reads fill it without holding the GIL."""
+        """Like `Destination.memory`. NumPy and file reads fill it without holding the GIL."""
         self._arriving = self._taker.arriving(start, end)
         return self._arriving.numpy()
 
@@ -79,7 +79,7 @@ class RankUpdateMemory(UpdateMemory):
             read.synchronize()  # the next bytes arrive in the same memory
 
     def put(self, start: int, data: torch.Tensor) -> torch.Tensor:
-        """As `Destination.put`; `data` may be reused after the call, in stream order."""
+        """Like `Destination.put`; `data` may be reused after the call, in stream order."""
         self._taker.take(start, data)
         memory = self._staging.memory
         if self._taker is not self._staging or not memory.layout.is_stream or memory.blocks[0].device != data.device:
@@ -115,7 +115,7 @@ class UpdateMemories:
         return False
 
     def cuts(self) -> Sequence[RankCuts] | None:
-        """What each rank keeps of each tensor; None if there is one rank, or if that is not known."""
+        """The parts of each tensor that each rank keeps; None if there is one rank, or if that is not known."""
         return None
 
     def open(

@@ -1,4 +1,4 @@
-"""What a `begin` announces, checked: the update fits its target, and comes by a transport of this worker."""
+"""Checks a `begin`: the update fits its target, and comes by a transport of this worker."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

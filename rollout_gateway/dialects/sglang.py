@@ -339,7 +339,7 @@ class _Answer:
         return {"text": text, "output_ids": completion.token_ids.tolist(), "meta_info": meta}
 
     def _prompt_tokens(self, request: TokenRequest, result: GenerateResult | None) -> int | None:
-        """None before the end of a stream that continues other tokens."""
+        """The number, or None before the end of a stream that continues other tokens."""
         if result is not None:
             return result.prompt_tokens
         return len(request.prompt) if self._body.fork is None else None

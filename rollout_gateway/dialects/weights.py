@@ -86,7 +86,7 @@ class GroupBody(Body):
 
     @property
     def meeting(self) -> dict[str, Any]:
-        """Where and how the workers meet the trainer. Raises `HttpError` for a wrong port."""
+        """The way in which the workers meet the trainer. Raises `HttpError` for a wrong port."""
         given = self.master_port
         port = int(given) if isinstance(given, int) or (given.isascii() and given.isdigit() and len(given) < 6) else 0
         if not 1 <= port < 1 << 16:
@@ -208,7 +208,7 @@ class InitInfo(Body):
 
     @property
     def meeting(self) -> dict[str, Any]:
-        """Where and how the workers meet the trainer. Raises `HttpError` unless there is exactly one way."""
+        """The way in which the workers meet the trainer. Raises `HttpError` unless there is exactly one way."""
         meeting: dict[str, Any] = {"kind": "vllm", "backend": "nccl"}
         address = self.master_address, self.master_port
         if self.nccl_unique_id_b64 is not None and address == (None, None):

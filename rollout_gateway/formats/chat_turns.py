@@ -1,7 +1,7 @@
 """Finds what a chat template writes around messages, by rendering short conversations.
 
     <|im_start|>user QUESTION <|im_end|> <|im_start|>assistant ANSWER <|im_end|> <|im_start|>user ...
-                                         header, then `begun`         `after` begins here, or behind the end of the turn
+                                         header, then `begun`         `after` begins here, or after the end of the turn
 
 Only what a template renders is known of it: fine-tunes change templates and keep their names.
 """

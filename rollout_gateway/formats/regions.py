@@ -15,7 +15,7 @@ _KINDS: Mapping[str, Kind] = {
     "thinking": "reasoning",
     "tool_calls": "calls",
 }
-#: The pattern of a tagged value: what stands before the key, and behind the value.
+#: The pattern of a tagged value: what stands before the key, and after the value.
 _TAGGED = re.compile(r"(.+?)\(\?P<key>.+\(\?P<value>\.\*\?\)(.+)", re.DOTALL)
 _NO_ANCHOR = "\0"  # transformers asks for one; here the chat template itself shows where an answer begins
 
@@ -57,7 +57,7 @@ class Mark:
     def _stays(self, match: Any, text: str) -> bool:
         if self.literal:
             return True
-        if self.pattern.fullmatch(text, match.start(), partial=True) is not None:  # it may become longer
+        if self.pattern.fullmatch(text, match.start(), partial=True) is not None:  # the mark may become longer
             return False
         # A match that leans on the end of the text, by `$` or `\\Z`, is another one once text follows.
         later = self.pattern.match(text + "\0", match.start())

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class ExpiringCache(Generic[T]):
-    """At most `most_bytes` of values, each until it has not been used for `idle_s` seconds."""
+    """A cache of at most `most_bytes`. A value that was not used for `idle_s` seconds is dropped."""
 
     def __init__(self, most_bytes: int, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

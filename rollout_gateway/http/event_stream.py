@@ -27,7 +27,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(HttpError):  # noqa: N818 -- the gateway made no error
-    """The client has left. The error is sent to no one."""
+    """The client has left. The error is not sent."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client has left")
@@ -94,7 +94,7 @@ class EventStream(Response):
         try:
             await _race(receive, self._run(send), self._unread())
         except ClientGone:
-            pass  # no one reads the answer
+            pass  # the client has left
         finally:
             await self._events.aclose()
 

@@ -1,1 +1,1 @@
-"""From the fields of a request to token ids, images and sampling arguments."""
+"""Makes token ids, images and sampling arguments from the fields of a request."""

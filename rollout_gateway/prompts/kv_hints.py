@@ -21,7 +21,7 @@ Position = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
 
 
 class Directive(Body):
-    """A directive of `kv.retain`. Its tokens are not told apart: a lease holds for the whole request."""
+    """A directive of `kv.retain`. It applies to all tokens: a lease holds for the whole request."""
 
     priority: int = Field(ge=0, le=100)
     duration: float | None = Field(None, ge=0, le=_MAX_SECONDS, allow_inf_nan=False)

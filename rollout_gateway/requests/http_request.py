@@ -1,4 +1,4 @@
-"""What every dialect fills and gets: the rows of the table of endpoints, and the argument of their handlers.
+"""The interface of every dialect: rows of the table of endpoints, and the argument of their handlers.
 
 A handler gets an `HttpRequest` and returns what is answered:
 
@@ -36,10 +36,10 @@ C = TypeVar("C", bound=Body)
 
 
 class DialectState:
-    """What a dialect keeps between requests, from the start of the gateway to its end."""
+    """A dialect's data between requests, from the start of the gateway to its end."""
 
     async def run(self) -> None:
-        """Work until cancelled, if there is work beside the requests."""
+        """Work until cancelled, if there is work apart from requests."""
 
     async def close(self) -> None:
         """Release what is kept."""

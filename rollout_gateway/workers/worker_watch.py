@@ -91,7 +91,7 @@ class WorkerWatch:
         self.published = PublishedWeights(min_version)
         #: Weights that did not reach all workers. They count as published once a worker uses them.
         self.attempt: PublishedWeights | None = None
-        #: By endpoint, for a worker with older weights: what the gateway does about it, or what an operator can do.
+        #: Endpoints of workers with older weights: what the gateway does about it, or what an operator can do.
         self.outlook: dict[str, str] = {}
         self._pool = pool
         self._silent_s = silent_s
@@ -171,7 +171,7 @@ class WorkerWatch:
         return connected
 
     def _lag_s(self, now: float) -> float:
-        """For how long this process has not read answers; 0 for a short time."""
+        """Seconds for which this process has not read answers; 0 for a short time."""
         lag_s = now - self._looked_s - _LOOK_EVERY_S
         return lag_s if lag_s > _LAG_S else 0.0
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 PACKAGES = "rollout", "rollout_gateway", "trainer_bridge", "kernels"
 _WORDS = "of by for with which whose that so and or but than to from also"
-#: A capital begins a sentence, as in "With tied embeddings the output ...", except with these words.
-_CAPITALS = "Of Whose And Or Than"
+#: A capital begins a sentence, as in "With tied embeddings the output ...", except with these words. "What a step
+#: keeps" stands in place of a noun.
+_CAPITALS = "Of Whose And Or Than What Those As"
 _HALF = re.compile(rf"#?:?\s*(?:{'|'.join(_WORDS.split())}|{'|'.join(_CAPITALS.split())})\b(?!-)")
 
 

@@ -15,6 +15,8 @@ from scripts.check.comments import problems
         ("# A sentence.\n\n# Of the step:", 3),
         ('def f():\n    """Of all ranks."""', 1),
         ('"""so it is"""', 1),
+        ('def f():\n    """What a step keeps."""', 1),
+        ("x = 1\n#: As config.json names it.", 2),
         ("x = 1  # bytes of its upload", 0),
         ("# This is a sentence that goes on\n# with its second line.", 0),
         ("# With two ranks, each has a half.", 0),

@@ -60,7 +60,7 @@ class AsyncRolloutClient(ClientFace):
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[GenerateFields],
     ) -> Answer[Any]:
-        """As `RolloutClient.generate`: `async for chunk in await client.generate(prompt, stream="tokens")`.
+        """Like `RolloutClient.generate`: `async for chunk in await client.generate(prompt, stream="tokens")`.
 
         Cancelling the task cancels the request.
         """
@@ -74,17 +74,17 @@ class AsyncRolloutClient(ClientFace):
         max_in_flight: int = MAX_IN_FLIGHT,
         **common: Unpack[GenerateFields],
     ) -> list[GenerateResult]:
-        """As `RolloutClient.generate_many`."""
+        """Like `RolloutClient.generate_many`."""
         return await self._run(calls.generate_many, plan_batch(requests, common), max_in_flight, progress)
 
     def generate_as_completed(
         self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
     ) -> AsyncGenerator[Settled, None]:
-        """As `RolloutClient.generate_as_completed`. Closing it (`contextlib.aclosing`) cancels the rest."""
+        """Like `RolloutClient.generate_as_completed`. Closing it (`contextlib.aclosing`) cancels the rest."""
         return self._settle(plan_batch(requests, common), max_in_flight)
 
     def session(self, name: str | None = None, *, lease_s: float | None = None) -> AsyncSession:
-        """As `RolloutClient.session`; use it with `async with`."""
+        """Like `RolloutClient.session`; use it with `async with`."""
         return AsyncSession(self, self._core.next_id() if name is None else name, lease_s)
 
     # --- coming back --------------------------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ class AsyncRolloutClient(ClientFace):
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[AttachFields],
     ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
-        """As `RolloutClient.attach`."""
+        """Like `RolloutClient.attach`."""
         self._bind()
         call = self._core.attach(target, stream, fields)
         return AsyncStream(self, call, stream) if stream else await self._run(calls.finish, call)
 
     async def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
-        """As `RolloutClient.ack`."""
+        """Like `RolloutClient.ack`."""
         await self._run(calls.control, "ack", endpoint, None, targets=list(targets))
 
     async def report(
@@ -128,13 +128,13 @@ class AsyncRolloutClient(ClientFace):
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> Mismatch:
-        """As `RolloutClient.report`."""
+        """Like `RolloutClient.report`."""
         return await self._run(calls.report, target, logprobs, endpoint, timeout_s)
 
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def cancel(self, target: str, *, endpoint: str | None = None) -> None:
-        """As `RolloutClient.cancel`."""
+        """Like `RolloutClient.cancel`."""
         await self._run(calls.cancel, target, endpoint)
 
     async def prefetch(
@@ -147,28 +147,28 @@ class AsyncRolloutClient(ClientFace):
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """As `RolloutClient.prefetch`."""
+        """Like `RolloutClient.prefetch`."""
         fields = {"session": session, "adapter": adapter, "cache_salt": cache_salt}
         return await self._run(calls.prefetch, prompt, endpoint, timeout_s, fields)
 
     async def status(self, endpoint: str | None = None) -> Status:
-        """As `RolloutClient.status`."""
+        """Like `RolloutClient.status`."""
         return await self._run(calls.status, endpoint)
 
     async def statuses(self) -> dict[str, Status]:
-        """As `RolloutClient.statuses`."""
+        """Like `RolloutClient.statuses`."""
         return await self._run(calls.statuses)
 
     async def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
-        """As `RolloutClient.ping`."""
+        """Like `RolloutClient.ping`."""
         await self._run(calls.control, "ping", endpoint, timeout_s)
 
     async def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
-        """As `RolloutClient.pause`."""
+        """Like `RolloutClient.pause`."""
         await self._run(calls.control, "pause", endpoint, None, mode=mode)
 
     async def resume(self, *, endpoint: str | None = None) -> None:
-        """As `RolloutClient.resume`."""
+        """Like `RolloutClient.resume`."""
         await self._run(calls.control, "resume", endpoint, None)
 
     async def sleep(
@@ -180,33 +180,33 @@ class AsyncRolloutClient(ClientFace):
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """As `RolloutClient.sleep`."""
+        """Like `RolloutClient.sleep`."""
         return await self._run(
             calls.control, "sleep", endpoint, timeout_s, **given(level=level, mode=mode, requests=requests)
         )
 
     async def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """As `RolloutClient.wake`."""
+        """Like `RolloutClient.wake`."""
         return await self._run(calls.control, "wake", endpoint, timeout_s)
 
     async def load_adapter(
         self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None
     ) -> None:
-        """As `RolloutClient.load_adapter`."""
+        """Like `RolloutClient.load_adapter`."""
         await self._run(calls.control, "load_adapter", endpoint, None, **given(name=name, path=path, version=version))
 
     async def unload_adapter(self, name: str, *, endpoint: str | None = None) -> None:
-        """As `RolloutClient.unload_adapter`."""
+        """Like `RolloutClient.unload_adapter`."""
         await self._run(calls.control, "unload_adapter", endpoint, None, name=name)
 
     async def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
-        """As `RolloutClient.shutdown`."""
+        """Like `RolloutClient.shutdown`."""
         await self._run(calls.control, "shutdown", endpoint, None, mode=mode)
 
     async def control(
         self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
     ) -> list[dict[str, Any]]:
-        """As `RolloutClient.control`."""
+        """Like `RolloutClient.control`."""
         return await self._run(calls.control, op, endpoint, timeout_s, **fields)
 
     def is_connected(self, endpoint: str) -> bool:
@@ -217,7 +217,7 @@ class AsyncRolloutClient(ClientFace):
         return self._core.connections[endpoint].can_send
 
     async def close(self) -> None:
-        """As `RolloutClient.close`."""
+        """Like `RolloutClient.close`."""
         self._core.close()
         await asyncio.to_thread(self._core.term)
 
@@ -334,7 +334,7 @@ async def _changed(event: asyncio.Event, wait_s: float | None) -> None:
 
 
 class AsyncStream(StreamView, Generic[_Item]):
-    """For one task. A cancelled `anext` loses nothing."""
+    """A stream for one task. A cancelled `anext` loses nothing."""
 
     _client: AsyncRolloutClient
 
@@ -357,11 +357,11 @@ class AsyncStream(StreamView, Generic[_Item]):
         return join_chunks(chunks)
 
     async def wait(self) -> GenerateResult:
-        """As `Stream.wait`."""
+        """Like `Stream.wait`."""
         return await self._client._run(calls.finish, self._call)
 
     async def cancel(self) -> None:
-        """As `Stream.cancel`."""
+        """Like `Stream.cancel`."""
         await self._client._run(calls.end_stream, self._call)
 
     async def __aenter__(self) -> Self:
@@ -373,12 +373,12 @@ class AsyncStream(StreamView, Generic[_Item]):
 
 
 class AsyncSession(SessionView):
-    """As `Session`."""
+    """Like `Session`."""
 
     _client: AsyncRolloutClient
 
     async def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
-        """As `Session.generate`."""
+        """Like `Session.generate`."""
         return await self._client.generate(prompt, **self._turn(fields))
 
     async def __aenter__(self) -> Self:

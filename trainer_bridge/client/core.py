@@ -174,7 +174,7 @@ class ClientCore(ProcessBound):
         self.acknowledges = client is None if acknowledge is None else acknowledge
         self._to_acknowledge: dict[str, list[str]] = {}  # ids by endpoint
         self._media: defaultdict[str, KnownMedia] = defaultdict(KnownMedia)  # known images by endpoint
-        self._most_bytes: dict[str, int] = {}  # most bytes of a message by endpoint, if a status told it
+        self._most_bytes: dict[str, int] = {}  # most bytes of a message by endpoint, if a status had it
         self._questions: list[ClientCall] = []  # status calls to all workers, while there are newcomers
         self._ask_at = 0.0  # time of the next status calls
         self._context = zmq.Context()

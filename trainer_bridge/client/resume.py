@@ -287,7 +287,7 @@ class Resumer:
             self._send(call, due, replace(self._with_source(call, plan, due), request_id=first_id))
             return
         if due and call.source is None and "offset" not in call.plan.fields.get("fork", ("offset",)):
-            self._fail(call, _lost_source(), due[0].error)  # all tokens of a running source are others by now
+            self._fail(call, _lost_source(), due[0].error)  # a running source has more tokens by now
             return
         for part in due:
             if part.leg is None and not part.done:  # sending takes in messages, which may change the call

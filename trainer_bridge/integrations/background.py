@@ -70,13 +70,13 @@ class BackgroundClient(Closing):
         running.wait()  # a forked process closes a loop that does not run yet, also for this process
 
     def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> Future[GenerateResult]:
-        """As `RolloutClient.generate`, but a future of its result."""
+        """Like `RolloutClient.generate`, but a future of its result."""
         return self._run(self._client.generate(prompt, **fields))
 
     def generate_many(
         self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
     ) -> Future[list[GenerateResult]]:
-        """As `RolloutClient.generate_many`, but a future of its results."""
+        """Like `RolloutClient.generate_many`, but a future of its results."""
         return self._run(self._client.generate_many(requests, max_in_flight=max_in_flight, **common))
 
     def run(self, job: Callable[[AsyncRolloutClient], Coroutine[Any, Any, _Value]]) -> Future[_Value]:
@@ -91,15 +91,15 @@ class BackgroundClient(Closing):
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """As `RolloutClient.endpoints`."""
+        """Like `RolloutClient.endpoints`."""
         return self._client.endpoints
 
     def add(self, endpoint: str) -> None:
-        """As `RolloutClient.add`."""
+        """Like `RolloutClient.add`."""
         self._run(self._change(self._client.add, endpoint)).result()
 
     def remove(self, endpoint: str, mode: Literal["drain", "now"] = "drain") -> None:
-        """As `RolloutClient.remove`."""
+        """Like `RolloutClient.remove`."""
         self._run(self._change(self._client.remove, endpoint, mode)).result()
 
     async def _change(self, change: Callable[..., None], *given: str) -> None:

@@ -114,7 +114,7 @@ class _Started:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """An actor's answer to `watch`: the worker's exit status, or None; its version, if it told; the end of its log."""
+    """An actor's answer to `watch`: the worker's exit status, or None; its version, if known; the end of its log."""
 
     status: int | None
     version: int | None = None
@@ -161,7 +161,7 @@ class _WorkerActor:
             with RolloutClient(self._endpoint, timeout_s=_STATUS_S, curve=self._launch.curve) as client:
                 return _Seen(None, int(client.status()["weights_version"]))
         except RolloutError:
-            return _Seen(None)  # it hangs, or has just died: the next look tells
+            return _Seen(None)  # the worker hangs, or has just died: the next poll tells
 
     def stop(self, mode: Literal["drain", "now"], timeout_s: float) -> None:
         if self._process is not None:
@@ -179,7 +179,7 @@ class _Worker:
     answer: Any = None  # the object that the actor's answer will be
     state: State = "waiting"
     started: _Started | None = None  # None again once another endpoint has to be found
-    served: bool = False  # it has, once
+    served: bool = False  # the worker has served once
     due_s: float = 0.0  # time of the next start, on the monotonic clock
     version: int = 0
     restarts: int = 0

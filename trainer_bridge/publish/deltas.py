@@ -119,7 +119,7 @@ class KeptDeltas(KeptUpdate):
         return self._buffer[:nbytes]
 
     def _kept_on(self, device: torch.device) -> torch.device:
-        """Where an update is kept whose tensors are on `device`."""
+        """The device where an update is kept whose tensors are on `device`."""
         return device if self._place == "device" else torch.device("cpu")
 
     def changes(self) -> Payload | None:
@@ -149,7 +149,7 @@ class KeptDeltas(KeptUpdate):
         return payload
 
     def every_name(self, tied: Mapping[str, str]) -> Payload | None:
-        """As `KeptUpdate.every_name`: the trainer's tensors are free, and their memory is about to be compared."""
+        """Like `KeptUpdate.every_name`: the trainer's tensors are free, and their memory is about to be compared."""
         assert self._manifest is not None
         tensors = {entry.name: typed_view(self._buffer, entry).clone() for entry in self._manifest.tensors}
         tensors |= {name: tensors[other] for name, other in tied.items()}

@@ -132,7 +132,7 @@ class IncomingUpdate:
         return isinstance(taker, OfferTaker) and taker.leave_to_owner(index, start, end, check)
 
     def unread(self) -> int:
-        """As `OfferTaker.unread`."""
+        """Like `OfferTaker.unread`."""
         return self.destination.unread() if isinstance(self.destination, OfferTaker) else 0
 
     def summary(self) -> dict[str, Any]:

@@ -272,7 +272,7 @@ class CudaIpcReceiver(SharedReceiver):
         return False
 
     def complete(self, incoming: IncomingUpdate, taken: Sequence[int]) -> int:
-        """As `SharedReceiver.complete`; waits for the copies of this rank. Raises `WeightsRejected` for damage."""
+        """Like `SharedReceiver.complete`; waits for the copies of this rank. Raises `WeightsRejected` for damage."""
         copied, self._taken = self._taken, []
         for (index, check, _), found in zip(copied, _low_words([found for *_, found in copied]), strict=True):
             _check_bucket(index, found, check)
@@ -301,7 +301,7 @@ class OpenSlots:
             raise
 
     def read(self, index: int, start: int, nbytes: int, check: int, keep: Keep) -> None:
-        """As `OfferedMemory.read`; on the current stream."""
+        """Like `OfferedMemory.read`; on the current stream."""
         slot, prints = self._slots[index % len(self._slots)], []
         here = torch.empty(min(nbytes, READ_BYTES), dtype=torch.uint8, device=self._device)
         for at in range(0, nbytes, READ_BYTES):
@@ -391,7 +391,7 @@ class CudaIpcSender(TransportSender):
         return options
 
     def release(self, payload: Payload, applied: bool) -> None:
-        """Free the slots of given-up workers, which have been told to abort. Free all if no worker used them."""
+        """Free the slots of given-up workers, after their order to abort. Free all if no worker used them."""
         if not self._used:
             self.close()
         left, self._left = self._left, []

@@ -279,7 +279,7 @@ class OpenFolder:
         self._folder = _open_folder(options["folder"])
 
     def read(self, index: int, start: int, nbytes: int, check: int, keep: Keep) -> None:
-        """As `OfferedMemory.read`. `close` may be called meanwhile."""
+        """Like `OfferedMemory.read`. `close` may be called meanwhile."""
         note = self._notes[bisect.bisect_right(self._places, index) - 1]
         piece = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         fd = _open_file(self._folder, note)

@@ -53,7 +53,7 @@ class Transport:
     sender: Callable[[PublisherSetup], TransportSender]
     auto: int | None = None  # place in the order of `auto`; None: `auto` does not use it
     gpu_to_gpu: bool = False  # `auto` takes it for tensors on a GPU only
-    in_group: bool = False  # the workers of a sender form a group, which takes time; one that joins gets its own
+    in_group: bool = False  # a sender's workers form a group, which takes time: a late worker gets a new sender
     #: Opens memory that a receiver has offered, for a rank on this device; raises OSError or `RolloutError`.
     offered: Callable[[Mapping[str, Any], torch.device, IpcMemory | None], OfferedMemory] | None = None
     in_files: bool = False  # it offers files of whole tensors, and not the buckets of sections; a read may hang

@@ -26,7 +26,7 @@ from trainer_bridge.transports.cut import Cut
 from trainer_bridge.wire.errors import ProtocolError
 from trainer_bridge.wire.manifest import ALIGN_BYTES, Manifest, TensorEntry
 
-#: What one rank keeps of each tensor, by name; None: all of it. It keeps nothing of tensors without an entry.
+#: The part of each tensor that one rank keeps, by name; None: all of it. It keeps nothing of tensors without an entry.
 RankCuts = Mapping[str, Cut | None]
 
 _MAX_RANKS = 64

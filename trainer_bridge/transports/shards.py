@@ -190,7 +190,7 @@ class Shards:
         return known if known and len(known) == len(sent) else None
 
     def own_portion(self, index: int, first: int, last: int, cut: Cut | None = None) -> list[Portion]:
-        """What this rank has of elements `first` to `last` of a tensor, or of what a cut keeps of it."""
+        """The rank's part of elements `first` to `last` of a tensor, or of what a cut keeps of it."""
         box = self.boxes[index]
         return [] if box is None else _portion(box, self.shapes[index], cut, first, last) or []
 
@@ -294,7 +294,7 @@ class _Layout(NamedTuple):
 
 
 def _portion(box: Box, shape: tuple[int, ...], cut: Cut | None, first: int, last: int) -> list[Portion] | None:
-    """What a box has of elements `first` to `last` of what a cut keeps; None if these are no rows."""
+    """A box's part of elements `first` to `last` of what a cut keeps; None if these are no rows."""
     layouts = _layouts(box, shape, cut)
     if layouts is None:
         return None
@@ -314,7 +314,7 @@ def _portion(box: Box, shape: tuple[int, ...], cut: Cut | None, first: int, last
 
 @functools.lru_cache(1 << 14)
 def _layouts(box: Box, shape: tuple[int, ...], cut: Cut | None) -> list[tuple[_Layout, _Layout]] | None:
-    """For each range of a cut, its common part with a box: in what the cut keeps, and in the box. None: no rows."""
+    """The common part of each range of a cut with a box: in what the cut keeps, and in the box. None: no rows."""
     if not shape:
         return [(_Layout(1, 0, 1, 0, 1),) * 2]
     starts, sizes = box

@@ -19,7 +19,7 @@ import numpy as np
 #: Words of a segment: first row, rows, first position, end, segment before it + 1, or 0. Of what a row has alone (the
 #: first B segments) only the first position and the segment before it count.
 SEGMENT_WORDS = 5
-#: How many shared segments may follow each other in a row's context.
+#: Most consecutive shared segments in a row's context.
 LEVELS = 2
 
 
@@ -34,7 +34,7 @@ class SharedTile:
 #: The tile where rows may share pages, by whether the cache has e4m3 codes. On an H100, 32 rows of 16K +
 #: 2K positions in groups of 8, of 32 query heads over 8 KV heads, take 0.27 of their time alone in tiles of 32 and 0.38
 #: in tiles of 16; rows that share nothing lose 1 to 2%. With codes, tiles of 32 need more registers than there are:
-#: on an H200, 80 rows behind a system prompt of 1,536 positions lose 60%.
+#: on an H200, 80 rows with a system prompt of 1,536 positions lose 60%.
 #: Groups of 8 rows with 8 query heads to a KV head would fit in `SharedTile(64, num_warps=4)`. On an H100, steps of
 #: Qwen3-30B-A3B are 7% slower with it than with tiles of 32, which read shared pages twice.
 SHARED_TILES = {False: SharedTile(32), True: SharedTile(16)}

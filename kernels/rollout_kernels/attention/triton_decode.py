@@ -42,14 +42,14 @@ from rollout_kernels.attention.triton_decode_fp8 import decode_codes_kernel
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
 from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
 
-#: How many values and parts are combined at once. With more, the compiler serialises the loads to save registers.
+#: Numbers of values and parts combined at once. With more, the compiler serialises the loads to save registers.
 _COMBINED_VALUES, _COMBINED_PARTS = 3072, 8
 #: Up to this many rows, latency dominates the time of attention.
 _FEW_ROWS = 4
 
 
 class _Inputs(NamedTuple):
-    """In a kernel: what `_attend` reads. `k_base` and `v_base` point to the KV head in the first page."""
+    """The inputs of `_attend` in a kernel. `k_base` and `v_base` point to the KV head in the first page."""
 
     q_ptr: Any
     k_base: Any

@@ -48,7 +48,7 @@ class Results(NamedTuple):
 
 
 class ResultPointers(NamedTuple):
-    """In a kernel: where results go."""
+    """A kernel's outputs."""
 
     out_ptr: Any
     part_ptr: Any
@@ -60,7 +60,7 @@ class ResultPointers(NamedTuple):
 
 
 class Item(NamedTuple):
-    """In a kernel: the words of an item, see `ITEM_WORDS`."""
+    """The words of an item in a kernel, see `ITEM_WORDS`."""
 
     row: Any
     begin: Any

@@ -52,7 +52,7 @@ _LEAST_UNIT = tl.constexpr(2.0**-126)  # the device's logarithms and powers flus
 
 
 class _Inputs(NamedTuple):
-    """In a kernel: what `_attend` reads. The bases point to the KV head in the first page."""
+    """The inputs of `_attend` in a kernel. The bases point to the KV head in the first page."""
 
     q_ptr: Any
     k_base: Any
@@ -144,7 +144,7 @@ def decode_codes_kernel(
     BLOCK_N: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """As `_decode_kernel`, but `k_ptr`, `v_ptr` and their strides count words. INT8: values are int8."""
+    """Like `_decode_kernel`, but `k_ptr`, `v_ptr` and their strides count words. INT8: values are int8."""
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head

@@ -1,4 +1,4 @@
-"""How the contexts of a decode step are split over the programs of the grid, computed on the device.
+"""Splits the contexts of a decode step over the programs of the grid, on the device.
 
 The visible contexts of all rows, in tiles of BLOCK_N positions, are concatenated and cut into equal shares, one for
 each program. So one row of 32K and 128 rows of 1K use the chip equally well, and so does any mix of lengths:
@@ -25,7 +25,7 @@ segments: a run of positions that some neighbouring rows share, or what a row ha
 What rows have alone are the first segments, the shared ones follow. An item gives each of its rows a part. The parts of
 a row lie in its slots, in the order of its positions.
 
-An item takes some time however short it is. What a row has alone behind a shared segment may be a single tile, and a
+An item takes some time however short it is. A row's own part after a shared segment may be a single tile, and a
 share of many such items would take several times as long as the others. So in the cut such a segment counts as if it
 had `_SHORT_TILES` more, before its first: shares that begin there begin with its first tile.
 
@@ -165,7 +165,7 @@ def _plan_kernel(
     first_share = left // share_tiles
     count = tl.where(tiles > 0, (left + tiles + share_tiles - 1) // share_tiles - first_share, 0)
     first_item = tl.cumsum(count, 0) - count
-    # How many parts its rows have before a segment.
+    # The number of parts that its rows have before a segment.
     place = tl.zeros([BLOCK_B], tl.int32)
     if SHARED:
         tl.store(counts_ptr + b, count, mask=is_segment)

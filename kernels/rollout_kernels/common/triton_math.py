@@ -135,7 +135,7 @@ def last_to_arrive(arrived_ptr):
 @triton.jit
 def clamped_glu(gate, up, alpha, limit):
     """The GLU that `rollout_kernels.moe.clamped_glu` defines."""
-    # What is not a number stays so: it must reach the logits.
+    # NaN stays NaN: it must reach the logits.
     gate = tl.minimum(gate, limit, NANS)
     up = tl.clamp(up, -limit, limit, NANS) + 1.0
     return gate / (1.0 + tl.exp(-alpha * gate)) * up

@@ -1,6 +1,6 @@
 """Decode steps in which rows have drafts: a state is a chain, and only accepted drafts may become links of it.
 
-    place in the step    p        p + 1      p + 2          the rows of a step; drafts stand behind their row
+    place in the step    p        p + 1      p + 2          the rows of a step; drafts follow their row
     token                last     draft 1    draft 2
     behind_B             2        -1         -1
     state                S0 ----> S1 ------> S2 ------> S3

@@ -61,7 +61,7 @@ def gated_delta(
     return through_states(tokens, state_NHKV, spans, _one_chunk).to(mixed_TC.dtype)
 
 
-#: From a state [H, K, V] and the inputs of tokens that follow each other to their outputs and the state after them.
+#: Maps a state [H, K, V] and the inputs of consecutive tokens to their outputs and the state after them.
 AdvanceChunk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 

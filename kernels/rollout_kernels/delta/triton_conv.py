@@ -123,7 +123,7 @@ def short_conv(
     spans: Spans,
     bias_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `rollout_kernels.delta.short_conv`; `x_TC` is contiguous in C, and a prefill needs `spans.starts_B1`."""
+    """Like `rollout_kernels.delta.short_conv`; `x_TC` is contiguous in C, and a prefill needs `spans.starts_B1`."""
     count, (channels, width) = len(x_TC), weight_CW.shape
     assert x_TC.stride(1) == 1 and weight_CW.is_contiguous() and state_NCW.is_contiguous() and width >= 2
     out_TC = torch.empty(count, channels, dtype=x_TC.dtype, device=x_TC.device)

@@ -214,7 +214,7 @@ def drafted_conv(
     kept: DraftInputs,
     bias_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `rollout_kernels.delta.drafted_conv`; `x_TC` is contiguous in C."""
+    """Like `rollout_kernels.delta.drafted_conv`; `x_TC` is contiguous in C."""
     count, (channels, width) = len(x_TC), weight_CW.shape
     assert x_TC.stride(1) == 1 and weight_CW.is_contiguous() and state_NCW.is_contiguous() and width >= 2
     assert kept.inputs_DC.is_contiguous() and kept.mixed_DX.is_contiguous()
@@ -255,7 +255,7 @@ def drafted_delta(
     beta_scale: float = 1.0,
     tile: StepTile | None = None,
 ) -> torch.Tensor:
-    """As `rollout_kernels.delta.drafted_delta`. `step_tile` is the default `tile`."""
+    """Like `rollout_kernels.delta.drafted_delta`. `step_tile` is the default `tile`."""
     count, (_, heads, key_dim, value_dim) = len(mixed_TC), state_NHKV.shape
     sizes, gates, strides = rule_arguments(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV)
     assert kept.gates_DX.is_contiguous()
@@ -293,7 +293,7 @@ def catch_up(
     accepted_S: torch.Tensor,
     one_by_one: bool = False,
 ) -> None:
-    """As `rollout_kernels.delta.catch_up`."""
+    """Like `rollout_kernels.delta.catch_up`."""
     layers, places, heads, key_dim, value_dim = state_LNHKV.shape
     channels, past = conv_LNCW.shape[2:]
     assert all(tensor.is_contiguous() for tensor in (state_LNHKV, conv_LNCW, *kept[:3], verified_M4))

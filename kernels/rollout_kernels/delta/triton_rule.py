@@ -75,7 +75,7 @@ class RuleHeads(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """In a kernel: what beta and the decay of all tokens are made of."""
+    """A kernel's inputs for beta and the decay of all tokens."""
 
     b_ptr: Any
     a_ptr: Any
@@ -421,7 +421,7 @@ def gated_delta(
     beta_scale: float = 1.0,
     tile: StepTile | None = None,
 ) -> torch.Tensor:
-    """As `rollout_kernels.delta.gated_delta`; a prefill needs `spans.starts_B1`. `step_tile` is the default `tile`."""
+    """Like `rollout_kernels.delta.gated_delta`; prefills need `spans.starts_B1`. `step_tile` is the default `tile`."""
     count, (_, heads, key_dim, value_dim) = len(mixed_TC), state_NHKV.shape
     sizes, gates, strides = rule_arguments(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV)
     out_THV = torch.empty(count, heads, value_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
@@ -506,7 +506,7 @@ def _gated_norm_kernel(
 
 
 def gated_norm(out_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `rollout_kernels.delta.gated_norm`; the heads of `z_THV` lie side by side."""
+    """Like `rollout_kernels.delta.gated_norm`; the heads of `z_THV` lie side by side."""
     tokens, heads, width = out_THV.shape
     assert out_THV.is_contiguous() and z_THV.stride(1) == width and z_THV.stride(2) == 1
     result_TV = torch.empty(tokens, heads * width, dtype=z_THV.dtype, device=z_THV.device)

@@ -90,7 +90,7 @@ def _states_kernel(
 def decode_states(
     tokens: tuple[torch.Tensor, ...], state_NHKV: torch.Tensor, spans: Spans, kept: DraftInputs | None
 ) -> torch.Tensor:
-    """As `rollout_kernels.delta.state_rule`, of a decode step."""
+    """Like `rollout_kernels.delta.state_rule`, of a decode step."""
     (count, heads, key_dim), value_dim = tokens[0].shape, state_NHKV.shape[3]
     q_THK, k_THK, v_THV, g_THX, *beta_TH = tokens
     mixed_TX = torch.cat((k_THK.flatten(1), v_THV.flatten(1)), dim=1)

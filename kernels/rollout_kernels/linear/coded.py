@@ -91,7 +91,7 @@ def stored(weights: Weights) -> torch.Tensor:
 
 
 class CodedRows(NamedTuple):
-    """Codes and scales of `rows` tokens; M is `rows`, padded. What the padding has does not matter."""
+    """Codes and scales of `rows` tokens; M is `rows`, padded with any values."""
 
     codes_MK: torch.Tensor  # float8_e4m3fn
     scales_BM: torch.Tensor

@@ -67,7 +67,7 @@ def _coded_column(
     BLOCK_K: gl.constexpr,
     STAGGER: gl.constexpr,
 ):
-    """As `_column`, but parts of a tile are neighbours: this saves divisions by numbers that the compiler lacks."""
+    """Like `_column`, but parts of a tile are neighbours: this saves divisions by numbers that the compiler lacks."""
     item = program + step // STEPS * programs
     part = step % STEPS
     if STAGGER:
@@ -188,7 +188,7 @@ def _coded_kernel(
     STAGGER: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """As `_stream_kernel`, for codes."""
+    """Like `_stream_kernel`, for codes."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     first_row = gl.program_id(1) * BLOCK_M
@@ -301,7 +301,7 @@ def _block_kernel(
     STAGGER: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """As `_coded_kernel`, but activations are codes too, and tokens are the rows of the sums."""
+    """Like `_coded_kernel`, but activations are codes too, and tokens are the rows of the sums."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     first_row = gl.program_id(1) * BLOCK_M

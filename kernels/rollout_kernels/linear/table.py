@@ -239,7 +239,7 @@ def _other_coded(outputs: int, inputs: int, kind: Kind, streamed: bool) -> Bands
 
 
 def _other_both_coded(outputs: int, inputs: int, kind: Kind) -> Bands:
-    """As `_other_coded`, for activations that are codes, too."""
+    """Like `_other_coded`, for activations that are codes, too."""
     few, many = (_fullest_split(outputs, inputs, kind, places) for places in (3, 2))
     sizes = (64, 64, few, 4, 4, 3 * _PROGRAMS), (MOST_ROWS, 64, many, 4, 4, 2 * _PROGRAMS)
     return _streamed_codes(*sizes, stagger=kind == "silu", both=True)

@@ -33,7 +33,7 @@ from rollout_kernels.linear.coded import CodedMatrix, Weights, stored
 
 #: The largest number of tokens.
 MOST_ROWS = 4
-#: What a warp loads at once, 16 bytes a thread: pairs of values, or codes.
+#: Words of one load of a warp, 16 bytes a thread: pairs of values, or codes.
 _WIDTH = 128
 _CODES = 512
 

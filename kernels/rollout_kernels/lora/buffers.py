@@ -1,4 +1,4 @@
-"""Where the low-rank adapters of a product lie in memory, and how a batch refers to them.
+"""The memory of a product's low-rank adapters, and how a batch refers to them.
 
     y[m] += B[slot of m] @ (A[slot of m] @ x[m])
 

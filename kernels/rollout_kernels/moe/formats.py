@@ -1,4 +1,4 @@
-"""How the weights of experts are stored: in 16 bits, or as e4m3 codes with scales.
+"""Formats of the weights of experts: in 16 bits, or as e4m3 codes with scales.
 
     plain      bf16 or f16
     fp8_row    e4m3 codes, one float32 scale for each output row
@@ -51,7 +51,7 @@ def scale_shape(experts: int, outputs: int, inputs: int, format: Format, halves:
 
 
 class Shared(NamedTuple):
-    """How many shared experts, which every token takes, are stored after the others, and whether a logit gates them."""
+    """Shared experts, which every token takes: how many are stored after the others, and whether a logit gates them."""
 
     experts: int = 0
     gated: bool = False

@@ -40,7 +40,7 @@ def most_tiles(pairs: int, experts: int, tile_rows: int) -> int:
 
 
 def pairs_at_once(pairs: int) -> int:
-    """How many pairs a program of `group_pairs` reads at once; another number is another compiled kernel."""
+    """The pairs that a program of `group_pairs` reads at once; another number is another compiled kernel."""
     return min(_MOST_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(pairs)))
 
 

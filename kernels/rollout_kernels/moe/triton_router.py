@@ -51,7 +51,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Where to record the experts of each token, for replay.
+    """The buffers that record the experts of each token, for replay.
 
     Row `slots_T[t]` (int64) of `experts_RK` (uint8, uint16 or int32; any distance between rows) gets the experts of
     token t. A negative slot records nothing.
@@ -74,7 +74,7 @@ class RouterConstants(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """In a kernel: where it writes the choices of all tokens."""
+    """A kernel's outputs: the choices of all tokens."""
 
     experts_ptr: Any
     weights_ptr: Any
@@ -237,7 +237,7 @@ def _choose_many_kernel(
     PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """As `choose` for BLOCK_T tokens: in each round the first of the experts that are left."""
+    """Like `choose` for BLOCK_T tokens: in each round the first of the experts that are left."""
     E: tl.constexpr = CHOICE.E
     E2: tl.constexpr = CHOICE.E2
     TOP_K: tl.constexpr = CHOICE.TOP_K

@@ -40,7 +40,7 @@ _SUM_EPS = tl.constexpr(1e-20)
 
 
 class ScoreRule(NamedTuple):
-    """How scores become a choice; for the fields see `rollout.models.spec.RouterSpec`."""
+    """The rule that makes a choice from scores; for the fields see `rollout.models.spec.RouterSpec`."""
 
     scoring: Literal["softmax", "sigmoid"]
     top_k: int

@@ -362,7 +362,7 @@ def _finish_qkv_kernel(
         x_low = narrow(low * scale * weight_low, dtype).to(tl.float32)
         x_high = narrow(high * scale * weight_high, dtype).to(tl.float32)
     if CLIPPED:
-        # What is not a number stays so: it must reach the logits.
+        # NaN stays NaN: it must reach the logits.
         x_low, x_high = tl.clamp(x_low, -clip, clip, NANS), tl.clamp(x_high, -clip, clip, NANS)
         low, high = tl.clamp(low, -clip, clip, NANS), tl.clamp(high, -clip, clip, NANS)
     if NORM or VALUE_NORM:
@@ -582,7 +582,7 @@ def gated(
 
 
 def gated_codes(gate_up_M2I: torch.Tensor, activation: Activation = "silu") -> CodedRows:
-    """As `gated`, without a correction, rounded to codes; I is a multiple of 128."""
+    """Like `gated`, without a correction, rounded to codes; I is a multiple of 128."""
     rows, width = gate_up_M2I.shape
     made = empty_rows(rows, width // 2, gate_up_M2I.device)
     _gate(gate_up_M2I, made.codes_MK.view(torch.uint8), made.scales_BM, None, activation)

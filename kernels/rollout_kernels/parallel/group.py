@@ -106,7 +106,7 @@ class GlooGroup(TensorGroup):
         self._processes = processes
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As `TensorGroup.all_reduce`: every rank adds the gathered tensors itself."""
+        """Like `TensorGroup.all_reduce`: every rank adds the gathered tensors itself."""
         first, *others = self.all_gather(x)
         total = first.float()
         for other in others:
@@ -122,7 +122,7 @@ class GlooGroup(TensorGroup):
         return gathered
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """As `TensorGroup.all_to_all`, by a gather of everything."""
+        """Like `TensorGroup.all_to_all`, by a gather of everything."""
         return self.all_gather(x)[:, self.rank]
 
 
@@ -141,11 +141,11 @@ class NcclGroup(TensorGroup):
 
     @property
     def one_order(self) -> bool:
-        """As `TensorGroup.one_order`: NCCL may begin with any rank, which two values do not show."""
+        """Like `TensorGroup.one_order`: NCCL may begin with any rank, which two values do not show."""
         return self.size == 2
 
     def prepare(self, width: int, dtype: torch.dtype) -> None:
-        """As `TensorGroup.prepare`: connects the memory of the peers."""
+        """Like `TensorGroup.prepare`: connects the memory of the peers."""
         values = 2 if dtype.itemsize == 2 else 1
         if self.peers is not None or width % values:
             return
@@ -162,7 +162,7 @@ class NcclGroup(TensorGroup):
         self.large_peers, self.peers, self.histogram_peers = large, peers, histogram_peers
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As `TensorGroup.all_reduce`. NCCL chooses the order of more than two ranks; all have the same bits."""
+        """Like `TensorGroup.all_reduce`. NCCL chooses the order of more than two ranks; all have the same bits."""
         peers = self.peers_for(x.shape[0], x.shape[1], x.dtype) if x.dim() == 2 else None
         if peers is not None:
             from rollout_kernels.parallel.triton_all_reduce import all_reduce_rows
@@ -180,7 +180,7 @@ class NcclGroup(TensorGroup):
         return gathered
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """As `TensorGroup.all_to_all`."""
+        """Like `TensorGroup.all_to_all`."""
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, x.contiguous(), group=self._processes)
         return received

@@ -110,7 +110,7 @@ def receive_flag(at, number, fault_ptr, most_spins, RANK: tl.constexpr):
 
 @triton.jit
 def _from(memory, rank, half, row, rows, row_words, RANKS: tl.constexpr, FLAGGED: tl.constexpr):
-    """Where this half of a buffer has the row that rank `rank` sent."""
+    """The address of the row that rank `rank` sent, in this half of a buffer."""
     if FLAGGED:  # addresses and sizes of rows are multiples of 16 bytes
         first = tl.multiple_of(memory.to(tl.pointer_type(tl.int32)), 16)
         return tl.multiple_of(first + ((half * RANKS + rank) * rows + row) * row_words, 16)

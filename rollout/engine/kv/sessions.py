@@ -163,7 +163,7 @@ class Sessions:
         session.turns -= 1
         if session.over:
             return
-        if session.kv is None:  # it still has KV if the turn was never admitted
+        if session.kv is None:  # the session still has KV if the turn was never admitted
             session.last_until_s = now_s + session.last_s
             self._take(session, left, now_s)
         if session.turns:

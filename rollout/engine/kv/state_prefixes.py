@@ -109,7 +109,7 @@ class StatePrefixes(Prefixes):
         return self.sessions.count_alone(self.snapshots.pages)
 
     def evictable_of(self, rank: int) -> int:
-        """As `evictable`: rows with states are not dealt to ranks."""
+        """Equal to `evictable`: rows with states are not dealt to ranks."""
         return self.evictable
 
     def evict_one(self, rank: int) -> bool:

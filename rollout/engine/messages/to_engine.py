@@ -75,7 +75,7 @@ class Shutdown:
 class EndSession:
     """Free the KV of a session, or without a `name` of all sessions of a client. Answered by `Done(token)`, if given.
 
-    An unknown session has no KV. A running turn goes on and leaves no KV behind.
+    An unknown session has no KV. A running turn goes on and keeps no KV.
     """
 
     client: str

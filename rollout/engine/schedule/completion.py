@@ -1,4 +1,4 @@
-"""From a sequence's state to the events that the service sees, and the totals that the meter reads."""
+"""Turns a sequence's state into the service's events and the meter's totals."""
 
 from array import array
 from collections import Counter

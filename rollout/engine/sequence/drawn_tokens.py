@@ -68,7 +68,7 @@ class DrawnTokens:
     )
 
     def __init__(self, request: Request, reshapes: bool) -> None:
-        """With `reshapes` the sampling rules change the distribution, and its log-probs have a column, too."""
+        """`reshapes`: the sampling rules change the distribution, so its log-probs have a column, too."""
         prior = request.prior
         self.tokens = array("i", prior.token_ids.astype(np.int32).tobytes())
         self.known = known = len(self.tokens)

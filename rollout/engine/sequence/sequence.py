@@ -120,7 +120,7 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class ConstraintProgress:
-    """How far a completion is in its constraint."""
+    """A completion's position in its constraint."""
 
     matched: int  # tokens that the matcher has seen
     matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it
@@ -130,7 +130,7 @@ class ConstraintProgress:
 
 @dataclass(eq=False, slots=True)
 class QueueEntry:
-    """What the queue and the order of prompts note of a sequence."""
+    """Notes of the queue and of `PromptOrder` on a sequence."""
 
     may_share: bool = False  # counted in `Group.unstarted`
     computed: int = 0  # tokens whose KV its first prefill computes; 0 before its first row
@@ -227,7 +227,7 @@ class Sequence:
 
     @property
     def due_from(self) -> int | None:
-        """As `Group.due_from`, of a leader; None for the others, which may reuse all KV."""
+        """Like `Group.due_from`, of a leader; None for the others, which may reuse all KV."""
         return self.group.due_from if self.group.leader is self else None
 
     @property

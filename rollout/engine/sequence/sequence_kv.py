@@ -130,7 +130,7 @@ class KVContent:
 
 
 class InTier:
-    """What a tier has of one sequence: nothing, without a tier."""
+    """A tier's data on one sequence. This base class is for a worker without a tier."""
 
     __slots__ = ()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class VariantUse:
-    """What one sequence notes of its variant: nothing, of the plain weights."""
+    """Notes of one sequence on its variant. This base class is for the plain weights."""
 
     __slots__ = ()
 

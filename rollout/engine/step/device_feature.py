@@ -118,8 +118,8 @@ class DeviceFeature(Generic[Output]):
     batch_fields: ClassVar[frozenset[str]] = frozenset()  # its `BatchFields`, which no other feature of a worker gives
     changes_forward: ClassVar[RowNeeds] = RowNeeds.NONE  # rows with this take decode forwards that are captured apart
     #: Only one feature of a worker may set this: the kernel that sets up rows of tokens ahead copies one column.
-    row_column: ClassVar[bool] = False  # it has a column of the row state, set up from the section `init_NAME`
-    own_stream: ClassVar[bool] = False  # it has a stream for work while steps run
+    row_column: ClassVar[bool] = False  # the feature has a column of the row state, set up from the section `init_NAME`
+    own_stream: ClassVar[bool] = False  # the feature has a stream for work while steps run
     spare_words: int = 0  # most int32 words that it adds to an upload, apart from the words of tokens
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> StepFeature:

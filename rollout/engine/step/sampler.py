@@ -1,4 +1,4 @@
-"""From logits to tokens in the row state: gathers the rows' settings, draws, carries the token over, writes the output.
+"""Draws tokens from logits: gathers the rows' settings, draws, carries the token to the row state, writes the output.
 
 A row that samples has one token more with KV than its LENGTH says (the step's own); sampling advances LENGTH by one.
 On a GPU the draw is a Triton kernel that writes token, log-probs and row state; on a CPU it is the torch twin.
@@ -35,7 +35,7 @@ _COLUMNS = {
     "TEMPERATURE": TEMPERATURE,
     "NOISE": NOISE,
 }
-#: For each sampling rule: its field of `SamplingRows`, its bit of `RowNeeds`, its column.
+#: Field of `SamplingRows`, bit of `RowNeeds` and column of each sampling rule.
 _INT_FIELDS = [(f"{rule.name}_S", NEEDS[rule.part].value, i) for i, rule in enumerate(INT_RULES, FIRST_INT_RULE)]
 _FLOAT_FIELDS = [(f"{rule.name}_S", NEEDS[rule.part].value, i) for i, rule in enumerate(FLOAT_RULES, FIRST_FLOAT_RULE)]
 

@@ -1,6 +1,6 @@
 """The first pages that rows of a decode step share, passed to attention as segments (`segments.make_segments`).
 
-Rows of a group, of a session or behind one system prompt hold the same pages. The roster keeps rows that share pages
+Rows of a group, of a session or with the same system prompt hold the same pages. The roster keeps rows that share pages
 next to each other, so what a row shares is what it has in common with its neighbours. Pages that two rows share stay
 shared while both run, and the page that a row writes to is its own; so the segments change only with the rows.
 
@@ -125,7 +125,7 @@ def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
 
 
 def make_shared_pages(model: LanguageModel, kv: KVCache, engine: EngineSettings, shares: bool) -> EachRowAlone:
-    """For the decode steps of a model over this KV; with `shares` attention reads shared pages once."""
+    """Serves the decode steps of a model over this KV; with `shares` attention reads shared pages once."""
     if not shares:
         return EachRowAlone()
     spec = native(model).spec

@@ -8,7 +8,7 @@ cache      that cache: its layers keep keys and values in the pages, and states 
 attention  the attention function that all its layers call: this step's keys and values go to the paged cache
 probe      forwards that show what each layer keeps and sees
 masks      windows, read off the mask functions of transformers
-experts    our kernels behind transformers' interface for experts
+experts    our kernels in transformers' interface for experts
 weights    views of the parameters by the names of the checkpoint
 start      the check at every start: the module over the paged cache against its own eager attention
 host_reads which operations of a step wait for the device: such steps cannot be captured

@@ -1,4 +1,4 @@
-"""From a config to a module of transformers without weights, and the models that are refused.
+"""Makes a module of transformers without weights from a config, or refuses the model.
 
 The class comes from transformers' own table of causal LMs. Code of a checkpoint is never run.
 """

@@ -48,7 +48,7 @@ class StateShape(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """What one layer keeps."""
+    """One layer's data."""
 
     kv: int | None  # its place among the KV of the pool
     indexed: int | None  # the same of the keys that choose positions
@@ -58,7 +58,7 @@ class LayerCache(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheFacts:
-    """What all layers keep."""
+    """The data of all layers."""
 
     layers: tuple[LayerCache, ...]
     kv_shapes: tuple[KVShape, ...]
@@ -190,7 +190,7 @@ class _State(LinearAttentionLayer):
 
 
 class _KVAndState(_State, _KV):  # type: ignore[misc, override]  # as transformers' own class of both
-    """Both in one layer."""
+    """KV and a state in one layer."""
 
     def __init__(self, piece: Piece, layer: LayerCache) -> None:
         _KV.__init__(self, piece, layer)
@@ -326,7 +326,7 @@ class NotingCache(DynamicCache):
         return 0
 
     def facts(self) -> CacheFacts:
-        """What each layer keeps, after the forward."""
+        """Each layer's data, after the forward."""
         return CacheFacts(tuple(map(_facts_of, self.layers)), tuple(self._notes.kv_shapes))
 
 

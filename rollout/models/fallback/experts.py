@@ -1,4 +1,4 @@
-"""Our experts behind transformers' interface for experts.
+"""Our experts in transformers' interface for experts.
 
 transformers keeps the experts of a layer as two stacked tensors and calls the function that the config names. Where the
 experts are those that our kernels know (SiLU on the gate, no biases, gate rows first), these run them. Others run as

@@ -68,7 +68,7 @@ def probe_layers(module: Any, vocab: int) -> dict[nn.Module, LayerFacts]:
 
 
 def probe_cache(module: Any, vocab: int) -> CacheFacts:
-    """What each layer keeps in a cache of transformers. Raises ValueError if that cannot be kept in the pools."""
+    """Find the data that each layer keeps in a cache of transformers. Raises ValueError if pools cannot keep it."""
     cache = NotingCache(module)
     _forward(module, vocab, use_cache=True, **{cache_argument(module): cache})
     return cache.facts()

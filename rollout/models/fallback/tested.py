@@ -1,6 +1,6 @@
 """The architectures that the project's tests hold against transformers when they run through transformers' own code.
 
-The table of the docs is made from this one. The tests check what it says of attention and experts.
+The table of the docs is made from this one. The tests check its columns on attention and experts.
 """
 
 from __future__ import annotations

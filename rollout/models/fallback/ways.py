@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 
 class Way(NamedTuple):
-    """How the tokens of a step go through a module, and how its layers reach keys and values."""
+    """A way in which a step's tokens go through a module, and its layers reach keys and values."""
 
     rows: Literal["packed", "together", "alone"]
     attention: Literal["paged", "gathered"]

@@ -16,7 +16,7 @@ from rollout.models.families import (
 from rollout.models.families.declare import Family, Multimodal
 
 _LINEAGES = (llama, llama4, mistral, qwen, glm, deepseek, gemma, granite, olmo, mixtures, nemotron)
-#: By the name that stands in the `architectures` of a config.json.
+#: Families by their name in the `architectures` of a config.json.
 FAMILIES: dict[str, Family] = {name: family for lineage in _LINEAGES for name, family in lineage.FAMILIES.items()}
 MULTIMODAL: dict[str, Multimodal] = {
     name: whole for lineage in (mistral, qwen, deepseek, gemma) for name, whole in lineage.MULTIMODAL.items()

@@ -1,4 +1,4 @@
-"""How a family is declared: what differs from Llama.
+"""Declarations of families: what differs from Llama.
 
 A value is a constant, or a `Key`: the value of that key of config.json. Where a value depends on the layer, the
 declaration names a function from the config to a tuple of values, one a layer.
@@ -424,7 +424,7 @@ class LatentFamily:
 class MTPFamily:
     """The layers of a family's checkpoints that predict further tokens. The first one may draft; see `DraftSpec`."""
 
-    #: How many there are.
+    #: Their number.
     layers: Key = declared(integer(0, MOST_LAYERS), Key("num_nextn_predict_layers", 0))
     #: The prefix of one's tensors; `{}`: its number, counted on from the layers of the model.
     prefix: str = "model.layers.{}."
@@ -475,7 +475,7 @@ class Family:
     #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
     ropes: ByLayer[Any] = same_rope
     partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
-    #: How many dimensions of a head turn; used where `rope_parameters` has no such factor.
+    #: The number of a head's dimensions that turn; used where `rope_parameters` has no such factor.
     rope_width: Key | None = declared(integer(2, 8192), None)
     #: `rope_parameters` may be one map: layers with full attention take it, the others only its `rope_theta`.
     one_rope_map: bool = False
@@ -537,7 +537,7 @@ class Multimodal:
 
     model_type: str  # in config.json
     models: str  # names of its models, for the docs
-    #: What its language model may be, one of `FAMILIES` or of its own; the `model_type` of `text_config` says which.
+    #: Possible language models, of `FAMILIES` or of its own; the `model_type` of `text_config` says which.
     language_models: tuple[str | Family, ...]
     #: See `ModelNames`.
     beginnings: tuple[tuple[str, tuple[str, ...]], ...]
@@ -548,7 +548,7 @@ class Multimodal:
 # --- what several families share --------------------------------------------------------------------------------------
 
 ATTENTION_BIAS = Key("attention_bias")
-#: How the names of a language model begin in a model of text and images, and in the language model alone.
+#: Prefixes of a language model's names, in a model of text and images and in the language model alone.
 INSIDE = (("model.", ("model.language_model.", "model.")),)
 #: The same, with what files on the hub have: transformers' module has the second spelling.
 INSIDE_LLAVA = (

@@ -24,7 +24,7 @@ from rollout.models.spec import DenseNames, KimiDeltaNames, ModelNames, MoENames
 
 
 def _in_forget_gate(*names: str) -> tuple[tuple[str, tuple[str, str]], ...]:
-    """What published files have in the mixer, and transformers' classes in a module of its own."""
+    """Names that published files have in the mixer, and transformers' classes in a module of their own."""
     return tuple((f".self_attn.{name}", (f".self_attn.{name}", f".self_attn.forget_gate.{name}")) for name in names)
 
 
@@ -127,7 +127,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# What published files of Ling-3 name.
+# Names in published files of Ling-3.
 FAMILIES["BailingMoeV3ForCausalLM"] = replace(FAMILIES["BailingHybridForCausalLM"], read_as="bailing_hybrid")
 
 MULTIMODAL: dict[str, Multimodal] = {

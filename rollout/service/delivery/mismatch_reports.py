@@ -28,7 +28,7 @@ from trainer_bridge.wire.errors import BadRequest, InternalError, Overloaded, Ro
 logger = logging.getLogger(__name__)
 
 UNKNOWN_VERSION = -1  # tokens of `continue_from` without versions
-#: From a result's frames and log-probs by index to the mismatch by weights version; see `compare_result`.
+#: Maps a result's frames and log-probs by index to the mismatch by weights version; see `compare_result`.
 Compare = Callable[[list[bytes], dict[str, np.ndarray]], dict[int, MismatchSums]]
 
 

@@ -1,4 +1,4 @@
-"""From a `generate` message to the request of the engine, and its completions as they begin.
+"""Turns a `generate` message into the request of the engine, and its completions as they begin.
 
 The checks of a request, in order: its shape in `schema`; what model and limits rule out, in `check` without the
 prompt's token ids and in `build` with them; the engine's capacity in `rollout/engine/schedule/refusal.py`. `check`

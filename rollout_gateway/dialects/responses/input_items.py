@@ -1,4 +1,4 @@
-"""From the body of `/v1/responses` to a chat: its items are messages, its tools functions."""
+"""Makes a chat from the body of `/v1/responses`: items become messages, tools functions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from rollout_gateway.requests.chat_body import (
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _INCLUDED = ("reasoning.encrypted_content",)  # reasoning is in answers as plain text
-#: What a chat's function has as its parameters that stands for a tool whose input is a text.
+#: Parameters of the function that stands for a tool whose input is a text.
 _FREEFORM = {
     "type": "object",
     "properties": {"input": {"type": "string"}},

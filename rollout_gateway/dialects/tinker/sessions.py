@@ -32,7 +32,7 @@ _ERROR_BYTES = 1024
 
 
 class Result(Protocol):
-    """What a request results in."""
+    """The outcome of a request."""
 
     @property
     def size(self) -> int:
@@ -44,7 +44,7 @@ R = TypeVar("R", bound=Result)
 
 @dataclass(frozen=True, slots=True)
 class TinkerSampler:
-    """What a client samples from. `adapter`: None for the model itself."""
+    """A model that a client samples from. `adapter`: None for the model itself."""
 
     id: str
     session: str

@@ -108,7 +108,7 @@ class AdapterTable:
     # --- slots --------------------------------------------------------------------------------------------------------
 
     def ready(self, waiting: Sequence[Adapter]) -> set[Adapter]:
-        """Those whose slot takes a sequence. `waiting` are the adapters of sequences without a row, in their order.
+        """The adapters whose slot takes a sequence. `waiting`: adapters of sequences without a row, in their order.
 
         Copies of others begin while slots are free.
         """

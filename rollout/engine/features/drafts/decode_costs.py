@@ -100,7 +100,7 @@ def _seconds(executor: Executor, slot: Slot, rows: int, drafts: bool = False) ->
 
 
 def _rows_and_drafts(executor: Executor, rows: int) -> tuple[list[int], list[int]]:
-    """The rows of a step, and how many drafts are behind each if there are any."""
+    """The rows of a step, and the number of drafts after each, if there are any."""
     drafts_of_states = executor.step.kv.states.drafts
     if drafts_of_states is None or rows < drafts_of_states.first:
         return list(range(1, rows + 1)), []

@@ -34,7 +34,7 @@ class HostDrafter(Protocol):
     """Drafts on the host. `key` is one completion; only the loop calls it."""
 
     def path(self, key: Hashable, prompt: np.ndarray, tokens: Seq[int], want: int, version: int = 0) -> list[int]:
-        """At most `want` token ids expected after prompt (int32) and committed tokens; they may be any of the model's.
+        """Up to `want` token ids expected after prompt (int32) and committed tokens; they may be any of the model's.
 
         From call to call with one key, `tokens` only grow. `version` is the weights version of the newest token.
         """
@@ -53,7 +53,7 @@ class NoHostDrafter:
         return []
 
     def source(self, key: Hashable) -> None:
-        """None: no path comes from weights."""
+        """None, since no path comes from weights."""
 
     def ended(self, key: Hashable) -> None:
         """No-op."""

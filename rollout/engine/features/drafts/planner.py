@@ -60,7 +60,7 @@ class _Offer(NamedTuple):
 
     @property
     def acceptance(self) -> Acceptance:
-        """How often their drafter was right."""
+        """The shares of their drafts that were right."""
         return self.row.of_host if self.path else self.row.of_device
 
     @property
@@ -100,7 +100,7 @@ class DraftPlanner:
         self._adapts = adapts
         self._on_device = on_device
         self._makes = on_device != "none"
-        self._reads = on_device == "heads"  # it reads every step, or its KV has holes
+        self._reads = on_device == "heads"  # the drafter reads every step, or its KV has holes
         self._all_rows, self._all_device_rows = Acceptance(), Acceptance()
         self._resting = 0  # plans before the drafter is asked again
         self._unpaid = 0  # plans since drafts of the device have paid

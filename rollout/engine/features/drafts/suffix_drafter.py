@@ -113,7 +113,7 @@ class SuffixIndex:
         return best
 
     def after(self, text: int, match: Match, want: int) -> list[int]:
-        """At most `want` tokens that follow a match. A text that repeats itself is expected to do so again."""
+        """Up to `want` tokens that follow a match. A text that repeats itself is expected to do so again."""
         _, position, _ = match
         path = self._texts[match.text][position : position + want].tolist()
         if match.text == text:

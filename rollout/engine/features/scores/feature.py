@@ -33,7 +33,7 @@ _TOP = RowNeeds.TOP.value  # flags of an enum are slow to test
 
 
 class AskedScores(NamedTuple):
-    """What a step scores."""
+    """The rows and positions that a step scores."""
 
     tops: tuple[int, ...] = ()  # the drawing rows that report their likeliest tokens
     narrow: Scoring = Scoring()
@@ -48,7 +48,7 @@ _NOTHING = AskedScores()
 
 
 def asked_scores(header: Header) -> AskedScores:
-    """What a step scores."""
+    """Read from a header what its step scores."""
     if NAME not in header.facts:
         return _NOTHING
     tops, narrow, wide, spans = header.facts[NAME]

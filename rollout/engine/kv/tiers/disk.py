@@ -97,7 +97,7 @@ NO_DISK = NoDisk()
 
 
 class DiskPages:
-    """At most `most_bytes` of pages of `memory` in a subfolder of `folder`.
+    """Pages of `memory`, at most `most_bytes`, in a subfolder of `folder`.
 
     With `orders` the other ranks keep their parts, too; `name` is the first part of the names of the lanes.
 

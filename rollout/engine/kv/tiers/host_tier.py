@@ -1,4 +1,4 @@
-"""The tier in host memory, with a folder on disk behind it: what the engine sees of this package.
+"""The tier in host memory, with a folder on disk below it: the engine's interface to this package.
 
 `known` has the books of known prefixes, `offload` those of preempted sequences. Between two steps pages are copied as
 these books say, those of preempted sequences first:

@@ -119,7 +119,7 @@ NOT_OFFLOADED = OffloadedKV()
 
 @dataclass(eq=False, slots=True)
 class InHostTier(InTier):
-    """What the tier has of one sequence."""
+    """The tier's data on one sequence."""
 
     fetches: int = 0  # fetches begun since it last had a row
     wants_offload: bool = False  # preempted, with KV that is worth keeping
@@ -138,7 +138,7 @@ class InHostTier(InTier):
 
 
 def in_host_tier(seq: Sequence) -> InHostTier:
-    """What the tier has of a sequence: made when the tier first meets it."""
+    """The tier's data on a sequence: made when the tier first meets it."""
     if not isinstance(seq.kv.in_tier, InHostTier):
         seq.kv.in_tier = InHostTier()
     assert isinstance(seq.kv.in_tier, InHostTier)
@@ -254,7 +254,7 @@ class OffloadBooks:
         return self._in_pool[page]
 
     def pool_pages(self, kv: OffloadedKV, version: int) -> list[int]:
-        """For each page of an offloaded sequence the pool page that has, or will have, its KV. 0: restore it."""
+        """The pool pages that have, or will have, the KV of an offloaded sequence, one for each page. 0: restore it."""
         pages = [page.restore.pool_page if page.restore else page.pool_page for page in kv.pages]
         if kv.keys and kv.oldest == version:  # a key may be known with KV of several versions
             for i in range(len(kv.keys)):

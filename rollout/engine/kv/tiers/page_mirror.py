@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 
 
 class PageMirror(ABC):
-    """Data that is kept for the tokens of each page: a `StepFeature` of this class is told of all moves of KV."""
+    """Data that is kept for the tokens of each page. A `StepFeature` of this class follows all moves of KV."""
 
     @abstractmethod
     def stow(self, pages: Seq[int], host_pages: Seq[int]) -> None:

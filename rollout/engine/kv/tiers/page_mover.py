@@ -158,7 +158,7 @@ class CopyQueue:
 
 
 class PageMover:
-    """Both directions. `compute` is the stream that steps run on.
+    """Moves pages in both directions. `compute` is the stream that steps run on.
 
     `pool` are the tensors of the pool whose pages are copied, or of a pool of states: a place is copied as a page is.
     """
