@@ -22,10 +22,9 @@ How to use them: [gateway](../gateway.md). Each line has the path (POST, unless 
 trainer whose clients call it, what it does, and its fields. A GET, a pause, a sleep, a wake and a session take their
 fields from the URL, all others from the body.
 
-A field shows its default after `=`, and its type or range if the default does not show them. Other fields without a
-default may be `null`. A count is an integer from 0 to 2147483647. Names have a largest length; the error states it.
-**Ignored** fields change nothing. Any other field is an error (400) that names it, unless the other server has it and
-its value switches the feature off.
+A field shows its default after `=`, and its type or range if the default does not. Other fields without a default may
+be `null`. A count is an integer from 0 to 2147483647. **Ignored** fields change nothing. Any other field is an error
+(400) that names it, unless its value switches a feature of the other server off.
 
 Process groups, worker extensions and Tinker take what their packages send; their fields are not listed."""
 
@@ -67,7 +66,7 @@ def endpoints_page() -> str:
         described = [] if body is None else [*_body(body)]
         fields = f" {'; '.join(described)}." if described else ""
         lines.append(f"- {', '.join(map(_shown, endpoints))}: {sentence}{fields}")
-    lines.append(f"- {', '.join(_path(each) for each in of_tinker)}: [Tinker](../integrations/http.md#tinker).")
+    lines.append(f"- {len(of_tinker)} paths below `/api/v1`: [Tinker](../integrations/http.md#tinker).")
     for body, title in _titles().items():
         if _beside(body) is None:
             lines += ["", f"## {title}", "", *(f"- {line}" for line in _body(body))]

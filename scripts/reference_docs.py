@@ -75,8 +75,7 @@ _WAYS = {
 _CONFIG = """\
 ## What config.json means
 
-With `tie_word_embeddings` the output layer is the embedding, unless the files have another one: then the log warns. One
-of the two tensors serves as both.
+With `tie_word_embeddings` one tensor is output layer and embedding. If the files have two, the log warns.
 
 A config is in the **known form**, as transformers saves it, if each of its keys
 
@@ -90,14 +89,13 @@ memory.
 
 A native family **does not take** a config if logits differ by more than 0.001 of their standard deviation, if an
 attention window differs, or if it lacks a value of a key, such as `per_layer_config`. Then `model_impl = auto` runs
-transformers' own code, and the log gives the reason. If that cannot serve the model either, or with `native`, the
-worker does not start."""
+transformers' own code, and the log gives the reason; with `native` the worker does not start."""
 
 _LONGROPE = """\
 ## LongRoPE
 
-Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers uses the long set beyond the original
-context; the worker uses one of them:
+Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers changes to the long one beyond the
+original context; the worker uses one:
 
 - `longrope = short`: sequences end at the original context. Log-probs equal transformers' own.
 - `longrope = long`: the long set from the first token on, as in vLLM. A trainer with transformers does the same: copy
@@ -126,8 +124,9 @@ _API_INTRODUCTION = """\
 
 What `trainer_bridge` exports. Examples: [client](client.md). Exceptions: [errors](errors.md). Fields of requests and
 results: [protocol](protocol.md#generate). Chunks, completions and results have `to_dict()`: plain values, lists for
-arrays, None for NaN. Orders to workers also take `endpoint` (absent: all, or the one that has the request); `control`,
-`ping`, `prefetch`, `report`, `sleep` and `wake` take `timeout_s`. Wrong arguments raise ValueError or TypeError.
+arrays, None for NaN. Methods that control workers also take `endpoint` (absent: all, or the one that has the
+request); `control`, `ping`, `prefetch`, `report`, `sleep` and `wake` take `timeout_s`. Wrong arguments raise ValueError
+or TypeError.
 
 `AsyncRolloutClient`, `AsyncStream` and `AsyncSession` have the methods of `RolloutClient`, `Stream` and `Session`, as
 coroutines, with `async for` and `async with`: `async for chunk in await client.generate(prompt, stream="tokens")`."""
@@ -161,32 +160,27 @@ In W&B's summary (over restarts), each JSON line, and `totals` of the last line 
 _MEASURING = """
 ## How they are measured
 
-For engineers; code: `rollout/metrics`. A [recipe](../recipes.md#a-metric) adds a metric.
+Code: `rollout/metrics`. A [recipe](../recipes.md#a-metric) adds a metric.
 
 ```
  loop --StepTiming--> Meter --every interval_s--> report --> bounded queue --> thread --> JSON lines | W&B | Prometheus
         set, add, observe                                        /metrics and /health: threads of their own
 ```
 
-- `definitions.py` declares every metric once, for all places that show it. `idle.py` says how idle time is split.
-- Only the loop calls the meter, so there is no lock. A step counts when it is committed.
-- The loop never waits for a file or a network: if the queue is full, the report is dropped. A sink that raises gets no
-  more reports.
-- Counters survive a fault and never fall. Device times come from events, converted to the host's clock.
-- `by_version.py` writes a row for each weights version once it has ended. `mismatch.py` compares a trainer's log-probs
-  with the worker's, on a service thread."""
+- `definitions.py` declares every metric once. Only the loop calls the meter, so there is no lock.
+- A step counts when it is committed. Device times come from events, converted to the host's clock.
+- If the queue is full, a report is dropped. A sink that raises gets no more reports. Counters survive a fault."""
 
 _FALLBACK_INTRODUCTION = """\
 # Models without a native family
 
-A worker runs other causal LMs by transformers' own code, over the same paged KV cache, and the log warns;
-`model_impl = transformers` does so with a native family. Code of a checkpoint is never run.
+A worker runs other causal LMs by transformers' own code, over the same paged KV cache. Code of a checkpoint is never
+run.
 
 Updates may use the names of `save_pretrained` or `named_parameters()`, omit buffers, and contain tensors that
 transformers does not load.
 
-Every start tries ways of running the code, the fastest first, and takes the first one whose logits are those of its own
-eager forward; the log names it:
+Every start takes the first of these ways whose logits are those of the code's own eager forward; the log names it:
 
 - **packed**: all tokens of a step side by side, our attention over the pages;
 - **rows together**: for layers with a state (Mamba, linear attention, convolutions). Prompts run one after the other,
@@ -399,9 +393,16 @@ _OWN_METHODS = {
 }
 
 
+#: Methods of `RolloutClient` that send a message and return, or raise, the reply.
+_ORDERS = (
+    *("ack", "cancel", "end_session", "load_adapter", "unload_adapter", "pause", "resume", "ping", "sleep", "wake"),
+    *("shutdown", "status"),
+)
+
+
 def api_page() -> str:
     """Signatures and docstrings of what `trainer_bridge` exports; errors have a page of their own."""
-    lines = [_API_INTRODUCTION]
+    lines = [_API_INTRODUCTION, "", _orders()]
     for name in sorted(trainer_bridge.__all__):
         thing: Any = getattr(trainer_bridge, name)
         if not callable(thing) or name in _AS_OTHERS or (inspect.isclass(thing) and issubclass(thing, RolloutError)):
@@ -413,11 +414,20 @@ def api_page() -> str:
         shown = [
             (method, function)
             for method, function in methods
-            if not method.startswith("_") and method not in _OWN_METHODS.get(name, ()) and _own(thing, method)
+            if not method.startswith("_")
+            and method not in _OWN_METHODS.get(name, ())
+            and _own(thing, method)
+            and not (thing is trainer_bridge.RolloutClient and method in _ORDERS)
         ]
         for method, function in shown:
             lines += ["", f"**`{method}{_signature(function)}`** {_markdown(function)}"]
     return "\n".join(lines) + "\n"
+
+
+def _orders() -> str:
+    """The methods of a client that the protocol describes."""
+    calls = (f"`{name}{_signature(getattr(trainer_bridge.RolloutClient, name))}`" for name in _ORDERS)
+    return f"These methods are [messages of the protocol](protocol.md#ops): {', '.join(calls)}."
 
 
 def _called(name: str, thing: Any) -> list[str]:

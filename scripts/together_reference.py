@@ -35,9 +35,9 @@ _INTRODUCTION = """\
 
 For users who combine features. "yes": a worker with both starts. The number of a reason: it refuses to, and says so.
 
-Constraints, budgets of thoughts, sessions, forks, scores and weights updates work with all models and features. With
+Constraints, budgets of thoughts, sessions, forks, scores and weights updates work with all. With
 states, constraints [need a mask for every token](../design/constraints.md#constraints-after-a-marker), and `lease_s`
-needs a session. Which of them ran on a GPU: [install](../install.md#what-it-does-not-do-yet), [models](models.md).
+needs a session. Which ran on a GPU: [install](../install.md#what-it-does-not-do-yet), [models](models.md).
 
 On a Hopper GPU:
 """
@@ -136,8 +136,9 @@ class Refusals:
 
 
 def _without_cure(message: str) -> str:
-    """An error without what to change."""
-    return re.sub(r"(: (set|use|leave|raise)|; or set) .*$", "", message)
+    """An error without what to change, and without the name of the model that was asked."""
+    general = re.sub(r"(this )?\w+ForCausalLM( of this checkpoint)?", "the model", message)
+    return re.sub(r"(: (set|use|leave|raise)|; or set) .*$", "", general)
 
 
 def _spec(kind: Kind) -> ModelSpec:
@@ -174,12 +175,17 @@ def together_page() -> str:
     """The text of the page."""
     refusals = Refusals()
     reasons: dict[str, int] = {}
+    always: list[str] = []
     lines = [_INTRODUCTION, f"| | {' | '.join(kind.title for kind in KINDS)} |", "|---|" + "---|" * len(KINDS)]
     for feature in FEATURES:
         found = [refusals.reason(kind, feature) for kind in KINDS]
+        if not any(found):
+            always.append(feature.title)
+            continue
         cells = ["yes" if why is None else str(reasons.setdefault(why, len(reasons) + 1)) for why in found]
         lines.append(f"| {feature.title} | {' | '.join(cells)} |")
-    lines += ["", *(f"{number}. {why}" for why, number in reasons.items())]
+    lines += ["", f"All models: {', '.join(always)}.", ""]
+    lines += [f"{number}. {why}" for why, number in reasons.items()]
     lines += ["", "Two features exclude each other only so:", ""]
     for one, other in combinations(FEATURES, 2):
         for kind in KINDS[:2]:
