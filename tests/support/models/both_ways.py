@@ -2,7 +2,8 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +53,18 @@ def logits(folder: Path, **settings: Any) -> torch.Tensor:
     return PagedRunner(loaded.model, rows=1, max_tokens=len(ids)).prefill({0: ids})[0]
 
 
+class TransformersFailsError(Exception):
+    """transformers' own code cannot load or run a folder."""
+
+
+@contextmanager
+def _run_by_transformers() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # it fails in many ways
+        raise TransformersFailsError(str(error)) from error
+
+
 def transformers_logits(folder: Path, count: int = len(IDS)) -> torch.Tensor:
     """The same by transformers' `from_pretrained`, after each of the first `count` tokens."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
@@ -59,11 +72,12 @@ def transformers_logits(folder: Path, count: int = len(IDS)) -> torch.Tensor:
         architecture = architecture.replace(published, stem)  # transformers has no class of the first name
     cls = getattr(transformers, architecture)
     transformers.logging.disable_progress_bar()
-    model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with _run_by_transformers():
+        model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     limit_activations(model)
     if cls._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the grouped product refuses some widths
-    with torch.no_grad():
+    with _run_by_transformers(), torch.no_grad():
         return model(torch.tensor([IDS[:count]])).logits[0].float()
 
 
@@ -75,7 +89,7 @@ def compare(folder: Path, reference: Callable[..., torch.Tensor] = transformers_
         return "refused"
     try:
         theirs = reference(folder, len(ours))
-    except Exception:  # it fails in many ways
+    except TransformersFailsError:
         return "transformers fails"
     return "equal" if float((ours - theirs).abs().max()) < TOLERANCE else "differ"
 

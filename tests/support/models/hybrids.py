@@ -118,10 +118,11 @@ class _LimitedSiLU(torch.nn.Module):
 def limit_activations(model: Any) -> None:
     """Have transformers' module use the limits that its config has and its code leaves out."""
     for part in ("expert", "share_expert"):
-        limits = getattr(model.config, f"{part}_swiglu_limit_list", None) or []
-        for layer, limit in zip(model.model.layers, limits, strict=False):
+        limits = getattr(model.config.get_text_config(), f"{part}_swiglu_limit_list", None) or []
+        for index, limit in enumerate(limits):
             if limit:
-                block = layer.mlp.experts if part == "expert" else layer.mlp.shared_experts
+                block = model.get_decoder().layers[index].mlp
+                block = block.experts if part == "expert" else block.shared_experts
                 block.act_fn = _LimitedSiLU(limit)
 
 
