@@ -53,7 +53,7 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 
 def schema_problem(text: str) -> str | None:
-    """The first part of a schema that would not be enforced, and its place; None if all of it is enforced."""
+    """The first part of a schema that would not be enforced, and its path; None if all of it is enforced."""
     try:
         schema = json.loads(text)
         return next(_problems(schema, "#", schema), None)
@@ -63,54 +63,54 @@ def schema_problem(text: str) -> str | None:
         return f"it is not JSON: {error}"
 
 
-def _problems(schema: Any, place: str, root: Any, seen: set[int] | None = None) -> Iterator[str]:
+def _problems(schema: Any, path: str, root: Any, seen: set[int] | None = None) -> Iterator[str]:
     seen = set() if seen is None else seen
     if not isinstance(schema, dict) or id(schema) in seen:
         return
     seen.add(id(schema))
     for name in _NEVER:
         if schema.get(name, False) is not False:
-            yield f"{name!r} at {place} cannot be enforced; leave it out"
-    yield from _beside_others(schema, place, root)
-    yield from _of_numbers(schema, place)
-    yield from _of_strings(schema, place)
-    yield from _of_objects(schema, place)
+            yield f"{name!r} at {path} cannot be enforced; leave it out"
+    yield from _beside_others(schema, path, root)
+    yield from _of_numbers(schema, path)
+    yield from _of_strings(schema, path)
+    yield from _of_objects(schema, path)
     for name in _MAPS:
         for key, part in schema[name].items() if isinstance(schema.get(name), dict) else ():
-            yield from _problems(part, f"{place}/{name}/{key}", root, seen)
+            yield from _problems(part, f"{path}/{name}/{key}", root, seen)
     for name in _LISTS:
         for i, part in enumerate(schema[name]) if isinstance(schema.get(name), list) else ():
-            yield from _problems(part, f"{place}/{name}/{i}", root, seen)
+            yield from _problems(part, f"{path}/{name}/{i}", root, seen)
     for name in _ONE:
-        yield from _problems(schema.get(name), f"{place}/{name}", root, seen)
+        yield from _problems(schema.get(name), f"{path}/{name}", root, seen)
     ref = schema.get("$ref")
     if isinstance(ref, str):  # a reference outside $defs, too: the compiler follows it
         yield from _problems(_followed(ref, root), ref, root, seen)
 
 
-def _beside_others(schema: dict[str, Any], place: str, root: Any) -> Iterator[str]:
+def _beside_others(schema: dict[str, Any], path: str, root: Any) -> Iterator[str]:
     """Keywords that exclude each other: only one is used."""
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
-        yield f"'allOf' of several at {place} cannot be enforced; merge them"
+        yield f"'allOf' of several at {path} cannot be enforced; merge them"
     for name in ("anyOf", "oneOf", "allOf", "type"):
         if schema.get(name) == []:
-            yield f"{name!r} at {place} is empty; list what is allowed"
+            yield f"{name!r} at {path} is empty; list what is allowed"
     ref = schema.get("$ref", "#")
     if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
-        yield f"'$ref' at {place} cannot be followed; refer to a part of the schema, as '#/$defs/...'"
+        yield f"'$ref' at {path} cannot be followed; refer to a part of the schema, as '#/$defs/...'"
     alone = next((name for name in _ALONE if name in schema), None)
     rules = [name for name in _RULES if name in schema]
     if alone is None:
         if rules and "type" not in schema:
-            yield f"{rules[0]!r} at {place} cannot be enforced without a 'type'; add it"
+            yield f"{rules[0]!r} at {path} cannot be enforced without a 'type'; add it"
         return
     others = [name for name in (*rules, *_PARTS, *_ALONE) if name in schema and name != alone]
     if others:
-        yield f"{others[0]!r} beside {alone!r} at {place} cannot be enforced; put it inside"
+        yield f"{others[0]!r} beside {alone!r} at {path} cannot be enforced; put it inside"
     if "type" in schema:
         types, found = _as_types(schema["type"]), _types_of({alone: schema[alone]}, root)
         if found is None or not found <= (types | {"integer"} if "number" in types else types):
-            yield f"'type' beside {alone!r} at {place} cannot be enforced; put it inside"
+            yield f"'type' beside {alone!r} at {path} cannot be enforced; put it inside"
 
 
 def _as_types(value: Any) -> set[str]:
@@ -148,57 +148,57 @@ def _followed(ref: str, root: Any) -> Any:
     return part
 
 
-def _of_numbers(schema: dict[str, Any], place: str) -> Iterator[str]:
+def _of_numbers(schema: dict[str, Any], path: str) -> Iterator[str]:
     bounds = {name: schema[name] for name in _BOUNDS if isinstance(schema.get(name), (int, float))}
     step = schema.get("multipleOf", 1)
     whole = isinstance(step, (int, float)) and step % 1 == 0  # false for infinity and NaN
     if "multipleOf" in schema and (schema.get("type") != "integer" or not whole):
-        yield f"'multipleOf' at {place} can be enforced for integers only; leave it out"
+        yield f"'multipleOf' at {path} can be enforced for integers only; leave it out"
     elif step > _MOST_STEP:
-        yield f"'multipleOf' at {place} can be enforced up to {_MOST_STEP} only; leave it out"
+        yield f"'multipleOf' at {path} can be enforced up to {_MOST_STEP} only; leave it out"
     if "multipleOf" in schema and bounds:
-        yield f"'multipleOf' at {place} cannot be enforced with bounds; leave one of them out"
+        yield f"'multipleOf' at {path} cannot be enforced with bounds; leave one of them out"
     for name, bound in bounds.items():
         if round(bound, _DECIMALS) != bound:
-            yield f"{name!r} at {place} can be enforced to {_DECIMALS} decimals only; round it"
+            yield f"{name!r} at {path} can be enforced to {_DECIMALS} decimals only; round it"
 
 
-def _of_strings(schema: dict[str, Any], place: str) -> Iterator[str]:
+def _of_strings(schema: dict[str, Any], path: str) -> Iterator[str]:
     lengths, form = "minLength" in schema or "maxLength" in schema, schema.get("format")
     if "pattern" in schema and lengths:
-        yield f"'pattern' with a length at {place} cannot be enforced; put the length into the pattern"
+        yield f"'pattern' with a length at {path} cannot be enforced; put the length into the pattern"
     if form in _BROKEN_FORMATS:
-        yield f"the format {form!r} at {place} cannot be enforced; leave it out, or write it as a 'pattern'"
+        yield f"the format {form!r} at {path} cannot be enforced; leave it out, or write it as a 'pattern'"
     if form in _FORMATS and (lengths or "pattern" in schema):
-        yield f"the format {form!r} with a pattern or a length at {place} cannot be enforced; leave one of them out"
+        yield f"the format {form!r} with a pattern or a length at {path} cannot be enforced; leave one of them out"
     patterns = schema["patternProperties"] if isinstance(schema.get("patternProperties"), dict) else ()
     for pattern in (schema.get("pattern"), *patterns):
         if not isinstance(pattern, str):
             if pattern is not None:
-                yield f"the pattern at {place} is not a string; write it as one"
+                yield f"the pattern at {path} is not a string; write it as one"
             continue
         problem = regex_check.regex_problem(pattern, in_json=True)
         if problem is not None:
-            yield f"the pattern {pattern!r:.80} at {place} cannot be enforced: {problem}"
+            yield f"the pattern {pattern!r:.80} at {path} cannot be enforced: {problem}"
 
 
-def _of_objects(schema: dict[str, Any], place: str) -> Iterator[str]:
+def _of_objects(schema: dict[str, Any], path: str) -> Iterator[str]:
     named, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(named, dict) or not isinstance(required, list):
         return
     missing = [name for name in required if isinstance(name, str) and name not in named]
     if missing:
-        yield f"{missing[0]!r:.80} is required at {place} but not defined; add it to 'properties'"
+        yield f"{missing[0]!r:.80} is required at {path} but not defined; add it to 'properties'"
     patterns = schema.get("patternProperties")
     if isinstance(patterns, dict) and (named or len(patterns) > 1):
-        yield f"'patternProperties' at {place} cannot be enforced with other properties; leave one of them out"
+        yield f"'patternProperties' at {path} cannot be enforced with other properties; leave one of them out"
     if "propertyNames" in schema and (named or patterns):
-        yield f"'propertyNames' at {place} cannot be enforced with properties; leave one of them out"
+        yield f"'propertyNames' at {path} cannot be enforced with properties; leave one of them out"
     # Names that the schema does not state may come twice.
     free = bool(schema.get("additionalProperties") not in (None, False) or patterns or "propertyNames" in schema)
     least = schema.get("minProperties", 0)
     for name in ("minProperties", "maxProperties"):
         if isinstance(schema.get(name), (int, float)) and schema[name] > regex_check.MOST_REPETITIONS:
-            yield f"{name!r} at {place} can be enforced up to {regex_check.MOST_REPETITIONS} only; leave it out"
+            yield f"{name!r} at {path} can be enforced up to {regex_check.MOST_REPETITIONS} only; leave it out"
     if free and isinstance(least, int) and least > max(1, len(required)):
-        yield f"'minProperties' at {place} cannot be enforced for unstated names; list the names in 'properties'"
+        yield f"'minProperties' at {path} cannot be enforced for unstated names; list the names in 'properties'"

@@ -45,7 +45,7 @@ from rollout.engine.step.rehearsal import StepNeeds, StepSizes, measure_steps
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.shared_pages import most_shared_rows
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.streams import Streams
+from rollout.engine.step.step_streams import Streams
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel

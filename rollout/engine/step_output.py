@@ -18,7 +18,7 @@ class StepOutput:
     logprobs: list[float]
     raw_logprobs: list[float]
     drawn_logprobs: list[float]
-    #: In a step with tokens ahead: the number of accepted ones, at the place of the row's own draw.
+    #: In a step with tokens ahead: the number of accepted ones, at the index of the row's own draw.
     accepted: list[int] = field(default_factory=list)
     of_features: Mapping[str, object] = field(default_factory=dict)  # results that features pass to their host part
 

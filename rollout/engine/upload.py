@@ -26,7 +26,7 @@
                            comes from the host
     of features            see their folders
 
-The sections of a decode lie first and at the same place in every upload of its size: captured steps read them there.
+The sections of a decode lie first and at the same offset in every upload of its size: captured steps read them there.
 `Header`, words and extras say everything: `execute` needs no other state of the host, so an upload can be sent to a
 process that has a copy of the model, of the KV, of the row state and of what the features keep on the device.
 """
@@ -49,7 +49,7 @@ _TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
 
 
 class UploadSection(NamedTuple):
-    """The place of a named array in the words of an upload."""
+    """The range of a named array in the words of an upload."""
 
     start: int  # int32 words
     words: int
@@ -166,15 +166,15 @@ class UploadStaging:
 
 
 def put_decode(staging: UploadStaging, rows: Seq[int], opens: Seq[tuple[int, int]], size: int) -> None:
-    """Put the rows of a decode forward and the pages that they open, (place, page), padded to `size` with row 0.
+    """Put the rows of a decode forward and the pages that they open, (index, page), padded to `size` with row 0.
 
     The segments come next, where attention reads shared pages once.
     """
     rows_B = np.zeros(size, dtype=np.int64)
     rows_B[: len(rows)] = rows
     pages_B = np.zeros(size, dtype=np.int32)
-    for place, page in opens:
-        pages_B[place] = page
+    for index, page in opens:
+        pages_B[index] = page
     staging.put("rows", rows_B)
     staging.put("new_pages", pages_B)
 

@@ -307,20 +307,20 @@ class BusyWindow:
             self._busy_until = end_s
             first, last = int(max(start_s, end_s - self.SPAN_S) / self.BUCKET_S), int(end_s / self.BUCKET_S)
             if first == last:  # nearly always true, and several times faster
-                place = self._place(last)
-                self._busy_s[place] += end_s - start_s
-                self._tokens[place] += tokens
+                cell = self._cell(last)
+                self._busy_s[cell] += end_s - start_s
+                self._tokens[cell] += tokens
                 return
             for index in range(first, last + 1):
                 low, high = index * self.BUCKET_S, (index + 1) * self.BUCKET_S
-                self._busy_s[self._place(index)] += max(0.0, min(end_s, high) - max(start_s, low))
-        self._tokens[self._place(int(end_s / self.BUCKET_S))] += tokens
+                self._busy_s[self._cell(index)] += max(0.0, min(end_s, high) - max(start_s, low))
+        self._tokens[self._cell(int(end_s / self.BUCKET_S))] += tokens
 
-    def _place(self, index: int) -> int:
-        place = index % self._RING
-        if self._index[place] < index:
-            self._index[place], self._busy_s[place], self._tokens[place] = index, 0.0, 0
-        return place
+    def _cell(self, index: int) -> int:
+        cell = index % self._RING
+        if self._index[cell] < index:
+            self._index[cell], self._busy_s[cell], self._tokens[cell] = index, 0.0, 0
+        return cell
 
     def read(self, now: float) -> tuple[float, float]:
         """Active percent and tokens per second of the last `SPAN_S` seconds, or since the start if that is later."""
@@ -329,9 +329,9 @@ class BusyWindow:
         wall_s = self.wall_s(now)
         if wall_s <= 0:
             return 0.0, 0.0
-        places = [place for place, index in enumerate(self._index) if oldest <= index <= newest]
-        busy_s = sum(self._busy_s[place] for place in places)
-        tokens = sum(self._tokens[place] for place in places)
+        cells = [cell for cell, index in enumerate(self._index) if oldest <= index <= newest]
+        busy_s = sum(self._busy_s[cell] for cell in cells)
+        tokens = sum(self._tokens[cell] for cell in cells)
         return min(100.0, 100.0 * busy_s / wall_s), tokens / wall_s
 
     def wall_s(self, now: float) -> float:
@@ -342,8 +342,8 @@ class BusyWindow:
     def tokens_by_second(self, now: float) -> tuple[int, ...]:
         """Tokens in each of the last `SPAN_S` seconds, oldest first."""
         newest, by_second = int(now / self.BUCKET_S), [0] * round(self.SPAN_S)
-        for place, index in enumerate(self._index):
+        for cell, index in enumerate(self._index):
             age = newest - index
             if 0 <= age < self._KEPT:
-                by_second[-1 - int(age * self.BUCKET_S)] += self._tokens[place]
+                by_second[-1 - int(age * self.BUCKET_S)] += self._tokens[cell]
         return tuple(by_second)

@@ -1,15 +1,15 @@
 """Adapters in a tensor group: rank 0 packs the parts of all ranks in shared memory, and each rank copies its own part.
 
-    any thread   pack: a place of the memory gets one part for each rank
-                 prepare --> each follower maps the place; if one cannot, no rank has the adapter
+    any thread   pack: a block of the memory gets one part for each rank
+                 prepare --> each follower maps the block; if one cannot, no rank has the adapter
     loop         copy --> every rank copies its part to the slot
-    own thread   nothing refers to the weights any more: forget --> the place may be used again
+    own thread   nothing refers to the weights any more: forget --> the block may be used again
 
     memory       | part of rank 0 | part of rank 1 | .. |  part of rank 0 | ..
-                 |<----------- a place ----------------->|
+                 |<----------- a block ----------------->|
 
 All parts of an adapter have the same layout: shards are of one size. A part is read until all its writes are done, on
-every rank; only then is its place used again.
+every rank; only then is its block used again.
 """
 
 import logging
@@ -38,12 +38,12 @@ from trainer_bridge.wire.errors import Overloaded
 
 log = logging.getLogger(__name__)
 
-#: Places besides those of the adapters that may be loaded: for new weights while the old ones are in use.
+#: Blocks besides those of the adapters that may be loaded: for new weights while the old ones are in use.
 _SPARE = 8
-_PLACE_ALIGN = 2 << 20
+_BLOCK_ALIGN = 2 << 20
 _PART_ALIGN, _TENSOR_ALIGN = 4096, 64
-#: A place becomes free within this time: loads that the loop has not taken, and followers, need no longer.
-_PLACE_S = 10.0
+#: A block becomes free within this time: loads that the loop has not taken, and followers, need no longer.
+_BLOCK_S = 10.0
 _POLL_S = 0.001
 
 
@@ -58,11 +58,11 @@ class PartTensor(NamedTuple):
 
 
 class _SharedAdapter(SharedParts):
-    """The place of an adapter, which the weights of rank 0 refer to: after the last reference it may be used again."""
+    """The block of an adapter, which the weights of rank 0 refer to: after the last reference it may be used again."""
 
-    def __init__(self, number: int, place: int, layout: list[PartTensor]) -> None:
+    def __init__(self, number: int, block: int, layout: list[PartTensor]) -> None:
         super().__init__(number)
-        self.place, self.layout = place, layout
+        self.block, self.layout = block, layout
         self.order = 0  # the order by which the followers prepare it
         self.answered = False  # all followers have answered
         self.failures: list[str] = []
@@ -91,40 +91,40 @@ class RankAdapters(AdapterPacker):
         tensors = 2 * len(model_products(spec))
         needed = AdapterSlots.bytes_for(spec, 1, settings.adapter_rank, dtype) + tensors * _TENSOR_ALIGN
         self.part_bytes = -(-needed // _PART_ALIGN) * _PART_ALIGN
-        self.place_bytes = -(-self.part_bytes * len(self._specs) // _PLACE_ALIGN) * _PLACE_ALIGN
-        places = settings.max_adapters + _SPARE
-        memory.grow(self.place_bytes * places)  # pages of a place take no memory until they are written
+        self.block_bytes = -(-self.part_bytes * len(self._specs) // _BLOCK_ALIGN) * _BLOCK_ALIGN
+        blocks = settings.max_adapters + _SPARE
+        memory.grow(self.block_bytes * blocks)  # pages of a block take no memory until they are written
         self._map, self._device, self._pins = memory.map(), device, device.type == "cuda"
         self._orders, self._lost = orders, lost
         self._lock = threading.Lock()
-        self.free_places = list(range(places - 1, -1, -1))
+        self.free_blocks = list(range(blocks - 1, -1, -1))
         # Filled wherever the last reference ends, also amid a garbage collection.
         self._unused: SimpleQueue[_Unused] = SimpleQueue()
         self._number = 0
         self._asked: _SharedAdapter | None = None  # the adapter that the followers are preparing
-        threading.Thread(target=self._give_places_back, name="adapter-places", daemon=True).start()
+        threading.Thread(target=self._give_blocks_back, name="adapter-blocks", daemon=True).start()
 
     def pack(self, plan: AdapterPlan, tensors: Mapping[str, torch.Tensor], since_s: float) -> AdapterWeights | None:
         """Pack like `AdapterPlan.pack`, with the parts of the other ranks. They are of use once `ready` is true.
 
-        None while no place is free: ask again. `since_s` is the `time.monotonic` at which it was asked for. Raises
-        `Overloaded` when no place came free in `_PLACE_S`, `InternalError` if the group is lost.
+        None while no block is free: ask again. `since_s` is the `time.monotonic` at which it was asked for. Raises
+        `Overloaded` when no block came free in `_BLOCK_S`, `InternalError` if the group is lost.
         """
         check_alive(self._lost)
         with self._lock:
-            if not self.free_places:
-                if time.monotonic() - since_s < _PLACE_S:
+            if not self.free_blocks:
+                if time.monotonic() - since_s < _BLOCK_S:
                     return None
                 raise Overloaded("the memory for adapters is in use; try again in a moment", retry_after_s=1.0)
             self._number += 1
-            number, place = self._number, self.free_places.pop()
-        begin = place * self.place_bytes
-        unused = _Unused(place, number, None)
+            number, block = self._number, self.free_blocks.pop()
+        begin = block * self.block_bytes
+        unused = _Unused(block, number, None)
         try:
             for rank, spec in reversed(list(enumerate(self._specs))):  # the weights of rank 0 come last
                 part = _Part(self._map, begin + rank * self.part_bytes, self.part_bytes)
                 weights = plan.of(spec).pack(tensors, zeros=part.zeros)
-            shared = _SharedAdapter(number, place, _layout(weights, begin, self._map))
+            shared = _SharedAdapter(number, block, _layout(weights, begin, self._map))
             if self._pins:
                 unused = unused._replace(pinned=_pin(self._map, begin, self.part_bytes, self._device))
         except BaseException:
@@ -149,15 +149,15 @@ class RankAdapters(AdapterPacker):
                 asked.answered, asked.failures = True, orders.failures("adapters", asked.order)
                 self._asked = None
             if shared.order == 0 and self._asked is None:
-                begin = shared.place * self.place_bytes
+                begin = shared.block * self.block_bytes
                 shared.order = orders.give("adapters", "prepare", shared.number, begin, self.part_bytes, shared.layout)
                 self._asked = shared
             if shared.failures:
                 raise CheckpointError(shared.failures[0])
             return shared.answered
 
-    def _give_places_back(self) -> None:
-        """Have the followers forget each unused adapter, then free its place. Runs in a thread of its own."""
+    def _give_blocks_back(self) -> None:
+        """Have the followers forget each unused adapter, then free its block. Runs in a thread of its own."""
         while True:
             unused = self._unused.get()
             while (orders := self._orders()) is None:  # the followers are still loading
@@ -170,23 +170,23 @@ class RankAdapters(AdapterPacker):
             try:
                 if unused.pinned is not None:
                     unused.pinned.free()
-                self._map.madvise(mmap.MADV_REMOVE, unused.place * self.place_bytes, self.place_bytes)
-            except (OSError, RuntimeError):  # the place can be used again, but its memory stays taken meanwhile
+                self._map.madvise(mmap.MADV_REMOVE, unused.block * self.block_bytes, self.block_bytes)
+            except (OSError, RuntimeError):  # the block can be used again, but its memory stays taken meanwhile
                 log.exception("the memory of an adapter cannot be given back")
             with self._lock:
-                self.free_places.append(unused.place)
+                self.free_blocks.append(unused.block)
 
 
 class _Unused(NamedTuple):
-    """A place, with the number of the adapter in it."""
+    """A block, with the number of the adapter in it."""
 
-    place: int
+    block: int
     number: int
     pinned: PinnedMemory | None
 
 
 class _Part:
-    """Hands out tensors in one rank's part of a place."""
+    """Hands out tensors in one rank's part of a block."""
 
     def __init__(self, memory: mmap.mmap, begin: int, nbytes: int) -> None:
         self._memory, self._at, self._end = memory, begin, begin + nbytes

@@ -2,7 +2,7 @@
 
     EXTRA     a part of the extras of a step         keep it for the next step
     STEP      header of an upload, its words         launch it, and draw unless rows wait for masks
-    DRAW      places and masks of constrained rows   draw of the last step
+    DRAW      indices and masks of constrained rows  draw of the last step
     LANE      an order of a lane, with its number    carry it out, and acknowledge it (`reports.py`)
     END       nothing                                end the process
 
@@ -75,7 +75,7 @@ class SharedRelay(Protocol):
 
 
 class OrderWriter:
-    """The loop's end of the ring, as the executor sees it (`rollout.engine.step.streams.Orders`)."""
+    """The loop's end of the ring, as the executor sees it (`rollout.engine.step.step_streams.Orders`)."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ IMPORTING, CONNECTING, LOADING, PREPARING, READY = range(5)
 
 
 class StartPosition(NamedTuple):
-    """The progress of a rank. Places of ranks can be compared."""
+    """The progress of a rank. Positions of ranks can be compared."""
 
     stage: int = IMPORTING
     known: bool = False  # it knows how many parts its stage has
@@ -40,7 +40,7 @@ class StartPosition(NamedTuple):
 class StartState(NamedTuple):
     """A look at a rank at one moment of its start."""
 
-    place: StartPosition = StartPosition()
+    position: StartPosition = StartPosition()
     total: int = 0  # parts of its stage; 0: not known
     read_bytes: int = 0  # bytes that its main thread has read
     waits_for_disk: bool = False
@@ -76,12 +76,12 @@ class StartWatch:
             return ""
         for rank, seen in enumerate(ranks):
             clock = self._loading.setdefault(rank, StallClock())
-            loads = seen.place.stage == LOADING and 0 < seen.place.done < seen.total
+            loads = seen.position.stage == LOADING and 0 < seen.position.done < seen.total
             still_s = self._still_s(clock, [seen], loads and not compiles, passed_s)
             if still_s > self._limit_s:
                 return _sentence([rank], seen, still_s)
-        place = min(seen.place for seen in ranks)
-        least = [rank for rank, seen in enumerate(ranks) if seen.place == place]
+        position = min(seen.position for seen in ranks)
+        least = [rank for rank, seen in enumerate(ranks) if seen.position == position]
         judged = [ranks[rank] for rank in least]
         still_s = self._still_s(self._least, judged, not compiles, passed_s, least)
         return _sentence(least, judged[0], still_s) if still_s > self._limit_s else ""
@@ -90,14 +90,14 @@ class StartWatch:
         self, clock: StallClock, judged: list[StartState], counts: bool, passed_s: float, key: object = None
     ) -> float:
         counts = counts and not any(seen.waits_for_disk for seen in judged)
-        done = key, [(seen.place, seen.read_bytes) for seen in judged]
+        done = key, [(seen.position, seen.read_bytes) for seen in judged]
         return clock.update(done, counts, passed_s, sum(seen.cpu_s for seen in judged))
 
 
 def _sentence(ranks: list[int], seen: StartState, still_s: float) -> str:
-    named, stage = ", ".join(map(str, ranks)), STAGES[seen.place.stage]
+    named, stage = ", ".join(map(str, ranks)), STAGES[seen.position.stage]
     hung = f"ranks {named} have hung" if ranks[1:] else f"rank {named} has hung"
     share = ""
     if seen.total:
-        share = f" at {100 * seen.place.done // seen.total} % ({seen.place.done:,} of {seen.total:,})"
+        share = f" at {100 * seen.position.done // seen.total} % ({seen.position.done:,} of {seen.total:,})"
     return f"{hung} at the start: nothing is done in the stage {stage!r}{share} for {still_s:.0f} s"

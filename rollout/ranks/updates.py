@@ -133,7 +133,7 @@ class RankUpdates(UpdateMemories):
         return super().busy or (orders is not None and not orders.done("swap", orders.swapped))
 
     def announce(self, manifest: Manifest, content: UpdateContent, begins: Sequence[int]) -> bool:
-        """Tell the followers of an update, with the places of their sections; false while they read about another."""
+        """Tell the followers of an update, with the ranges of their sections; false while they read about another."""
         if not self.done(self._planned):
             return False
         packed = msgpack.packb({"manifest": manifest.to_wire(), "sections": begins, **content.to_wire()})

@@ -128,13 +128,13 @@ class LogprobFormat:
 
 @dataclass(slots=True)
 class TextOffsets:
-    """The place at which the text of each token begins. `count`: the characters before the next token."""
+    """The position at which the text of each token begins. `count`: the characters before the next token."""
 
     count: int = 0
     _decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _Utf8("replace"))
 
     def of(self, tokens: Iterable[bytes]) -> list[int]:
-        """The places of further tokens, given by their bytes."""
+        """The positions of further tokens, given by their bytes."""
         found = []
         for token in tokens:
             found.append(self.count)
@@ -176,7 +176,7 @@ class PromptToken:
 
     def entry(self, token: int, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
         """VLLM's form: the token itself first, then the likeliest ones; equal ranks in the worker's order."""
-        ranks = {each: place for place, each in enumerate(self.likeliest, start=1)} | {token: self.rank}
+        ranks = {each: position for position, each in enumerate(self.likeliest, start=1)} | {token: self.rank}
         return {
             str(each): {
                 "logprob": finite(logprob),

@@ -86,7 +86,7 @@ class DecodedPieces(TextPieces):
         before = len(self._plain())
         self._kept += self._detokenizer.feed(tokens[-1:])
         if part.finish_reason is None:
-            end = self._place(max(0, len(self._plain()) - self._reach))
+            end = self._position(max(0, len(self._plain()) - self._reach))
         else:
             self._kept += self._detokenizer.finish()
             end = self._end_before(stop, before) if isinstance(stop, str) else len(self._kept)
@@ -100,27 +100,27 @@ class DecodedPieces(TextPieces):
         return self._decode([part.stop])
 
     def _end_before(self, stop: str, before: int) -> int:
-        """The place at which the text ends. The stop string ends after `before` in the plain text."""
+        """The position at which the text ends. The stop string ends after `before` in the plain text."""
         found = self._plain().find(stop, max(0, before - len(stop) + 1))
         if found < 0:
             return len(self._kept)
-        return self._place(found + (len(stop) if self._keep_stop else 0))
+        return self._position(found + (len(stop) if self._keep_stop else 0))
 
     def _plain(self) -> str:
         """The kept text without special tokens."""
         return self._visible.sub("", self._kept)
 
-    def _place(self, characters: int) -> int:
-        """The place in the kept text with this number of characters before it, special tokens not counted."""
-        place = 0
+    def _position(self, characters: int) -> int:
+        """The position in the kept text with this number of characters before it, special tokens not counted."""
+        position = 0
         for part in self._visible.split(self._kept):
             if self._visible.fullmatch(part):
-                place += len(part)
+                position += len(part)
             elif characters <= len(part):
-                return place + characters
+                return position + characters
             else:
-                place, characters = place + len(part), characters - len(part)
-        return place
+                position, characters = position + len(part), characters - len(part)
+        return position
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return shown_text(self._codec, [token for token in token_ids if token not in self._hidden])

@@ -71,8 +71,8 @@ class CountBody(ExtraFields):
         builder = ChatBuilder(joins_users=True, image="source")
         if self.system is not None:
             _say(builder, "system", self.system, "system")
-        for place, message in enumerate(self.messages):
-            _add_message(builder, message, f"messages.{place}")
+        for position, message in enumerate(self.messages):
+            _add_message(builder, message, f"messages.{position}")
         fields = self.extras() | self._more() | {"model": self.model, "messages": builder.built()}
         if not builder.messages:
             raise bad_request("send at least one message", "messages")
@@ -82,7 +82,7 @@ class CountBody(ExtraFields):
                 raise bad_request("send the results of these calls in a message of the user", "messages")
             fields["continue_final_message"] = True
         if self.tools:
-            fields["tools"] = [_tool(tool, f"tools.{place}") for place, tool in enumerate(self.tools)]
+            fields["tools"] = [_tool(tool, f"tools.{position}") for position, tool in enumerate(self.tools)]
         fields |= self._tool_choice() | self._format() | self._thinking(formats)
         names = {
             **builder.names,
@@ -190,8 +190,8 @@ def _add_message(builder: ChatBuilder, message: Any, field: str) -> None:
     if role == "system" or isinstance(content, str):
         _say(builder, role, content, field)
         return
-    for place, block in enumerate(listed(content, field)):
-        _add_block(builder, role, named(block, f"{field}.{place}", "type"), f"{field}.{place}")
+    for position, block in enumerate(listed(content, field)):
+        _add_block(builder, role, named(block, f"{field}.{position}", "type"), f"{field}.{position}")
 
 
 def _add_block(builder: ChatBuilder, role: str, block: dict[str, Any], field: str) -> None:

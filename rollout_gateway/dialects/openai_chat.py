@@ -102,7 +102,7 @@ class _Answer:
         if piece.reasoning:
             delta["reasoning_content"] = delta["reasoning"] = piece.reasoning
         if piece.calls:
-            delta["tool_calls"] = [{"index": earlier + place, **call.shown()} for place, call in enumerate(piece.calls)]
+            delta["tool_calls"] = [{"index": earlier + i, **call.shown()} for i, call in enumerate(piece.calls)]
         return delta
 
     def _facts(self, part: Completion, views: CompletionViews, start: int) -> dict[str, Any]:

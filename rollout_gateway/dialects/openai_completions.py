@@ -41,14 +41,14 @@ class CompletionBody(OpenAiBody, ForkField):
             return {"prompt": []}
         if isinstance(self.prompt, str) or all(isinstance(part, int) for part in self.prompt):
             return {"prompt": self.prompt}  # type: ignore[dict-item]
-        return {f"prompt.{place}": prompt for place, prompt in enumerate(self.prompt)}  # type: ignore[misc]
+        return {f"prompt.{position}": prompt for position, prompt in enumerate(self.prompt)}  # type: ignore[misc]
 
 
 async def complete(request: HttpRequest[CompletionBody]) -> Any:
     """Complete texts or token ids."""
     body, gateway, text = request.body, request.gateway, request.gateway.model.text
-    session, place = request.placement()
-    fields = await gateway.openai_fields(body) | place
+    session, routing = request.placement()
+    fields = await gateway.openai_fields(body) | routing
     scored = body.echo and body.logprobs is not None
     check_stream(body.stream, scored or body.prompt_logprobs is not None)
     fields |= fork_fields(body, body.return_token_ids or body.prompt_logprobs is not None, {"echo": body.echo})
@@ -118,14 +118,14 @@ class _Answer:
         begun: set[tuple[int, int]] = set()
 
         def event(each: StreamedChunk) -> dict[str, Any]:
-            place, chunk, index = each.place, each.chunk, each.chunk.index
-            shown = place * requests[place].n + index
-            choice = self._choice(chunk.part, views[place][index], shown, chunk.offset, offsets[place][index])
-            if (place, index) not in begun:
-                begun.add((place, index))
-                choice["text"] = self._echoed[place] + choice["text"]
+            position, chunk, index = each.position, each.chunk, each.chunk.index
+            shown = position * requests[position].n + index
+            choice = self._choice(chunk.part, views[position][index], shown, chunk.offset, offsets[position][index])
+            if (position, index) not in begun:
+                begun.add((position, index))
+                choice["text"] = self._echoed[position] + choice["text"]
                 if body.return_token_ids:
-                    choice["prompt_token_ids"] = requests[place].prompt
+                    choice["prompt_token_ids"] = requests[position].prompt
             return {"choices": [choice]}
 
         return self._call.events(self._head, body.stream_options, event)

@@ -159,7 +159,9 @@ class SglangBody(KvFields, ForkField):
             raise bad_request("send exactly one of 'text' and 'input_ids'", "text")
         name, given = ("text", self.text) if self.text is not None else ("input_ids", self.input_ids)
         found: Any = given
-        return {f"{name}.{place}": prompt for place, prompt in enumerate(found)} if self.several else {name: found}
+        return (
+            {f"{name}.{position}": prompt for position, prompt in enumerate(found)} if self.several else {name: found}
+        )
 
     def chosen(self, count: int) -> list[list[int]]:
         """The tokens that are scored at each position of each prompt. Raises `HttpError`."""
@@ -191,8 +193,8 @@ class SglangBody(KvFields, ForkField):
             return [("sampling_params.", SglangParams.take(self.sampling_params, "sampling_params."))] * count
         if len(self.sampling_params) != count:
             raise bad_request(f"send parameters for each of the {count} prompts", "sampling_params")
-        places = ((f"sampling_params.{place}.", params) for place, params in enumerate(self.sampling_params))
-        return [(place, SglangParams.take(params, place)) for place, params in places]
+        positions = ((f"sampling_params.{position}.", params) for position, params in enumerate(self.sampling_params))
+        return [(position, SglangParams.take(params, position)) for position, params in positions]
 
 
 async def generate(request: HttpRequest[SglangBody]) -> Any:
@@ -200,9 +202,9 @@ async def generate(request: HttpRequest[SglangBody]) -> Any:
     body, gateway, text = request.body, request.gateway, request.gateway.model.text
     prompts = body.prompts
     params = body.params(len(prompts))
-    session, place = request.placement(request.headers.get("x-smg-routing-key") or None)
+    session, routing = request.placement(request.headers.get("x-smg-routing-key") or None)
     scored = body.return_logprob and body.logprob_start_len >= 0
-    common: dict[str, Any] = place | {
+    common: dict[str, Any] = routing | {
         "adapter": await gateway.adapter_of(body.lora_path),
         "priority": body.priority,
         "prompt_logprobs": scored,
@@ -249,10 +251,10 @@ class _Answer:
     async def whole(self) -> list[dict[str, Any]]:
         """The answers without streaming, prompt by prompt."""
         answers = []
-        for place, result in enumerate(await self._call.whole()):
+        for position, result in enumerate(await self._call.whole()):
             for completion in result.completions:
-                views = self._views(place)
-                answers.append(self._shown(place, completion, views.take(completion).content, views, result))
+                views = self._views(position)
+                answers.append(self._shown(position, completion, views.take(completion).content, views, result))
         return answers
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -262,42 +264,42 @@ class _Answer:
         """
         requests = self._call.requests
         texts = [[""] * request.n for request in requests]
-        views = [[self._views(place) for _ in range(request.n)] for place, request in enumerate(requests)]
+        views = [[self._views(position) for _ in range(request.n)] for position, request in enumerate(requests)]
         ended: list[tuple[int, Completion]] = []
         async with aclosing(self._call.chunks(_STREAM_EVERY)) as found:
             async for each in found:
-                place, index = each.place, each.chunk.index
-                texts[place][index] += views[place][index].take(each.chunk.part).content
+                position, index = each.position, each.chunk.index
+                texts[position][index] += views[position][index].take(each.chunk.part).content
                 whole = next(part for part in each.stream.partials() if part.index == index)
                 if each.chunk.finish_reason is not None:
-                    ended.append((place, whole))
+                    ended.append((position, whole))
                 else:
-                    yield self._event(place, whole, texts[place][index], views[place][index], None)
-        for place, whole in ended:
-            result = self._call.results[place]
-            yield self._event(place, whole, texts[place][whole.index], views[place][whole.index], result)
+                    yield self._event(position, whole, texts[position][index], views[position][index], None)
+        for position, whole in ended:
+            result = self._call.results[position]
+            yield self._event(position, whole, texts[position][whole.index], views[position][whole.index], result)
 
     def _event(
-        self, place: int, completion: Completion, text: str, views: CompletionViews, result: GenerateResult | None
+        self, position: int, completion: Completion, text: str, views: CompletionViews, result: GenerateResult | None
     ) -> dict[str, Any]:
-        event = self._shown(place, completion, text, views, result)
+        event = self._shown(position, completion, text, views, result)
         requests = self._call.requests
-        if self._body.several or requests[place].n > 1:
-            event["index"] = sum(request.n for request in requests[:place]) + completion.index
+        if self._body.several or requests[position].n > 1:
+            event["index"] = sum(request.n for request in requests[:position]) + completion.index
         return event
 
     def _shown(
-        self, place: int, completion: Completion, text: str, views: CompletionViews, result: GenerateResult | None
+        self, position: int, completion: Completion, text: str, views: CompletionViews, result: GenerateResult | None
     ) -> dict[str, Any]:
         """The answer for one completion. `result`: the result of its request, None while the request goes on."""
-        request, params = self._call.requests[place], self._params[place]
+        request, params = self._call.requests[position], self._params[position]
         several = len(self._call.requests) > 1 or params.n > 1
         # Without tokens it is the version that has scored the prompt.
         version = None if result is None else result.prompt_version
         if completion.versions:
             version = completion.versions[-1][0]
         meta: dict[str, Any] = {
-            "id": f"{self._call.id}-{place}-{completion.index}" if several else self._call.id,
+            "id": f"{self._call.id}-{position}-{completion.index}" if several else self._call.id,
             "finish_reason": _finish(completion, params),
             "prompt_tokens": self._prompt_tokens(request, result),
             "completion_tokens": len(completion),
@@ -348,8 +350,8 @@ class _Answer:
     def _entries(logprobs: Iterable[float], tokens: Iterable[int]) -> list[list[Any]]:
         return [[finite(value), token, None] for value, token in zip(logprobs, tokens, strict=True)]
 
-    def _views(self, place: int) -> CompletionViews:
-        params = self._params[place]
+    def _views(self, position: int) -> CompletionViews:
+        params = self._params[position]
         keep_stop = params.no_stop_trim or params.include_stop_str_in_output
         return CompletionViews(text_pieces(self._gateway.model.text, params, keep_stop))
 

@@ -108,8 +108,8 @@ class MediaBody(Body):
 def media_of(items: list[dict[str, Any]]) -> tuple[MediaItem, ...]:
     """The images of a request. Raises `HttpError` that names the item."""
     media = []
-    for place, fields in enumerate(items):
-        item = MediaBody.take(fields, f"media.{place}.")
+    for position, fields in enumerate(items):
+        item = MediaBody.take(fields, f"media.{position}.")
         frames, height, width = item.grid_thw
         try:
             data = base64.b64decode(item.pixel_values, validate=True)
@@ -119,7 +119,7 @@ def media_of(items: list[dict[str, Any]]) -> tuple[MediaItem, ...]:
             values = np.frombuffer(data, _PIXELS[item.dtype]).reshape(patches, -1)
             media.append(MediaItem(item.offset, item.length, (frames, height, width), values, item.seconds_per_frame))
         except ValueError as error:  # base64 raises it, too
-            raise bad_request(f"change the pixel values: {error!s:.200}", f"media.{place}.pixel_values") from None
+            raise bad_request(f"change the pixel values: {error!s:.200}", f"media.{position}.pixel_values") from None
     return tuple(media)
 
 
@@ -189,13 +189,13 @@ async def _generate(request: HttpRequest[GenerateBody], show: ShowExperts | None
     if body.fork is None and not body.token_ids:
         raise bad_request("send at least one token", "token_ids")
     params = GenerateParams.take(body.sampling_params, "sampling_params.")
-    session, place = request.placement()
+    session, routing = request.placement()
     by_position = {"sampling_params.prompt_logprob_token_ids": params.prompt_logprob_token_ids is not None}
     forked = fork_fields(body, body.return_token_ids or params.prompt_logprobs is not None, by_position)
     chosen = _chosen(params, len(body.token_ids))
     check_stream(body.stream, params.prompt_logprobs is not None or chosen is not None or show is not None)
     fields = params.worker_fields("sampling_params.") | gateway.thinking_fields(params, "sampling_params.")
-    fields |= place | forked
+    fields |= routing | forked
     if chosen is not None:
         scored = chosen.rows if params.prompt_logprobs is None else len(body.token_ids)
         fields |= {"prompt_logprobs_last": scored, "prompt_logprob_token_ids": chosen.worker_ids(scored)}

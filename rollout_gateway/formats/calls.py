@@ -22,13 +22,13 @@ _PYTHON_QUOTES: Mapping[str, str] = {'"': '"', "'": "'"}
 
 
 class ValueScan:
-    """The lists and maps in a text from a place on, found while the text arrives. Nothing is parsed.
+    """The lists and maps in a text from a position on, found while the text arrives. Nothing is parsed.
 
     `quotes`: the ends of quoted strings by their beginnings.
     """
 
     def __init__(self, start: int, quotes: Mapping[str, str]) -> None:
-        self.spans: list[tuple[int, int]] = []  # places of the whole values
+        self.spans: list[tuple[int, int]] = []  # positions of the whole values
         self.most_nested = 0  # levels
         self.junk = False  # there is something else between the values
         self._at = self._begin = start

@@ -151,23 +151,23 @@ class ChatTurns:
     def begun(self, prompt: str) -> str:
         """The part of the answer that a prompt has, such as an open `<think>`."""
         header = self.header()
-        place = prompt.rfind(header) if header.strip() else -1
-        return prompt[place + len(header) :] if place >= 0 else ""
+        position = prompt.rfind(header) if header.strip() else -1
+        return prompt[position + len(header) :] if position >= 0 else ""
 
     def after(
-        self, messages: list[Message], place: int, stop: str, tools: Tools, options: Mapping[str, Any]
+        self, messages: list[Message], position: int, stop: str, tools: Tools, options: Mapping[str, Any]
     ) -> str | None:
-        """The text of a conversation after the answer at `place`, which the model ended with the token `stop`.
+        """The text of a conversation after the answer at `position`, which the model ended with the token `stop`.
 
         `stop` is its text, "" for an answer without one. What the token stands for is not repeated, so a prompt that
         goes on with this text has each turn's end once. None if the template does not show where the answer ends.
         """
         alone = dict(options) | {"add_generation_prompt": False, "continue_final_message": False}
-        for marked, name in _marked(messages[place]):
-            whole = self._behind_mark([*messages[:place], marked, *messages[place + 1 :]], tools, options)
-            last = self._behind_mark([*messages[:place], marked], tools, alone)
+        for marked, name in _marked(messages[position]):
+            whole = self._behind_mark([*messages[:position], marked, *messages[position + 1 :]], tools, options)
+            last = self._behind_mark([*messages[:position], marked], tools, alone)
             if whole is not None and last is not None:
-                return self._rest(whole, last, stop, [*messages[:place]], tools, alone).replace(_MARK, name)
+                return self._rest(whole, last, stop, [*messages[:position]], tools, alone).replace(_MARK, name)
         return None
 
     def _rest(
@@ -176,8 +176,8 @@ class ChatTurns:
         """The text of `whole` after an answer. `last`: the text of the conversation if it ended with the answer."""
         said = self._common(whole, last)  # the rest of the answer, such as its calls, and the end of its turn
         rest = whole[len(said) :]
-        if stop and (place := said.rfind(stop)) >= 0:
-            return whole[place + len(stop) :]
+        if stop and (position := said.rfind(stop)) >= 0:
+            return whole[position + len(stop) :]
         if stop and rest.lstrip().startswith(stop):  # the beginning of the next turn ends this one
             return rest[rest.index(stop) + len(stop) :]
         if stop and last[len(said) :].startswith(stop) and (other := self._special.match(rest)) is not None:
@@ -190,8 +190,8 @@ class ChatTurns:
             text = self._render(messages, tools, options)
         except RolloutError:
             return None
-        place = text.find(_MARK)
-        return None if place < 0 else text[place + len(_MARK) :]
+        position = text.find(_MARK)
+        return None if position < 0 else text[position + len(_MARK) :]
 
     def _common(self, one: str, other: str) -> str:
         """The common beginning of two texts. A special token is never cut."""
@@ -206,7 +206,7 @@ class ChatTurns:
 
 
 def _thoughts_in(text: str) -> int:
-    """The place of the first mark of reasoning in any format; the end of the text without one."""
+    """The position of the first mark of reasoning in any format; the end of the text without one."""
     regions = [region for fields in REASONING.values() for region in compile_regions(fields)]
     marks = [mark for region in regions for mark in (region.open, region.close) if mark is not None]
     found = [mark.pattern.search(text) for mark in marks]

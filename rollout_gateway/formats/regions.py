@@ -28,9 +28,9 @@ class Mark:
     literal: bool
 
     def find(self, text: str, start: int, last: bool) -> tuple[Any | None, int]:
-        """The first match from `start` on that no further text can change, and the place at which one may begin.
+        """The first match from `start` on that no further text can change, and the position at which one may begin.
 
-        That place is the end of the text if none may. With `last` no text follows.
+        That position is the end of the text if none may. With `last` no text follows.
         """
         match = self.pattern.search(text, start, partial=not last)
         if match is None or last:
@@ -40,19 +40,19 @@ class Mark:
         return match, len(text)
 
     def begin_at_end(self, text: str, start: int) -> int:
-        """The place of a mark that the end of the text cuts off; the end of the text if there is no such mark."""
+        """The position of a mark that the end of the text cuts off; the end of the text if there is no such mark."""
         match = self.pattern.search(text, start, partial=True)
         return match.start() if match is not None and match.partial else len(text)
 
     def _first_beginning(self, text: str, start: int) -> int:
-        """The first place from which the rest of the text may be the beginning of a match.
+        """The first position from which the rest of the text may be the beginning of a match.
 
         A search prefers an empty match at the end, as of `$`, to a longer one that begins before it.
         """
         if self.literal:
             return len(text)
-        places = range(start, len(text))
-        return next((at for at in places if self.pattern.fullmatch(text, at, partial=True) is not None), len(text))
+        positions = range(start, len(text))
+        return next((at for at in positions if self.pattern.fullmatch(text, at, partial=True) is not None), len(text))
 
     def _stays(self, match: Any, text: str) -> bool:
         if self.literal:
@@ -74,8 +74,8 @@ class AnswerRegion:
     once: bool
     content: str  # the name of transformers' parser of it
     arguments: Mapping[str, Any]  # the arguments of that parser
-    value_begin: Any  # tagged values: pattern of the last place at which a value begins; else None
-    value_end: Any  # tagged values: pattern of the place at which a value ends; else None
+    value_begin: Any  # tagged values: pattern of the last position at which a value begins; else None
+    value_end: Any  # tagged values: pattern of the position at which a value ends; else None
     alone: Any  # a response template of this region that ends with its text
 
 

@@ -82,12 +82,12 @@ class Segments:
         self._calls = next((region for region in regions if region.kind == "calls"), None)
         self._tools = tools
         self._text = begun
-        self._at = 0  # the text before this place is out
-        self._foreign = 0  # the text before this place is the prompt's
+        self._at = 0  # the text before this position is out
+        self._foreign = 0  # the text before this position is the prompt's
         self._region: AnswerRegion | None = None
         self._opened_at = 0  # start of the mark that opened the region
         self._body_at = 0  # end of that mark
-        self._searched = 0  # no mark that ends the region begins before this place
+        self._searched = 0  # no mark that ends the region begins before this position
         self._scan: ValueScan | None = None
         self._ends = 0  # marks that did not end the region
         self._unclosed: AnswerRegion | None = None  # the reasoning in which the region of calls began
@@ -150,8 +150,8 @@ class Segments:
             # Templates write empty reasoning before a message that begins with open reasoning.
             if region.once and (self._said or (self._reasoned and self._arrived)):
                 continue
-            match, place = region.open.find(self._text, self._at, last)
-            pending = min(pending, place)
+            match, position = region.open.find(self._text, self._at, last)
+            pending = min(pending, position)
             if match is not None and (found is None or _key(match) < _key(found[1])):
                 found = region, match
         if found is not None and not last and found[1].start() >= pending:  # another mark may begin before it
@@ -192,8 +192,8 @@ class Segments:
         calls, call = self._calls, None
         if region.kind == "reasoning" and calls is not None:
             # A call ends reasoning that is never closed. Whether it is closed, only further text can tell.
-            call, place = calls.open.find(self._text, self._at, last)
-            pending = min(pending, place if call is None else call.start())
+            call, position = calls.open.find(self._text, self._at, last)
+            pending = min(pending, position if call is None else call.start())
         self._tell(region, piece, self._take(pending))
         if calls is None or call is None or not last:
             return False
@@ -236,7 +236,7 @@ class Segments:
             self._tell(self._region, piece, text)
 
     def _end_of_calls(self, region: AnswerRegion, last: bool) -> tuple[int, int] | None:
-        """The places at which the values of the region and the region itself end; None if the end has not arrived.
+        """The positions at which the values of the region and the region itself end; None if the end has not arrived.
 
         Raises `NotACall` if a value cannot be whole.
         """
@@ -277,7 +277,7 @@ class Segments:
             raise NotACall(f"it has more than {MOST_NESTED} levels")
 
     def _is_whole(self, region: AnswerRegion, end: int) -> bool:
-        """True if no value of the region is open at this place."""
+        """True if no value of the region is open at this position."""
         if self._scan is not None:
             return self._scan.whole
         if region.value_begin is None:
@@ -295,7 +295,7 @@ class Segments:
     # --- text on its way out -----------------------------------------------------------------------------------------
 
     def _take(self, end: int) -> str:
-        """The text up to a place, without the prompt's."""
+        """The text up to a position, without the prompt's."""
         text = self._text[max(self._at, self._foreign) : end]
         self._at = max(self._at, end)
         return text

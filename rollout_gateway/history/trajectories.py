@@ -48,12 +48,12 @@ class AnswerTokens:
 class Turn:
     """One answer, and the tokens that its prompt adds to `parent`.
 
-    `place`: the place of the answer among the messages. `common`: the messages that an earlier turn has, too.
+    `position`: the position of the answer among the messages. `common`: the messages that an earlier turn has, too.
     """
 
     number: int
     parent: int | None
-    place: int
+    position: int
     common: int
     added: np.ndarray  # int32
     drawn: AnswerTokens
@@ -87,30 +87,30 @@ class Trajectory:
 
     def beginning(self, messages: Sequence[Mapping[str, Any]], digests: tuple[bytes, ...]) -> Beginning:
         """The known tokens of a conversation."""
-        common = next((place for place, each in enumerate(digests) if each not in self._seen), len(digests))
-        for place in range(common - 1, -1, -1):
-            number = self._answers.get(digests[place])
+        common = next((position for position, each in enumerate(digests) if each not in self._seen), len(digests))
+        for position in range(common - 1, -1, -1):
+            number = self._answers.get(digests[position])
             if number is not None and self._reasoned_alike(number, messages):
                 tokens = np.concatenate(
                     [part for turn in self.path(number) for part in (turn.added, turn.drawn.token_ids)]
                 )
                 size = len(self.turns[number].drawn.token_ids)
                 prompt, answer = tokens[: len(tokens) - size].tolist(), tokens[len(tokens) - size :].tolist()
-                return Beginning(digests, self, common, number, DrawnTurn(place, prompt, answer))
+                return Beginning(digests, self, common, number, DrawnTurn(position, prompt, answer))
         return Beginning(digests, self, common)
 
     def _reasoned_alike(self, number: int, messages: Sequence[Mapping[str, Any]]) -> bool:
-        last = {turn.place: turn for turn in self.path(number)}  # an answer goes on in further turns
-        sent = ((turn, reasoning_of(messages[place])) for place, turn in last.items())
+        last = {turn.position: turn for turn in self.path(number)}  # an answer goes on in further turns
+        sent = ((turn, reasoning_of(messages[position])) for position, turn in last.items())
         return all(not text.strip() or text.strip() == turn.reasoning.strip() for turn, text in sent)
 
     def path(self, number: int) -> list[Turn]:
         """The turns from a root to this one."""
         turns = []
-        place: int | None = number
-        while place is not None:
-            turns.append(self.turns[place])
-            place = self.turns[place].parent
+        position: int | None = number
+        while position is not None:
+            turns.append(self.turns[position])
+            position = self.turns[position].parent
         return turns[::-1]
 
     def add(
@@ -118,17 +118,17 @@ class Trajectory:
         known: Beginning,
         added: Sequence[int],
         answer: Mapping[str, Any],
-        place: int,
+        position: int,
         drawn: AnswerTokens,
         facts: Mapping[str, Any],
     ) -> None:
-        """Add a turn: `answer` is its message at `place`, after which the client's next request goes on."""
+        """Add a turn: `answer` is its message at `position`, after which the client's next request goes on."""
         number = len(self.turns)
         ids = np.array(added, np.int32)
-        turn = Turn(number, known.parent, place, known.common, ids, drawn, reasoning_of(answer), facts)
+        turn = Turn(number, known.parent, position, known.common, ids, drawn, reasoning_of(answer), facts)
         self.turns.append(turn)
-        before = known.digests[:place]
-        end = _next(before[-1] if place else _START, answer)
+        before = known.digests[:position]
+        end = _next(before[-1] if position else _START, answer)
         new = {*before, end} - self._seen
         self._seen |= new
         self._answers[end] = number
@@ -136,23 +136,23 @@ class Trajectory:
         self.size += _TURN_BYTES + tokens + _MESSAGE_BYTES * (len(new) + len(drawn.versions)) + 40 * len(drawn.forced)
 
     def shown(self) -> dict[str, Any]:
-        """All branches with their tokens, and all turns with their places in a branch."""
+        """All branches with their tokens, and all turns with their positions in a branch."""
         parents = {turn.parent for turn in self.turns}
         branches: list[dict[str, Any]] = []
-        places: dict[int, dict[str, int]] = {}
+        positions: dict[int, dict[str, int]] = {}
         for leaf in (turn for turn in self.turns if turn.number not in parents):
-            branches.append(_branch(self.path(leaf.number), len(branches), places))
+            branches.append(_branch(self.path(leaf.number), len(branches), positions))
         turns = [
-            {"turn": turn.number, "parent": turn.parent, "messages": turn.place, "common_messages": turn.common}
-            | places[turn.number]
+            {"turn": turn.number, "parent": turn.parent, "messages": turn.position, "common_messages": turn.common}
+            | positions[turn.number]
             | dict(turn.facts)
             for turn in self.turns
         ]
         return {"turns": turns, "branches": branches}
 
 
-def _branch(path: list[Turn], number: int, places: dict[int, dict[str, int]]) -> dict[str, Any]:
-    """The tokens of a branch. The places of turns that no earlier branch has are added to `places`."""
+def _branch(path: list[Turn], number: int, positions: dict[int, dict[str, int]]) -> dict[str, Any]:
+    """The tokens of a branch. The positions of turns that no earlier branch has are added to `positions`."""
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float | None] = []
@@ -161,13 +161,13 @@ def _branch(path: list[Turn], number: int, places: dict[int, dict[str, int]]) ->
     for turn in path:
         drawn, added = turn.drawn, len(turn.added)
         start = len(ids) + added
-        if turn.number in places:
+        if turn.number in positions:
             shared = start + len(drawn.token_ids)
-        places.setdefault(turn.number, {"branch": number, "start": start, "end": start + len(drawn.token_ids)})
+        positions.setdefault(turn.number, {"branch": number, "start": start, "end": start + len(drawn.token_ids)})
         ids += [*turn.added.tolist(), *drawn.token_ids.tolist()]
         chosen = [1] * len(drawn.token_ids)
-        for place in drawn.forced:
-            chosen[place] = 0
+        for position in drawn.forced:
+            chosen[position] = 0
         mask += [0] * added + chosen
         logprobs += [None] * added + [finite(value) for value in drawn.logprobs.tolist()]
         versions += _runs(drawn.versions, start)
@@ -221,18 +221,18 @@ class Trajectories:
         known: Beginning,
         prompt: list[int],
         answer: Mapping[str, Any],
-        place: int,
+        position: int,
         drawn: AnswerTokens,
         facts: Mapping[str, Any],
     ) -> None:
-        """Keep a turn: its prompt, and its answer at `place` among the messages."""
+        """Keep a turn: its prompt, and its answer at `position` among the messages."""
         found = self._kept.get(session)
         if found is None or found is not known.trajectory:  # new, or deleted meanwhile
             found, known = found or Trajectory(), Beginning(known.digests)
         begun = [] if known.drawn is None else known.drawn.prompt + known.drawn.answer
         if prompt[: len(begun)] != begun:  # the template does not show where the earlier answer ends
             known, begun = replace(known, parent=None), []
-        found.add(known, prompt[len(begun) :], answer, place, drawn, facts)
+        found.add(known, prompt[len(begun) :], answer, position, drawn, facts)
         self._kept.put(session, found, found.size)
 
     def get(self, session: str) -> Trajectory | None:
@@ -253,8 +253,8 @@ def _digests(messages: Sequence[Mapping[str, Any]], how: Rendering) -> Iterator[
     turns = ("add_generation_prompt", "continue_final_message")
     options = {name: value for name, value in how.options.items() if name not in turns}
     digest = _START
-    for place, message in enumerate(messages):
-        if not place:
+    for position, message in enumerate(messages):
+        if not position:
             message = {**message, "_rendering": [how.tools, options, how.template, how.add_special_tokens]}
         digest = _next(digest, message)
         yield digest

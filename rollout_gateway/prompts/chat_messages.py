@@ -49,9 +49,9 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTurn:
-    """The tokens of an earlier answer and of its prompt. `place`: the place of the answer among the messages."""
+    """The tokens of an earlier answer and of its prompt. `position`: the position of the answer among the messages."""
 
-    place: int
+    position: int
     prompt: list[int]
     answer: list[int]
 
@@ -67,9 +67,9 @@ async def render_chat(
             "a chat template is a program; start the gateway with --trust-request-chat-template to accept it",
             "chat_template",
         )
-    for place, message in enumerate(messages):
+    for position, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise bad_request("each message must be an object with a 'role' (a string)", f"messages.{place}.role")
+            raise bad_request("each message must be an object with a 'role' (a string)", f"messages.{position}.role")
     urls = image_urls(messages)
     if urls and model.images is None:
         raise bad_request("this gateway has no image processor for its model; send text alone", urls[0][1])
@@ -85,17 +85,17 @@ def prompt_of(
     Tokens that messages carry come first; they must fit. `kept` ones are not used where they do not.
     """
     codec, turns, sent = source.codec("messages"), source.turns(how.template), _drawn_tokens(messages)
-    plain = [_plain(message, f"messages.{place}", turns) for place, message in enumerate(messages)]
+    plain = [_plain(message, f"messages.{position}", turns) for position, message in enumerate(messages)]
     text = turns.text(plain, how.tools, how.options)
     begun = turns.begun(text)
     drawn = sent or kept
     after = None if drawn is None else _text_after(codec, turns, plain, drawn, how)
-    if sent is not None and (after is None or not _asks(codec, plain[: sent.place], sent.prompt)):
+    if sent is not None and (after is None or not _asks(codec, plain[: sent.position], sent.prompt)):
         raise bad_request(
             "the tokens of this answer do not belong to these messages: "
             + ("the chat template does not show where it ends" if after is None else "its prompt has other texts")
             + "; remove 'generation_token_ids'",
-            f"messages.{sent.place}.generation_token_ids",
+            f"messages.{sent.position}.generation_token_ids",
         )
     if drawn is None or after is None:
         encode = codec.encode if how.add_special_tokens else codec.encode_rendered
@@ -112,9 +112,9 @@ def _text_after(
     """The text of the prompt after a drawn answer; None if the template does not show where that ends."""
     last = drawn.answer[-1:]
     special = last and last[0] in codec.special_tokens.values()
-    if how.options.get("continue_final_message") and drawn.place == len(plain) - 1:
+    if how.options.get("continue_final_message") and drawn.position == len(plain) - 1:
         return None if special else ""  # the answer itself goes on
-    return turns.after(plain, drawn.place, shown_text(codec, last) if special else "", how.tools, how.options)
+    return turns.after(plain, drawn.position, shown_text(codec, last) if special else "", how.tools, how.options)
 
 
 def _asks(codec: TextCodec, messages: list[dict[str, Any]], prompt: list[int]) -> bool:
@@ -150,11 +150,11 @@ def image_urls(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """The URLs of the images of messages, with the names of their fields."""
     return [
         (_image_url(part, f"{field}.image_url"), f"{field}.image_url.url")
-        for place, message in enumerate(messages)
+        for position, message in enumerate(messages)
         if isinstance(message.get("content"), list)
         for number, part in enumerate(message["content"])
         if isinstance(part, dict) and part.get("type") == "image_url"
-        for field in (f"messages.{place}.content.{number}",)
+        for field in (f"messages.{position}.content.{number}",)
     ]
 
 
@@ -176,7 +176,9 @@ def _plain(message: dict[str, Any], field: str, turns: ChatTurns) -> dict[str, A
             raise bad_request("'tool_calls' is a list", f"{field}.tool_calls")
         form = turns.call_form() if calls else None
         as_text = form is not None and form.as_text
-        plain["tool_calls"] = [_call(call, f"{field}.tool_calls.{place}", as_text) for place, call in enumerate(calls)]
+        plain["tool_calls"] = [
+            _call(call, f"{field}.tool_calls.{position}", as_text) for position, call in enumerate(calls)
+        ]
     content = _content(message.get("content"), f"{field}.content")
     if form is not None and not content:
         plain["content"] = form.content
@@ -202,17 +204,19 @@ def _content(content: Any, field: str) -> str | list[dict[str, Any]]:
     if not isinstance(content, list):
         raise bad_request("'content' must be a string or a list of parts", field)
     parts: list[dict[str, Any]] = []
-    for place, part in enumerate(content):
+    for position, part in enumerate(content):
         kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, dict) else None
         if kind == "image_url":
             parts.append({"type": "image"})
         elif kind in ("text", "input_text", "output_text"):
             text = part if isinstance(part, str) else part.get("text")
             if not isinstance(text, str):
-                raise bad_request("'text' is a string", f"{field}.{place}.text")
+                raise bad_request("'text' is a string", f"{field}.{position}.text")
             parts.append({"type": "text", "text": text})
         else:
-            raise bad_request("this gateway takes parts of the types 'text' and 'image_url'", f"{field}.{place}.type")
+            raise bad_request(
+                "this gateway takes parts of the types 'text' and 'image_url'", f"{field}.{position}.type"
+            )
     return parts
 
 
@@ -243,12 +247,14 @@ def _call(call: Any, field: str, as_text: bool) -> dict[str, Any]:
 
 def _drawn_tokens(messages: list[dict[str, Any]]) -> DrawnTurn | None:
     """The tokens of the last answer that brings its tokens; None if no answer does."""
-    for place in range(len(messages) - 1, -1, -1):
-        message = messages[place]
+    for position in range(len(messages) - 1, -1, -1):
+        message = messages[position]
         if message["role"] != "assistant" or message.get("generation_token_ids") is None:
             continue
-        field = f"messages.{place}"
-        return DrawnTurn(place, _ids(message, "prompt_token_ids", field), _ids(message, "generation_token_ids", field))
+        field = f"messages.{position}"
+        return DrawnTurn(
+            position, _ids(message, "prompt_token_ids", field), _ids(message, "generation_token_ids", field)
+        )
     return None
 
 

@@ -45,9 +45,9 @@ def fork_fields(body: ForkField, returns_ids: bool, of_prompt: Mapping[str, bool
 
 @dataclass(frozen=True, slots=True)
 class StreamedChunk:
-    """New tokens of one completion. `place`: the place of its prompt in the call."""
+    """New tokens of one completion. `position`: the position of its prompt in the call."""
 
-    place: int
+    position: int
     chunk: Chunk
     stream: AsyncStream[Chunk]
 
@@ -60,7 +60,7 @@ class Call:
     id: str
     requests: list[TokenRequest]  # one for each prompt
     session: str | None
-    #: The results of the streams that have ended, by the place of their prompt.
+    #: The results of the streams that have ended, by the position of their prompt.
     results: dict[int, GenerateResult] = field(default_factory=dict)
 
     async def whole(self) -> list[GenerateResult]:
@@ -74,7 +74,7 @@ class Call:
 
     async def chunks(self, least_every: int = 1) -> AsyncGenerator[StreamedChunk, None]:
         """The chunks of all prompts as they come, of `least_every` tokens or more. At the end `results` is complete."""
-        sources = [self._stream(place, least_every) for place in range(len(self.requests))]
+        sources = [self._stream(position, least_every) for position in range(len(self.requests))]
         with self._noted():
             async with aclosing(merged(sources)) as found:
                 async for each in found:
@@ -89,7 +89,7 @@ class Call:
         """
         async with aclosing(self.chunks()) as found:
             async for each in found:
-                yield head | event(each) | options.usage_so_far(len(self.requests[each.place].prompt), each.chunk)
+                yield head | event(each) | options.usage_so_far(len(self.requests[each.position].prompt), each.chunk)
         if options.include_usage:
             yield head | {"choices": [], "usage": usage(list(self.results.values()))}
 
@@ -97,15 +97,15 @@ class Call:
         """Other requests may continue this one."""
         return self.gateway.workers.request_ids.note(self.id, [(each.request_id, each.n) for each in self.requests])
 
-    async def _stream(self, place: int, least_every: int) -> AsyncGenerator[StreamedChunk, None]:
+    async def _stream(self, position: int, least_every: int) -> AsyncGenerator[StreamedChunk, None]:
         every = max(least_every, self.gateway.settings.stream_every)
-        request = self.requests[place]
+        request = self.requests[position]
         async with self.gateway.workers.stream(self.id, request, every, self.session) as stream:
             while chunks := await stream.arrived():
                 for chunk in chunks:
                     failed = fault(chunk.part)
                     if failed is not None and sum(request.n for request in self.requests) == 1:
                         raise failed
-                    yield StreamedChunk(place, chunk, stream)
+                    yield StreamedChunk(position, chunk, stream)
             assert stream.result is not None
-            self.results[place] = stream.result
+            self.results[position] = stream.result

@@ -68,15 +68,16 @@ def call_constraint(choice: ToolChoice, tools: Sequence[dict[str, Any]], several
         return {"json_schema": json.dumps(functions[name])}
     # A reference in a function's schema starts at the root of that schema.
     schemas = {
-        f"tool{place}": _moved(schema, f"#/$defs/tool{place}") for place, schema in enumerate(functions.values())
+        f"tool{position}": _moved(schema, f"#/$defs/tool{position}")
+        for position, schema in enumerate(functions.values())
     }
     kinds = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{place}"}},
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{position}"}},
             "required": ["name", "parameters"],
         }
-        for name, place in zip(functions, schemas, strict=True)
+        for name, position in zip(functions, schemas, strict=True)
     ]
     most = {} if several else {"maxItems": 1}
     return {
@@ -205,7 +206,7 @@ class ChatBuilder:
     def say(self, role: str, part: dict[str, Any], field: str) -> None:
         """Add a part of content: a text or an image."""
         content = self._message(role, field).setdefault("content", [])
-        self._place(f"{self._last}.content.{len(content)}", field)
+        self._position(f"{self._last}.content.{len(content)}", field)
         content.append(part)
 
     def text(self, role: str, text: str, field: str) -> None:
@@ -233,8 +234,8 @@ class ChatBuilder:
         message = {"role": "tool", "tool_call_id": call_id, "name": self._functions[call_id], "content": content}
         self.messages.append(message)
         self.names[self._last] = field
-        for place in range(len(content)):
-            self._place(f"{self._last}.content.{place}", f"{parts}.{place}")
+        for position in range(len(content)):
+            self._position(f"{self._last}.content.{position}", f"{parts}.{position}")
 
     def built(self) -> list[dict[str, Any]]:
         """The messages; the system's content, and any of one part, is a text."""
@@ -246,7 +247,7 @@ class ChatBuilder:
                 message["content"] = "".join(part["text"] for part in content)
         return self.messages
 
-    def _place(self, name: str, field: str) -> None:
+    def _position(self, name: str, field: str) -> None:
         """Remember the client's names of a part and of its image's URL."""
         self.names[name] = field
         self.names[f"{name}.image_url.url"] = f"{field}.{self._image}"
@@ -288,8 +289,8 @@ def content_parts(content: Any, field: str, readers: PartReaders) -> list[tuple[
     if isinstance(content, str):
         return [({"type": "text", "text": content}, field)]
     found = []
-    for place, part in enumerate(listed(content, field)):
-        name = f"{field}.{place}"
+    for position, part in enumerate(listed(content, field)):
+        name = f"{field}.{position}"
         kind = named(part, name, "type")["type"]
         if kind not in readers:
             known = ", ".join(readers)

@@ -70,10 +70,10 @@ class _Keeper:
     def _keep(self, last: Completion) -> None:
         body, gateway, prompt = self._asked.body, self._asked.call.gateway, self._asked.prompt
         assert prompt.kept_as is not None and prompt.known is not None
-        place, begun, thought = len(body.messages), "", ""
+        position, begun, thought = len(body.messages), "", ""
         if body.continue_final_message:  # the last message is the beginning of the answer
-            place -= 1
-            begun, thought = text_of(body.messages[place]), reasoning_of(body.messages[place])
+            position -= 1
+            begun, thought = text_of(body.messages[position]), reasoning_of(body.messages[position])
         answer = {
             "role": "assistant",
             "content": begun + self._answer.content,
@@ -84,7 +84,7 @@ class _Keeper:
             np.concatenate([part.token_ids for part in self._parts]),
             np.concatenate([sampled(part, gateway.settings.logprobs) for part in self._parts]),
             _runs(self._parts),
-            [place for part in self._parts for place in part.forced],
+            [position for part in self._parts for position in part.forced],
         )
         facts = {
             "id": self._asked.call.id,
@@ -92,7 +92,7 @@ class _Keeper:
             "created": now(),
             "finish_reason": finish_reason(last),
         }
-        gateway.trajectories.keep(prompt.kept_as, prompt.known, prompt.chat.token_ids, answer, place, drawn, facts)
+        gateway.trajectories.keep(prompt.kept_as, prompt.known, prompt.chat.token_ids, answer, position, drawn, facts)
 
 
 def _runs(parts: list[Completion]) -> list[tuple[int, int]]:
@@ -125,8 +125,8 @@ async def begin(
     With `at_most`, a limit of tokens may be larger than what the context has left. Raises `HttpError`.
     """
     gateway, model = request.gateway, request.gateway.model
-    session, place = request.placement()
-    fields = await gateway.openai_fields(body) | place
+    session, routing = request.placement()
+    fields = await gateway.openai_fields(body) | routing
     if body.max_completion_tokens is not None:
         fields["max_tokens"] = body.max_completion_tokens
     demanded = call_constraint(body.tool_choice, body.tools or (), body.parallel_tool_calls)

@@ -10,7 +10,7 @@ from rollout_kernels.parallel.peer_buffers import PeerBuffers
 from rollout.engine.build import build_engine
 from rollout.engine.device.streams import DeviceError
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.step.streams import NoOrders
+from rollout.engine.step.step_streams import NoOrders
 from rollout.engine.step_output import StepOutput
 from tests.support.engine.harness import Bench
 

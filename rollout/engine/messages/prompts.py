@@ -36,7 +36,7 @@ class Pixels:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Media:
-    """A prompt item: an image or a video, in the places of placeholder tokens."""
+    """A prompt item: an image or a video, instead of placeholder tokens."""
 
     token_ids: np.ndarray  # int32 [positions]: the placeholders
     pixels: Pixels
@@ -71,20 +71,20 @@ class _Axes(NamedTuple):
     @classmethod
     def of(cls, items: tuple[PromptItem, ...]) -> _Axes:
         media: list[tuple[int, Media]] = []
-        place, position, parts = 0, 0, list[np.ndarray]()
+        index, position, parts = 0, 0, list[np.ndarray]()
         for item in items:
             length = len(item.token_ids)
             if isinstance(item, Media):
-                media.append((place, item))
+                media.append((index, item))
                 parts.append(item.axes_3L + position)
                 position += item.advance
             else:
                 parts.append(np.broadcast_to(np.arange(position, position + length), (3, length)))
                 position += length
-            place += length
+            index += length
         rope_3T = np.concatenate(parts, axis=1)
         end = int(rope_3T.max()) + 1  # the position of the first generated token, as in transformers
-        return cls(tuple(media), rope_3T, end - place, end - position)
+        return cls(tuple(media), rope_3T, end - index, end - position)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -94,14 +94,14 @@ class Prompt:
     An item covers one position or more. It has a token id for each, and says what the KV there depends on (`content`);
     prefix keys are made of that. Prompts with different salts share no KV by their keys.
 
-    In a prompt with images a token has a place in the sequence, and positions of the rotary embedding, which differ
-    from it: an image takes fewer positions than places. `rope_delta` is what is added to the place of a later token.
+    In a prompt with images a token has an index in the sequence, and positions of the rotary embedding, which differ
+    from it: an image has fewer positions than tokens. `rope_delta` is what is added to the index of a later token.
     """
 
     items: tuple[PromptItem, ...]
     token_ids: np.ndarray = field(init=False)  # int32 [prompt tokens] of all items
     salt: bytes = b""  # part of the content of position 0, and so of every key
-    media: tuple[tuple[int, Media], ...] = field(init=False)  # (first place, item)
+    media: tuple[tuple[int, Media], ...] = field(init=False)  # (first index, item)
     rope_3T: np.ndarray | None = field(init=False)  # int64 [3, prompt tokens]; None for text alone
     rope_delta: int = field(init=False)
     #: The difference if the generated tokens were part of the prompt: a video may reach further than the text.
@@ -117,18 +117,18 @@ class Prompt:
         object.__setattr__(self, "rope_jump", axes.jump)
 
     def rope_positions(self, start: int, end: int) -> np.ndarray:
-        """Positions on three axes of the places `start` to `end` - 1 of prompt and completion, int64 [3, places]."""
+        """Positions on three axes of tokens `start` to `end` - 1 of prompt and completion, int64 [3, tokens]."""
         length = len(self.token_ids)
         after = np.arange(max(start, length), end) + self.rope_delta
         later = np.broadcast_to(after, (3, len(after)))
         return later if self.rope_3T is None else np.concatenate([self.rope_3T[:, start:end], later], axis=1)
 
     def media_between(self, start: int, end: int) -> list[tuple[int, Media]]:
-        """The images that have tokens in these places, with their first place."""
-        return [(place, item) for place, item in self.media if place < end and place + len(item.token_ids) > start]
+        """The images that have tokens from `start` on and before `end`, with the index of their first token."""
+        return [(index, item) for index, item in self.media if index < end and index + len(item.token_ids) > start]
 
     def follows_row(self, start: int, end: int) -> bool:
-        """True if the tokens of these places are no images, and `rope_delta` gives their positions."""
+        """True if these tokens are no images, and `rope_delta` gives their positions."""
         if not self.media:
             return True
         follows = self.rope_positions(start, end) == np.arange(start, end) + self.rope_delta
@@ -142,8 +142,8 @@ class Prompt:
         if not self.media:
             return tokens
         identity, length = tokens.astype(np.int64), len(self.token_ids)
-        for place, item in self.media:
-            identity[place : place + len(item.token_ids)] = item.identity()
+        for index, item in self.media:
+            identity[index : index + len(item.token_ids)] = item.identity()
         identity[length:] += self.rope_jump << 32
         return identity
 

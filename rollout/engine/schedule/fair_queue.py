@@ -63,7 +63,7 @@ class WaitingQueue:
         if client is None:
             new = level.now + min(self._costs.mean, seq.prompt_len + seq.max_tokens)
             client = level.clients[seq.group.client] = _WaitingClient(min(time, new))
-        client.waiting.setdefault(seq.group.variant, SweptHeap(_finalized)).push(seq.rank, seq)
+        client.waiting.setdefault(seq.group.variant, SweptHeap(_finalized)).push(seq.order, seq)
         self._renew(seq)
 
     def heads(self) -> list[Sequence]:
@@ -100,7 +100,7 @@ class WaitingQueue:
         """Remove these sequences of one group."""
         client = self._client(seqs[0]) if seqs else None
         if client is not None:
-            client.of_line(seqs[0]).remove({seq.rank for seq in seqs})
+            client.of_line(seqs[0]).remove({seq.order for seq in seqs})
             self._renew(seqs[0])
 
     def ended(self, seq: Sequence) -> None:

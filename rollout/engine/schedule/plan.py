@@ -65,8 +65,8 @@ class TokensAhead(Protocol):
         """The sequence of the row."""
 
     @property
-    def place(self) -> int:
-        """Place of the row's own draw in the step; the draws after these tokens follow."""
+    def draw_index(self) -> int:
+        """Index of the row's own draw in the step; the draws after these tokens follow."""
 
     @property
     def length(self) -> int:
@@ -89,7 +89,7 @@ class Plan:
     max_context: int  # longest context in the step, this step's tokens included
     tokens: int  # input tokens
     draws: int  # tokens to draw
-    opens: list[tuple[int, int]]  # (place of the span, page) where a span begins at the first position of a page
+    opens: list[tuple[int, int]]  # (index of the span, page) where a span begins at the first position of a page
     saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) of rows that ended before this step
 
     @property
@@ -146,7 +146,7 @@ def make_plan(
     """The step of these spans under the weights of `version`; `saves` as in `Plan`."""
     opens: list[tuple[int, int]] = []
     needs = tokens = draws = longest = 0
-    for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
+    for index, (seq, start, tokens_in, drawn, _) in enumerate(spans):
         # A row without a draw has no needs in the draw, but the forward needs its variant.
         needs |= seq.need_bits if drawn else seq.need_bits & _VARIANT
         tokens += tokens_in
@@ -154,7 +154,7 @@ def make_plan(
         if start + tokens_in > longest:
             longest = start + tokens_in
         if not start % page_size:
-            opens.append((place, seq.kv.pages[start // page_size]))
+            opens.append((index, seq.kv.pages[start // page_size]))
     return Plan(spans, version, RowNeeds(needs), longest, tokens, draws, opens, saves)
 
 

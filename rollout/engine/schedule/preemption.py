@@ -30,8 +30,8 @@ _SOON = 4
 
 
 def grow_rows(roster: Roster, full: list[Sequence]) -> None:
-    """Get one page more for each of these rows, in the order of their rank; some may go without for this step."""
-    for seq in sorted(full, key=lambda seq: seq.rank):
+    """Get one page more for each of these rows, in `Sequence.order`; some may go without for this step."""
+    for seq in sorted(full, key=lambda seq: seq.order):
         _grow(roster, seq)
     if roster.allocator.tier.pages:
         _make_way(roster, roster.allocator.tier.outgoing)
@@ -132,11 +132,11 @@ def restart_prompts(roster: Roster, seqs: list[Sequence], recompute: bool) -> tu
 
 
 def release_pool(roster: Roster, keep: bool) -> None:
-    """All KV leaves the pool; with `keep` it is offloaded, in the order of rank as long as the host has room."""
+    """All KV leaves the pool; with `keep` it is offloaded, in `Sequence.order` as long as the host has room."""
     roster.feed.close_shared_prompts()
     roster.allocator.end_sharing()
     if not keep:
         restart_prompts(roster, roster.unfinished(), recompute=True)
         return
-    for seq in sorted(roster.prefilling + roster.decoding, key=lambda seq: seq.rank):
+    for seq in sorted(roster.prefilling + roster.decoding, key=lambda seq: seq.order):
         roster.take_off(seq, offload=True)

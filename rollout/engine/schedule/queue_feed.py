@@ -50,7 +50,7 @@ class QueueFeed:
         self.queue = WaitingQueue()
         self.early: dict[RequestKey, Group] = {}  # requests that wait for a newer weights version
         self._joined: dict[Sequence | Fetch, list[_Joined]] = {}  # key: the fetch or the sequence that prefills
-        self._held: list[_Held] = []  # sequences that wait for room among the sessions, by rank
+        self._held: list[_Held] = []  # sequences that wait for room among the sessions, in order
         self._allocator = allocator
         # The last sequence that did not fit, with the running rows and available pages at that time.
         self._misfit = _FITS
@@ -89,7 +89,7 @@ class QueueFeed:
 
     def wait_for_room(self, seq: Sequence, pages: int) -> None:
         """Have the first sequence of the queue wait until there is room for `pages` pages."""
-        insort(self._held, _Held(seq, pages, self.queue.withdraw(seq)), key=lambda held: held.seq.rank)
+        insort(self._held, _Held(seq, pages, self.queue.withdraw(seq)), key=lambda held: held.seq.order)
 
     def queue_held(self, waits: Callable[[Sequence, int], bool]) -> None:
         """Queue the first of the sequences that wait for room, if one of the first `_MOST_LOOKED_AT` has it now."""

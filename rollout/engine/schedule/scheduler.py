@@ -209,7 +209,7 @@ class Scheduler:
             feature.commit(plan, output)
         tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
         version, counters, leaving = plan.version, roster.counters, SequenceState.LEAVING
-        end = 0  # place in the output after a row's tokens
+        end = 0  # index in the output after a row's tokens
         for seq, start, tokens_in, draws, _ in plan.spans:
             at, end = end, end + draws
             seq.inflight_refs -= 1

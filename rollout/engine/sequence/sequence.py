@@ -211,7 +211,7 @@ class Sequence:
         return self.group.request.priority
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int]:
         """Priority, then arrival: the order of one client's sequences."""
         return (-self.priority, self.arrival)
 

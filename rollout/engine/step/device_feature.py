@@ -30,7 +30,7 @@ from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import RowState
-from rollout.engine.step.streams import NO_ORDERS, Orders, Streams
+from rollout.engine.step.step_streams import NO_ORDERS, Orders, Streams
 from rollout.engine.upload import Header, StepInput, UploadStaging
 from rollout.models.batch import AttentionBatch, ExpertRecord, HiddenTaps, KVCache, StepImages
 from rollout.models.language_model import LanguageModel
@@ -82,7 +82,7 @@ class Drawn(NamedTuple):
     """The results of a step's draw, in the memory of its slot."""
 
     output_4R: torch.Tensor  # the same layout as `Slot.output`
-    accepted_R: torch.Tensor  # int32: accepted tokens ahead, at the place of the row's first draw
+    accepted_R: torch.Tensor  # int32: accepted tokens ahead, at the index of the row's first draw
     masks: StepMasks  # masks of the rows with constraints
 
 

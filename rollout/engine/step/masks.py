@@ -56,7 +56,7 @@ _DEAD_END = "the constraint allows no token of this model from here"
 
 
 class StepMasks:
-    """The masks of one step: a row of bits for each constrained row, and the places of these rows in the step."""
+    """The masks of one step: a row of bits for each constrained row, and the indices of these rows in the step."""
 
     def __init__(self, device: Device, max_rows: int, vocab: int) -> None:
         words = mask_words(vocab)
@@ -73,7 +73,7 @@ class StepMasks:
 
     @property
     def at(self) -> torch.Tensor:
-        """Places of the constrained rows among the sampling rows, int64 [C], on the device."""
+        """Indices of the constrained rows among the sampling rows, int64 [C], on the device."""
         return self._at_R[: self._count]
 
     @property
@@ -83,7 +83,7 @@ class StepMasks:
 
     @property
     def refused(self) -> torch.Tensor:
-        """Places of the tokens ahead that are refused, int64, on the device."""
+        """Indices of the tokens ahead that are refused, int64, on the device."""
         return self._refused_R[: self._refused_count]
 
     @property
@@ -98,7 +98,7 @@ class StepMasks:
         self._host_RW = fresh
 
     def set_rows(self, at: Seq[int], refused: Seq[int] = ()) -> None:
-        """Mask i belongs to the drawing row `at[i]`; the tokens ahead at the places `refused` are refused."""
+        """Mask i belongs to the drawing row `at[i]`; the tokens ahead at the indices `refused` are refused."""
         self._count, self._refused_count = len(at), len(refused)
         self._at_host_R[: len(at)] = torch.tensor(list(at), dtype=torch.int64)
         self._refused_host_R[: len(refused)] = torch.tensor(list(refused), dtype=torch.int64)
@@ -121,7 +121,7 @@ class BuiltMasks(NamedTuple):
     """The masks of a step: mask i belongs to the drawing row `at[i]`."""
 
     at: list[int]
-    refused: list[int]  # places of tokens ahead without a mask
+    refused: list[int]  # indices of tokens ahead without a mask
     ended: list[tuple[Sequence, Finish]]  # completions that end, and the reasons
 
 
@@ -129,7 +129,7 @@ class RowAhead(NamedTuple):
     """The masks after a row's tokens ahead: the one after token i goes to row `first + i`."""
 
     of: TokensAhead
-    own: int  # place of the mask of the row itself
+    own: int  # index of the mask of the row itself
     first: int
     tokens: list[int]
 
@@ -146,7 +146,7 @@ class MaskClock:
 class _Portion:
     """The completions of one thread, and its progress."""
 
-    places: list[int]  # rows of the masks
+    indices: list[int]  # numbers of the masks
     seqs: list[Sequence]
     clock: MaskClock
     took_s: list[float] = field(default_factory=list)  # wall time of each finished mask
@@ -189,18 +189,18 @@ class _Portion:
             self.left_behind = True
 
     def outcome(self, fair_s: float) -> tuple[list[int], dict[int, Finish]]:
-        """Once the portion is over: the places left to do, and how the completions of others end.
+        """Once the portion is over: the masks left to do, and how the completions of others end.
 
         If time ran out after several masks, the slowest of them fails, provided it used more than its part.
         """
-        if self.done == len(self.places):
+        if self.done == len(self.indices):
             return [], {}
         if self.left_behind or self.finish is not None:
-            return self.places[self.done + 1 :], {self.places[self.done]: self.finish or _failed(_SLOW)}
+            return self.indices[self.done + 1 :], {self.indices[self.done]: self.finish or _failed(_SLOW)}
         slowest = max(range(self.done), key=self.took_s.__getitem__, default=None)
         if slowest is None or self.took_s[slowest] < fair_s:
-            return self.places[self.done :], {}
-        return self.places[self.done :], {self.places[slowest]: _failed(_SLOW)}
+            return self.indices[self.done :], {}
+        return self.indices[self.done :], {self.indices[slowest]: _failed(_SLOW)}
 
 
 def usual_threads() -> int:
@@ -230,12 +230,12 @@ class MaskBuilder:
 
     def of_step(self, plan: Plan, masks: StepMasks) -> BuiltMasks:
         """Write the masks of a step whose earlier steps are committed."""
-        place, at, seqs = 0, [], []
+        draw_index, at, seqs = 0, [], []
         for seq, _, _, draws, _ in plan.spans:
             if draws and seq.need_bits & _CONSTRAIN and not (seq.finalized or seq.void):
-                at.append(place)
+                at.append(draw_index)
                 seqs.append(seq)
-            place += draws
+            draw_index += draws
         ended = self.build(seqs, masks)
         if not plan.ahead:
             return BuiltMasks(at, [], ended)
@@ -244,11 +244,11 @@ class MaskBuilder:
         for ahead in plan.ahead:
             if ahead.seq in own and ahead.seq not in hopeless:
                 rows.append(RowAhead(ahead, own[ahead.seq], len(at), ahead.tokens()))
-                at += range(ahead.place + 1, ahead.place + 1 + ahead.length)
+                at += range(ahead.draw_index + 1, ahead.draw_index + 1 + ahead.length)
         refused: list[int] = []
         for row, followed in zip(rows, self.build_ahead(rows, masks), strict=True):
             masks.host[row.first + followed : row.first + row.of.length] = -1
-            refused += range(row.of.place + 1 + followed, row.of.place + 1 + row.of.length)
+            refused += range(row.of.draw_index + 1 + followed, row.of.draw_index + 1 + row.of.length)
         return BuiltMasks(at, refused, ended)
 
     def build(self, seqs: list[Sequence], masks: StepMasks) -> list[tuple[Sequence, Finish]]:
@@ -262,9 +262,9 @@ class MaskBuilder:
                 left = []
             else:
                 left, finishes = self._round(seqs, left, masks)
-            for place, finish in finishes.items():
-                masks.host[place] = -1
-                ended.append((seqs[place], finish))
+            for index, finish in finishes.items():
+                masks.host[index] = -1
+                ended.append((seqs[index], finish))
         return ended
 
     def build_ahead(self, rows: list[RowAhead], masks: StepMasks) -> list[int]:
@@ -275,21 +275,21 @@ class MaskBuilder:
         limit_s = self.timeout_s / _TOKEN_PARTS
         running = []
         for i, thread in enumerate(self._threads[: len(rows)]):
-            places = list(range(i, len(rows), len(self._threads)))
-            portion = _Portion(places, [rows[place].of.seq for place in places], self._clock)
+            indices = list(range(i, len(rows), len(self._threads)))
+            portion = _Portion(indices, [rows[index].of.seq for index in indices], self._clock)
             work = functools.partial(_fill_ahead, portion, rows, masks.host, limit_s)
             running.append((thread, portion, thread.start(work)))
         until_s = self._clock.now_s() + limit_s
         for thread, portion, call in running:
             self._wait(thread, portion, call, until_s)
-            for place, count, took_s in zip(portion.places, portion.ahead, portion.took_s, strict=False):
-                followed[place] = max(count, 0)
+            for index, count, took_s in zip(portion.indices, portion.ahead, portion.took_s, strict=False):
+                followed[index] = max(count, 0)
                 if took_s > limit_s:
-                    rows[place].of.stop()
+                    rows[index].of.stop()
                 if count == _FAILED:
-                    _start_anew(rows[place].of)
+                    _start_anew(rows[index].of)
             if portion.left_behind and portion.done < len(portion.seqs):
-                _start_anew(rows[portion.places[portion.done]].of)
+                _start_anew(rows[portion.indices[portion.done]].of)
         if any(portion.left_behind for _, portion, _ in running):
             masks.renew_host()
         return followed
@@ -298,12 +298,12 @@ class MaskBuilder:
         for thread in self._threads:
             thread.close()
 
-    def _round(self, seqs: list[Sequence], places: list[int], masks: StepMasks) -> tuple[list[int], dict[int, Finish]]:
-        """Each thread writes its portion, up to an end. Returns the places left to do, and the ends."""
+    def _round(self, seqs: list[Sequence], indices: list[int], masks: StepMasks) -> tuple[list[int], dict[int, Finish]]:
+        """Each thread writes its portion, up to an end. Returns the masks left to do, and the ends."""
         running = []
-        for i, thread in enumerate(self._threads[: len(places)]):
-            mine = places[i :: len(self._threads)]
-            portion = _Portion(mine, [seqs[place] for place in mine], self._clock)
+        for i, thread in enumerate(self._threads[: len(indices)]):
+            mine = indices[i :: len(self._threads)]
+            portion = _Portion(mine, [seqs[index] for index in mine], self._clock)
             new_tokens = [list(seq.tokens[seq.constraint.matched :]) for seq in portion.seqs]
             running.append((thread, portion, thread.start(functools.partial(_fill, portion, new_tokens, masks.host))))
         until_s = self._clock.now_s() + self.timeout_s
@@ -313,8 +313,8 @@ class MaskBuilder:
             self._wait(thread, portion, call, until_s)
             for seq in portion.seqs[: portion.done]:
                 seq.constraint.matched = len(seq.tokens)
-            places, ended = portion.outcome(self.timeout_s / _FAIR_PARTS)
-            left += places
+            indices, ended = portion.outcome(self.timeout_s / _FAIR_PARTS)
+            left += indices
             finishes |= ended | self._charge(portion)
         if any(portion.left_behind for _, portion, _ in running):
             masks.renew_host()
@@ -323,12 +323,12 @@ class MaskBuilder:
     def _charge(self, portion: _Portion) -> dict[int, Finish]:
         """Charge the masks that are done to their completions; returns the completions over their limit."""
         failed: dict[int, Finish] = {}
-        for place, seq, spent_s in zip(portion.places, portion.seqs, portion.spent_s, strict=False):
+        for index, seq, spent_s in zip(portion.indices, portion.seqs, portion.spent_s, strict=False):
             owed_s = self._owed_s.pop(seq, 0.0) + spent_s - self.timeout_s / _TOKEN_PARTS
             if owed_s > 0:
                 self._owed_s[seq] = owed_s
             if owed_s > self.timeout_s:
-                failed[place] = _failed(_SLOW)
+                failed[index] = _failed(_SLOW)
         return failed
 
     def _wait(self, thread: DeadlineThread, portion: _Portion, call: DeadlineCall[None], until_s: float) -> None:
@@ -345,29 +345,29 @@ class MaskBuilder:
 
 def _fill(portion: _Portion, new_tokens: list[list[int]], host_RW: torch.Tensor) -> None:
     """Write the masks of a portion, up to the first completion that does not go on."""
-    for place, seq, tokens in zip(portion.places, portion.seqs, new_tokens, strict=True):
+    for index, seq, tokens in zip(portion.indices, portion.seqs, new_tokens, strict=True):
         if not portion.begin():
             return
-        portion.finish = _follow(seq, tokens, host_RW, place)
+        portion.finish = _follow(seq, tokens, host_RW, index)
         if portion.finish is not None:
             return
         portion.end()
 
 
 def _start_anew(ahead: TokensAhead) -> None:
-    """Replace a matcher whose place is not known: a new one follows all tokens of the row, and none ahead."""
+    """Replace a matcher whose position is not known: a new one follows all tokens of the row, and none ahead."""
     ahead.seq.constraint.matcher, ahead.seq.constraint.matched = None, ahead.seq.drawn.known
     ahead.stop()
 
 
 def _fill_ahead(portion: _Portion, rows: Seq[RowAhead], host_RW: torch.Tensor, limit_s: float) -> None:
     """Write the masks after the tokens ahead of a portion."""
-    for place in portion.places:
+    for index in portion.indices:
         if not portion.begin():
             return
         # A client's constraint must not end the engine, whatever the matcher does with it.
         try:
-            count = _follow_ahead(rows[place], host_RW, portion.clock.now_s() + limit_s, portion.clock)
+            count = _follow_ahead(rows[index], host_RW, portion.clock.now_s() + limit_s, portion.clock)
         except Exception:
             count = _FAILED
         portion.ahead.append(count)
@@ -379,16 +379,16 @@ def _follow_ahead(row: RowAhead, host_RW: torch.Tensor, until_s: float, clock: M
     seq, matcher, before, followed, went = row.of.seq, row.of.seq.constraint.matcher, row.own, 0, 0
     assert matcher is not None, "the mask of the row itself is made first"
     for token in row.tokens:
-        place = row.first + followed
+        index = row.first + followed
         # A token that ends the completion, or cannot be drawn, has none after it.
         if token in seq.group.stop_ids or not _allows(host_RW, before, token) or clock.now_s() > until_s:
             break
         if not matcher.accept(token):
             return _FAILED
         went += 1
-        if not _fill_row(seq, matcher, len(seq.tokens) + went, host_RW, place):
+        if not _fill_row(seq, matcher, len(seq.tokens) + went, host_RW, index):
             break
-        followed, before = followed + 1, place
+        followed, before = followed + 1, index
     if went:
         matcher.undo(went)
     return followed
@@ -398,7 +398,7 @@ def _allows(host_RW: torch.Tensor, row: int, token: int) -> bool:
     return bool(int(host_RW[row, token // WORD_BITS]) >> token % WORD_BITS & 1)
 
 
-def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int) -> Finish | None:
+def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, index: int) -> Finish | None:
     """Write one mask. Returns how the completion ends if it does not go on. No other thread touches this matcher."""
     try:
         if seq.constraint.matcher is None:
@@ -407,7 +407,7 @@ def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int)
             )  # started in this thread: copying the state of a large grammar may take seconds
         if not seq.constraint.matcher.follow(tokens):
             return _failed(_BROKEN)
-        if _fill_row(seq, seq.constraint.matcher, len(seq.tokens), host_RW, place):
+        if _fill_row(seq, seq.constraint.matcher, len(seq.tokens), host_RW, index):
             return None
         return Finish("stop") if seq.constraint.matcher.complete else _failed(_DEAD_END)
     # A client's constraint must not end the engine, whatever the matcher does with it.
@@ -415,15 +415,15 @@ def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int)
         return _failed(f"the constraint cannot be followed from here: {error}"[:500])
 
 
-def _fill_row(seq: Sequence, matcher: Matcher, index: int, host_RW: torch.Tensor, place: int) -> bool:
-    """Write the mask of token `index` of a completion; False if it allows none."""
-    matcher.fill(host_RW, place)
-    if index < seq.group.request.stop.min_tokens:
-        row_W = host_RW[place]
+def _fill_row(seq: Sequence, matcher: Matcher, token: int, host_RW: torch.Tensor, index: int) -> bool:
+    """Write the mask of a completion's token `token`; False if it allows none."""
+    matcher.fill(host_RW, index)
+    if token < seq.group.request.stop.min_tokens:
+        row_W = host_RW[index]
         others_W = row_W & ~mask_of(seq.group.stop_ids, len(row_W) * WORD_BITS)
         if others_W.any():
             row_W.copy_(others_W)
-    return bool(host_RW[place].any())
+    return bool(host_RW[index].any())
 
 
 def _failed(error: str) -> Finish:

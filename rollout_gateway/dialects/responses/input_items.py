@@ -93,9 +93,9 @@ class ResponsesBody(ExtraFields):
         `before`: the messages of earlier responses. The messages that are returned lack the instructions. Raises
         `HttpError`.
         """
-        for place, name in enumerate(self.include):
+        for position, name in enumerate(self.include):
             if name not in _INCLUDED:
-                raise not_offered(name, f"include.{place}")
+                raise not_offered(name, f"include.{position}")
         own, builder = self._messages(before, None), self._messages(before, self.instructions)
         if not builder.messages:
             raise bad_request("send a text or at least one item", "input")
@@ -139,8 +139,8 @@ class ResponsesBody(ExtraFields):
             yield tool, declared, field
 
     def _flat_tools(self) -> Iterator[tuple[Any, str | None, str]]:
-        for place, tool in enumerate(self.tools):
-            field = f"tools.{place}"
+        for position, tool in enumerate(self.tools):
+            field = f"tools.{position}"
             if named(tool, field, "type")["type"] != "namespace":
                 yield tool, None, field
                 continue
@@ -158,8 +158,8 @@ class ResponsesBody(ExtraFields):
         if isinstance(self.input, str):
             builder.text("user", self.input, "input")
         else:
-            for place, item in enumerate(self.input):
-                _add_item(builder, item, f"input.{place}")
+            for position, item in enumerate(self.input):
+                _add_item(builder, item, f"input.{position}")
         builder.built()
         return builder
 
@@ -259,7 +259,7 @@ _PARTS: PartReaders = {
 def _reasoning_text(item: dict[str, Any], field: str) -> str:
     """The text of a reasoning item."""
     parts = listed(item.get("content") or [], f"{field}.content")
-    texts = [named(part, f"{field}.content.{place}", "text")["text"] for place, part in enumerate(parts)]
+    texts = [named(part, f"{field}.content.{position}", "text")["text"] for position, part in enumerate(parts)]
     if not texts and item.get("encrypted_content"):
         raise bad_request("encrypted reasoning cannot be read here; remove the item", f"{field}.encrypted_content")
     return "".join(texts)

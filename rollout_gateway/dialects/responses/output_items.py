@@ -67,12 +67,12 @@ class OutputItems:
         self._text += text
         (self._reasoning if kind == "reasoning" else self._content).append(text)
         if text:
-            yield self._told(f"response.{self._name}.delta", **self._place, delta=text, **self._logprobs)
+            yield self._told(f"response.{self._name}.delta", **self._position, delta=text, **self._logprobs)
 
     def _close(self, status: str) -> Iterator[Event]:
         if self._open is None:
             return
-        yield self._told(f"response.{self._name}.done", **self._place, text=self._text, **self._logprobs)
+        yield self._told(f"response.{self._name}.done", **self._position, text=self._text, **self._logprobs)
         part = self._part(self._text)
         yield self._told("response.content_part.done", **part)
         item = self._open | {"content": [part["part"]], "status": status}
@@ -105,7 +105,7 @@ class OutputItems:
         return "reasoning_text" if self._open["type"] == "reasoning" else "output_text"
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         assert self._open is not None
         return {"item_id": self._open["id"], "content_index": 0}
 
@@ -116,7 +116,7 @@ class OutputItems:
 
     def _part(self, text: str) -> dict[str, Any]:
         extra = {"annotations": []} | self._logprobs if self._logprobs else {}
-        return self._place | {"part": {"type": self._name, "text": text, **extra}}
+        return self._position | {"part": {"type": self._name, "text": text, **extra}}
 
     def _told(self, name: str, /, **fields: Any) -> Event:
         return self.numbered({"type": name, "output_index": len(self.done), **fields})

@@ -30,7 +30,7 @@ class TargetTokens:
     """The cells of the matrix that name a token, and the rows that a worker scores for them.
 
     `shape`: of the matrix. `sparse`: its row pointers and columns, int64, None for a dense one. `size`: numbers in its
-    data. `ids`: int32 [scored rows, K], the ids of a row first, then zeros. Cell i of `asked` (places in the data)
+    data. `ids`: int32 [scored rows, K], the ids of a row first, then zeros. Cell i of `asked` (positions in the data)
     stands in row `rows[i]` and column `columns[i]` of `ids`.
     """
 
@@ -76,7 +76,7 @@ class TargetTokens:
         return np.pad(self.ids, ((scored - len(self.ids), 0), (0, 0)))
 
     def answer(self, scores: np.ndarray) -> np.ndarray:
-        """The log-probs in the place of the request's data, float32; 0 where it names no token.
+        """The log-probs in the order of the request's data, float32; 0 where it names no token.
 
         `scores`: float32 [scored tokens, K], what the worker answered to `worker_ids`.
         """
@@ -168,8 +168,8 @@ class TinkerPrompt(Body):
     def token_ids(self) -> list[int]:
         """The token ids of all parts. Raises `HttpError`."""
         found: list[int] = []
-        for place, chunk in enumerate(self.chunks):
-            where = f"prompt.chunks.{place}."
+        for position, chunk in enumerate(self.chunks):
+            where = f"prompt.chunks.{position}."
             if (chunk.get("type") or "encoded_text") != "encoded_text":
                 message = "this API takes token ids here; send images to /v1/chat/completions"
                 raise bad_request(message, f"{where}type")

@@ -79,7 +79,7 @@ def test_one_client_is_served_by_priority_and_arrival_whatever_its_sequences_cos
             ended = waiting.pop(rng.randrange(len(waiting)))
             rows.end(ended)
         else:
-            expected = min(waiting, key=lambda seq: seq.rank)
+            expected = min(waiting, key=lambda seq: seq.order)
             assert rows.first() is expected
             if rng.random() < 0.2:
                 rows.queue.push(expected, rows.queue.withdraw(expected))
@@ -206,7 +206,7 @@ def test_heads_are_the_first_of_each_variant_by_arrival_whatever_passes():
     while waiting:
         firsts = [next((seq for seq in waiting if seq.group.variant is variant), None) for variant in variants]
         heads = rows.queue.heads()
-        assert heads == sorted(filter(None, firsts), key=lambda seq: seq.rank)
+        assert heads == sorted(filter(None, firsts), key=lambda seq: seq.order)
         taken = rng.choice(heads)
         rows.queue.take(taken)
         waiting.remove(taken)

@@ -432,7 +432,7 @@ def test_a_place_whose_memory_stays_taken_is_used_again(start: Any, caplog: pyte
     for _ in range(2 * (MOST + 8)):
         group.pack(plan, tensors)  # it is dropped at once
         group.adapters._map, memory = Stubborn(), group.adapters._map  # type: ignore[assignment]
-        until(lambda: group.carry_out() or len(group.adapters.free_places) == MOST + 8, "the place")
+        until(lambda: group.carry_out() or len(group.adapters.free_blocks) == MOST + 8, "the block")
         group.adapters._map = memory
     assert "cannot be given back" in caplog.text
 
@@ -456,7 +456,7 @@ def test_a_refused_load_leaves_nothing_to_the_collector(start: Any, made: Any) -
             until(lambda: group.carry_out() or not posted.empty(), "the refusal")
             finish = posted.get()
             finish()
-            until(lambda: group.carry_out() or len(group.adapters.free_places) == MOST + 8, "the place")
+            until(lambda: group.carry_out() or len(group.adapters.free_blocks) == MOST + 8, "the block")
     finally:
         gc.enable()
         loads.close()

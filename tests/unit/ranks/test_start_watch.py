@@ -38,7 +38,7 @@ class Start:
         self.now_s, self.compiles = 0.0, False
 
     def at(self, rank: int, stage: int, done: int = 0, total: int = 0) -> None:
-        self.change(rank, place=StartPosition(stage, total > 0, done), total=total)
+        self.change(rank, position=StartPosition(stage, total > 0, done), total=total)
 
     def change(self, rank: int, **fields: Any) -> None:
         self.ranks[rank] = self.ranks[rank]._replace(**fields)
@@ -183,7 +183,7 @@ def test_a_process_that_sleeps_shows_no_sign(tmp_path: Path) -> None:
     looks = looks_of(_SLEEPS, tmp_path, lambda looks: len(looks) == 20, state="S")
     assert looks[-1].read_bytes == looks[0].read_bytes > 0  # of its imports
     assert looks[-1].cpu_s - looks[0].cpu_s < 0.05 and not any(look.waits_for_disk for look in looks)
-    assert looks[0].place == StartPosition(LOADING, True, 1) and looks[0].total == 2
+    assert looks[0].position == StartPosition(LOADING, True, 1) and looks[0].total == 2
 
 
 def test_a_process_that_reads_shows_bytes_and_time_of_the_kernel(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ class BucketPart:
     root: int
     at: int
     end: int
-    pieces: tuple[tuple[int, int, int], ...]  # first and past-the-last byte in the stream, place in the buffer
-    columns: tuple[tuple[ByteRows, int], ...] = ()  # rows of the stream, side by side from a place in the buffer
+    pieces: tuple[tuple[int, int, int], ...]  # first and past-the-last byte in the stream, offset in the buffer
+    columns: tuple[tuple[ByteRows, int], ...] = ()  # rows of the stream, side by side from an offset in the buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,17 +213,17 @@ class Runs:
                         pieces.setdefault(owner, []).append((begin + rows.start, begin + rows.start + rows.width))
                     else:
                         columns.setdefault(owner, []).append(rows._replace(start=begin + rows.start))
-        parts, place = [], 0
+        parts, offset = [], 0
         for root in sorted({*pieces, *columns}):
             own, rows_of = [], []
-            first_at = place
+            first_at = offset
             for lo, hi in sorted(pieces.get(root, [])):
-                own.append((lo, hi, place))
-                past_end, place = place + hi - lo, _aligned(place + hi - lo)
+                own.append((lo, hi, offset))
+                past_end, offset = offset + hi - lo, _aligned(offset + hi - lo)
             for rows in columns.get(root, []):
-                rows_of.append((rows, place))
-                past_end = place + rows.width * rows.times
-                place = _aligned(past_end)
+                rows_of.append((rows, offset))
+                past_end = offset + rows.width * rows.times
+                offset = _aligned(past_end)
             parts.append(BucketPart(root, first_at, past_end, tuple(own), tuple(rows_of)))
         return Bucket(end - start, tuple(parts), start)
 

@@ -2,7 +2,7 @@
 
     rank 0, `OtherRanks`                                 ranks that own runs, `take_part`, a thread for each update
     runs: the sender of each byte
-    join: the store, the places      == gloo group ==>   reach the store, join, broadcast and receive every bucket
+    join: the store, the seats      == gloo group ==>   reach the store, join, broadcast and receive every bucket
     endings                          <== gloo group ==   success or failure, fingerprints of the parts
 
 Parts that are neither runs of elements nor columns count as rank 0's, which fetches them as for other transports; so do
@@ -68,41 +68,41 @@ class OtherRanks:
         """Addresses at which these ranks must be able to reach the store."""
         return [self._ranks.address] if self.numbers and self._ranks is not None else []
 
-    def places(self, peers: int) -> dict[int, int]:
-        """Each trainer rank's place in a group of rank 0, `peers` workers and these ranks, in this order."""
-        return {rank: place for place, rank in enumerate(self.numbers, 1 + peers)}
+    def seats(self, peers: int) -> dict[int, int]:
+        """Each trainer rank's seat in a group of rank 0, `peers` workers and these ranks, in this order."""
+        return {rank: seat for seat, rank in enumerate(self.numbers, 1 + peers)}
 
-    def runs(self, payload: Payload, places: dict[int, int], by_columns: bool) -> Runs:
-        """The runs of the update, with the places of their senders; `by_columns`: all workers know columns."""
-        if not places:
+    def runs(self, payload: Payload, seats: dict[int, int], by_columns: bool) -> Runs:
+        """The runs of the update, with the seats of their senders; `by_columns`: all workers know columns."""
+        if not seats:
             return Runs.alone(payload.manifest)
         assert payload.shards is not None
         payload.shards.by_columns = by_columns
         firsts_R, owners_R, columns = _runs(payload, by_columns)
-        place_of = np.zeros(max(places) + 1, np.int64)
-        place_of[list(places)] = list(places.values())
-        roots_R = np.where(owners_R < 0, owners_R, place_of[np.maximum(owners_R, 0)])
-        placed = [replace(each, roots=tuple(int(place_of[rank]) for rank in each.roots)) for each in columns]
+        seat_of = np.zeros(max(seats) + 1, np.int64)
+        seat_of[list(seats)] = list(seats.values())
+        roots_R = np.where(owners_R < 0, owners_R, seat_of[np.maximum(owners_R, 0)])
+        placed = [replace(each, roots=tuple(int(seat_of[rank]) for rank in each.roots)) for each in columns]
         return Runs(payload.manifest, firsts_R, roots_R, placed)
 
-    def join(self, hosts: Sequence[str], port: int, seat: GroupSeat, places: dict[int, int], stall_s: float) -> None:
+    def join(self, hosts: Sequence[str], port: int, seat: GroupSeat, seats: dict[int, int], stall_s: float) -> None:
         """Make these ranks join the group. Raises `RolloutError` if one is gone."""
-        if self._ranks is not None and places:
+        if self._ranks is not None and seats:
             where = {"hosts": [*self.hosts, *hosts], "port": port, "group": seat.name, "columns": seat.columns}
-            self._ranks.join({**where, "size": seat.size, "runs": seat.runs, "places": places, "stall_s": stall_s})
+            self._ranks.join({**where, "size": seat.size, "runs": seat.runs, "seats": seats, "stall_s": stall_s})
 
-    def endings(self, places: dict[int, int], buckets: int, stall_s: float) -> dict[int, torch.Tensor]:
-        """Fingerprints of the buckets that each place sent, int64 [buckets]. A rank that did not finish has no entry.
+    def endings(self, seats: dict[int, int], buckets: int, stall_s: float) -> dict[int, torch.Tensor]:
+        """Fingerprints of the buckets that each seat sent, int64 [buckets]. A rank that did not finish has no entry.
 
         Raises `RolloutError` if a rank cannot be reached.
         """
         found = {}
-        for rank, place in places.items():
+        for rank, seat in seats.items():
             assert self._ranks is not None
             ending = torch.zeros(1 + buckets, dtype=torch.int64)
             self._ranks.ending(ending, rank, stall_s + GRACE_S)
             if ending[0]:
-                found[place] = ending[1:]
+                found[seat] = ending[1:]
         return found
 
 
@@ -147,9 +147,9 @@ def take_part(
 ) -> threading.Thread | None:
     """On another rank: carry out rank 0's `join` in a thread, then `tell` rank 0 the result.
 
-    Returns the thread, or None if this rank has no place in the group.
+    Returns the thread, or None if this rank has no seat in the group.
     """
-    if str(rank) not in order["places"]:
+    if str(rank) not in order["seats"]:
         return None
 
     def run() -> None:
@@ -177,11 +177,11 @@ def _broadcast(
     stall_s = order["stall_s"]
     host = reach(order["hosts"], order["port"], REACH_S)
     store, watch = (connect(host, order["port"], stall_s) for _ in range(2))
-    seat = order["places"][str(rank)]
-    place = GroupSeat(order["group"], seat, order["size"], order["runs"], order["columns"])
+    number = order["seats"][str(rank)]
+    seat = GroupSeat(order["group"], number, order["size"], order["runs"], order["columns"])
     address = address_towards(host, order["port"])
     member = f"rank {rank} of the trainer"
-    job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing), kept, member=member)
+    job = Broadcasts(payload, store, seat, address, TransferRules(stall_s, closing), kept, member=member)
     job.run(watch)
     if job.error is not None:
         give_up(watch, f"{member} gave up: {job.error}")  # the job's thread may hang

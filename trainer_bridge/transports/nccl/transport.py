@@ -63,7 +63,7 @@ from trainer_bridge.transports.nccl.trainer_ranks import OtherRanks
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, ConnectionLost, RolloutError, WeightsRejected
 
-Members = tuple[Any, ...]  # the device of rank 0, endpoints of workers, (trainer rank, place) of other ranks
+Members = tuple[Any, ...]  # the device of rank 0, endpoints of workers, (trainer rank, seat) of other ranks
 
 _MAX_HOSTS = 16
 _OPTIONS = {"hosts": list, "port": int, "backend": str, "devices": list}
@@ -194,37 +194,37 @@ class NcclSender(TransportSender):
         """Make the group and broadcast every bucket. If the group breaks, each recipient gets `GroupBroken`."""
         server, others = self._server, self._others
         assert server is not None and others is not None
-        places = others.places(len(recipients))
-        runs = others.runs(payload, places, all(recipient.grant.get("columns") is True for recipient in recipients))
-        size = 1 + len(recipients) + len(places)
+        seats = others.seats(len(recipients))
+        runs = others.runs(payload, seats, all(recipient.grant.get("columns") is True for recipient in recipients))
+        size = 1 + len(recipients) + len(seats)
         before = self.kept.name
-        name = self._group_of(payload, recipients, places)
-        seat = GroupSeat(name, 0, size, len(runs) if places else 0, runs.column_count)
+        name = self._group_of(payload, recipients, seats)
+        seat = GroupSeat(name, 0, size, len(runs) if seats else 0, runs.column_count)
         for rank, recipient in enumerate(recipients, 1):
             other = [seat.name, rank, size, seat.runs, *([seat.columns] if seat.columns else [])]
             server.store.set(f"member/{recipient.token.hex()}", json.dumps(other))
         # A second client: one that waits for members blocks every other call on it.
         watch = connect(server.local_host, server.port, rules.stall_s)
-        others.join(server.hosts, server.port, seat, places, rules.stall_s)
+        others.join(server.hosts, server.port, seat, seats, rules.stall_s)
         job = Broadcasts(payload, server.store, seat, server.hosts[0], rules, self.kept, runs)
         job.run(watch)
         if job.error is not None:
             give_up(watch, job.error)  # all members end at once
             job.error = given_up(watch) or job.error  # the reason of the first member that gave up
         try:
-            parts = {0: job.fingerprints, **others.endings(places, payload.manifest.bucket_count, rules.stall_s)}
+            parts = {0: job.fingerprints, **others.endings(seats, payload.manifest.bucket_count, rules.stall_s)}
         except RolloutError as error:
             self._server = None
             self.kept.leave()
             raise ConnectionLost(f"{error}; {job.error or 'all buckets were sent'}") from error
-        missing = [f"rank {rank} of the trainer did not finish" for rank, at in places.items() if at not in parts]
+        missing = [f"rank {rank} of the trainer did not finish" for rank, at in seats.items() if at not in parts]
         if job.error is None and not missing:
             payload.read()
             return {"fingerprints": fingerprints_digest([parts[root][index] for index, root in job.order])}
         self._server = None  # a retry uses a new store; `server` keeps this one alive until the return
         self.kept.leave()
         why = job.error or missing[0]
-        _fail(recipients, places, watch, why, job.sent, payload.manifest.bucket_count, kept=seat.name == before)
+        _fail(recipients, seats, watch, why, job.sent, payload.manifest.bucket_count, kept=seat.name == before)
         return {}
 
     def release(self, payload: Payload, applied: bool) -> None:
@@ -236,19 +236,19 @@ class NcclSender(TransportSender):
         self._server = None
         self.kept.close()
 
-    def _group_of(self, payload: Payload, recipients: Sequence[Recipient], places: Mapping[int, int]) -> str:
-        """The name of the kept group if all members still have it, in the same places; otherwise a new name."""
-        members: Members = (payload.device, *(recipient.endpoint for recipient in recipients), *places.items())
+    def _group_of(self, payload: Payload, recipients: Sequence[Recipient], seats: Mapping[int, int]) -> str:
+        """The name of the kept group if all members still have it, in the same seats; otherwise a new name."""
+        members: Members = (payload.device, *(recipient.endpoint for recipient in recipients), *seats.items())
         name, before, self._kept_with = self.kept.name, self._kept_with, members
         same = name and members == before and all(recipient.grant.get("kept") == name for recipient in recipients)
         return name if same else secrets.token_hex(8)
 
 
 def _fail(
-    recipients: Sequence[Recipient], places: dict[int, int], store: dist.Store, why: str, sent: int, of: int, kept: bool
+    recipients: Sequence[Recipient], seats: dict[int, int], store: dist.Store, why: str, sent: int, of: int, kept: bool
 ) -> None:
     """Fail every recipient with the reason and the progress of each member."""
-    ranks = "".join(f", rank {rank} {_progress(store, at)}" for rank, at in places.items())
+    ranks = "".join(f", rank {rank} {_progress(store, at)}" for rank, at in seats.items())
     for at, recipient in enumerate(recipients, 1):
         had = f"{recipient.endpoint} had {_progress(store, at)} of {of} buckets"
         broken = GroupBroken(f"transfer: {why}, after {sent} buckets; {had}{ranks}")

@@ -27,7 +27,7 @@ class DraftCounts:
         """Count a step with these drafts, whose tokens are not taken yet; `accepted` as in `StepOutput`."""
         self.decode_rows += plan.rows if plan.kind == "decode" else 0
         for draft in drafts:
-            right = accepted[draft.place]
+            right = accepted[draft.draw_index]
             if not draft.seq.void:  # void drafts are not counted
                 self.accepted += right
             self.note(draft.drafter, draft.age, draft.length, right)

@@ -99,7 +99,7 @@ class DeviceDrafter:
     ) -> torch.Tensor | None:
         """Do `after` after a step whose tokens are drawn. Returns the rows that have drafts now, in their order.
 
-        `accepted_B` (int32) counts accepted drafts by place, 0 for places without drafts; read in steps with drafts.
+        `accepted_B` (int32) counts accepted drafts by index, 0 for indices without drafts; read in steps with drafts.
         For `replays` see `DeviceFeature.step_ends`.
         """
         return None

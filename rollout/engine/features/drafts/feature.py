@@ -7,12 +7,12 @@
 
 The part on the device is `verifier.DraftVerifier`. Sections:
 
-    verified      int64 [M, 4] of rows with drafts: row, place of its own draw, number of drafts (their places follow),
+    verified      int64 [M, 4] of rows with drafts: row, index of its own draw, number of drafts (their indices follow),
                   first position of its path; or `IN_ROW_STATE`: the device has made the drafts
     paths         int64 [M, W]: the tokens that are expected from there on; padded
     drafts        int64 [N, 4] of drafts: draft row, row, how far ahead (from 1), which of the `verified`
     pages         int32 [n, 3]: row, column of its page table, page; of all rows of a verify step
-    bases         int64 [rows, 2]: row, and place of its own draw, of a step with drafts after which the device makes
+    bases         int64 [rows, 2]: row, and index of its own draw, of a step with drafts after which the device makes
                   the next ones
     next_tokens   int64 [rows]: of the spans of a prefill, its next token; 0 after the last; for the drafter on the
                   device
@@ -129,8 +129,8 @@ class DraftsFeature(AheadPlanner):
         if plan.ahead:
             _put_drafts(plan.ahead, plan.token_rows, staging)
             if after is DraftAfter.DRAFT:
-                places = np.cumsum([0, *(span.draws for span in plan.spans[:-1])])
-                bases = zip([span.seq.row for span in plan.spans], places, strict=True)
+                indices = np.cumsum([0, *(span.draws for span in plan.spans[:-1])])
+                bases = zip([span.seq.row for span in plan.spans], indices, strict=True)
                 staging.put("bases", np.array(list(bases), dtype=np.int64))
 
     # --- launch and commit --------------------------------------------------------------------------------------------
@@ -181,9 +181,9 @@ def _next_tokens(plan: Plan) -> Iterator[int]:
 def _put_drafts(drafts: Seq[Drafts], token_rows: list[int], staging: UploadStaging) -> None:
     paths_MW = np.zeros((len(drafts), max(len(drafts[0].path), 1)), dtype=np.int64)
     verified, rows = [], []
-    for which, (row, place, count, path, begin, *_) in enumerate(drafts):
-        verified.append((row.seq.row, place, count, begin))
-        rows += [(token_rows[place + ahead], row.seq.row, ahead, which) for ahead in range(1, count + 1)]
+    for which, (row, index, count, path, begin, *_) in enumerate(drafts):
+        verified.append((row.seq.row, index, count, begin))
+        rows += [(token_rows[index + ahead], row.seq.row, ahead, which) for ahead in range(1, count + 1)]
         paths_MW[which, : len(path)] = path
     staging.put("verified", np.array(verified, dtype=np.int64))
     staging.put("paths", paths_MW)

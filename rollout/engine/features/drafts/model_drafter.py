@@ -15,7 +15,7 @@ host with the tokens of their step, which masks of constraints wait for anyway.
 
 Where the KV of the draft model is missing or from other tokens, such as at the end of a shared page, drafts are worse.
 
-Legend: B places of a decode step, R rows, T tokens of a prefill, G drafts of a row.
+Legend: B tokens of a decode step, R rows, T tokens of a prefill, G drafts of a row.
 """
 
 import functools
@@ -79,7 +79,7 @@ class ModelDrafter(DeviceDrafter):
         self._order_G = torch.arange(self.most, device=device)
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> dict[str, Callable[[], None]]:
-        """See `AheadFeature.decode_work`: read a step of `size` places, and draft for `size` rows."""
+        """See `AheadFeature.decode_work`: read a step of `size` tokens, and draft for `size` rows."""
         return {
             READ: functools.partial(self.read, size, max_context, kv),
             DRAFT: functools.partial(self.draft, size, max_context, PLAIN, kv),
@@ -135,12 +135,12 @@ class ModelDrafter(DeviceDrafter):
     # --- what can be captured -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def read(self, places: int, max_context: int, kv: KVCache) -> None:
-        """Run the layer over the places of a decode step."""
-        table_BP = self._table(self._rows_B[:places], max_context, kv)
-        batch = _batch(self.positions_B[:places], table_BP, kv.page_size, max_context)
-        hidden_TF = self.taps.hidden_TF[:places]
-        self._hidden_BH[:places] = self._read(self._following_B[:places], hidden_TF, batch, kv)
+    def read(self, tokens: int, max_context: int, kv: KVCache) -> None:
+        """Run the layer over the tokens of a decode step."""
+        table_BP = self._table(self._rows_B[:tokens], max_context, kv)
+        batch = _batch(self.positions_B[:tokens], table_BP, kv.page_size, max_context)
+        hidden_TF = self.taps.hidden_TF[:tokens]
+        self._hidden_BH[:tokens] = self._read(self._following_B[:tokens], hidden_TF, batch, kv)
 
     @torch.inference_mode()
     def draft(self, count: int, max_context: int, needs: RowNeeds, kv: KVCache) -> None:
@@ -199,7 +199,7 @@ class ModelDrafter(DeviceDrafter):
         kv: KVCache,
         replays: Replays,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read a decode step; returns the rows that may have drafts, and the places of their last positions."""
+        """Read a decode step; returns the rows that may have drafts, and the indices of their last tokens."""
         header, count = step.header, step.header.draws
         size = header.size or count
         self._rows_B[:size], self._following_B[:size] = step["rows"][:size], output_4R[0, :size]

@@ -214,24 +214,24 @@ class DraftPlanner:
         versions: DraftVersions,
         grow: Grow,
     ) -> list[Drafts]:
-        left, place, drafts = self._most_rows, 0, []
+        left, draw_index, drafts = self._most_rows, 0, []
         for seq in seqs:
             if (offer := offers.get(seq)) is not None:
                 count = self._count(offer, min(wanted.get(seq, 0), left), grow)
                 if count > 0:
-                    drafts.append(self._draft(offer, place, count, versions))
-                    left, place = left - count, place + count
-            place += 1
+                    drafts.append(self._draft(offer, draw_index, count, versions))
+                    left, draw_index = left - count, draw_index + count
+            draw_index += 1
         return drafts
 
-    def _draft(self, offer: _Offer, place: int, count: int, versions: DraftVersions) -> Drafts:
+    def _draft(self, offer: _Offer, draw_index: int, count: int, versions: DraftVersions) -> Drafts:
         row, seq = offer.row, offer.row.seq
         if offer.on_device:
             age = max(versions.weights - versions.draft_model, 0) if self._reads else None
-            return Drafts(row, place, count, [], IN_ROW_STATE, age, self._on_device)
+            return Drafts(row, draw_index, count, [], IN_ROW_STATE, age, self._on_device)
         source = self._drafter.source(seq)
         since = None if source is None else max(versions.weights - source, 0)
-        return Drafts(row, place, count, offer.path, seq.prompt_len + len(seq.tokens), since)
+        return Drafts(row, draw_index, count, offer.path, seq.prompt_len + len(seq.tokens), since)
 
     def _count(self, offer: _Offer, most: int, grow: Grow) -> int:
         """The number of drafts that a row gets, limited by its offer, `max_tokens` and its pages."""

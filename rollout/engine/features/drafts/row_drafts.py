@@ -108,7 +108,7 @@ class Drafts(NamedTuple):
     """
 
     row: RowDrafts
-    place: int  # place of the row's own draw in the step; its drafts follow
+    draw_index: int  # index of the row's own draw in the step; its drafts follow
     length: int
     path: list[int]  # tokens expected from position `begin` on; in a plan all paths are padded to one length
     begin: int  # `IN_ROW_STATE` for drafts of the device

@@ -48,7 +48,7 @@ _CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
 # int32 words of an upload.
 _DRAFT_WORDS = 8
 _BEHIND_WORDS = 1  # a row or a draft of a model with states: the number of drafts after it
-_BASE_WORDS = 4  # a row that the device drafts for after the step: row and place as int64
+_BASE_WORDS = 4  # a row that the device drafts for after the step: row and index as int64
 _PAGE_WORDS = 3  # a page that a verify step sends
 
 #: Measures the costs of decode steps; see `measure_decode_costs`.

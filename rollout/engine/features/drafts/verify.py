@@ -87,8 +87,8 @@ def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
         token_N = drafts.drafts_R.index_select(0, draft_N)
         before_NN = (which_N[:, None] == which_N) & (ahead_N[:, None] >= ahead_N)  # a row's own draft included
         counts_NV = rows.counts.index_select(0, owner_N)
-        place_NN = torch.arange(len(draft_N), device=draft_N.device)[:, None].expand_as(before_NN)
-        counts_NV.index_put_((place_NN, token_N.expand_as(before_NN)), before_NN.int(), accumulate=True)
+        index_NN = torch.arange(len(draft_N), device=draft_N.device)[:, None].expand_as(before_NN)
+        counts_NV.index_put_((index_NN, token_N.expand_as(before_NN)), before_NN.int(), accumulate=True)
         rows.counts.index_copy_(0, draft_N, counts_NV)
 
 
@@ -110,7 +110,7 @@ def copy_rows(rows: RowState, drafts: DraftState, step: StepInput) -> None:
 
 
 def refuse(drafts: DraftState, step: StepInput, places_N: torch.Tensor) -> None:
-    """Let no draft at these places of a step equal a token."""
+    """Let no draft at these indices of a step equal a token."""
     drafts.drafts_R.index_fill_(0, step["rows"].index_select(0, places_N), _NO_TOKEN)
 
 
@@ -119,7 +119,7 @@ def accept(
 ) -> None:
     """Compare the drafts with the tokens drawn; the rows go on after the last accepted one.
 
-    `accepted_R` (int32) gets the number of accepted drafts at the place of each row with drafts.
+    `accepted_R` (int32) gets the number of accepted drafts at the index of each row with drafts.
     """
     if rows.ints.is_cuda:
         from rollout_kernels.step.triton_verify import accept_drafts
@@ -131,24 +131,24 @@ def accept(
     else:
         continue_rows(rows, drafts, step, output_4R, accepted_R)
     if step.header.needs & RowNeeds.PENALIZE:  # the draw has counted the first token
-        row_M, place_M, _, _ = step["verified"].unbind(1)
+        row_M, index_M, _, _ = step["verified"].unbind(1)
         ahead_K = torch.arange(step.header.ahead, device=row_M.device)
-        taken_MK = ahead_K < accepted_R[place_M][:, None]
-        place_MK = (place_M[:, None] + 1 + ahead_K).clamp_(max=len(step["rows"]) - 1)
+        taken_MK = ahead_K < accepted_R[index_M][:, None]
+        index_MK = (index_M[:, None] + 1 + ahead_K).clamp_(max=len(step["rows"]) - 1)
         row_MK = row_M[:, None].expand_as(taken_MK)
-        rows.counts.index_put_((row_MK, output_4R[0].long()[place_MK]), taken_MK.int(), accumulate=True)
+        rows.counts.index_put_((row_MK, output_4R[0].long()[index_MK]), taken_MK.int(), accumulate=True)
 
 
 def continue_rows(
     rows: RowState, drafts: DraftState, step: StepInput, output_4R: torch.Tensor, accepted_R: torch.Tensor
 ) -> None:
     """Compare drafts with tokens and let rows go on after the accepted ones; the twin of `accept_drafts`."""
-    row_M, place_M, count_M, _ = step["verified"].unbind(1)
+    row_M, index_M, count_M, _ = step["verified"].unbind(1)
     drawn_R, step_rows = output_4R[0].long(), step["rows"]
     ahead_K = torch.arange(step.header.ahead, device=row_M.device)
-    place_MK = (place_M[:, None] + 1 + ahead_K).clamp_(max=len(step_rows) - 1)  # places of the drafts
-    equal_MK = drawn_R[place_MK - 1] == drafts.drafts_R[step_rows[place_MK]]
+    index_MK = (index_M[:, None] + 1 + ahead_K).clamp_(max=len(step_rows) - 1)  # indices of the drafts
+    equal_MK = drawn_R[index_MK - 1] == drafts.drafts_R[step_rows[index_MK]]
     accepted_M = (equal_MK & (ahead_K < count_M[:, None])).int().cumprod(1).sum(1)
-    rows.ints[row_M, LAST] = drawn_R[place_M + accepted_M]
+    rows.ints[row_M, LAST] = drawn_R[index_M + accepted_M]
     rows.ints[row_M, LENGTH] += accepted_M
-    accepted_R[place_M] = accepted_M.int()
+    accepted_R[index_M] = accepted_M.int()

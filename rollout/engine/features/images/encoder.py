@@ -1,9 +1,9 @@
 """The embedding buffer on the device, and the tower that writes to it.
 
-    begin             pixels --H2D--> patches --tower--> embeddings --> their places
-    prefill_fields    places --> embeddings of the tokens of a prefill
+    begin             pixels --H2D--> patches --tower--> embeddings --> their cells
+    prefill_fields    cells --> embeddings of the tokens of a prefill
 
-Legend: P places, W numbers of a place: the embeddings of one token, side by side.
+Legend: P cells, W numbers of a cell: the embeddings of one token, side by side.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rollout.models.vision_spec import TowerSpec
 log = logging.getLogger(__name__)
 
 
-def image_places(settings: EngineSettings) -> int:
-    """Places of the buffer for embeddings of images: `image_tokens`, in whole blocks."""
+def image_cells(settings: EngineSettings) -> int:
+    """Cells of the buffer for embeddings of images: `image_tokens`, in whole blocks."""
     return -(-settings.constants.image_tokens // BLOCK) * BLOCK
 
 
 def image_buffer_bytes(settings: EngineSettings, tower: TowerSpec, dtype: torch.dtype) -> int:
     """Device memory of that buffer."""
-    return image_places(settings) * tower.width * dtype.itemsize
+    return image_cells(settings) * tower.width * dtype.itemsize
 
 
 class ImageEncoder(DeviceFeature[None]):
-    """A buffer of `places` tokens for what `tower` makes. With `one_by_one` no image's bits depend on the others.
+    """A buffer of `cells` tokens for what `tower` makes. With `one_by_one` no image's bits depend on the others.
 
     A step encodes up to `most_patches`. `zeros` allocates the buffer, by default torch does.
     """
@@ -56,7 +56,7 @@ class ImageEncoder(DeviceFeature[None]):
     def __init__(
         self,
         tower: VisionTower,
-        places: int,
+        cells: int,
         most_patches: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -65,7 +65,7 @@ class ImageEncoder(DeviceFeature[None]):
     ) -> None:
         self.spec, self.most_patches = tower.spec, most_patches
         self._tower, self._one_by_one, self._device = tower, one_by_one, device
-        self.buffer_PW = zeros((places, tower.spec.width), dtype)
+        self.buffer_PW = zeros((cells, tower.spec.width), dtype)
 
     @classmethod
     def make(cls, site: Site) -> ImageEncoder | None:
@@ -74,8 +74,8 @@ class ImageEncoder(DeviceFeature[None]):
         tower = site.model.tower if isinstance(site.model, Decoder) else None
         if tower is None:
             return None
-        places = image_places(engine)
-        assert tower.spec.merge**2 <= engine.constants.image_patches <= places * tower.spec.merge**2, "two constants"
+        cells = image_cells(engine)
+        assert tower.spec.merge**2 <= engine.constants.image_patches <= cells * tower.spec.merge**2, "two constants"
         dtype, where = site.model.embed.dtype, site.model.embed.device
         needed = image_buffer_bytes(engine, tower.spec, dtype)
         if needed > device.free_bytes():
@@ -83,8 +83,8 @@ class ImageEncoder(DeviceFeature[None]):
                 f"image_tokens = {engine.constants.image_tokens} take {needed / 2**30:.2f} GiB and there are "
                 f"{device.free_bytes() / 2**30:.2f} GiB: set model.images = false, or use a device with more memory"
             )
-        log.info("buffer for embeddings of images", extra={"tokens": places, "bytes": needed})
-        return cls(tower, places, engine.constants.image_patches, dtype, where, engine.deterministic, memory.zeros)
+        log.info("buffer for embeddings of images", extra={"tokens": cells, "bytes": needed})
+        return cls(tower, cells, engine.constants.image_patches, dtype, where, engine.deterministic, memory.zeros)
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> ImagesFeature:
         counts = before.encodings.counts if isinstance(before, ImagesFeature) else None
@@ -102,9 +102,9 @@ class ImageEncoder(DeviceFeature[None]):
         """Encode images; returns once the work is enqueued."""
         for batch in [[encode] for encode in encodes] if self._one_by_one else _of_one_dtype(encodes):
             patches = [to_device(_patches(encode.pixels.patches), self._device) for encode in batch]
-            places = torch.from_numpy(np.concatenate([encode.places for encode in batch]))
+            cells = torch.from_numpy(np.concatenate([encode.cells for encode in batch]))
             embeddings_NW = self._tower.embeddings(torch.cat(patches), [encode.pixels.grid for encode in batch])
-            self.buffer_PW.index_copy_(0, to_device(places, self._device), embeddings_NW)
+            self.buffer_PW.index_copy_(0, to_device(cells, self._device), embeddings_NW)
 
     def decode_fields(
         self, rows: RowState, rows_B: torch.Tensor, positions_B: torch.Tensor, needs: int, output: None
@@ -118,7 +118,7 @@ class ImageEncoder(DeviceFeature[None]):
         if "rope_positions" in step:
             fields["rope_positions"] = step["rope_positions"]
         if "image_at" in step:
-            fields["images"] = StepImages(step["image_at"], self.buffer_PW.index_select(0, step["image_places"]))
+            fields["images"] = StepImages(step["image_at"], self.buffer_PW.index_select(0, step["image_cells"]))
         return fields
 
     def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:

@@ -1,10 +1,10 @@
 """The books of the embedding buffer: which images are encoded, and where their embeddings are.
 
-    buffer    | block 0 | block 1 | ...       blocks of places; a place holds the embeddings of one token
+    buffer    | block 0 | block 1 | ...       blocks of cells; a cell holds the embeddings of one token
 
 An encoding is needed from the step that makes it to the steps that compute KV of its tokens. All these steps run on one
-stream, so a place may be given away as soon as no step that is being planned needs it: a later encoding overwrites the
-place after the earlier steps have read it. So nothing is freed by hand. The least recently used encodings go first.
+stream, so a cell may be given away as soon as no step that is being planned needs it: a later encoding overwrites the
+cell after the earlier steps have read it. So nothing is freed by hand. The least recently used encodings go first.
 If a request needs one again, it is encoded again from the pixels, which requests keep on the host.
 
 Encodings belong to the weights of the tower: an update that changes these drops all of them.
@@ -21,7 +21,7 @@ from rollout.engine.messages.prompts import Media, Pixels
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.upload import Extra
 
-#: Places of a block.
+#: Cells of a block.
 BLOCK = 64
 
 
@@ -30,12 +30,12 @@ class Encode:
     """An image that a step encodes before its forward."""
 
     pixels: Pixels
-    places: np.ndarray  # int64 [tokens]: where its embeddings go
+    cells: np.ndarray  # int64 [tokens]: where its embeddings go
 
 
 def extra_of(encodes: Seq[Encode]) -> Extra:
-    """Images to encode as a part of an upload: of each one its patches, and then its places."""
-    arrays = [array for encode in encodes for array in (encode.pixels.patches, encode.places)]
+    """Images to encode as a part of an upload: of each one its patches, and then its cells."""
+    arrays = [array for encode in encodes for array in (encode.pixels.patches, encode.cells)]
     return Extra("images", [list(encode.pixels.grid) for encode in encodes], tuple(arrays))
 
 
@@ -43,8 +43,8 @@ def encodes_of(extra: Extra) -> list[Encode]:
     """The arguments of `extra_of`, without the digests of the images."""
     pairs = zip(extra.arrays[::2], extra.arrays[1::2], strict=True)
     return [
-        Encode(Pixels(b"", tuple(grid), patches), places)
-        for grid, (patches, places) in zip(extra.fields, pairs, strict=True)
+        Encode(Pixels(b"", tuple(grid), patches), cells)
+        for grid, (patches, cells) in zip(extra.fields, pairs, strict=True)
     ]
 
 
@@ -53,7 +53,7 @@ class ImageTokens:
     """Neighbouring tokens of a span that are one image, or a part of one."""
 
     first: int  # token of the span
-    places: np.ndarray  # int64 [tokens]: where their embeddings are
+    cells: np.ndarray  # int64 [tokens]: where their embeddings are
 
 
 @dataclass(slots=True)
@@ -68,14 +68,14 @@ class EncodingCounts:
 class Encodings:
     """The encodings in the buffer. `plan_begins`, then `fit` for each span, then `take_encodes`: one step.
 
-    `places` is the size of the buffer, tokens; `most_patches` bounds what one step encodes. `beginnings` are those of
+    `cells` is the size of the buffer, tokens; `most_patches` bounds what one step encodes. `beginnings` are those of
     the names of the tower's tensors.
     """
 
     def __init__(
-        self, places: int, most_patches: int, beginnings: tuple[str, ...], counts: EncodingCounts | None = None
+        self, cells: int, most_patches: int, beginnings: tuple[str, ...], counts: EncodingCounts | None = None
     ) -> None:
-        self.total = places // BLOCK * BLOCK
+        self.total = cells // BLOCK * BLOCK
         self.counts = counts or EncodingCounts()
         self._most_patches = most_patches
         self._beginnings = beginnings
@@ -87,7 +87,7 @@ class Encodings:
 
     @property
     def used(self) -> int:
-        """Places that hold encodings."""
+        """Cells that hold encodings."""
         return self.total - len(self._free) * BLOCK
 
     def plan_begins(self) -> None:
@@ -100,18 +100,18 @@ class Encodings:
 
         Less than `length` ends before an image for which the step has no room. At least 1 for the first span.
         """
-        for place, item in seq.group.request.prompt.media_between(start, start + length):
+        for first, item in seq.group.request.prompt.media_between(start, start + length):
             if not self._have(item):
-                return max(0, place - start)
+                return max(0, first - start)
         return length
 
     def tokens_of(self, seq: Sequence, start: int, length: int) -> tuple[ImageTokens, ...]:
         """The tokens of a span that are images; after `fit`."""
         found = []
-        for place, item in seq.group.request.prompt.media_between(start, start + length):
-            begin, end = max(start, place), min(start + length, place + len(item.token_ids))
-            places = self._places(item.pixels, len(item.token_ids))
-            found.append(ImageTokens(begin - start, places[begin - place : end - place]))
+        for first, item in seq.group.request.prompt.media_between(start, start + length):
+            begin, end = max(start, first), min(start + length, first + len(item.token_ids))
+            cells = self._cells(item.pixels, len(item.token_ids))
+            found.append(ImageTokens(begin - start, cells[begin - first : end - first]))
         return tuple(found)
 
     def take_encodes(self) -> tuple[Encode, ...]:
@@ -158,10 +158,10 @@ class Encodings:
             self._free += self._blocks.pop(digest)
         self._blocks[pixels.digest] = [self._free.pop() for _ in range(wanted)]
         self._named.add(pixels.digest)
-        self._encodes.append(Encode(pixels, self._places(pixels, len(item.token_ids))))
+        self._encodes.append(Encode(pixels, self._cells(pixels, len(item.token_ids))))
         self._patches += patches
         return True
 
-    def _places(self, pixels: Pixels, tokens: int) -> np.ndarray:
+    def _cells(self, pixels: Pixels, tokens: int) -> np.ndarray:
         first = np.array(self._blocks[pixels.digest], dtype=np.int64) * BLOCK
         return (first[:, None] + np.arange(BLOCK)).reshape(-1)[:tokens]

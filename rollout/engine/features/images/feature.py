@@ -3,7 +3,7 @@
 Sections of a prefill of prompts with images:
 
     rope_positions         int64 [3, T]: positions of the rotary embedding by axis
-    image_at, _places      int64 [n]: tokens of the step that are images, and places of their embeddings in the buffer
+    image_at, _cells      int64 [n]: tokens of the step that are images, and cells of their embeddings in the buffer
 
 Images that the step encodes first are an extra: their pixels are too large for the words.
 """
@@ -19,7 +19,7 @@ from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.upload import UploadStaging
 from rollout.metrics.definitions import percent
 
-#: int32 words of a token, of any prompt of a step with images: three positions, its place in the step, its place in the
+#: int32 words of a token, of any prompt of a step with images: three positions, its index in the step, its cell in the
 #: buffer.
 TOKEN_WORDS = 10
 
@@ -48,19 +48,19 @@ class ImagesFeature(StepFeature):
             staging.extras.append(extra_of(encodes))
 
     def _put_prefill(self, spans: list[Span], staging: UploadStaging) -> None:
-        at, places, axes, begin = [], [], [], 0
+        at, cells, axes, begin = [], [], [], 0
         for seq, start, tokens_in, _, _ in spans:
             prompt = seq.group.request.prompt
             for image in self.encodings.tokens_of(seq, start, tokens_in):
-                at.append(np.arange(begin + image.first, begin + image.first + len(image.places)))
-                places.append(image.places)
+                at.append(np.arange(begin + image.first, begin + image.first + len(image.cells)))
+                cells.append(image.cells)
             plain = np.broadcast_to(np.arange(start, start + tokens_in), (3, tokens_in))
             axes.append(prompt.rope_positions(start, start + tokens_in) if prompt.media else plain)
             begin += tokens_in
         staging.put("rope_positions", np.concatenate(axes, axis=1).astype(np.int64))
         if at:
             staging.put("image_at", np.concatenate(at).astype(np.int64))
-            staging.put("image_places", np.concatenate(places))
+            staging.put("image_cells", np.concatenate(cells))
 
     def weights_changed(self, version: int, names: Collection[str]) -> None:
         """Drop the encodings if the update changed the tower."""

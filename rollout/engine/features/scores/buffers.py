@@ -76,7 +76,7 @@ class ScoredPrompts:
 class ScoredSpan(NamedTuple):
     """The part of a span of a prompt that is scored: tokens for which the next prompt token's log-prob is wanted."""
 
-    place: int  # place of the span in the step
+    span_index: int  # index of the span in the step
     first: int  # tokens of the span before the scored ones
     scored: int
 
@@ -85,7 +85,7 @@ class ScoredSpan(NamedTuple):
 class Scores:
     """The scores of one step, on the host."""
 
-    places: tuple[int, ...]  # places of the rows with tops among the rows that sample
+    top_rows: tuple[int, ...]  # indices of the rows with tops among the rows that sample
     top_ids_CK: np.ndarray  # int32, likeliest first
     top_logprobs_CK: np.ndarray  # float32
     narrow: ScoredPrompts
@@ -130,9 +130,9 @@ class _PartOfVocabulary(VocabularyPart):
         return first_P
 
     def logit_of(self, logits_PV: torch.Tensor, tokens_P1: torch.Tensor) -> torch.Tensor:
-        place_P1 = tokens_P1 - self._first
-        foreign_P1 = (place_P1 < 0) | (place_P1 >= logits_PV.shape[1])  # one rank has the token
-        own_P1 = logits_PV.gather(1, place_P1.masked_fill(foreign_P1, 0)).masked_fill(foreign_P1, 0.0)
+        index_P1 = tokens_P1 - self._first
+        foreign_P1 = (index_P1 < 0) | (index_P1 >= logits_PV.shape[1])  # one rank has the token
+        own_P1 = logits_PV.gather(1, index_P1.masked_fill(foreign_P1, 0)).masked_fill(foreign_P1, 0.0)
         return self.sum(own_P1)
 
     def likeliest(self, logits_PV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,12 +289,12 @@ class ScoreBuffers:
         self.wide.copy(wide)
 
     def read(
-        self, places: tuple[int, ...], narrow: Scoring, wide: Scoring, spans: tuple[ScoredSpan, ...] = ()
+        self, top_rows: tuple[int, ...], narrow: Scoring, wide: Scoring, spans: tuple[ScoredSpan, ...] = ()
     ) -> Scores:
         """A copy of the scores that have arrived; the next step overwrites the buffers."""
-        tops_C2K = self._tops_host[: len(places)].numpy().copy()
+        tops_C2K = self._tops_host[: len(top_rows)].numpy().copy()
         ids_CK, logprobs_CK = tops_C2K[:, 0], tops_C2K[:, 1].view(np.float32)
-        return Scores(places, ids_CK, logprobs_CK, self.narrow.read(narrow), self.wide.read(wide), spans)
+        return Scores(top_rows, ids_CK, logprobs_CK, self.narrow.read(narrow), self.wide.read(wide), spans)
 
 
 def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, vocab: VocabularyPart) -> torch.Tensor:

@@ -26,7 +26,7 @@ from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, UploadStaging
 
 NAME = "scores"
-#: int32 words of a token that is scored: its place and the next token's id.
+#: int32 words of a token that is scored: its position in the step and the next token's id.
 SCORED_WORDS = 4
 
 _TOP = RowNeeds.TOP.value  # flags of an enum are slow to test
@@ -141,19 +141,19 @@ class ScoresFeature(StepFeature):
         """Put the rows and positions that are scored."""
         asked = self._put_prompts(plan, staging) if plan.kind == "prefill" else _NOTHING
         if plan.needs.value & _TOP:
-            places = [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops.k]
-            asked = asked._replace(tops=put_tops(staging, places))
+            top_rows = [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops.k]
+            asked = asked._replace(tops=put_tops(staging, top_rows))
         if asked != _NOTHING:
             staging.facts[NAME] = asked.to_facts()
 
     def _put_prompts(self, plan: Plan, staging: UploadStaging) -> AskedScores:
         narrow, wide, begin, spans = _List(), _List(), 0, list[ScoredSpan]()
-        for place, span in enumerate(plan.spans):
+        for index, span in enumerate(plan.spans):
             if span.seq.due_from is not None:
                 first = max(0, span.seq.due_from - span.start)
                 count = min(span.start + span.tokens_in, span.seq.prompt_len - 1) - span.start - first
                 if count > 0:
-                    spans.append(ScoredSpan(place, first, count))
+                    spans.append(ScoredSpan(index, first, count))
                     (wide if wide_words(span.seq.group.request) else narrow).add(span, begin, first, count)
             begin += span.tokens_in
         wide_tops = self._wide_tops if self._exact else wide.tops
@@ -170,8 +170,8 @@ class ScoresFeature(StepFeature):
         scores = output.of(NAME, Scores)
         _note_tops(plan, scores, output.accepted)
         taken = {False: 0, True: 0}
-        for place, first, count in scores.spans:
-            seq, start, *_ = plan.spans[place]
+        for index, first, count in scores.spans:
+            seq, start, *_ = plan.spans[index]
             group, request, token = seq.group, seq.group.request, start + first + 1
             wide, row = wide_words(request) > 0, token - request.scored_from
             found = slice(taken[wide], taken[wide] + count)
@@ -211,10 +211,10 @@ def _first_scored(request: Request) -> int:
     return max(request.scored_from - 1, 0)
 
 
-def put_tops(staging: UploadStaging, places: Seq[int]) -> tuple[int, ...]:
-    """Have the drawing rows at these places report their likeliest tokens."""
-    staging.put("top_at", np.array(places, dtype=np.int64))
-    return tuple(places)
+def put_tops(staging: UploadStaging, top_rows: Seq[int]) -> tuple[int, ...]:
+    """Have the drawing rows at these indices report their likeliest tokens."""
+    staging.put("top_at", np.array(top_rows, dtype=np.int64))
+    return tuple(top_rows)
 
 
 def put_scored(
@@ -238,21 +238,21 @@ def put_scored(
 
 
 def _note_tops(plan: Plan, scores: Scores, accepted: list[int]) -> None:
-    sampled = plan.sampled if scores.places else []
-    refused = _refused_places(plan, accepted) if scores.places else ()
-    for place, ids_K, logprobs_K in zip(scores.places, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
-        seq = sampled[place]
-        if not (seq.finalized or seq.void) and place not in refused:
+    sampled = plan.sampled if scores.top_rows else []
+    refused = _refused_draws(plan, accepted) if scores.top_rows else ()
+    for index, ids_K, logprobs_K in zip(scores.top_rows, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
+        seq = sampled[index]
+        if not (seq.finalized or seq.void) and index not in refused:
             tops = seq.drawn.tops
             assert plan.ahead or len(tops) == len(seq.tokens), "a position has one entry"
             tops.add(ids_K, logprobs_K)
 
 
-def _refused_places(plan: Plan, accepted: list[int]) -> set[int]:
-    """Places of the output with tokens that were drawn after a refused one."""
+def _refused_draws(plan: Plan, accepted: list[int]) -> set[int]:
+    """Indices of the output with tokens that were drawn after a refused one."""
     refused: set[int] = set()
     for ahead in plan.ahead:
-        refused.update(range(ahead.place + accepted[ahead.place] + 1, ahead.place + ahead.length + 1))
+        refused.update(range(ahead.draw_index + accepted[ahead.draw_index] + 1, ahead.draw_index + ahead.length + 1))
     return refused
 
 

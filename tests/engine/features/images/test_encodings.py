@@ -13,11 +13,11 @@ TEXT = 2  # tokens before and after each image
 
 
 def test_what_a_step_needs_is_there_whatever_the_order_of_images() -> None:
-    """An image that a step needs lies whole in its places, and no other image of the step gives it away."""
+    """An image that a step needs lies whole in its cells, and no other image of the step gives it away."""
     chance = np.random.default_rng(5)
     images = [picture(2 * h, 2 * w, seed) for seed, (h, w) in enumerate(chance.integers(3, 13, (10, 2)).tolist())]
     books = Encodings(3 * BLOCK, 5_000, ("visual.",))
-    buffer: dict[int, bytes] = {}  # what was written last to each place
+    buffer: dict[int, bytes] = {}  # what was written last to each cell
     refused = 0
     for step in range(600):
         books.plan_begins()
@@ -28,15 +28,13 @@ def test_what_a_step_needs_is_there_whatever_the_order_of_images() -> None:
             length = books.fit(seq, 0, seq.prompt_len)
             assert length in (TEXT, seq.prompt_len)
             refused += length == TEXT
-            needed += [(pixels_of(images[which]).digest, part.places) for part in books.tokens_of(seq, 0, length)]
+            needed += [(pixels_of(images[which]).digest, part.cells) for part in books.tokens_of(seq, 0, length)]
         assert needed, "the first image of a step has room"
         for encode in books.take_encodes():
-            assert not any(
-                set(encode.places) & set(places) for digest, places in needed if digest != encode.pixels.digest
-            )
-            buffer |= dict.fromkeys(encode.places.tolist(), encode.pixels.digest)
-        for digest, places in needed:
-            assert {buffer[place] for place in places.tolist()} == {digest}
+            assert not any(set(encode.cells) & set(cells) for digest, cells in needed if digest != encode.pixels.digest)
+            buffer |= dict.fromkeys(encode.cells.tolist(), encode.pixels.digest)
+        for digest, cells in needed:
+            assert {buffer[cell] for cell in cells.tolist()} == {digest}
         books.check()
         if step % 50 == 49:
             books.weights_changed(["model.layers.0.weight"])

@@ -407,7 +407,7 @@ def test_the_largest_image_fits_in_the_buffer(models: Any) -> None:
     staging = UploadStaging(torch.zeros(1, dtype=torch.int32))
     encoder.put_largest(staging, 1, np.zeros(1, np.int64), ALL_FEATURES)
     (encode,) = encodes_of(staging.extras[0])
-    assert len(encode.pixels.patches) > 400 and len(encode.places) <= len(encoder.buffer_PW)
+    assert len(encode.pixels.patches) > 400 and len(encode.cells) <= len(encoder.buffer_PW)
     encoder.encode([encode])
 
 
