@@ -335,8 +335,12 @@ class Worker:
 
     def _circumstances(self) -> dict[str, object]:
         """The requests that ran, and the last steps, for the log line of a fault."""
-        requests = self.inspector.running_requests()
-        return {"running": len(requests), "requests": requests, "steps": self.inspector.last_steps()}
+        try:
+            requests = self.inspector.running_requests()
+            return {"running": len(requests), "requests": requests, "steps": self.inspector.last_steps()}
+        # The books may be broken, or change while another thread reads them. What matters is the answers that follow.
+        except Exception as error:
+            return {"circumstances": f"cannot be read: {type(error).__name__}: {error}"}
 
     # --- close --------------------------------------------------------------------------------------------------------
 

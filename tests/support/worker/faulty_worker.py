@@ -6,6 +6,7 @@ A file in FOLDER that is named after a fault makes it happen once:
     hang                          a step on the compute stream waits until the file `hang_over` is there
     torn, commit                  raised on the loop's thread, between two columns of a token and after a commit
     submit                        raised while a request is taken
+    books                         raised while the log line of a fault is put together
     copy                          raised while new weights are copied in
     service, receiver, metrics    end a thread
 """
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from rollout.cli.main import run
+from rollout.engine.inspect import Inspector
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.step.device_step import DeviceStep
 from rollout.metrics.sinks import MetricsThread
@@ -101,6 +103,7 @@ before(DeviceStep, "decode", hang)
 before(Scheduler, "commit", tear)
 before(Scheduler, "end_overdue", raiser({"commit": AssertionError("commit")}))
 before(Scheduler, "submit", raiser({"submit": KeyError("submit")}))
+before(Inspector, "running_requests", raiser({"books": RuntimeError("books")}))
 before(StagedWeights, "copy_into", raiser({"copy": RuntimeError("copy")}))
 before(Server, "_take_messages", raiser({"service": RuntimeError("service")}))
 before(UpdateIntake, "poll_ms", raiser({"receiver": RuntimeError("receiver")}))
