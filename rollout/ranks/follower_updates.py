@@ -185,8 +185,10 @@ class FollowerUpdates:
 
         def keep(start: int, piece: torch.Tensor) -> torch.cuda.Event | None:
             with self._keeping:
+                if self._open[0] != update:  # the thread of updates may open another one at this moment
+                    return None
                 opened, self._open = self._open, (0, 0)
-                event = self._taking.take(start, piece) if opened[0] == update else None
+                event = self._taking.take(start, piece)
                 self._open = opened
                 return event
 

@@ -254,6 +254,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         self._offer = 0  # number of the order to open it
         self._direct = False  # the ranks can read it
         self._left: deque[tuple[int | None, int]] = deque()  # orders to read, by rank; None: all ranks
+        self._abandoned = False
 
     @property
     def dirty(self) -> bool:
@@ -276,6 +277,8 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         return room
 
     def _has_room(self) -> bool:
+        if self._abandoned:
+            return False  # a transport's thread may ask once more: the followers must not hear of it any more
         if self._phase > _Phase.WAITING:
             self._updates.check()
         if not self._is_open():
@@ -389,6 +392,8 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
 
     def abandon(self) -> None:
         """Give no further piece; return when this rank's memory is neither written nor read."""
+        with self._opening:
+            self._abandoned = True
         with contextlib.ExitStack() as steps:  # last to first, also after one that fails
             if self._offer:
                 steps.callback(self._updates.withdraw_offer)

@@ -105,6 +105,7 @@ class WeightStaging:
                 )
         self._missing = {name: each.nbytes for name, each in kept.items()}
 
+    @torch.inference_mode()
     def skips(self, start: int, end: int) -> bool:
         """Note that bytes `start` to `end` come of which this rank keeps nothing; false if it keeps some."""
         found = []
@@ -114,8 +115,11 @@ class WeightStaging:
                 if any(cut_rows(tuple(entry.shape), DTYPE_BYTES[entry.dtype], cut, lo, hi)):
                     return False
                 found.append((kept, hi - lo))
-        for kept, nbytes in found:
-            self._count(kept, nbytes)
+        if found:
+            with self.on_stream():  # a tensor may be complete now
+                for kept, nbytes in found:
+                    self._count(kept, nbytes)
+                self.note_copies()
         return True
 
     def arriving(self, start: int, end: int) -> torch.Tensor:

@@ -226,6 +226,8 @@ class _OpenFile:
                 raise self._bad(f"has a hole or an overlap before {name}")
             at += entry.nbytes
             starts = range(entry.offset, entry.end, self._piece_bytes)
+            if self._note.by_piece and len(pieces) + len(starts) >= len(self._note.checksums):
+                raise self._bad(f"has more pieces than its {len(self._note.checksums)} checksums")  # maybe by far
             pieces += [(start, min(start + self._piece_bytes, entry.end)) for start in starts]
         if 8 + length + at != self._note.nbytes:
             raise self._bad("does not end where its last tensor ends")

@@ -413,6 +413,24 @@ def test_a_hung_rank_delays_the_answer_to_an_abort_and_no_other_one(tmp_path: Pa
         assert worker.serve(good(worker, transport, tmp_path, 5))
 
 
+def test_the_ranks_hear_of_no_update_that_was_dropped_before_they_heard_of_it(tmp_path: Path) -> None:
+    """A member of an nccl group asks for room in a thread of its own, perhaps once more after the drop."""
+    with GroupWorker(2) as worker:
+        good(worker, "zmq", tmp_path, 1)
+        opens, opened = worker.memories.open, []
+        worker.memories.open = lambda *how: opened.append(opens(*how)) or opened[-1]  # type: ignore[method-assign]
+        worker.reading.clear()
+        raws = [RawPublisher(worker, tensors_of(version), version) for version in (2, 3, 4)]
+        assert [raw.begin()["op"] for raw in raws] == ["ok"] * 3
+        worker.reading.set()
+        for index in range(len(raws[-1].buckets)):
+            raws[-1].send(index)
+            assert raws[-1].answer() == (b"WAK1", index)
+            assert not opened[1].wait_for_room()
+        assert raws[-1].commit()["version"] == 4
+        assert worker.serve(tensors_of(4))
+
+
 def test_a_rank_closes_what_was_offered_though_dropping_the_update_fails_on_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,9 @@ import signal
 import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from safetensors.torch import save
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from tests.support.patience import PATIENCE_S
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.transports.disk import DiskSender
+from trainer_bridge.transports.base import Destination, IncomingUpdate
+from trainer_bridge.transports.disk import DiskReceiver, DiskSender
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
 
@@ -25,6 +28,15 @@ from trainer_bridge.wire.errors import RolloutError, WeightsRejected
 def folders(root: Path) -> list[str]:
     """Of updates; the mark of a publisher that lives is left out."""
     return sorted(path.name.rsplit("-", 1)[0] for path in root.iterdir() if path.is_dir())
+
+
+class Unused(Destination):
+    """The destination of an update of which no byte lands."""
+
+    def unused(self, *how: Any) -> Any:
+        raise AssertionError("bytes land")
+
+    wait_for_room = memory = landed = put = unused
 
 
 def test_an_update_through_a_folder(worker: Worker, tmp_path: Path) -> None:
@@ -296,6 +308,21 @@ def test_every_piece_has_its_checksum(worker: Worker, tmp_path: Path, piece_byte
         spoiled = [check ^ (at == number) for at, check in enumerate(checks)]
         assert_refused(worker, payload, {**options, "files": [[name, nbytes, spoiled]]}, "is damaged")
     assert offer(worker, payload, options)["op"] == "ok"
+
+
+def test_pieces_that_have_no_checksums_take_no_memory(tmp_path: Path) -> None:
+    payload = Payload({"a": torch.zeros(1 << 17)}, 1, 1 << 20)
+    options = DiskSender(str(tmp_path)).prepare(payload) | {"piece_bytes": 1}
+    receiver, incoming = DiskReceiver(), IncomingUpdate(payload.manifest, "disk", bytes(16), Unused())
+    incoming.open.set()
+    receiver.begin(incoming, options)
+    tracemalloc.start()
+    with pytest.raises(WeightsRejected, match="checksums"):
+        receiver.advance(incoming)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    receiver.close()
+    assert most < 1 << 20, "a piece is a tuple: so many would take 30 MB"
 
 
 def test_a_refused_folder_does_not_stop_the_next_update(worker: Worker, tmp_path: Path) -> None:
