@@ -133,25 +133,36 @@ def _machine(data: Mapping[str, Any]) -> str:
 
 
 def _days(data: Mapping[str, Any], found: Sequence[Row]) -> Sequence[str]:
-    """The day of a summary; for several engines the time of the runs that count, with the peers' versions."""
-    runs: dict[str, set[str]] = {}
+    """The day of a summary; for several engines also how long after ours the peers ran, with their versions."""
+    runs: dict[str, set[datetime]] = {}
     for row in found:
         if "run" in row:
-            runs.setdefault("here" if row["engine"].startswith(HERE) else row["engine"], set()).add(row["run"])
+            engine = "here" if row["engine"].startswith(HERE) else row["engine"]
+            runs.setdefault(engine, set()).add(datetime.fromisoformat(row["run"]))
     if not runs:
         return [data["date"]] if "date" in data else []
     versions = {fact["engine"]: fact["version"] for fact in data["facts"] if "version" in fact}
     named = {engine: _peer(engine, versions.get(engine)) for engine in runs}
-    if len(set().union(*runs.values())) == 1:
-        peers = [name for engine, name in named.items() if engine != "here"]
-        return [_time(next(iter(runs["here"]))), *([f"{' and '.join(peers)} in the same run"] if peers else [])]
-    return [f"{named[engine]} {' and '.join(map(_time, sorted(times)))}" for engine, times in runs.items()]
+    ours = "here" if "here" in runs else next(iter(runs))
+    first, *again = sorted(runs.pop(ours))
+    day = first.strftime("%Y-%m-%d") if ours == "here" else f"{named[ours]} {first:%Y-%m-%d}"
+    peers = [f"{named[engine]} {' and '.join(_apart(first, run) for run in sorted(runs[engine]))}" for engine in runs]
+    return [", ".join([day, *(f"again {_apart(first, run)}" for run in again)]), *peers]
+
+
+def _apart(first: datetime, run: datetime) -> str:
+    """How long a run began after the first one, or before it."""
+    if run == first:
+        return "in the same run"
+    minutes = round(abs((run - first).total_seconds()) / 60)
+    if minutes == 0:
+        return "at the same time"
+    units = (("day", 1440), ("hour", 60), ("minute", 1))
+    unit, size = next((each for each in units if minutes >= 2 * each[1]), units[-1])
+    count = round(minutes / size)
+    return f"{count} {unit}{'' if count == 1 else 's'} {'later' if run > first else 'earlier'}"
 
 
 def _peer(engine: str, version: str | None) -> str:
     name = engine.replace("vllm", "vLLM")
     return f"{name} {version}" if version else name
-
-
-def _time(run: str) -> str:
-    return datetime.fromisoformat(run).strftime("%Y-%m-%d %H:%M")

@@ -1268,10 +1268,16 @@ def _table(table: Table, known: set[str]) -> list[str]:
 
 
 def _sources(names: Iterable[str], known: set[str]) -> list[str]:
-    """How the figures of a table were made: a line for each summary, and the commands."""
+    """How the figures of a table were made: a line for the summaries of one machine and day, and the commands."""
     again = [f"`{name}`" for name in names if name in known]
     found = [source(name) for name in names if name not in known]
-    lines = [f"- {each.machine}, {each.when}: `{each.file}`{f'; {each.note}' if each.note else ''}" for each in found]
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for each in found:
+        alike.setdefault((each.machine, each.when, each.note), []).append(f"`{each.file}`")
+    lines = [
+        f"- {machine}, {when}: {', '.join(files)}{f'; {note}' if note else ''}"
+        for (machine, when, note), files in alike.items()
+    ]
     commands = dict.fromkeys(each.command for each in found if each.command)
     return [
         f"Measured as above: {', '.join(again)}." if again else "",

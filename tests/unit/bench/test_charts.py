@@ -104,7 +104,7 @@ def test_of_several_runs_the_latest_counts_for_each_row_alone(summaries: Path) -
 def test_a_source_says_when_each_engine_ran_and_what_the_summary_notes(summaries: Path) -> None:
     told = source("toy", folder=summaries)
     assert (told.file, told.machine, told.note) == ("toy.json", "H200", "another machine")
-    assert told.when == "here 2026-11-26 02:04 and 2026-11-27 02:04; vLLM 0.26.0 2026-11-27 06:00"
+    assert told.when == "2026-11-26, again 24 hours later; vLLM 0.26.0 28 hours later"
 
 
 @pytest.mark.parametrize(
