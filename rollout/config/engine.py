@@ -143,7 +143,7 @@ class WeightFormatSettings(SettingsSection):
     weight_dtype: Literal["auto", "bf16", "fp8_block", "fp8_row", "mxfp8"] = Field(
         "auto",
         description="format of projections and experts; bf16: model.dtype; the others: e4m3 with a scale for 128 x "
-        "128, an output, or 32 inputs; auto: the checkpoint's",
+        "128, an output, or 32 inputs; auto: the checkpoint's, which float32 on a GPU decodes",
     )
     fp8_activations_from: int | None = Field(
         None,

@@ -38,7 +38,7 @@ from rollout.metrics.meter import Meter
 from rollout.models.batch import check_chunk
 from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
-from rollout.models.fused import supports
+from rollout.models.fused import obstacle, supports
 from rollout.models.language_model import LanguageModel
 from rollout.models.layers import Linear
 from rollout.models.spec import AttentionSpec
@@ -214,8 +214,8 @@ def _check_format(engine: EngineSettings, model: Decoder) -> None:
     assert engine.weight_format in ("auto", model.format), "the model was loaded for other settings"
     if model.format != "plain" and model.spec.moe is not None and model.embed.is_cuda and not supports(model):
         raise ValueError(
-            f"weight_dtype = {model.format}, and the fused kernels don't run {model.spec.architecture} in "
-            f"{model.embed.dtype} with the biases of this checkpoint: use weight_dtype = bf16, or bfloat16"
+            f"no kernel reads weight_dtype = {model.format} here: {obstacle(model)}; use weight_dtype = bf16, or "
+            "dtype = bfloat16"
         )
 
 

@@ -10,7 +10,7 @@
     events     everything that the service must know, in one call
 
 At depth 2 the step just launched runs while the step before it is committed. All other waits of a tick are where
-nothing runs: for the copy of an adapter, the end of a swap, or a copy of KV.
+nothing runs: for a copy of a feature, the end of a swap, or a copy of KV.
 """
 
 import time

@@ -146,7 +146,7 @@ class Sleeper:
             late = parts.roster.clock() - began_s >= self._kv_s
             return self._refuse(order, self._too_late(), parts) if late else None
         _forget_device_state(parts.roster, keep)
-        parts.executor.finish()  # an adapter may have been copied to its slot meanwhile
+        parts.executor.finish()  # a feature may have copied to the device meanwhile
         freed_bytes, self._emptying_s = self.memory.release(), math.inf
         self._gate.slept(freed_bytes)
         self._meter.offload(began_s, parts.roster.clock())

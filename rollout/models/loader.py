@@ -177,9 +177,8 @@ def _load(
     tensors = {} if settings.load_format == "random" else join_mxfp4(join_fp8(list_tensors(folder)))
     own = getattr(config.whole, "dtype", None) or getattr(config.text, "dtype", None)
     dtype = _pick_dtype(settings, own or stored_dtype(tensors), device)
-    if weights == "auto" and is_mxfp4(config.whole):
-        # Experts may be in 16 bits after all; the tensor cores cannot multiply f16 with the scales of codes.
-        weights = "plain" if dtype == torch.float16 or (tensors and not has_mxfp4(tensors)) else weights
+    if weights == "auto" and _decodes(config, tensors, dtype, "cpu" not in (device.type, settings.device)):
+        weights = "plain"
     format = resolve_format(weights, config)
     defaults = read_generation_defaults(folder, config)
     source = _Source(settings, folder, config, weights, tensors, dtype, device, progress, group, draft, mtp, split)
@@ -189,6 +188,14 @@ def _load(
         vocab = model.spec.vocab
         raise CheckpointError(f"{folder} names eos token ids {strange}, but the vocabulary has {vocab} entries")
     return LoadedModel(model, folder, defaults, dtype)
+
+
+def _decodes(config: CheckpointConfig, tensors: dict[str, StoredTensor], dtype: torch.dtype, on_gpu: bool) -> bool:
+    """True if codes of a checkpoint become numbers of the model's type, which no kernel multiplies with codes."""
+    if on_gpu and dtype == torch.float32:
+        return True
+    # Experts may have no codes after all; the tensor cores cannot multiply f16 with the scales of MXFP4.
+    return is_mxfp4(config.whole) and (dtype == torch.float16 or bool(tensors) and not has_mxfp4(tensors))
 
 
 def resolve_format(asked: AskedFormat, config: CheckpointConfig) -> Format:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import Request
-from rollout.engine.messages.to_service import Finish
+from rollout.engine.messages.to_service import Finish, Rejected
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, PromptPart, Span, decode_spans, make_plan
@@ -33,6 +33,7 @@ from rollout.engine.schedule.step_feature import AheadPlanner
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence, SequenceState
 from rollout.engine.sequence.sequence_kv import NO_TOKENS, Prefill
+from rollout.engine.sequence.variant import PLAIN_WEIGHTS
 from rollout.engine.step_output import StepOutput
 
 _CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
@@ -70,6 +71,8 @@ class Scheduler:
         rejected = refusal(request, self.limits, pool_tokens, roster.waiting, busy)
         for feature in roster.features:
             rejected = rejected or feature.enter(group)
+        if rejected is None and request.adapter is not None and group.variant is PLAIN_WEIGHTS:
+            rejected = Rejected(request.key, "bad_request", "this worker has no adapters", "adapter")
         if rejected is not None:
             roster.events.append(rejected)
             return

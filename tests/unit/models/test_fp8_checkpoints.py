@@ -76,6 +76,18 @@ def in_codes(folder: Path, scale_dtype: torch.dtype = torch.float32) -> dict[str
     return made
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_weights_are_decoded_where_no_kernel_reads_their_codes(family: str, tmp_path: Path) -> None:
+    """On a GPU in float32; a model on the meta device is the outline of one there."""
+    publish(family, tmp_path)
+    formats = {}
+    for dtype in ("float32", "bfloat16"):
+        model = load_model(ModelSettings(path=str(tmp_path), dtype=dtype), torch.device("meta")).model
+        formats[dtype] = model.format
+        assert any(isinstance(view, CodedView) for view in model.hf_views().values()) == (dtype == "bfloat16")
+    assert formats == {"float32": "plain", "bfloat16": "fp8_block"}
+
+
 def edit(folder: Path, **keys: Any) -> None:
     config = json.loads((folder / "config.json").read_text()) | keys
     (folder / "config.json").write_text(

@@ -16,6 +16,7 @@ from rollout.models.loader import AskedFormat, LoadedModel
 from rollout.models.mxfp4 import decode_into
 from tests.support.models.mxfp4 import make_mxfp4
 from tests.support.models.paged import check
+from tests.support.settings import settings_of
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 32}
@@ -74,9 +75,23 @@ def test_experts_in_16_bits_are_not_quantised_whatever_the_config_says(tmp_path:
     assert model.format == "plain" and all(parameter.dtype != torch.uint8 for parameter in model.parameters())
 
 
-def test_with_activations_in_float16_experts_are_decoded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "device", "format"),
+    [
+        ("float16", "cpu", "plain"),
+        ("float16", "cuda", "plain"),
+        ("float32", "cpu", "mxfp8"),
+        ("float32", "auto", "plain"),
+        ("bfloat16", "cuda", "mxfp8"),
+    ],
+)
+def test_experts_are_decoded_where_no_kernel_reads_their_codes(
+    dtype: str, device: str, format: str, tmp_path: Path
+) -> None:
+    """Experts that stay codes are read on a GPU in bfloat16, and on a CPU in what it computes in."""
     make_mxfp4(tmp_path, **SIZES)
-    assert load(tmp_path, dtype="float16").model.format == "plain"
+    settings = settings_of(ModelSettings, path=str(tmp_path), dtype=dtype, device=device)
+    assert load_model(settings, CPU if device == "cpu" else torch.device("meta")).model.format == format
 
 
 def test_random_weights_are_in_the_format_of_the_checkpoint(tmp_path: Path) -> None:

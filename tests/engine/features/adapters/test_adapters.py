@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rollout.engine.features.adapters.messages import DropAdapter, PutAdapter
-from rollout.engine.messages.requests import NOTHING_BEFORE, Prior
-from rollout.engine.messages.to_engine import Cancel
+from rollout.engine.messages.requests import NOTHING_BEFORE, Prior, Prompt
+from rollout.engine.messages.to_engine import Cancel, Prefetch
 from rollout.engine.messages.to_service import Delta, Done, Failed, Rejected
 from rollout.engine.schedule.preemption import change_weights
 from tests.support.engine.adapted import SOME, Adapters, bench_of, greedy_is, make_adapters, table_of, versions_of
@@ -298,6 +298,21 @@ def test_unsupported_adapters_are_refused_with_the_reason(model, adapters):
     bench.engine.inbox.put(DropAdapter("a0", 104))
     bench.run()
     assert Done(104) in bench.events and bench.status().adapters == ()
+
+
+def test_an_engine_without_adapters_refuses_whatever_names_one(model, adapters):
+    bench = Bench(model)
+    bench.submit("names", prompt_of(4), 4, adapter="a0")
+    prompt = Prompt.of_tokens(np.array(prompt_of(4), dtype=np.int32))
+    for command in (PutAdapter("a0", adapters[0][0], token=1), DropAdapter("a0", 2), Prefetch(prompt, "a0", 3)):
+        bench.engine.inbox.put(command)
+    bench.submit("plain", prompt_of(4), 4)
+    bench.run()
+    (rejected,) = [event for event in bench.events if isinstance(event, Rejected)]
+    failed = {event.token: event.message for event in bench.events if isinstance(event, Failed)}
+    assert rejected.key == ("c", "names") and rejected.code == "bad_request" and rejected.field == "adapter"
+    assert rejected.message == "this worker has no adapters" and failed == dict.fromkeys((1, 2, 3), rejected.message)
+    assert bench.done.keys() == {"plain"} and bench.status().adapters is None
 
 
 def test_other_requests_pay_nothing(model, adapters):
