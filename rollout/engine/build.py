@@ -224,14 +224,14 @@ def _check_activations(engine: EngineSettings, model: Decoder) -> None:
     if engine.fp8_activations_from is None:
         return
     if model.format != "fp8_block":
-        reason = "needs weight_dtype = fp8_block"
+        reason = "needs weight_dtype = fp8_block; set that, or unset"
     elif engine.deterministic:
-        reason = "and deterministic exclude each other: the result of a token would depend on its step"
+        reason = "makes a token's result depend on its step; set deterministic = false, or unset"
     elif not supports(model) or not is_hopper(model.embed.device):
-        reason = f"needs a Hopper GPU and a model that the fused kernels run; here is {model.embed.device.type}"
+        reason = f"needs a Hopper GPU and a model that the fused kernels run, not {model.embed.device.type}; unset"
     else:
         return
-    raise ValueError(f"fp8_activations_from {reason}; unset it, or change that")
+    raise ValueError(f"fp8_activations_from {reason} it")
 
 
 def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:

@@ -42,7 +42,7 @@ class Recomputation:
     longer pending. When none is pending, `spent_s` is fixed, and the wait ends `spent_s / most` after the last update.
 
     Args:
-        most: largest part of the time since an update that they may take before the next one; 1.0: no update waits.
+        most: largest share of the time since the last update that recomputation may take before the next one.
         clock: monotonic seconds.
     """
 

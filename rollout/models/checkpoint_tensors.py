@@ -79,7 +79,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def join_mxfp4(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors, with one in the place of two that hold its blocks and its scales."""
+    """Join each pair of blocks and scales into one tensor."""
     joined = dict(tensors)
     for name, blocks in tensors.items():
         whole = name.removesuffix(BLOCKS)
@@ -99,7 +99,7 @@ def has_mxfp4(tensors: dict[str, StoredTensor]) -> bool:
 
 
 def join_fp8(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors, with one in the place of two that hold its codes and the scales of their blocks."""
+    """Join each pair of codes and scales of their blocks into one tensor."""
     joined = dict(tensors)
     for name, codes in tensors.items():
         scales = tensors.get(name + FP8_SCALES)

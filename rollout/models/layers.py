@@ -81,7 +81,7 @@ def _route_by_scores(
     return weights_TK * router.scale, experts_TK
 
 
-#: Scoring functions by the router's spec. They functions read nothing on the host, so that steps can be captured.
+#: Scoring functions by the router's spec. They read nothing on the host, so that steps can be captured.
 ROUTES: dict[Scoring, Route] = {"softmax": route_by_softmax, "sigmoid": route_by_sigmoid}
 
 

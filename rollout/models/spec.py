@@ -52,7 +52,7 @@ class RopeSpec:
     frequencies: tuple[float, ...] = ()
     amplitude: float = 1.0  # multiplies sine and cosine
     share: float = 1.0  # the share of a head's dimensions that turn, the first ones; the others stay
-    interleaved: bool = False  # a dimension turns with its neighbour, and not with the one half of them further on
+    interleaved: bool = False  # dimension i pairs with i + 1; otherwise with i + half
     #: The position, of three, that each frequency takes, fastest first; empty where a token has one position.
     axes: tuple[int, ...] = ()
 
@@ -263,7 +263,7 @@ class AttentionSpec:
 
     @property
     def output_gate(self) -> LinearSpec | None:
-        """The product that makes gates of the output, where it is one of its own."""
+        """The projection that makes the output's gates, if it is a product by itself."""
         if not self.gate:
             return None
         return LinearSpec(self.hidden, (self.names.gate,), (self.q_dim,), False, (self.q_cut(self.head_dim),))

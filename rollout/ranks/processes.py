@@ -79,7 +79,7 @@ class OwnProgress:
 
 
 class Ranks:
-    """The tensor group of a worker, seen from rank 0. Of one rank it has no followers and does nothing.
+    """The tensor group of a worker, seen from rank 0. With one rank no method does anything.
 
     The constructor has the followers load from the folders `checkpoint` and `draft`; it starts them, if `followers` are
     not given. `failure` says why the group is lost, or is empty.

@@ -86,8 +86,8 @@ class HostBacking:
 class RelayMemory:
     """Rank 0's end. `taken` is the number of pieces that all followers have taken.
 
-    `give` gives one, by its start in the stream, its bytes and its place in the memory, and returns its number. Any
-    thread may use it; pieces are reserved and passed on by one thread at a time.
+    `give(start, nbytes, offset)` orders the followers to take a piece, and returns the order's number. Any thread may
+    use it; pieces are reserved and passed on by one thread at a time.
     """
 
     def __init__(

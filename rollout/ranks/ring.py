@@ -72,8 +72,8 @@ class SharedMemory:
     def grow(self, size: int, reserve: bool = False) -> None:
         """Make it `size` bytes, if it is smaller. Maps of before stay as they are.
 
-        With `reserve` it has its pages at once. Otherwise a page comes when it is written, and where the system has
-        none left, this ends the process.
+        With `reserve` it has its pages at once. Otherwise pages come as they are first written, and a system without
+        any left kills the process.
         """
         before = self.size
         if size <= before:

@@ -208,8 +208,8 @@ class Generation:
         stored = self.store.get((client, target))
         if stored is None:
             raise NotFound(
-                f"the result of {target!r} is not there (any more): report before 'ack', and before many later "
-                "results replace it",
+                f"the result of {target!r} was dropped, or never was: send the report before 'ack', and before many "
+                "later results replace it",
                 field="target",
             )
         return stored

@@ -116,8 +116,8 @@ class KeptMemory(ABC):
 class StagedMemory(KeptMemory):
     """Staging memory.
 
-    `place` is the setting `weights.staging`: on the device, if there is memory for it, updates do not wait for the
-    host's memory in their swap. One that is larger than the parameters is staged on the host all the same. `allocate`
+    `place` is the setting `weights.staging`: on the device, a swap reads no host memory. An update
+    that is larger than the parameters is staged on the host anyway. `allocate`
     makes the memory, by default torch does. A `shard` keeps its part only. `advance` is called for each part of a long
     job. Raises ValueError if the device lacks the memory that was asked for.
     """

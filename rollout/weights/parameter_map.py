@@ -61,7 +61,7 @@ class UpdateNames:
     scales: frozenset[str] = frozenset()  # names of weights that may come as codes
 
     def is_unused(self, name: str) -> bool:
-        """True for the name of a tensor that the worker has no use for, unless it is one of its own."""
+        """Whether updates drop this tensor. Ask only for names that are no parameters."""
         return name.startswith(self.unused) or any(re.search(pattern, name) for pattern in self.unused_patterns)
 
 

@@ -81,7 +81,7 @@ class WeightStaging:
     ) -> None:
         """Begin an update; the one before is not used any more. With `on_device` all bytes arrive there, by `take`.
 
-        With `section` the stream that arrives has this rank's parts of tensors, at these places, and other ranks'.
+        With `section` the stream holds cut tensors of all ranks; `section` lists this rank's, with their offsets.
         """
         assert not self.busy, "the memory still holds an update"
         self.base.forget()
@@ -107,7 +107,7 @@ class WeightStaging:
 
     @torch.inference_mode()
     def skips(self, start: int, end: int) -> bool:
-        """Note that bytes `start` to `end` come of which this rank keeps nothing; false if it keeps some."""
+        """If this rank keeps none of these bytes, count them as arrived and return true."""
         found = []
         for _, entry, first, last in self._arriving.within(start, end):
             if (kept := self.memory.layout.kept.get(entry.name)) is not None:

@@ -108,7 +108,7 @@ class TransportChoice:
         return options
 
     def tries_group(self, payload: Payload, recipients: Iterable[Recipient]) -> bool:
-        """Whether one of these workers is in a group with the trainer by the transport that it is offered next."""
+        """Whether the next transport for any of these workers needs a group with the trainer."""
         offered = (
             [name for name in self.candidates(payload) if name not in self.refusals.get(recipient.endpoint, {})]
             for recipient in recipients

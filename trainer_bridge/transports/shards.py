@@ -367,7 +367,7 @@ def _cut_dim(box: Box, shape: tuple[int, ...]) -> int | None:
 
 
 def _as_rows(local: torch.Tensor, box: Box, shape: tuple[int, ...]) -> tuple[torch.Tensor, int]:
-    """A part that is cut in one dimension as a matrix, and the elements of a row that come before it."""
+    """The part, cut in one dimension, as a matrix, and the column of the whole at which it begins."""
     dim = _cut_dim(box, shape)
     assert dim is not None, "columns are cut in one dimension"
     inner = math.prod(shape[dim + 1 :])

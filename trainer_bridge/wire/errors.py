@@ -83,7 +83,7 @@ class WeightsReplaced(WeightsRejected, code="weights_replaced"):
 
 
 class Unavailable(RolloutError, code="unavailable"):
-    """The worker drains, sleeps or waits for weights."""
+    """The worker cannot take this now: it starts, drains, sleeps, hangs, or waits for weights."""
 
 
 class InternalError(RolloutError, code="internal"):

@@ -123,7 +123,7 @@ def expanded_attention(
     """Causal attention of the queries at the last positions of one row's context, by expanded keys; returns [Q, H, V].
 
     Args:
-        q_QHX: queries, X = N + D: what does not turn, then what does.
+        q_QHX: queries, X = N + D: dimensions without rope, then with.
         cache_PS1L: latents, then what turns.
         pages_P: int32; those of the context are read.
         context_len: C, these queries included.

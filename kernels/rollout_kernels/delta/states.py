@@ -33,7 +33,7 @@ def state_rule(
         state_NHKV: float32 states; those of the step's rows are changed in place.
         spans: the rows of the step.
         one_chunk: the rule for tokens of a prefill that follow each other.
-        kept: takes what the rule takes of drafts, in a step with some.
+        kept: in a step with drafts, receives the rule's inputs of each draft.
         chunk: tokens of a chunk, at most.
     """
     if state_NHKV.is_cuda and spans.lengths is None:

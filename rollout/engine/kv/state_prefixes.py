@@ -135,7 +135,7 @@ class StatePrefixes(Prefixes):
     def _plan_snapshot(self, seq: Sequence) -> None:
         """Take a place for the snapshot before the last token of the prompt, if its prefill goes past that.
 
-        A prompt of which only the last tokens are due has it before these: others may have the tokens before.
+        If only the last tokens of a prompt are due, it is taken before them: other prompts may share the rest.
         """
         kv, tokens = seq.kv, seq.prompt_len - 1
         if not (seq.group.followers or seq.group.session):

@@ -76,7 +76,7 @@ class TokensAhead(Protocol):
         """The tokens, once all earlier steps are committed; fewer if no more of them are known."""
 
     def stop(self) -> None:
-        """The constraint of the row cannot be followed along such tokens: later steps have none for it."""
+        """The row's constraint cannot check tokens ahead. Later steps give this row none."""
 
 
 @dataclass(frozen=True, slots=True)

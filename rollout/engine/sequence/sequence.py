@@ -19,7 +19,7 @@ Three counters, all in tokens:
 The last two include tokens ahead in flight (`ahead`): they count as accepted until their step is committed, which takes
 the refused ones back.
 
-A constraint may hold from some token on. Before it a row is one without a constraint. The commit that sees it begin
+A constraint may hold from some token on. Until then the row has none. The commit that sees it begin
 drops what was drawn after that without a mask (`drop_launched`), and the row draws it again.
 
 What a sequence has is in a few objects of plain data:

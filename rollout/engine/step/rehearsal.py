@@ -242,8 +242,9 @@ class MemoryUse(NamedTuple):
 def taken_between(before: MemoryUse, after: MemoryUse, most_beside: int = _MOST_BESIDE) -> int:
     """Bytes that this process took in between.
 
-    The driver counts memory of all processes. So of the memory outside torch's allocator, at most `most_beside` counts:
-    the rest was taken by others, such as a trainer that starts at the same time. Others may also have given some back.
+    The driver counts memory of all processes. So of the memory outside torch's allocator, at most `most_beside` bytes
+    count as this process's. Others took the rest, such as a trainer that starts at the same time. Others may also have
+    given some back.
     """
     held = after.held - before.held
     beside = before.free - after.free - held

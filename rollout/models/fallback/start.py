@@ -69,7 +69,7 @@ class _Rows:
 
 
 def serve(module: Any, max_positions: int) -> TransformersModel:
-    """The module as a model that runs in the first way in which its logits are its own.
+    """The module as a model that runs in the first way whose logits equal the module's own.
 
     Raises ValueError with what is wrong in each way if there is none.
     """

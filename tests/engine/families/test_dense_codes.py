@@ -22,7 +22,7 @@ FORMATS = ["fp8_row", "fp8_block"]
     ("changes", "reason"),
     [
         ({"weight_dtype": "bf16"}, "weight_dtype = fp8_block"),
-        ({"weight_dtype": "fp8_block", "deterministic": True}, "exclude each other"),
+        ({"weight_dtype": "fp8_block", "deterministic": True}, "depend on its step"),
         ({"weight_dtype": "fp8_block"}, "Hopper"),
     ],
 )

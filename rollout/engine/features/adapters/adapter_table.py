@@ -9,8 +9,8 @@ its slot; adapters that no sequence waits for go first. While an adapter waits f
 slots pass it, so that all rows are in use. This ends: once a slot has taken its share of all rows, it may be *closed*
 for sequences that come after the waiting one; it is free when its rows have ended. At most a quarter of the slots is
 closed at a time, those with the fewest rows first. Sequences ahead of the waiting one, such as those of a higher
-priority, still take a closed slot; then it is open again, and slots that fewer of them have passed are closed before
-it. So no adapter starves: it waits for one closed slot for itself and one for each adapter that waits before it.
+priority, still take a closed slot. It is then open again, and the next slot to be closed is the one that fewest of
+them took. So no adapter starves: it waits for one closed slot for itself and one for each adapter that waits before it.
 
 Invariants:
 - A slot that a sequence has taken belongs to that adapter until it is given back, together with row and pages
