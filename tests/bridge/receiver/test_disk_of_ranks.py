@@ -1,5 +1,6 @@
 """Updates from files, of which each rank reads the pieces that have some of its part."""
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.weights.parameter_map import ParameterMap
+from rollout.weights.update_memory import UpdateMemory
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
 from tests.support.bridge.tensor_group import GroupWorker
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.transports.base import OfferedMemory
+from trainer_bridge.transports.base import OfferedMemory, OfferTaker
 from trainer_bridge.transports.disk import DiskSender
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.registry import TRANSPORTS
 from trainer_bridge.wire.errors import WeightsRejected
 
@@ -161,3 +165,74 @@ def test_a_disk_that_hangs_for_one_rank_costs_an_update_and_nothing_else(tmp_pat
         with publisher_of(worker, tmp_path) as publisher:
             publisher.publish(tensors := new_tensors(TinyModel(), 4), 4).applied(60)
             assert worker.serve(tensors)
+
+
+def test_in_place_a_rank_writes_no_piece_that_comes_after_the_drop(tmp_path: Path, followers: Followers) -> None:
+    with GroupWorker(2, apply="in_place") as worker:
+        with publisher_of(worker, tmp_path) as publisher:
+            publisher.publish(new_tensors(TinyModel(), 1), 1).applied(60)
+        followers.goes_on.clear()
+        followers.reads.clear()
+        hung = publisher_of(worker, tmp_path)
+        hung.publish(new_tensors(TinyModel(), 2), 2)
+        assert followers.reads.wait(60)
+        hung.close()
+        wait_for(lambda: worker.status()["state"] == "stale", "the end of the update")
+        worker.ask(action="abort", token="0" * 32).get(timeout=60)  # answered once the ranks have closed the folder
+        before = [tensor.clone() for tensor in worker.shards[1].parameters.values()]
+        followers.goes_on.set()
+        last = worker.orders.give("update_reads", 0, 0, 0, 0, 0)
+        wait_for(lambda: worker.reports.done("update_reads", last), "the end of all reads")
+        assert all(map(torch.equal, before, worker.shards[1].parameters.values()))
+
+
+def offered(worker: GroupWorker, folder: Path) -> tuple[UpdateMemory, Iterator[tuple[int, int, int, int]]]:
+    """The memory of an update from files that the ranks read, and the pieces of its first tensor."""
+    payload = Payload(new_tensors(TinyModel(), 2), 2, 64)
+    options = DiskSender(str(folder), piece_bytes=PIECE).prepare(payload)
+    fit = ParameterMap(worker.shards[0].views).check(payload.manifest)
+    memory = worker.memories.open(payload.manifest, fit, False)
+    assert isinstance(memory, OfferTaker)
+    memory.offer("disk", options)
+    wait_for(memory.wait_for_room, "the ranks")
+    name, _, checks = options["files"][0]
+    data = (Path(options["folder"]) / name).read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    first = min(json.loads(data[8:header]).items(), key=lambda item: item[1]["data_offsets"])[0]
+    (entry,) = (entry for entry in payload.manifest.tensors if entry.name == first)
+    starts = range(0, entry.nbytes, PIECE)
+    ends = [min(start + PIECE, entry.nbytes) for start in starts]
+    pieces = zip(starts, ends, checks[1:], strict=False)
+    return memory, ((header + start, entry.offset + start, entry.offset + end, check) for start, end, check in pieces)
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_a_piece_that_a_rank_finds_damaged_is_never_read(tmp_path: Path, followers: Followers, apply: str) -> None:
+    with GroupWorker(2, apply=apply) as worker:
+        memory, pieces = offered(worker, tmp_path)
+        assert isinstance(memory, OfferTaker) and not memory.dirty
+        followers.damages = True
+        with pytest.raises(WeightsRejected, match="rank 1: .*is damaged"):
+            for piece in pieces:
+                memory.leave_to_owner(*piece)
+                assert memory.dirty == (apply == "in_place"), "another rank may have written"
+                wait_for(lambda: memory.unread() == 0, "the rank")
+        memory.abandon()
+
+
+def test_few_pieces_are_read_ahead(tmp_path: Path, followers: Followers) -> None:
+    """Those that are left when an update is dropped keep the next one waiting."""
+    with GroupWorker(2) as worker:
+        memory, pieces = offered(worker, tmp_path)
+        assert isinstance(memory, OfferTaker)
+        followers.goes_on.clear()
+        followers.reads.clear()
+        first = next(pieces)
+        given = 0
+        while memory.wait_for_room():
+            assert (given := given + 1) < 20
+            memory.leave_to_owner(*(next(pieces, first)))
+        assert given >= 2
+        followers.goes_on.set()
+        wait_for(memory.wait_for_room, "the rank")
+        memory.abandon()
