@@ -180,7 +180,8 @@ run.
 Updates may use the names of `save_pretrained` or `named_parameters()`, omit buffers, and contain tensors that
 transformers does not load.
 
-Every start takes the first of these ways whose logits are those of the code's own eager forward; the log names it:
+Every start takes the first of these ways whose logits are those of the code's own eager forward, also beyond windows
+and other limits of its config, which a small copy of the model has as 4 tokens; the log names it:
 
 - **packed**: all tokens of a step side by side, our attention over the pages;
 - **rows together**: for layers with a state (Mamba, linear attention, convolutions). Prompts run one after the other,

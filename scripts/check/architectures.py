@@ -67,8 +67,8 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "o_lora_rank"), 32),
     **dict.fromkeys(("o_groups", "hc_mult", "hc_count"), 2),
     **dict.fromkeys(("index_head_dim",), 32),
-    **dict.fromkeys(("index_n_heads",), 4),
-    **dict.fromkeys(("index_topk",), 64),  # of so few dimensions many scores are 0, and the choice is not defined
+    **dict.fromkeys(("index_n_heads",), 24),  # of few heads many scores are 0, and the choice is not defined
+    **dict.fromkeys(("index_topk",), 8),
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_head", "mamba_head_dim"), 16),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8),
     **dict.fromkeys(("mamba_headdim",), 16),
@@ -107,10 +107,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"head_dim": 24},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 24,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
-        "indexer_budget": 64,
+        "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
     "zaya": {"num_experts_per_tok": 1},

@@ -4,9 +4,12 @@ Two rows get their prompts in chunks, then decode together. Their logits are com
 under transformers' eager attention and experts, on the same device, with the same weights. If layers take into account
 what a way does not pass on, such as biases by position or an earlier state, the model differs there, and the next way
 is tried. A model that is right in no way is refused, and not served wrongly.
+
+The tokens are few. If the config names limits, such as windows, a small model is compared in the same way (`limits`).
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +19,15 @@ from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
 from rollout.models.fallback.attention import PAGED
 from rollout.models.fallback.experts import EXPERTS
 from rollout.models.fallback.host_reads import HostReads
+from rollout.models.fallback.limits import NoRoomError, has_limits, with_small_limits
 from rollout.models.fallback.model import TransformersModel, set_attention
 from rollout.models.fallback.ways import WAYS
 
-#: Lengths of the two rows; all but the last tokens come as prompts, in two chunks.
-_LENGTHS, _DECODED = (19, 14), 4
+log = logging.getLogger(__name__)
+
+#: Lengths of the two rows: one passes all small limits, the other those that do not count blocks. The tokens come as
+#: prompts, of which the later pieces are these, and as decode steps.
+_LENGTHS, _LATER, _DECODED = (33, 12), (9, 4), 4
 _PAGE_SIZE = 4
 #: Largest difference of logits, relative to their standard deviation over the vocabulary.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -74,10 +81,13 @@ def serve(module: Any, max_positions: int) -> TransformersModel:
     Raises ValueError with what is wrong in each way if there is none.
     """
     reasons: dict[str, list[str]] = {}
+    small = _small_of(module)
     for way in WAYS:
         try:
             model = TransformersModel(module, max_positions, way)
             check_start(model)
+            if small is not None:
+                _check_limits(TransformersModel(small, max_positions, way))
         except ValueError as error:
             reason = str(error)
         # Code of transformers that does not expect such calls fails in many ways.
@@ -87,6 +97,24 @@ def serve(module: Any, max_positions: int) -> TransformersModel:
             return model
         reasons.setdefault(reason, []).append(str(way))
     raise ValueError("; ".join(f"{reason} ({' | '.join(ways)})" for reason, ways in reasons.items()))
+
+
+def _small_of(module: Any) -> Any | None:
+    """The small model of a module whose config names limits, or None."""
+    if not has_limits(module.config):
+        return None
+    try:
+        return with_small_limits(module)
+    except NoRoomError as obstacle:
+        log.warning("contexts longer than a window are not compared with transformers' own: %s", obstacle)
+        return None
+
+
+def _check_limits(small: TransformersModel) -> None:
+    try:
+        check_start(small)
+    except ValueError as error:
+        raise ValueError(f"with windows and other limits that the tokens pass, {error}") from error
 
 
 def check_start(model: TransformersModel) -> None:
@@ -136,15 +164,16 @@ def capture_obstacle(model: TransformersModel) -> str:
 
 
 def _tokens(model: TransformersModel) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    most = min(model.spec.vocab, len(model.embed))
-    return [torch.randint(0, most, (n,), generator=generator).to(model.embed.device) for n in _LENGTHS]
+    most, generator = min(model.spec.vocab, len(model.embed)), torch.Generator().manual_seed(0)
+    # No token twice, as far as there are others: equal keys may be chosen in any order.
+    orders = [torch.randperm(most, generator=generator).repeat(-(-n // most))[:n] for n in _LENGTHS]
+    return [order.to(model.embed.device) for order in orders]
 
 
 def _steps(tokens: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The pieces of each step: two chunks of the prompts, then one token for each row at a time."""
     prompts = [row[:-_DECODED] for row in tokens]
-    middles = [len(prompt) // 2 for prompt in prompts]
+    middles = [len(prompt) - later for prompt, later in zip(prompts, _LATER, strict=True)]
     yield [prompt[:middle] for prompt, middle in zip(prompts, middles, strict=True)]
     yield [prompt[middle:] for prompt, middle in zip(prompts, middles, strict=True)]
     for index in range(_DECODED, 0, -1):

@@ -1,6 +1,7 @@
 """Models through transformers' own code: which ones are refused, what is read off them, names, checks at start."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama4 import modeling_llama4 as llama4
 
 from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.build import check_model
 from rollout.models import CheckpointError, Decoder, LoadedModel, load_model
-from rollout.models.fallback.attention import PAGED, paged_attention
+from rollout.models.fallback.attention import PAGED, RUNNING, paged_attention
+from rollout.models.fallback.cache import PieceCache
 from rollout.models.fallback.experts import by_kernels, kernels_take
 from rollout.models.fallback.host_reads import HostReads
 from rollout.models.fallback.masks import read_mask
@@ -30,6 +33,7 @@ from rollout.models.fallback.model import TransformersModel
 from rollout.models.fallback.rows import FallbackRows
 from rollout.models.fallback.start import capture_obstacle
 from rollout.models.registry import UnsupportedVariantError
+from rollout.process import host_memory
 from rollout.weights.parameter_map import ParameterMap, UpdateNames, update_names
 from tests.support.models.fallback import CONFIGS, make_checkpoint, make_model
 from tests.support.models.paged import PROMPT, PagedRunner, check
@@ -269,6 +273,69 @@ def test_a_way_that_differs_from_eager_attention_is_not_taken(damage: str, tmp_p
     monkeypatch.setitem(AttentionInterface._global_mapping, PAGED, wrong)
     ways.append(load(folder, load_format="random").spec.way.attention)
     assert ways == ["paged", "gathered"]
+
+
+def test_a_way_that_differs_only_beyond_a_long_window_is_not_taken(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = write_config(tmp_path, "Cohere2ForCausalLM", num_key_value_heads=2, sliding_window=4096)
+
+    def without_windows(module: Any, *tensors: Any, **rest: Any) -> Any:
+        step = RUNNING.get()
+        token = RUNNING.set(replace(step, layers={module: replace(step.layers[module], window=None)}))
+        try:
+            return paged_attention(module, *tensors, **rest)
+        finally:
+            RUNNING.reset(token)
+
+    ways = [load(folder, load_format="random").spec.way.attention]
+    monkeypatch.setitem(AttentionInterface._global_mapping, PAGED, without_windows)
+    ways.append(load(folder, load_format="random").spec.way.attention)
+    assert ways == ["paged", "gathered"]
+
+
+def _cached_tokens_see_beyond_their_chunk(patch: Any) -> None:
+    own = llama4.create_chunked_causal_mask
+
+    def whole(**arguments: Any) -> Any:
+        past = arguments.get("cache", arguments.get("past_key_values"))
+        return (own if past is None else llama4.create_causal_mask)(**arguments)
+
+    patch.setattr(llama4, "create_chunked_causal_mask", whole)
+
+
+def _cached_keys_choose_other_positions(patch: Any) -> None:
+    update = PieceCache.update_indexer
+    patch.setattr(PieceCache, "update_indexer", lambda self, keys, layer: update(self, keys, layer).flip(-1))
+
+
+_LLAMA4 = {"intermediate_size_mlp": 40, "num_key_value_heads": 2, "num_local_experts": 4, "pad_token_id": 0}
+_MADE_BLIND = {
+    "Llama4ForCausalLM": ({"attention_chunk_size": 8192}, _cached_tokens_see_beyond_their_chunk),
+    "HYV4ForCausalLM": ({"index_topk": 2048}, _cached_keys_choose_other_positions),
+}
+
+
+@pytest.mark.parametrize("architecture", _MADE_BLIND)
+def test_a_model_that_is_wrong_only_beyond_a_limit_is_refused(
+    architecture: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    limit, damage = _MADE_BLIND[architecture]
+    folder = write_config(tmp_path, architecture, **{**CONFIGS.get(architecture, _LLAMA4), **limit})
+    load(folder, load_format="random")
+    damage(monkeypatch)
+    with pytest.raises(ValueError, match="limits that the tokens pass"):
+        load(folder, load_format="random")
+
+
+def test_a_model_without_room_for_a_small_one_is_served_and_the_log_says_what_was_not_compared(
+    tmp_path: Path, caplog: Any
+) -> None:
+    make_checkpoint("Cohere2ForCausalLM", tmp_path)
+    host_memory.promise(1 << 60)
+    try:
+        load(tmp_path)
+    finally:
+        host_memory.promise(-1 << 60)
+    assert any("not compared" in record.getMessage() for record in caplog.records)
 
 
 def test_a_model_without_a_right_way_is_refused_with_what_is_wrong_in_each(tmp_path: Path, monkeypatch: Any) -> None:
