@@ -22,6 +22,7 @@ from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.all import FEATURES, MakeFeature, MeasuresSteps, host_bytes
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.kv.tiers.page_mover import HostMemory, PageMover
+from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.sizing import (
     DeviceMemory,
     PoolSize,
@@ -71,6 +72,7 @@ class Memory:
     def begin(cls, site: Site, features: Seq[MakeFeature] = FEATURES) -> Memory:
         """The memory that is allocated before the KV."""
         made = [feature for make in features if (feature := make(site)) is not None]
+        find_feature(made, AheadFeature)  # type: ignore[type-abstract]  # raises for two
         return cls(made, allocate_states(site))
 
     @classmethod

@@ -6,11 +6,11 @@
     commit     the oldest step, if the pipeline is full or nothing was launched: waits for its D2H event
     draw       the step just launched, if its draw needs masks: waits for them, beside its forward
     swap       a published update is copied into the parameters, between two steps
-    sleep      orders to sleep and wake, while there are any
+    sleep      orders to sleep and wake, while there are any: waits for copies of memory and for the other ranks
     events     everything that the service must know, in one call
 
-At depth 2 the step just launched runs while the step before it is committed. All other waits of a tick are where
-nothing runs: for a copy of a feature, the end of a swap, or a copy of KV.
+At depth 2 the step just launched runs while the step before it is committed. A tick waits elsewhere only while no step
+is in flight: for a copy of a feature, the end of a swap, or a copy of KV.
 """
 
 import time

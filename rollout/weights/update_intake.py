@@ -129,7 +129,7 @@ class UpdateIntake:
         return self._update if isinstance(self._update, CommittedUpdate) else None
 
     def poll_ms(self) -> int | None:
-        """Seconds that the thread may wait for messages; None: without limit."""
+        """Milliseconds that the thread may wait for messages; None: without limit."""
         received = self._received
         if self._ended or (received is not None and received.is_committed):
             return _BUSY_POLL_MS

@@ -1,4 +1,4 @@
-"""The list of optional features. A new feature is a folder next to this file, and an entry here."""
+"""The list of optional features. A new feature is a folder next to this file, and an entry here, in any place."""
 
 import functools
 from collections.abc import Callable
@@ -35,13 +35,14 @@ FEATURES: tuple[MakeFeature, ...] = (
     ImageEncoder.make,
     DealtRows.make,
     DraftVerifier.make,
-    RoutingRecord.make,  # last: its part of a delta counts as sent, so nothing that may fail comes after it
+    RoutingRecord.make,
 )
 
 
 def features_of(registry: AdapterRegistry) -> tuple[MakeFeature, ...]:
     """The features of an engine whose adapters other threads look up, too."""
-    return functools.partial(AdapterMemory.make, registry=registry), *FEATURES[1:]
+    adapters = functools.partial(AdapterMemory.make, registry=registry)
+    return tuple(adapters if make == AdapterMemory.make else make for make in FEATURES)
 
 
 def host_bytes(settings: EngineSettings, model: LanguageModel) -> int:

@@ -55,10 +55,11 @@ def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
         recomputed=kv.recomputed,
         kv_versions=kv.found,
         version_span=versions[-1][0] - versions[0][0] if seq.finish and versions else 0,
-        # Features note what they have sent, so nothing that may fail comes after this.
         **_merged(features, lambda feature: feature.delta_fields(seq)),
     )
-    drawn.flushed = end  # updated last: a fault before this loses no token
+    for feature in features:  # nothing may fail from here on: a fault before this loses nothing
+        feature.delta_made(seq)
+    drawn.flushed = end
     return delta
 
 

@@ -29,7 +29,7 @@ from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, PromptPart, Span, decode_spans, make_plan
 from rollout.engine.schedule.refusal import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.schedule.step_feature import AheadPlanner
+from rollout.engine.schedule.step_feature import AheadPlanner, find_feature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence, SequenceState
 from rollout.engine.sequence.sequence_kv import NO_TOKENS, Prefill
@@ -56,7 +56,7 @@ class Scheduler:
         self._last_kind = "decode"
         self.admission_over = True  # sequences that still wait after the last plan wait for rows, pages or variants
         self._upload_words = upload_words
-        self._ahead = [feature for feature in roster.features if isinstance(feature, AheadPlanner)]
+        self._ahead = find_feature(roster.features, AheadPlanner)  # type: ignore[type-abstract]
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -164,9 +164,9 @@ class Scheduler:
             return None
         version, allocator = roster.version, roster.allocator
         running = len(roster.decoding) + len(roster.prefilling)
-        for planner in self._ahead:  # one page stays free for each running row
-            if (plan := planner.plan_decode(seqs, version, allocator, running)) is not None:
-                return plan
+        # One page stays free for each running row.
+        if self._ahead and (plan := self._ahead.plan_decode(seqs, version, allocator, running)) is not None:
+            return plan
         return make_plan(decode_spans(seqs), version, self._page_size, allocator.prefixes.take_saves())
 
     # --- launch and commit -------------------------------------------------------------------------------------------

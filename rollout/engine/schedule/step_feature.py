@@ -6,7 +6,8 @@ The stages of a step call these hooks of every feature that their worker has. Th
     request   enter; edition for each prefetch
     row       ready and admitted when a sequence gets one, left when it gives it back
     prompts   fit for each prompt
-    step      pack, launched, commit, committed; delta_fields for each delta, done_fields for each request
+    step      pack, launched, commit, committed; delta_fields and delta_made for each delta,
+              done_fields for each request
     loop      tick
     between   weights_changed, memory_leaves
 
@@ -101,11 +102,14 @@ class StepFeature:
         """
 
     def delta_fields(self, seq: Sequence) -> DeltaFields:
-        """Called for each `Delta`: return the feature's fields of it, which count as sent.
+        """Called for each `Delta`: return the feature's fields of it, and note nothing: a fault may come after it.
 
         `seq.finish` is set for the last delta of a sequence.
         """
         return {}
+
+    def delta_made(self, seq: Sequence) -> None:
+        """Called when a `Delta` is made: its fields count as sent. Must not fail."""
 
     def done_fields(self, group: Group) -> PromptScoreFields:
         """Called for each `RequestDone`: return the feature's fields of it, and forget the group."""
@@ -140,17 +144,20 @@ class StepFeature:
 
 
 class AheadPlanner(StepFeature, ABC):
-    """A feature by which rows take more than one token in a step."""
+    """A feature by which rows take more than one token in a step; an engine has one at most."""
 
     @abstractmethod
     def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> Plan | None:
         """Called for each step of decode rows: return a plan if a row takes more than one token, or None.
 
-        `version` is that of the weights. The hook may give rows more pages, but must leave `kept` pages free. The first
-        feature that returns a plan makes the step.
+        `version` is that of the weights. The hook may give rows more pages, but must leave `kept` pages free.
         """
 
 
 def find_feature(features: Collection[object], kind: type[F]) -> F | None:
-    """The feature of this class; None if the worker lacks it."""
-    return next((feature for feature in features if isinstance(feature, kind)), None)
+    """The feature of this class; None if the worker lacks it. Raises ValueError if there are two."""
+    found = [feature for feature in features if isinstance(feature, kind)]
+    if len(found) > 1:
+        names = " and ".join(type(feature).__name__ for feature in found)
+        raise ValueError(f"{names} are both of class {kind.__name__}: an engine takes one such feature")
+    return found[0] if found else None

@@ -117,7 +117,7 @@ class DeviceFeature(Generic[Output]):
 
     batch_fields: ClassVar[frozenset[str]] = frozenset()  # its `BatchFields`, which no other feature of a worker gives
     changes_forward: ClassVar[RowNeeds] = RowNeeds.NONE  # rows with this take decode forwards that are captured apart
-    #: Only one feature of a worker may set this: the kernel that sets up rows of tokens ahead copies one column.
+    #: Only one feature of a worker may set this (`RowState`).
     row_column: ClassVar[bool] = False  # the feature has a column of the row state, set up from the section `init_NAME`
     own_stream: ClassVar[bool] = False  # the feature has a stream for work while steps run
     spare_words: int = 0  # most int32 words that it adds to an upload, apart from the words of tokens
@@ -216,7 +216,10 @@ class DeviceFeature(Generic[Output]):
 
 
 class AheadFeature(DeviceFeature[Output], ABC):
-    """A feature that makes tokens ahead of a row's draw: it has rows of its own, and may run captured work."""
+    """A feature that makes tokens ahead of a row's draw: it has rows of its own, and may run captured work.
+
+    A worker has one at most.
+    """
 
     @abstractmethod
     def begin_rows(self, rows: RowState) -> None:

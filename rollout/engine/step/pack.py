@@ -37,8 +37,8 @@ from rollout.engine.upload import (
 _TOKEN_WORDS = 6
 _SPAN_WORDS = 32
 _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, the column of a feature
-#: Features whose rows have more to set up.
-_SETUP_FEATURES = RowNeeds.MIN_TOKENS | RowNeeds.BIAS | RowNeeds.PENALIZE
+#: The needs of rows that have more to set up.
+_SETUP_NEEDS = RowNeeds.MIN_TOKENS | RowNeeds.BIAS | RowNeeds.PENALIZE
 _SAVE_WORDS = 4  # an ended row with a state to save: row and place as int64
 
 
@@ -73,12 +73,12 @@ class Packer:
         else:
             layout = _put_prefill(plan.spans, staging)
         _put_states(plan, staging)
-        for feature in self._features:
-            feature.pack(plan, staging)
         if plan.kind == "prefill":
             if not layout:
                 _put_known(plan.spans, staging)
             self._put_new_rows(plan.spans, staging)
+        for feature in self._features:
+            feature.pack(plan, staging)
         return staging.upload(
             plan.draws if plan.ahead else plan.rows,
             plan.tokens,
@@ -220,7 +220,7 @@ def upload_words(seq: Sequence, length: int, features: Seq[DeviceFeature] = ()) 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, features: Seq[DeviceFeature]) -> int:
     """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
     token_words = sum(feature.token_words + feature.due_words for feature in features)
-    setup = _setup_words(max_pages, max_context, _SETUP_FEATURES)
+    setup = _setup_words(max_pages, max_context, _SETUP_NEEDS)
     largest = (_TOKEN_WORDS + token_words) * chunk_tokens + _SPAN_WORDS + setup
     spare = spare_words(max_rows, sum(feature.spare_words for feature in features))
     return max(16 * max_rows, largest) + 64 * max_rows + spare + 1024

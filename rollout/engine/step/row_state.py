@@ -50,8 +50,13 @@ class RowState:
         device: torch.device,
         columns: Seq[str] = (),
     ) -> None:
-        """State of `max_rows` rows, rows of tokens ahead included, and of the padding; `columns` belong to features."""
-        assert len(columns) <= 1, "the kernel that sets rows of tokens ahead up copies one column"
+        """State of `max_rows` rows, rows of tokens ahead included, and of the padding; `columns` belong to features.
+
+        There is one at most: the kernel that sets rows of tokens ahead up copies one. Raises ValueError for more.
+        """
+        if len(columns) > 1:
+            names = " and ".join(columns)
+            raise ValueError(f"only one feature can have a column of the row state (`row_column`), and {names} do")
         rows = max_rows + 1
         self.vocab = vocab
         self.ints = torch.zeros(rows, INTS, dtype=torch.int64, device=device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,21 @@ import torch
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import DeviceError
-from rollout.engine.features.all import FEATURES
+from rollout.engine.features.all import FEATURES, MakeFeature
+from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.schedule.step_feature import StepFeature, find_feature
+from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.schedule.step_feature import AheadPlanner, StepFeature, find_feature
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.step.device_feature import BatchFields, DeviceFeature, Drawn, HostParts, Replays, Site
+from rollout.engine.step.device_feature import (
+    AheadFeature,
+    BatchFields,
+    DeviceFeature,
+    Drawn,
+    HostParts,
+    Replays,
+    Site,
+)
 from rollout.engine.step.row_state import LENGTH, RowState
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, StepInput, UploadStaging
@@ -110,11 +122,13 @@ class MarginTaker(DeviceFeature[torch.Tensor]):
         return list(zip(places, words.view(np.float32)[: len(places)].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("pages", [256, 40])
+@pytest.mark.parametrize(
+    ("pages", "features"), [(256, [*FEATURES, MarginTaker.make]), (40, [MarginTaker.make, *FEATURES[::-1]])]
+)
 def test_a_feature_of_two_classes_takes_part_in_every_stage(
-    model: Any, prompt_of: Any, hf_models: Any, pages: int
+    model: Any, prompt_of: Any, hf_models: Any, pages: int, features: Seq[MakeFeature]
 ) -> None:
-    bench = Bench(model, kv_pages=pages, max_rows=6, prefill_chunk_tokens=8, features=[*FEATURES, MarginTaker.make])
+    bench = Bench(model, kv_pages=pages, max_rows=6, prefill_chunk_tokens=8, features=features)
     margins = find_feature(bench.engine.roster.features, Margins)
     prompts = {f"r{i}": prompt_of(9 + i, i) for i in range(6)}
     for name, prompt in prompts.items():
@@ -158,6 +172,54 @@ def test_two_features_that_give_the_same_field_of_a_batch_are_an_error_at_start(
     Bench(model, features=features)  # without adapters nobody else gives it
     with pytest.raises(ValueError, match="'adapters' and 'margins' both give 'adapters'"):
         Bench(model, features=features, adapter_slots=1, adapter_rank=8)
+
+
+class Columned(MarginTaker):
+    """Has a column of the row state, and so do adapters."""
+
+    row_column = True
+
+
+class Ahead(MarginTaker, AheadFeature[torch.Tensor]):
+    """Makes tokens ahead of a row's draw, and so do drafts."""
+
+    def begin_rows(self, rows: RowState) -> None:
+        pass
+
+    def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "beside", "message"),
+    [
+        (Columned, {"adapter_slots": 1, "adapter_rank": 8}, "only one feature .* adapters and margins do"),
+        (Ahead, {"speculation": "ngram"}, "DraftVerifier and Ahead are both of class AheadFeature"),
+    ],
+)
+def test_a_second_feature_of_which_there_is_one_at_most_is_an_error_at_start(
+    model: Any, kind: type[MarginTaker], beside: dict[str, Any], message: str
+) -> None:
+    Bench(model, features=[*FEATURES, kind.make])
+    with pytest.raises(ValueError, match=message):
+        Bench(model, features=[*FEATURES, kind.make], **beside)
+
+
+class PlansAhead(Margins, AheadPlanner):
+    """A planner of drafts that has none."""
+
+    def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> None:
+        return None
+
+
+def test_a_scheduler_takes_one_planner_of_tokens_ahead(model: Any, prompt_of: Any) -> None:
+    bench = Bench(model)
+    roster = bench.engine.roster
+    roster.features = [PlansAhead()]
+    Scheduler(bench.engine.scheduler.limits, roster)
+    roster.features = [PlansAhead(), PlansAhead()]
+    with pytest.raises(ValueError, match="PlansAhead and PlansAhead are both of class AheadPlanner"):
+        Scheduler(bench.engine.scheduler.limits, roster)
 
 
 class Undeclared(MarginTaker):

@@ -94,16 +94,16 @@ class SequenceExperts:
 
     def keep(self, experts: ExpertPages, pages: list[int], end: int) -> None:
         """Keep the unsent entries of positions before `end`; the pages are about to be given up."""
-        self._kept = self._between(experts, pages, end)
+        self._kept = self.unsent(experts, pages, end)
 
-    def tell(self, experts: ExpertPages, pages: list[int], end: int) -> np.ndarray:
+    def sent(self, end: int) -> None:
+        """The entries of positions before `end` are sent."""
+        count = max(0, end - self._told)
+        self._kept = self._kept[count:]
+        self._told += count
+
+    def unsent(self, experts: ExpertPages, pages: list[int], end: int) -> np.ndarray:
         """The unsent entries of positions before `end`."""
-        entries = self._between(experts, pages, end)
-        self._kept = self._kept[len(entries) :]
-        self._told += len(entries)
-        return entries
-
-    def _between(self, experts: ExpertPages, pages: list[int], end: int) -> np.ndarray:
         count = max(0, end - self._told)
         kept = self._kept[:count]
         if len(kept) == count:

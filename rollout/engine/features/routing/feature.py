@@ -43,13 +43,17 @@ class RoutingFeature(StepFeature, PageMirror):
         self._launched += 1
 
     def delta_fields(self, seq: Sequence) -> DeltaFields:
-        """Take the unsent entries; they count as sent."""
+        """The unsent entries."""
         if seq.group.request.routing_from is None:
             return {}
-        entries = self._of(seq).tell(self.entries, seq.kv.pages, seq.consumed)
+        return {"routing": self._of(seq).unsent(self.entries, seq.kv.pages, seq.consumed)}
+
+    def delta_made(self, seq: Sequence) -> None:
+        """The entries count as sent."""
         if seq.finish is not None:
-            del self._unsent[seq]
-        return {"routing": entries}
+            self._unsent.pop(seq, None)
+        elif (experts := self._unsent.get(seq)) is not None:
+            experts.sent(seq.consumed)
 
     def left(self, seq: Sequence) -> None:
         """A preempted sequence takes its entries along: those in its pages may be computed again."""

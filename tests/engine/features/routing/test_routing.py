@@ -8,6 +8,7 @@ import torch
 
 from rollout.constraints.matcher import ANYTHING, AllowList
 from rollout.engine.build import rebuild_engine
+from rollout.engine.features.all import FEATURES
 from rollout.engine.features.routing.feature import RoutingFeature
 from rollout.engine.features.scores.feature import ScoresFeature
 from rollout.engine.kv.pool import DUMP_PAGE
@@ -228,13 +229,14 @@ def test_a_rescued_completion_has_the_experts_of_its_tokens(family, pages):
     bench.close(check=False)
 
 
-def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
+@pytest.mark.parametrize("features", [FEATURES, FEATURES[::-1]], ids=["in order", "reversed"])
+def test_a_delta_that_could_not_be_made_takes_no_entries_along(family, features):
     class Full:
         def event_fields(self):
             raise MemoryError
 
     model, hf_model = family
-    bench = Bench(model, routing=True)
+    bench = Bench(model, routing=True, features=features)
     prompt = prompt_of(20, 1)
     bench.submit("a", prompt, 30, routing_from=0, prompt_logprobs=True)
     bench.ticks(12)
