@@ -17,8 +17,8 @@ from rollout_kernels.parallel import TensorGroup
 from transformers import CONFIG_MAPPING
 
 from rollout.config import EngineSettings
-from rollout.engine.build import check_fallback, check_model
 from rollout.engine.features.routing.record import kept_routing
+from rollout.engine.model_checks import check_fallback, check_model
 from rollout.engine.sizing import DeviceTarget, kv_dtype
 from rollout.models.coded import check_format
 from rollout.models.config_spec import spec_from_config

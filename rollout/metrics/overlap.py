@@ -69,12 +69,6 @@ def host_intervals(records: Sequence[StepTiming]) -> list[Interval]:
     return merged(intervals + turns + masks)
 
 
-def active_share(records: Sequence[StepTiming]) -> float:
-    """Share of the time from the first step's start to the last one's end in which the compute stream ran a step."""
-    intervals = device_intervals(records)
-    return sum(end - begin for begin, end in intervals) / (intervals[-1][1] - intervals[0][0])
-
-
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
     """The union of intervals as disjoint intervals in order."""
     result: list[Interval] = []

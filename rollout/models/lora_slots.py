@@ -121,16 +121,6 @@ class AdapterWeights:
 NO_WEIGHTS = AdapterWeights(0, {})
 
 
-def random_adapter(spec: ModelSpec, rank: int, dtype: torch.dtype, seed: int, scale: float = 1e-3) -> AdapterWeights:
-    """An adapter of all modules in slots of `rank`, for benchmarks."""
-    generator, parts = torch.Generator().manual_seed(seed), {}
-    for key, linear in model_products(spec).items():
-        a = torch.randn(len(linear.modules) * padded_rank(rank), linear.inputs, generator=generator) * scale
-        b = torch.randn(linear.outputs, padded_rank(rank), generator=generator) * scale
-        parts[key] = (a.to(dtype), b.to(dtype))
-    return AdapterWeights(rank, parts)
-
-
 class AdapterSlots:
     """Device memory of `slots` adapters of up to `rank`; only `write` changes it."""
 

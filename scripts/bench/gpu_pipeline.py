@@ -30,13 +30,12 @@ from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.idle import IDLE_CAUSES
-from rollout.metrics.overlap import active_share
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import load_model
 from scripts.bench.cost_model import StepParts, points, zombie_share
 from scripts.bench.driver import Driver, random_prompt
 from scripts.bench.output import print_table, spread, write_results
-from scripts.bench.profiled_steps import profile_steps, summarise
+from scripts.bench.profiled_steps import active_share, profile_steps, summarise
 from scripts.bench.shapes import SHAPES, write_checkpoint
 from scripts.bench.step_parts import DeviceParts, measure_device_parts, sleeping_steps
 

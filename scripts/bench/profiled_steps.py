@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from rollout.metrics.overlap import merged
-from rollout.metrics.step_timing import Interval
+from rollout.metrics.overlap import device_intervals, merged
+from rollout.metrics.step_timing import Interval, StepTiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +81,9 @@ def _in_equal_parts(events: Sequence[Mapping[str, Any]], steps: int) -> list[lis
 def interval_of(event: Mapping[str, Any]) -> Interval:
     """Begin and end of a kernel, microseconds."""
     return event["ts"], event["ts"] + event["dur"]
+
+
+def active_share(records: Sequence[StepTiming]) -> float:
+    """Share of the time from the first step's start to the last one's end in which the compute stream ran a step."""
+    intervals = device_intervals(records)
+    return sum(end - begin for begin, end in intervals) / (intervals[-1][1] - intervals[0][0])

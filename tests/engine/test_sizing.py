@@ -41,7 +41,8 @@ from rollout.engine.step.rehearsal import (
 from rollout.engine.step.row_state import RowState
 from rollout.models import load_model
 from rollout.models.fused import FusedDecoder
-from rollout.models.lora_slots import AdapterSlots, random_adapter
+from rollout.models.lora_slots import AdapterSlots
+from scripts.bench.random_adapter import random_adapter
 from tests.support.engine.harness import Bench
 from tests.support.models.families import make_checkpoint
 from tests.support.settings import settings_of

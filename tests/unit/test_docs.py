@@ -26,13 +26,14 @@ MOST_WORDS = {
     ROOT / "README.md": 700,
     ROOT / "CHANGELOG.md": 1500,
     DOCS / "architecture.md": 1500,
+    DOCS / "reference/client.md": 1200,
 }
 #: Words of all pages by hand together, without the changelog.
-MOST_WORDS_BY_HAND = 20_500
+MOST_WORDS_BY_HAND = 21_592
 MOST_DRAWINGS, MOST_GLOSSARY_WORDS = 4, 40
 #: Pages that are written by hand; scripts write the other folders of docs.
 BY_HAND = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("design/*.md"))]
-BY_HAND += sorted(DOCS.glob("integrations/*.md"))
+BY_HAND += [*sorted(DOCS.glob("integrations/*.md")), DOCS / "reference/client.md"]
 MOST_NUMBERS = 15
 #: Names that the recipes make up.
 MADE_UP = {"epsilon", "epsilon_S", "rollout_kv_cached_pct", "NAME"}

@@ -69,10 +69,6 @@ class Sections:
         """The manifest for an update of the same layout."""
         return replace(self.manifest, version=version)
 
-    def rank_at(self, byte: int) -> int:
-        """The rank to which the bucket that begins at this byte belongs."""
-        return bisect.bisect_right(self.begins, byte) - 1
-
     def of_rank(self, rank: int) -> tuple[TensorEntry, ...]:
         starts = [entry.offset for entry in self.manifest.tensors]
         begin = bisect.bisect_left(starts, self.begins[rank])

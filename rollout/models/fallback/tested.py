@@ -3,14 +3,7 @@
 The table of the docs is made from this one. The tests check its columns on attention and experts.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
-
-from rollout.models.fallback.experts import is_plain
-
-if TYPE_CHECKING:
-    from rollout.models.fallback.model import TransformersModel
+from typing import NamedTuple
 
 
 class TestedArchitecture(NamedTuple):
@@ -18,23 +11,6 @@ class TestedArchitecture(NamedTuple):
 
     attention: str  # "plain", or what differs from it
     experts: str  # "none", "ours" or "transformers'": the code that runs them
-
-
-def known_architecture(model: TransformersModel) -> TestedArchitecture:
-    """The special traits of a model, from its layers."""
-    layers = model.spec.layers
-    special = {
-        "windows": any(layer.window is not None for layer in layers),
-        "softcap": any(layer.softcap for layer in layers),
-        "sinks": any(layer.sinks for layer in layers),
-        "values of another dimension": any(layer.kv.k_dim != layer.kv.v_dim for layer in layers),
-        "shared KV": any(layer.shared for layer in layers),
-        "states": any(layer.states for layer in model.spec.caches),
-        "gathered": model.spec.way.attention == "gathered",
-    }
-    blocks = [module for module in model.module.modules() if hasattr(module, "_apply_gate")]
-    experts = "none" if not blocks else "ours" if all(is_plain(block) for block in blocks) else "transformers'"
-    return TestedArchitecture(", ".join(name for name, present in special.items() if present) or "plain", experts)
 
 
 TESTED: dict[str, TestedArchitecture] = {

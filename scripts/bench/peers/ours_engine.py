@@ -25,7 +25,6 @@ from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
 from rollout.models.language_model import native
 from rollout.models.loader import MTP, AskedFormat
-from rollout.models.lora_slots import random_adapter
 from rollout.models.spec import MoESpec
 from rollout.process.progress import stage
 from rollout.settings_sources import load_settings
@@ -34,6 +33,7 @@ from scripts.bench.peers.experiments import Finished, Row, Served
 from scripts.bench.peers.job import Job
 from scripts.bench.peers.repeating import is_output, quiet, sharpen
 from scripts.bench.peers.workloads import Work
+from scripts.bench.random_adapter import random_adapter
 from scripts.bench.shapes import write_checkpoint, write_draft_checkpoint
 
 #: Share of the free memory for KV; the rest is for graphs, logits and the activations of a prefill.

@@ -11,10 +11,11 @@ from rollout.config import ModelSettings
 from rollout.engine.features.adapters.adapter_table import AdapterTable
 from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.models import load_model
-from rollout.models.lora_slots import AdapterSlots, corrected_modules, random_adapter
+from rollout.models.lora_slots import AdapterSlots, corrected_modules
 from rollout.models.peft_tensors import AdapterPacker
 from rollout.models.spec import ModelSpec
 from rollout.weights.adapter_updates import AdapterTarget
+from scripts.bench.random_adapter import random_adapter
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected
 from tests.support.engine.streams import InlineDevice

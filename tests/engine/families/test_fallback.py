@@ -10,7 +10,8 @@ from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.build import sleeping_memory
 from rollout.engine.device.streams import CpuDevice
 from rollout.models import load_model
-from rollout.models.fallback.tested import TESTED, known_architecture
+from rollout.models.fallback.experts import is_plain
+from rollout.models.fallback.tested import TESTED, TestedArchitecture
 from tests.support.engine.harness import Bench
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.models.fallback import CONFIGS, make_checkpoint
@@ -55,9 +56,26 @@ def test_all_architectures_of_the_table_are_held_here():
     assert set(TESTED) == set(CONFIGS) and len(TESTED) >= 25 and set(_ALWAYS) < set(TESTED)
 
 
+def traits_of(model):
+    """The special traits of a model, from its layers."""
+    layers = model.spec.layers
+    special = {
+        "windows": any(layer.window is not None for layer in layers),
+        "softcap": any(layer.softcap for layer in layers),
+        "sinks": any(layer.sinks for layer in layers),
+        "values of another dimension": any(layer.kv.k_dim != layer.kv.v_dim for layer in layers),
+        "shared KV": any(layer.shared for layer in layers),
+        "states": any(layer.states for layer in model.spec.caches),
+        "gathered": model.spec.way.attention == "gathered",
+    }
+    blocks = [module for module in model.module.modules() if hasattr(module, "_apply_gate")]
+    experts = "none" if not blocks else "ours" if all(is_plain(block) for block in blocks) else "transformers'"
+    return TestedArchitecture(", ".join(name for name, present in special.items() if present) or "plain", experts)
+
+
 def test_what_the_table_says_of_a_model_is_so(made):
     (model, _), _ = made
-    assert TESTED[model.spec.architecture] == known_architecture(model)
+    assert TESTED[model.spec.architecture] == traits_of(model)
 
 
 def test_prefill_and_decode_give_the_logits_of_eager_attention(made):

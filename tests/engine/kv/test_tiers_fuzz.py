@@ -27,7 +27,7 @@ from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import Cancel, EndSession, Prefetch, Sleep, WakeUp
 from rollout.engine.messages.to_service import Done
 from rollout.models.cut import kept_values
-from rollout.models.lora_slots import random_adapter
+from scripts.bench.random_adapter import random_adapter
 from tests.support.engine.constraints import SIZE, Cycle, X, Y
 from tests.support.engine.conversation import LEASE_S
 from tests.support.engine.faults import fail_a_step

@@ -4,7 +4,7 @@ import pytest
 
 from rollout.engine.features.adapters.messages import PutAdapter
 from rollout.engine.messages.to_service import Done
-from rollout.models.lora_slots import random_adapter
+from scripts.bench.random_adapter import random_adapter
 from tests.support.engine.adapted import table_of
 from tests.support.engine.harness import load
 from tests.support.engine.sleeping import Sleeping

@@ -31,8 +31,8 @@ from rollout.engine.step.graphs import (
 )
 from rollout.models.decoder import Decoder
 from rollout.models.layers import SparseFeedForward
-from rollout.models.lora_slots import random_adapter
 from rollout.models.spec import DenseSpec, MoESpec, RouterSpec
+from scripts.bench.random_adapter import random_adapter
 from tests.support.engine.harness import Bench, load
 from tests.support.models.families import make_checkpoint
 

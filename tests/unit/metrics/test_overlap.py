@@ -2,8 +2,9 @@
 
 import pytest
 
-from rollout.metrics.overlap import active_share, device_intervals, host_intervals, merged, overlap, write_overlap
+from rollout.metrics.overlap import device_intervals, host_intervals, merged, overlap, write_overlap
 from rollout.metrics.step_timing import StepTiming
+from scripts.bench.profiled_steps import active_share
 
 
 def step(planned: float, start: float, end: float, committed: float) -> StepTiming:

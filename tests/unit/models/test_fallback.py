@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama4 import modeling_llama4 as llama4
 
 from rollout.config import EngineSettings, ModelSettings
-from rollout.engine.build import check_model
+from rollout.engine.model_checks import check_model
 from rollout.models import CheckpointError, Decoder, LoadedModel, load_model
 from rollout.models.fallback.attention import PAGED, RUNNING, paged_attention
 from rollout.models.fallback.cache import PieceCache

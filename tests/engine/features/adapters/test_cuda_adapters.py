@@ -5,8 +5,8 @@ import torch
 
 from rollout.engine.device.streams import make_device
 from rollout.engine.features.adapters.messages import PutAdapter
-from rollout.models.lora_slots import random_adapter
 from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
+from scripts.bench.random_adapter import random_adapter
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, no_waiting, watch_compilation
 from tests.support.engine.harness import Bench, load
 from tests.support.models.families import make_checkpoint

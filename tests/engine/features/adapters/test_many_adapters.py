@@ -7,7 +7,8 @@ import pytest
 from rollout.engine.features.adapters.messages import DropAdapter, PutAdapter
 from rollout.engine.messages.to_service import Done
 from rollout.engine.schedule.preemption import change_weights
-from rollout.models.lora_slots import AdapterWeights, random_adapter
+from rollout.models.lora_slots import AdapterWeights
+from scripts.bench.random_adapter import random_adapter
 from tests.support.engine.adapted import table_of, versions_of
 from tests.support.engine.harness import load, prompt_of
 from tests.support.engine.sleeping import Sleeping
