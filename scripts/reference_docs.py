@@ -509,6 +509,18 @@ def _section(metric: Metric) -> str:
     return next(other.panel.section for other in METRICS if other.panel and other.name.startswith(f"{word}/"))
 
 
+#: The models that are missing most.
+_FALLBACK_NEXT = """
+## Next
+
+- DeepSeek-V4, which has the most users: its layers keep compressed keys in cache classes of their own, its first
+  routers have tables of integers, and its checkpoints are quantized.
+- MiniMax-M3 under its published class, of text and images: today its language model alone, saved as
+  `MiniMaxM3VLForCausalLM`. Natively, each KV head chooses blocks.
+- Qwen4-exp: its indexer keeps positions as well as keys.
+"""
+
+
 def fallback_page() -> str:
     """How transformers' code is run, and what a worker does with each of its causal LMs."""
     version, results = read_results()
@@ -531,7 +543,7 @@ def fallback_page() -> str:
         lines += [title] if title else []
         for reason, names in sorted(groups.items(), key=lambda group: -len(group[1])):
             lines.append(f"- {reason}: {', '.join(f'`{name}`' for name in names)}")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, _FALLBACK_NEXT])
 
 
 def _general(reason: str) -> str:

@@ -27,8 +27,12 @@ def module_class(config: Any, architecture: str) -> Any:
     def refusal(why: str) -> ValueError:
         return ValueError(f"architecture {architecture!r:.80} cannot be served through transformers' code: {why}")
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    cls = next((c for c in (found if isinstance(found, tuple) else (found,)) if c is not None), None)
+    cls = _causal_lm(config)
+    if cls is None and (own := _causal_lm(config.get_text_config())) is not None:
+        raise refusal(
+            f"it is more than a language model; save its language model alone, as {own.__name__}, with text_config as "
+            "config"
+        )
     if cls is None or cls.__name__ != architecture:
         known = "no causal LM" if cls is None else f"another causal LM, {cls.__name__},"
         raise refusal(f"transformers has {known} for model_type {config.model_type!r:.80}")
@@ -39,6 +43,11 @@ def module_class(config: Any, architecture: str) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         raise refusal("its checkpoint is quantized; use one with float32, bfloat16 or float16 weights")
     return cls
+
+
+def _causal_lm(config: Any) -> Any | None:
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return next((cls for cls in (found if isinstance(found, tuple) else (found,)) if cls is not None), None)
 
 
 def make_module(cls: Any, config: Any, dtype: torch.dtype, device: torch.device, random_seed: int | None = None) -> Any:

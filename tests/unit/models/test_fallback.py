@@ -160,6 +160,13 @@ def test_what_cannot_be_served_is_refused_with_the_reason(
         load(folder, load_format="random")
 
 
+def test_a_class_of_text_and_images_is_refused_with_the_class_of_its_language_model(tmp_path: Path) -> None:
+    text = {**CONFIGS["MiniMaxM3VLForCausalLM"]}
+    folder = write_config(tmp_path, "MiniMaxM3SparseForConditionalGeneration", text_config=text)
+    with pytest.raises(ValueError, match="language model alone, as MiniMaxM3VLForCausalLM"):
+        load(folder, load_format="random", model_impl="auto")
+
+
 def test_an_architecture_that_transformers_does_not_have_is_refused_and_its_code_never_runs(tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     (tmp_path / "modeling_new.py").write_text(f"open({str(proof)!r}, 'w').close()\n")
