@@ -3,7 +3,8 @@
     python -m scripts.reference_docs            checks that the pages are current (exit status 1 if one is not)
     python -m scripts.reference_docs --write    writes them
 
-A page is one function in `PAGES`. Of `protocol.md` the lists of messages and fields are made from the code.
+A page is one function in `PAGES`. Of `protocol.md` the lists of messages and fields are made from the code; the
+list of files of `request_path.md` comes from `scripts.check.request_path`.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from scripts.check.architectures import of_architectures, read_results
 from scripts.gateway_reference import endpoints_page
 from scripts.hooks_reference import hooks_page
 from scripts.protocol_reference import with_generated_parts
+from scripts.request_page import listed_files, request_page
 from scripts.together_reference import together_page
 from trainer_bridge.wire.errors import SENT_BY_WORKERS, RolloutError
 
@@ -570,6 +572,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "endpoints.md": endpoints_page,
     "hooks.md": hooks_page,
+    "request_path.md": lambda: request_page(listed_files()),
     "together.md": together_page,
 }
 

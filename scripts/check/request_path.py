@@ -1,9 +1,10 @@
 """Prints the files that one prompt passes through: the modules in which a function is called for it.
 
-    PYTHONPATH=.:kernels python -m scripts.check.request_path
+    PYTHONPATH=.:kernels python -m scripts.check.request_path            prints those of the client and of the worker
+    PYTHONPATH=.:kernels python -m scripts.check.request_path --write    writes the page of the worker's
 
-A worker on the CPU serves a completion of token ids, under a profile of all its threads. Modules that it also runs
-while it is idle are counted apart, after a first completion, so that caches and lazy imports are there.
+A worker on the CPU serves a completion of token ids, under a profile of all its threads. It is the second one, so that
+caches and lazy imports are there.
 """
 
 import os
@@ -17,58 +18,65 @@ from types import CodeType, FrameType
 from typing import Any
 
 from rollout.cli.main import main as command
+from scripts.request_page import PAGE, request_page
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import start_worker
 
 _ROOT = Path(__file__).parents[2]
 _MODEL = _ROOT / "rollout" / "demo" / "checkpoints" / "ones"
 _PACKAGES = ("rollout/", "rollout_gateway/", "trainer_bridge/", "kernels/")
-_IDLE_S = 3.0  # longer than the interval between two reports of the worker
+_BESIDE = "rollout/process/"  # threads that watch the process
+_ENDED_S = 0.5  # the worker has ended its work on a completion this long after the answer
 _WAIT_S = 60.0
 
 
-def main() -> None:
-    """Start a worker under the profile, send it a prompt, print the files of both sides."""
+def main(write: bool) -> None:
+    """Print the files of both sides, or write the page."""
+    asked, served = files_of_a_prompt()
+    if write:
+        PAGE.write_text(request_page(served), encoding="utf-8")
+        return
+    for title, files in (("client", asked), ("worker", served)):
+        print(f"{title}: {len(files)} files", *files, sep="\n  ")
+
+
+def files_of_a_prompt() -> tuple[list[str], list[str]]:
+    """Start a worker under the profile and send it a prompt: the files of the client and of the worker, as called."""
     calls = _profile()
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "files"
         command = (sys.executable, "-m", "scripts.check.request_path", str(written))
-        settings: dict[str, Any] = {"wandb": False, "kv_memory_max_gib": 1 / 32, "interval_s": 1.0}
+        settings: dict[str, Any] = {"wandb": False, "kv_memory_max_gib": 1 / 32, "interval_s": 3600.0}
         with start_worker(_MODEL, command=command, log_file=Path(folder) / "log", **settings) as worker:
             with RolloutClient(worker.endpoint) as client:
                 client.generate([4, 5, 6, 7], max_tokens=4)
-                time.sleep(_IDLE_S)
+                time.sleep(_ENDED_S)
                 _files(worker.pid, written)
-                time.sleep(_IDLE_S)
-                idle = _files(worker.pid, written)
                 calls.clear()
                 client.generate([5, 6, 7, 8, 9], max_tokens=4)
-                asked, served = _paths(calls), _files(worker.pid, written)
-    for title, files in (("client", asked), ("worker, idle", idle), ("worker, for the prompt", served - idle)):
-        print(f"{title}: {len(files)} files", *sorted(files), sep="\n  ")
-    print(f"worker, in all: {len(served | idle)} files")
+                return _paths(calls), _files(worker.pid, written)
 
 
-def _profile() -> set[CodeType]:
+def _profile() -> dict[CodeType, None]:
     """The code of the functions that are called from now on, by any thread that starts later and by this one."""
-    called: set[CodeType] = set()
+    called: dict[CodeType, None] = {}
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            called.add(frame.f_code)
+            called[frame.f_code] = None
 
     threading.setprofile(note)
     sys.setprofile(note)
     return called
 
 
-def _paths(called: set[CodeType]) -> set[str]:
-    names = {Path(code.co_filename) for code in called.copy()}
-    paths = {str(name.relative_to(_ROOT)) for name in names if name.is_relative_to(_ROOT)}
-    return {path for path in paths if path.startswith(_PACKAGES)}
+def _paths(called: dict[CodeType, None]) -> list[str]:
+    names = dict.fromkeys(Path(code.co_filename) for code in called.copy())
+    paths = [str(name.relative_to(_ROOT)) for name in names if name.is_relative_to(_ROOT)]
+    return [path for path in paths if path.startswith(_PACKAGES) and not path.startswith(_BESIDE)]
 
 
-def _files(pid: int, written: Path) -> set[str]:
+def _files(pid: int, written: Path) -> list[str]:
     """The files of the calls of the worker since the last call of this function."""
     os.kill(pid, signal.SIGUSR1)
     until_s = time.monotonic() + _WAIT_S
@@ -76,7 +84,7 @@ def _files(pid: int, written: Path) -> set[str]:
         if time.monotonic() > until_s:
             raise TimeoutError("the worker does not write its files")
         time.sleep(0.01)
-    files = set(written.read_text().split())
+    files = written.read_text().split()
     written.unlink()
     return files
 
@@ -96,6 +104,6 @@ def _serve(written: Path, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 2:
         sys.exit(_serve(Path(sys.argv[1]), sys.argv[2:]))
-    main()
+    main(write=sys.argv[1:] == ["--write"])

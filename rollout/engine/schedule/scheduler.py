@@ -12,19 +12,18 @@ Rules that keep it right:
 - `inflight_refs` rises in `launched` and falls in `commit`, nowhere else.
 - `Roster.settle` is the one place where row and pages of a sequence go back: finalized or LEAVING, and refs 0.
 - A row whose last allowed token is in flight is not planned again.
-- Admission takes the prompt's pages and one more, never those of `max_tokens`; when pages run out, a sequence is
-  preempted (`preemption` says which) and starts again from its tokens, or from its KV where that is offloaded.
+- When pages run out, a sequence is preempted (`preemption` says which) and starts again from its tokens, or from its KV
+  where that is offloaded.
 - Steps of prompts and of decode rows alternate while there are both, so that no decode waits longer than one chunk.
 """
 
-import functools
 from bisect import insort
 from collections.abc import Callable
 
-from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Finish, Rejected
 from rollout.engine.schedule import preemption
+from rollout.engine.schedule.admission import admit
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, PromptPart, Span, decode_spans, make_plan
 from rollout.engine.schedule.refusal import Deadlines, SchedulerLimits, refusal
@@ -97,7 +96,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
-        self.admission_over = self._admit()
+        self.admission_over = admit(self.roster)
         if self._last_kind == "decode":
             plan = self._plan_prompts() or self._plan_decode()
         else:
@@ -105,43 +104,6 @@ class Scheduler:
         if plan is not None:
             self._last_kind = plan.kind
         return plan
-
-    def _admit(self) -> bool:
-        """Give rows to waiting sequences. False if it goes on once steps in flight are committed."""
-        roster, allocator, feed = self.roster, self.roster.allocator, self.roster.feed
-        if roster.ending:
-            return False
-        waits = functools.partial(newcomer_waits, roster)
-        while roster.free_rows:
-            if feed.has_room_waiters:
-                feed.queue_held(waits)
-            seq = roster.first_waiting()
-            if seq is None:
-                return True
-            if seq.group.waits_for_turn:
-                return False
-            # A page for each running row stays free: otherwise the newcomer is preempted as soon as the rows grow.
-            rows = roster.rows_by_rank()
-            if feed.still_misfits(seq, rows, allocator.admissible):
-                return True
-            reusable = allocator.find_reusable(seq, roster.version, rows)
-            running = rows[seq.kv.rank]
-            if reusable.awaited is not None:
-                other, awaited = reusable.awaited
-                roster.prompt_order.hasten(other, seq, awaited - reusable.tokens)
-                feed.join(seq, other, awaited)
-            elif isinstance(usable := allocator.fetch_for(seq, reusable, roster.version, spare=running), Fetch):
-                feed.join(seq, usable)
-            elif waits(seq, pages := allocator.pages_for_new(seq, usable)):
-                feed.wait_for_room(seq, pages)
-            elif allocator.try_admit(seq, usable, roster.version, spare=running):
-                roster.start(seq)
-            elif any(rows) or not allocator.sharing:
-                feed.note_misfit(seq, rows, allocator.admissible)  # noted now: sessions may have lost their pages
-                return True
-            else:
-                allocator.close_shared_prompt(allocator.sharing[0])  # nothing runs that could give pages back
-        return True
 
     def _plan_prompts(self) -> Plan | None:
         roster, limits = self.roster, self.limits
@@ -311,34 +273,6 @@ class Scheduler:
 
 def _pages_of(seq: Sequence) -> list[int]:
     return seq.kv.pages
-
-
-#: Seconds. 95% of agents' turns begin within `LONG_IDLE_S` of the end of the turn before.
-LONG_IDLE_S, LONGEST_WAIT_S = 10.0, 30.0
-
-
-def newcomer_waits(roster: Roster, seq: Sequence, pages: int) -> bool:
-    """True if `seq`, which needs `pages` pages, has to wait although idle sessions could be evicted.
-
-    Agents come back: an idle session is one whose tool runs. If every new agent starts at once, each turn takes the
-    pages of a session that comes back next, and that one computes its whole context again. So a turn waits if its
-    session has no KV (it is the first turn, or the KV gave way) and if the pages that no session has, together with
-    free pages on the host, are too few for the turn; where rows are dealt to ranks, on each rank. It takes pages of
-    sessions when no row runs, when a session was idle for long, or when the turn itself has waited for long. A turn
-    whose KV is on the host does not wait: it needs no prefill.
-    """
-    group, allocator = seq.group, roster.allocator
-    if group.session is None or group.session.kv is not None or seq.begun or not roster.running:
-        return False
-    room = [
-        allocator.pool.available_of(rank) + allocator.tier.room - rows
-        for rank, rows in enumerate(roster.rows_by_rank())
-    ]
-    if max(room) >= pages:
-        return False
-    now_s = roster.clock()
-    idle_s = allocator.sessions.longest_idle_s(now_s)
-    return idle_s <= LONG_IDLE_S and now_s - group.arrived_s <= LONGEST_WAIT_S
 
 
 def prompt_spans(roster: Roster, limits: SchedulerLimits, upload_words: Callable[[Sequence, int], int]) -> list[Span]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollout.engine.messages.to_engine import Cancel, EndSession
-from rollout.engine.schedule.scheduler import LONG_IDLE_S, LONGEST_WAIT_S
+from rollout.engine.schedule.admission import LONG_IDLE_S, LONGEST_WAIT_S
 from tests.support.engine.conversation import LEASE_S, Conversation
 from tests.support.engine.harness import Bench
 

@@ -68,6 +68,42 @@ class _Offer(NamedTuple):
         return not self.path
 
 
+class UnpaidPolicy:
+    """The work of the drafter on the device while its drafts do not pay: it drafts now and then, to be measured.
+
+    It drafts in `share` of the device's time.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.plans = 0  # since its drafts have paid
+        self._share = share
+        self._drafted_at = 0  # `plans` when it last drafted
+        self._idle = DraftAfter.NOTHING
+
+    def between(self) -> DraftAfter | None:
+        """The drafter's work after a plan between two decisions; None if this plan has one."""
+        if not self.plans or (self.plans + 1) % _ASKED_EVERY == 0:
+            return None
+        self.plans += 1
+        return self._idle
+
+    def paid(self) -> None:
+        """The decision: drafts pay."""
+        self.plans = self._drafted_at = 0
+
+    def decide(self, idle: DraftAfter, draft_s: float, plain_s: float) -> DraftAfter:
+        """The decision: drafts do not pay. Return the drafter's work; `idle` is its work where it does not draft.
+
+        Its drafts take `draft_s`, a plain step takes `plain_s`.
+        """
+        self.plans += 1
+        self._idle = idle
+        if draft_s > (self.plans - self._drafted_at) * self._share * plain_s:
+            return idle
+        self._drafted_at = self.plans
+        return DraftAfter.DRAFT
+
+
 class DraftPlanner:
     """Asks the drafter on the host, and says when the one on the device runs.
 
@@ -92,7 +128,6 @@ class DraftPlanner:
         unpaid_share: float = EngineConstants().unpaid_share,
     ) -> None:
         self._drafter = drafter
-        self._unpaid_share = unpaid_share
         self.most = most  # most drafts for a row in a step
         self._most_rows = most_rows
         self._rows: dict[Sequence, RowDrafts] = {}
@@ -103,16 +138,14 @@ class DraftPlanner:
         self._reads = on_device == "heads"  # the drafter reads every step, or its KV has holes
         self._all_rows, self._all_device_rows = Acceptance(), Acceptance()
         self._resting = 0  # plans before the drafter is asked again
-        self._unpaid = 0  # plans since drafts of the device have paid
-        self._drafted_at = 0  # `_unpaid` when the device last drafted
-        self._idle = DraftAfter.NOTHING  # the device's work while its drafts do not pay
+        self._unpaid = UnpaidPolicy(unpaid_share)
 
     @property
     def after_prompts(self) -> DraftAfter:
         """The drafter's work after a step of prompts; a draft model reads all of them."""
-        if not self._makes or (self._unpaid and not self._reads):
+        if not self._makes or (self._unpaid.plans and not self._reads):
             return DraftAfter.NOTHING
-        return DraftAfter.READ if self._unpaid else DraftAfter.DRAFT
+        return DraftAfter.READ if self._unpaid.plans else DraftAfter.DRAFT
 
     def choose(self, seqs: list[Sequence], versions: DraftVersions, grow: Grow) -> DraftChoice:
         """The drafts of a step of these rows, in their order; may give rows pages more for them."""
@@ -246,28 +279,22 @@ class DraftPlanner:
             return DraftAfter.READ if self._reads else DraftAfter.NOTHING
         if not self._adapts:
             return DraftAfter.DRAFT
-        if self._unpaid and (self._unpaid + 1) % _ASKED_EVERY:
-            self._unpaid += 1
-            return self._idle
+        if (between := self._unpaid.between()) is not None:
+            return between
         draft_s = self._costs.draft_s(len(seqs))
-        if self._unpaid:
+        if self._unpaid.plans:
             for row in self._rows.values():
                 row.of_device.settle(row.seq.tokens)
         chances = [(row.of_device.chance, self.most) for row in rows]
         if any(self._paying(chances, seqs, draft_s)):
-            self._unpaid = self._drafted_at = 0
+            self._unpaid.paid()
             return DraftAfter.DRAFT
-        self._unpaid += 1
         # If drafts would pay for a single row, they will pay once few rows are left: until then the draft model's KV is
         # kept complete.
         alone = max(range(len(rows)), key=lambda i: chances[i][0])
         alone_pays = any(self._paying([chances[alone]], [rows[alone].seq], self._costs.draft_s(1)))
-        self._idle = DraftAfter.READ if self._reads and alone_pays else DraftAfter.NOTHING
-        plain_s = self._costs.plain_s(len(seqs), _contexts(seqs))
-        if draft_s <= (self._unpaid - self._drafted_at) * self._unpaid_share * plain_s:
-            self._drafted_at = self._unpaid
-            return DraftAfter.DRAFT
-        return self._idle
+        idle = DraftAfter.READ if self._reads and alone_pays else DraftAfter.NOTHING
+        return self._unpaid.decide(idle, draft_s, self._costs.plain_s(len(seqs), _contexts(seqs)))
 
     def _grow(self, seqs: list[Sequence], drafts: list[Drafts], grow: Grow) -> None:
         """Give rows the pages of their next drafts, which the draft model writes to."""

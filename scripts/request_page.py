@@ -1,0 +1,35 @@
+"""The reference page of the files that one prompt runs through; `scripts.check.request_path` finds them."""
+
+import ast
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+PAGE = _ROOT / "docs" / "reference" / "request_path.md"
+
+_INTRODUCTION = """\
+# The files of one prompt
+
+For engineers who read the code: the modules in which a worker on the CPU calls a function for one prompt of token ids
+and its four tokens, in the order of the first call. Threads take turns, so neighbours may belong to different ones.
+`python -m scripts.check.request_path --write` runs such a worker and writes the list.
+"""
+
+
+def listed_files() -> list[str]:
+    """The files that the page lists."""
+    return re.findall(r"^\|`(\S+\.py)`\|", PAGE.read_text(encoding="utf-8"), re.M)
+
+
+def request_page(files: Iterable[str]) -> str:
+    """The text of the page for these files: what each is, by the first sentence of its docstring."""
+    rows = [f"|`{file}`|{_first_sentence(_ROOT / file)}|" for file in files]
+    return "\n".join([_INTRODUCTION, f"{len(rows)} files:", "", "|file|what it is|", "|---|---|", *rows]) + "\n"
+
+
+def _first_sentence(path: Path) -> str:
+    """The first sentence of a module's docstring."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    first = " ".join(docstring.partition("\n\n")[0].split())
+    return re.split(r"(?<=\.) ", first)[0].rstrip(".:").replace("|", "\\|")
