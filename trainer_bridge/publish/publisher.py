@@ -457,7 +457,9 @@ class WeightPublisher(Closing):
             asks = payload.sections is None and self._may_cut(payload, recipients)
             self._offer_transports(payload, handle, recipients, asks)
             refused = [each for each in recipients if each.error is not None and each.error.field == "sections"]
-            if not refused or not (asks or payload.sections is not None):
+            cut = payload.sections is not None
+            refused = [each for each in refused if cut or asks and self._cuts.may_ask(each.endpoint)]
+            if not refused:
                 break
             for recipient in refused:
                 assert recipient.error is not None

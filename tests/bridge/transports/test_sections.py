@@ -389,11 +389,11 @@ def test_workers_with_equal_ranks_share_one_stream(sizes: tuple[int, ...], whole
 
 
 def test_a_worker_of_another_release_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, old = [], [True]
+    asked, old = [], ["refuses sections"]
 
     def check(header: Any) -> str:
         asked.append("sections" in header)
-        if "sections" in header and old:
+        if old and ("sections" in header or old == ["refuses all"]):
             raise BadRequest("begin takes no field 'sections'", field="sections")
         return check_fields(header)
 
@@ -415,6 +415,11 @@ def test_a_worker_of_another_release_is_not_asked_again(monkeypatch: pytest.Monk
                 (report,) = publisher.publish(tensors, version).applied(60)
                 came_whole.append(report.sent_nbytes == report.nbytes)
             assert came_whole == [True, False] and worker.serve(tensors)
+            old.append("refuses all")  # also what is not cut: an error, and no further try
+            asked.clear()
+            with pytest.raises(BadRequest, match="takes no field 'sections'"):
+                publisher.publish(tensors, 6).applied(60)
+            assert asked == [True, True, False], "in sections, asked for its cuts, whole"
 
 
 def test_a_worker_whose_cuts_cannot_be_read_gets_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def _logits(model: Decoder, vocab: int) -> tuple[torch.Tensor, list[int]]:
     return join_logits(model, torch.cat(found)), tokens
 
 
-def _run_shard(group: TensorGroup, folder: Path, split: Any) -> tuple[torch.Tensor, list[int], int]:
+def _run_shard(group: TensorGroup, folder: Path, split: Any = "heads") -> tuple[torch.Tensor, list[int], int]:
     loaded = _load(folder, group, split)
     logits, tokens = _logits(loaded.model, loaded.spec.vocab)
     return logits, tokens, sum(parameter.numel() for parameter in loaded.model.parameters())
