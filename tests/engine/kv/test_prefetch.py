@@ -5,9 +5,11 @@ import random
 import numpy as np
 import pytest
 
+from rollout.engine.features.adapters.messages import PutAdapter
 from rollout.engine.messages.prompts import Prompt, TokenIds
 from rollout.engine.messages.to_engine import Prefetch
 from rollout.engine.messages.to_service import Done, Failed
+from tests.support.engine.adapted import make_adapters
 from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench, load
@@ -15,6 +17,7 @@ from tests.support.engine.offloading import offloading
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.streams import LateDevice
 from tests.support.kernels.grids import nightly
+from tests.support.peft_adapters import ALL
 
 
 def host_of(bench: Bench):
@@ -97,6 +100,19 @@ def test_rows_that_run_keep_a_page_each(model, prompt_of, greedy):
     assert prefetch(bench, prompt_of(60, 1)) > 0
     assert [bench.tokens(f"r{i}") for i in range(3)] == [greedy(prompt_of(30, 40 + i), 40) for i in range(3)]
     assert bench.engine.roster.counters.preemptions == 0
+
+
+def test_what_an_adapter_computed_is_prefetched_for_it_alone(model, hf_models, folders, prompt_of, tmp_path_factory):
+    ((weights, _),) = make_adapters(hf_models[0], folders[0], tmp_path_factory, [ALL])
+    bench = offloading(model, kv_pages=81, adapter_slots=1, adapter_rank=16)
+    host = host_of(bench)
+    bench.engine.inbox.put(PutAdapter("a0", weights))
+    prompt = prompt_of(41, 5)
+    bench.complete("a", prompt, 1, adapter="a0")
+    push_out(bench, prompt_of)
+    fetched = host.counts.fetched
+    assert prefetch(bench, prompt) == 0 and host.counts.fetched == fetched
+    assert prefetch(bench, prompt, "a0") >= 40 and host.counts.fetched > fetched
 
 
 def test_a_worker_that_sleeps_or_lacks_the_adapter_says_so(model, prompt_of):
