@@ -161,16 +161,15 @@ class PageAllocator:
 
         Pages of sessions that are `retained` for the new sequence would not become available.
         """
-        pool, most = self.pool, self.pool.available_of(rank) + self.prefixes.evictable_of(rank) - self.tier.writing
-        if pool.available_of(rank) - pool.being_copied >= pages:
-            return True
+        pool = self.pool
+        most = pool.available_of(rank) + self.prefixes.evictable_of(rank) - self.tier.writing
         enough = most - self.sessions.count(retained) >= pages  # sessions give way only if that is enough
         while enough and pool.available_of(rank) - pool.being_copied < pages:
             enough = self.prefixes.evict_one(rank)
             self.given_way += enough
         if not enough:
             self.tier.send_unshared()  # pages that sessions gave up may have no other users left
-        return enough
+        return pool.available_of(rank) - self.tier.writing >= pages
 
     # --- while the sequence runs -------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ module says what leaves the device, and what leaves the host; `fetches` brings i
 With states of linear attention the *end* of a prefix goes along: the state after it, and the page in which it ends if
 that is half full. Both have the key of the snapshot.
 
-No sequence waits for a copy to the host. If the pool needs a page that is not on the host yet, the page is lost. The
-next sequence with that prefix computes it again.
+Admissions wait until the pages that they take are on the host (`writing`). A row that grows does not: if it takes a
+page that is not there yet, the page is lost. The next sequence with that prefix computes it again.
 
 Invariants:
 - Only pages that no step in flight writes to are copied to the host: cached ones, those of idle sessions, and those of
@@ -59,7 +59,7 @@ class KnownBooks:
         self.closed = closed
         self.host, self.states = host, host_states
         self.fetches = Fetches(pool, snapshots, host, host_states, self.costs, mirrors)
-        self.writing = 0  # pages whose copy to the host is due or under way
+        self._writing = 0  # pages whose copy to the host is due or under way
         self._writing_states = 0
         self._pool, self._sessions, self._snapshots = pool, sessions, snapshots
         self._page_size, self._mirrors = sessions.page_size, mirrors
@@ -84,7 +84,7 @@ class KnownBooks:
     @property
     def copies_out(self) -> bool:
         """True while copies to the host are due or under way."""
-        return self.writing > 0 or self._writing_states > 0
+        return self._writing > 0 or self._writing_states > 0
 
     def has(self, key: bytes, oldest: int = 0) -> bool:
         """Whether the page with this key can be fetched, or is being fetched; its KV has no version before `oldest`."""
@@ -109,6 +109,11 @@ class KnownBooks:
             books.expire(now_s)
 
     # --- from the device to the host ----------------------------------------------------------------------------------
+
+    @property
+    def writing(self) -> int:
+        """Pages that no sequence gets before `next_pages` has looked at them, or before their copy has ended."""
+        return self._writing + (self._pool.unseen if self._short else 0)
 
     @property
     def _pool_short(self) -> bool:
@@ -137,7 +142,7 @@ class KnownBooks:
                 half = KnownMove(page, self.host.begin_write(), point.key, oldest, point)
                 self._half_due.append(half)
                 self._pool.half_copies.begin(page, half)
-                self.writing += 1
+                self._writing += 1
 
     def next_pages(self, most: int) -> list[KnownMove]:
         """Up to `most` pages whose copies to the host begin now."""
@@ -153,12 +158,12 @@ class KnownBooks:
             if not self.host.use(key, oldest) and self.host.room:
                 taken.append(KnownMove(page, self.host.begin_write(), key, oldest, NO_POINT))
                 self._pool.begin_copy(page, taken[-1])
-        self.writing += len(taken) - begun
+        self._writing += len(taken) - begun
         return taken
 
     def pages_ended(self, moves: list[KnownMove], failed: bool) -> list[Sequence]:
         """End copies of pages. A page that the pool has evicted meanwhile is not kept; no sequence waits for it."""
-        self.writing -= len(moves)
+        self._writing -= len(moves)
         good = [move for move in moves if self._is_valid(move) and not failed and not self.closed]
         for mirror in self._mirrors if good else ():
             mirror.stow([move.place for move in good], [move.host_place for move in good])
