@@ -155,8 +155,8 @@ class WorkerOrders:
                     if not isinstance(error, UNANSWERED):
                         watch.attempt = None
                     raise
+                await watch.refresh(STATUS_S)  # the watch compares no old status with the new version
                 watch.has_published(update)
-                await watch.refresh(STATUS_S)  # `/health` would compare an old status with the new version
             return wanted
 
     def _without(self, update: PublishedWeights) -> tuple[str, ...]:
