@@ -546,7 +546,7 @@ def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
         if isinstance(family.linear, KimiDeltaFamily):
             heads.append(_value(config, family.linear.dim))
         if share in [_value(config, family.latent.rope_dim) / dim for dim in heads]:
-            share = 1.0  # The factor was that of a whole head.
+            share = 1.0  # The factor was for a whole head.
     if params.get("rope_type") == "proportional":
         share = 1.0  # The function of transformers gives frequencies of 0 to the dimensions that do not turn.
     if share != 1.0 and not family.partial_rope:

@@ -399,7 +399,7 @@ def _scores(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The scores of `_attend`, float32, with those of sinks after the others."""
+    """The scores of `_attend`, float32, with the scores of sinks last."""
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)

@@ -1,4 +1,4 @@
-"""Rules of states whose queries, keys, values and decays are made before: Kimi's delta rule, and that of Mamba-2.
+"""Rules of states whose queries, keys, values and decays are made before: Kimi's delta rule, and Mamba-2's.
 
     S <- diag(exp(g)) S    g: one for a head, or one for each channel of its keys
     u  = beta (v - k S)    without beta: v

@@ -56,7 +56,7 @@ def _fast_exp(x):
 def _philox(counter, index, low, high):
     """The four words of each counter (counter, index, 0, 0), as `philox.philox_4x32`.
 
-    One multiplication gives both halves of a product; those of `tl.philox` take one each.
+    One multiplication gives both halves of a product. `tl.philox` takes two.
     """
     a, b = counter, index
     c = tl.zeros_like(counter)
