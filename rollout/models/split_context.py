@@ -13,6 +13,7 @@ Legend: T tokens, B rows, N ranks, H query heads, Q those of a rank, G KV heads,
 pages, M gathered pages, S positions of a page, C chunks.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -64,11 +65,8 @@ def attend_split(
     parts_NBQX = group.all_to_all(sent_BHX.unflatten(1, (group.size, -1)).transpose(0, 1))
     width = out_BHV.shape[-1]
     log_sum_NBQ1 = parts_NBQX[..., width:].contiguous().view(torch.float32)
-    weights_NBQ1 = torch.softmax(log_sum_NBQ1 * _LN2, dim=0)
+    weights_NBQ1 = torch.softmax(log_sum_NBQ1 * math.log(2), dim=0)
     return (weights_NBQ1 * parts_NBQX[..., :width]).sum(0).to(out_BHV.dtype)
-
-
-_LN2 = 0.6931471805599453
 
 
 # --- prefill ---------------------------------------------------------------------------------------------------------

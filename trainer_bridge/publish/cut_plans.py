@@ -38,7 +38,8 @@ class CutPlans:
         try:
             ranks = cuts_from_wire(cuts, manifest)
         except ProtocolError as error:
-            self.refused(endpoint, error, asked=True)
+            _log.warning("%s gets whole tensors: %s", endpoint, error)
+            self._whole_only.add(endpoint)
             return
         known = next(iter(self._plans.values()), None)
         if known is None or known[1].cuts != cuts_digest(manifest, ranks):

@@ -456,15 +456,14 @@ class WeightPublisher(Closing):
         while True:
             asks = payload.sections is None and self._may_cut(payload, recipients)
             self._offer_transports(payload, handle, recipients, asks)
-            refused = [each for each in recipients if each.error is not None and each.error.field == "sections"]
-            cut = payload.sections is not None
-            refused = [each for each in refused if cut or asks and self._cuts.may_ask(each.endpoint)]
+            cut, refused = payload.sections is not None, False
+            for recipient in recipients:
+                told = cut or (asks and self._cuts.may_ask(recipient.endpoint))  # its `begin` had the field
+                if told and recipient.error is not None and recipient.error.field == "sections":
+                    self._cuts.refused(recipient.endpoint, recipient.error, asked=asks)
+                    recipient.error, refused = None, True
             if not refused:
                 break
-            for recipient in refused:
-                assert recipient.error is not None
-                self._cuts.refused(recipient.endpoint, recipient.error, asked=asks)
-                recipient.error = None
             payload.use_whole()
             recipients = [recipient for recipient in recipients if not recipient.error]
         for recipient in recipients:

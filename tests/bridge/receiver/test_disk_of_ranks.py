@@ -138,15 +138,21 @@ def test_damage_that_one_rank_finds_is_refused_by_all(tmp_path: Path, followers:
         assert worker.serve(tensors)
 
 
+def publish_to_hung_disk(worker: GroupWorker, folder: Path, followers: Followers) -> WeightPublisher:
+    """Publish version 1, then version 2, of which a rank's first read hangs; returns the second one's publisher."""
+    with publisher_of(worker, folder) as publisher:
+        publisher.publish(new_tensors(TinyModel(), 1), 1).applied(60)
+    followers.goes_on.clear()
+    followers.reads.clear()
+    hung = publisher_of(worker, folder)
+    hung.publish(new_tensors(TinyModel(), 2), 2)
+    assert followers.reads.wait(60)
+    return hung
+
+
 def test_a_disk_that_hangs_for_one_rank_costs_an_update_and_nothing_else(tmp_path: Path, followers: Followers) -> None:
     with GroupWorker(2) as worker:
-        with publisher_of(worker, tmp_path) as publisher:
-            publisher.publish(new_tensors(TinyModel(), 1), 1).applied(60)
-        followers.goes_on.clear()
-        followers.reads.clear()
-        hung = publisher_of(worker, tmp_path)
-        hung.publish(new_tensors(TinyModel(), 2), 2)
-        assert followers.reads.wait(60)
+        hung = publish_to_hung_disk(worker, tmp_path, followers)
         lanes = worker.reports.lanes(0)
         assert not lanes["update_reads"].busy, "the watch would take the rank for hung"
         hung.close()
@@ -169,13 +175,7 @@ def test_a_disk_that_hangs_for_one_rank_costs_an_update_and_nothing_else(tmp_pat
 
 def test_in_place_a_rank_writes_no_piece_that_comes_after_the_drop(tmp_path: Path, followers: Followers) -> None:
     with GroupWorker(2, apply="in_place") as worker:
-        with publisher_of(worker, tmp_path) as publisher:
-            publisher.publish(new_tensors(TinyModel(), 1), 1).applied(60)
-        followers.goes_on.clear()
-        followers.reads.clear()
-        hung = publisher_of(worker, tmp_path)
-        hung.publish(new_tensors(TinyModel(), 2), 2)
-        assert followers.reads.wait(60)
+        hung = publish_to_hung_disk(worker, tmp_path, followers)
         hung.close()
         wait_for(lambda: worker.status()["state"] == "stale", "the end of the update")
         worker.ask(action="abort", token="0" * 32).get(timeout=60)  # answered once the ranks have closed the folder

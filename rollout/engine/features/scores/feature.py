@@ -127,9 +127,10 @@ class ScoresFeature(StepFeature):
         """Take tokens up to the last position for which the wide list has room."""
         if first:
             self._wide = self._widest = 0
-        wide = 0 if seq.due_from is None else wide_words(seq.group.request)
-        unscored = 0 if seq.due_from is None else max(0, seq.due_from - start)  # tokens before the first that is scored
-        if not wide or unscored >= length:
+        if seq.due_from is None or not (wide := wide_words(seq.group.request)):
+            return length
+        unscored = max(0, seq.due_from - start)  # tokens before the first one with a score
+        if unscored >= length:
             return length
         widest = max(self._widest, MAX_PROMPT_TOKENS_SCORED if self._exact else wide)
         length = min(length, unscored + max(0, self.most_words // widest - self._wide))
