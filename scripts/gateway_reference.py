@@ -14,19 +14,17 @@ from rollout_gateway.endpoints import ENDPOINTS
 from rollout_gateway.http.bodies import Body, EmptyBody
 from rollout_gateway.prompts import sampling
 from rollout_gateway.requests.http_request import Endpoint
+from scripts.tables import table
 
 _INTRODUCTION = """\
 # Endpoints of the gateway
 
-How to use them: [gateway](../gateway.md). Each line has the path (POST, unless it names another method), the server or
-trainer whose clients call it, what it does, and its fields. A GET, a pause, a sleep, a wake and a session take their
-fields from the URL, all others from the body.
+For users of the [gateway](../gateway.md): the paths (POST, unless a method stands there) of each server or trainer, and
+their fields. A GET, a pause, a sleep, a wake and a session take their fields from the URL, all others from the body.
 
-A field shows its default after `=`, and its type or range if the default does not. Other fields without a default may
-be `null`. A count is an integer from 0 to 2147483647. **Ignored** fields change nothing. Any other field is an error
-(400) that names it, unless its value switches a feature of the other server off.
-
-Process groups, worker extensions and Tinker take what their packages send; their fields are not listed."""
+Fields mean what they mean there, with their defaults and narrower ranges here. **Ignored** fields change nothing. Any
+other field is an error (400) that names it, unless its value switches a feature off. Fields that only packages send are
+not listed."""
 
 #: Modules of bodies that packages write, never users: the page lists the fields of a folder alone.
 _OF_PACKAGES = {module.__name__ for module in (tinker_bodies, trainers, weights)}
@@ -62,11 +60,13 @@ def endpoints_page() -> str:
     alike: dict[tuple[str, type[Body] | None], list[Endpoint]] = {}
     for each in others:
         alike.setdefault((_sentence(each.handler), _beside(each.takes)), []).append(each)
+    rows = []
     for (sentence, body), endpoints in alike.items():
-        described = [] if body is None else [*_body(body)]
-        fields = f" {'; '.join(described)}." if described else ""
-        lines.append(f"- {', '.join(map(_shown, endpoints))}: {sentence}{fields}")
-    lines.append(f"- {len(of_tinker)} paths below `/api/v1`: [Tinker](../integrations/http.md#tinker).")
+        fields = "" if body is None else f" {'; '.join(_body(body))}."
+        clients = dict.fromkeys(each.clients for each in endpoints)
+        rows.append((", ".join(map(_path, endpoints)), ", ".join(clients), f"{sentence}{fields}"))
+    rows.append(("`/api/v1`", "Tinker", f"{len(of_tinker)} paths: [Tinker](../integrations/http.md#tinker)."))
+    lines += table(("path", "server or trainer", "what it does; fields"), rows)
     for body, title in _titles().items():
         if _beside(body) is None:
             lines += ["", f"## {title}", "", *(f"- {line}" for line in _body(body))]
@@ -77,7 +77,7 @@ def _beside(body: type[Body] | None) -> type[Body] | None:
     """The body whose few fields stand beside its endpoints; None: it has none, or a section."""
     if body not in _titles() or body in _SHARED or body in _INNER:
         return None
-    return None if any(base in _titles() for base in body.__mro__[1:]) or len([*_body(body)]) > _MOST_LINES else body
+    return None if len([*_body(body)]) > _MOST_LINES else body
 
 
 def _titles() -> dict[type[Body], str]:
@@ -89,11 +89,6 @@ def _titles() -> dict[type[Body], str]:
         if endpoint.takes is weights.FolderBody or endpoint.takes.__module__ not in _OF_PACKAGES:
             taken.setdefault(endpoint.takes, []).extend(f"`{path}`" for path in endpoint.paths)
     return {body: ", ".join(paths) for body, paths in taken.items()} | dict(_SHARED) | dict(_INNER)
-
-
-def _shown(endpoint: Endpoint) -> str:
-    """An endpoint with its aliases and who calls it."""
-    return f"{_path(endpoint)} ({endpoint.clients})"
 
 
 def _path(endpoint: Endpoint) -> str:
@@ -113,6 +108,9 @@ def _sentence(thing: Any) -> str:
 
 
 def _to(body: type[Body], text: str) -> str:
+    """The text, as a link if the body has a section."""
+    if _beside(body) is not None:
+        return text
     title = _titles()[body]
     return f"[{text}](#{re.sub(r'[^a-z0-9_ -]', '', title.lower()).replace(' ', '-')})"
 
@@ -148,12 +146,11 @@ def _defaulted(name: str, field: FieldInfo) -> str:
 
 
 def _of_field(schema: Mapping[str, Any], field: FieldInfo) -> str:
-    """The values of a field; none if its default shows their type."""
+    """The values of a field, if they are less than all of its type."""
     values = allowed_values(schema)
-    shown = {bool: values, float: "number", int: "integer", str: "string", list: "list"}.get(type(field.default))
-    if values == shown or (isinstance(field.default, (dict, Body)) and values == "object"):
-        return ""
-    return f": {values}{', required' if field.is_required() else ''}"
+    narrow = [values] if re.search(r"\d|`", values) else []
+    told = [*narrow, *(["required"] if field.is_required() else [])]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _added(named: Mapping[str, Any], earlier: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rollout.engine.kv.tiers.page_mirror import PageMirror
 from rollout.engine.schedule.command_feature import CommandFeature
 from rollout.engine.schedule.step_feature import AheadPlanner, StepFeature
 from rollout.engine.step.device_feature import AheadFeature, DeviceFeature
+from scripts.tables import table
 
 _INTRODUCTION = """\
 # Hooks of features
@@ -39,10 +40,11 @@ def hooks_page() -> str:
         hooks = dict(_hooks(base))
         module = f"`{base.__module__.replace('.', '/')}.py`"
         lines += ["", f"## {title}", "", f"{len(hooks)} hook{'s' if len(hooks) > 1 else ''}, {module}:", ""]
-        for name, hook in hooks.items():
-            kinds = on_device if issubclass(base, DeviceFeature) else on_host
-            having = ", ".join(kind.name for kind in kinds if getattr(kind, name, hook) is not hook)
-            lines.append(f"- `{name}`: {having}")
+        kinds = on_device if issubclass(base, DeviceFeature) else on_host
+        having = {
+            name: [kind.name for kind in kinds if getattr(kind, name, hook) is not hook] for name, hook in hooks.items()
+        }
+        lines += table(("hook", "features"), ((f"`{name}`", ", ".join(found)) for name, found in having.items()))
     lines += [
         "",
         "## One feature in a step",
@@ -67,12 +69,12 @@ def trace_table(name: str) -> str:
     order += [(host, hook) for hook in [*on_host][:packed]]
     order += [(device, hook) for hook in on_device if hook not in _AT_START]
     order += [(host, hook) for hook in [*on_host][packed:]]
-    lines = ["|called in|hook|what it does|", "|---|---|---|"]
+    rows = []
     for kind, hook in order:
         if hook in vars(kind):
             places = ", ".join(f"`{place}`" for place in _callers(hook))
-            lines.append(f"|{places}|`{hook}`|{_first_sentence(vars(kind)[hook])}|")
-    return "\n".join(lines)
+            rows.append((places, f"`{hook}`", _first_sentence(vars(kind)[hook])))
+    return "\n".join(table(("called in", "hook", "what it does"), rows))
 
 
 def _device_parts() -> list[type[DeviceFeature]]:

@@ -22,6 +22,7 @@ from rollout.service.capabilities import ServedModel
 from rollout.service.delivery.replies import sequence_fields, status_reply
 from rollout.service.requests.schema import OPS, GenerateMessage, RequestHeader
 from scripts.gateway_reference import allowed_values
+from scripts.tables import table
 from trainer_bridge.client.results import Completion
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
@@ -40,10 +41,14 @@ def with_generated_parts(page: str) -> str:
 
 
 def _ops() -> Iterator[str]:
-    """A line for each op: its fields with their defaults, and what its message does."""
+    """A row for each op: its fields with their defaults, and what its message does."""
+    yield from table(("op", "meaning; reply"), _op_rows())
+
+
+def _op_rows() -> Iterator[tuple[str, str]]:
     for op, message in OPS.items():
         taken = ", ".join(_argument(*each) for each in _own_fields(message)) if op != "generate" else "..."
-        yield f"- `{op}({taken})`: {_sentence(message)}"
+        yield f"`{op}({taken})`", _sentence(message)
 
 
 def _own_fields(message: type[RequestHeader]) -> Iterator[tuple[str, FieldInfo]]:
@@ -62,13 +67,17 @@ def _argument(name: str, field: FieldInfo) -> str:
 
 
 def _generate() -> Iterator[str]:
-    """A line for each field of `generate`; neighbours with one meaning share a line."""
+    """A row for each field of `generate`; neighbours with one meaning share a row."""
+    yield from table(("field", "meaning"), _generate_rows())
+
+
+def _generate_rows() -> Iterator[tuple[str, str]]:
     meanings, schema = _comments(GenerateMessage), GenerateMessage.model_json_schema()["properties"]
     for meaning, same in groupby(_own_fields(GenerateMessage), lambda each: meanings[each[0]]):
         shown = ", ".join(_with_default(name, field, schema[name]) for name, field in same)
         if not meaning:
             raise ValueError(f"{shown} of GenerateMessage needs a comment with its meaning")
-        yield f"- {shown}: {meaning}"
+        yield shown, meaning
 
 
 def _with_default(name: str, field: FieldInfo, schema: Mapping[str, Any]) -> str:
@@ -80,19 +89,20 @@ def _with_default(name: str, field: FieldInfo, schema: Mapping[str, Any]) -> str
 
 
 def _rules() -> Iterator[str]:
-    return map(_rule, RULES)
+    return iter(table(("rule", "meaning"), map(_rule, RULES)))
 
 
-def _rule(rule: SamplingRule) -> str:
+def _rule(rule: SamplingRule) -> tuple[str, str]:
     kind = "integer, " if rule.kind is int else ""
     least = f"above {rule.least}" if rule.above_least else rule.least
-    return f"- `{rule.name}={rule.default}` ({kind}{least} to {rule.most}): {rule.meaning}"
+    return f"`{rule.name}={rule.default}` ({kind}{least} to {rule.most})", rule.meaning
 
 
 def _completion() -> Iterator[str]:
-    """A line for each field of a completion."""
-    for name, meaning in _comments(Completion).items():
-        yield f"- `{name}`: {meaning}"
+    """A row for each field of a completion."""
+    return iter(
+        table(("field", "meaning"), ((f"`{name}`", meaning) for name, meaning in _comments(Completion).items()))
+    )
 
 
 def _status() -> Iterator[str]:
@@ -121,8 +131,9 @@ def _status() -> Iterator[str]:
     sequence = _comments(SequenceStatus)
     key = dict.fromkeys(name for name in sequence_fields(_SEQUENCE) if name not in sequence)  # what replaces `key`
     lines["sequences"] = _joined(key | {name: meaning for name, meaning in sequence.items() if name != "key"})
-    yield f"- {', '.join(f'`{name}`' for name, line in lines.items() if not line)}"
-    yield from (f"- `{name}`: {line}" for name, line in lines.items() if line)
+    yield f"Also: {', '.join(f'`{name}`' for name, line in lines.items() if not line)}."
+    yield ""
+    yield from table(("field", "parts, meaning"), ((f"`{name}`", line) for name, line in lines.items() if line))
 
 
 def _joined(meanings: Mapping[str, str | None]) -> str:

@@ -36,6 +36,7 @@ from scripts.gateway_reference import endpoints_page
 from scripts.hooks_reference import hooks_page
 from scripts.protocol_reference import with_generated_parts
 from scripts.request_page import listed_files, request_page
+from scripts.tables import table
 from scripts.together_reference import together_page
 from trainer_bridge.wire.errors import SENT_BY_WORKERS, RolloutError
 
@@ -235,19 +236,19 @@ def metrics_page() -> str:
             groups.setdefault(_section(metric), []).append(metric)
     lines = [_METRICS_INTRODUCTION]
     for section, metrics in groups.items():
-        lines += ["", f"## {section}", "", *_metric_lines(metrics)]
-    lines += [_BY_VERSION, *_metric_lines(VERSION_METRICS)]
-    lines += [_AT_THE_END, *_metric_lines(TOTALS), _MEASURING]
+        lines += ["", f"## {section}", "", *_metric_table(metrics)]
+    lines += [_BY_VERSION, *_metric_table(VERSION_METRICS)]
+    lines += [_AT_THE_END, *_metric_table(TOTALS), _MEASURING]
     return "\n".join(lines) + "\n"
 
 
-def _metric_lines(metrics: Iterable[Metric]) -> list[str]:
-    """A line for each metric, or for several that share one."""
+def _metric_table(metrics: Iterable[Metric]) -> list[str]:
+    """A row for each metric, or for several that share one."""
     together: dict[str, list[Metric]] = {}
     for metric in metrics:
         begin = next((begin for begin in _TOGETHER if metric.name.startswith(begin)), metric.name)
         together.setdefault(begin, []).append(metric)
-    lines = []
+    rows = []
     for begin, members in together.items():
         first = members[0]
         shared = commonprefix([metric.meaning for metric in members]).rpartition(" ")[0] if len(members) > 1 else ""
@@ -256,8 +257,8 @@ def _metric_lines(metrics: Iterable[Metric]) -> list[str]:
         parts = [f"`{end}`" if end == rest else f"`{end}` {rest}" if end else rest for end, rest in ends]
         meaning = f"{shared.rstrip(':,')}: {'; '.join(parts)}" if shared else first.meaning
         unit = "" if _tells_unit(first) else f" ({first.unit})"
-        lines.append(f"- {name}{_MARKS[first.kind]}{unit}: {meaning}")
-    return lines
+        rows.append((f"{name}{_MARKS[first.kind]}{unit}", meaning))
+    return table(("metric", "meaning"), rows)
 
 
 #: What the page writes after the name of a metric of a kind.
@@ -283,14 +284,15 @@ def settings_page() -> str:
             lines += ["", f"## {f'`[{section}]`' if section else 'Without a section'}"]
         before = section
         alone = sum(other == section for other, _ in groups) == 1
-        lines += [*([] if alone else ["", f"### {group}"]), "", *(_setting(key, key.name) for key in keys)]
+        rows = table(("setting", "meaning"), (_setting(key, key.name) for key in keys))
+        lines += [*([] if alone else ["", f"### {group}"]), "", *rows]
     return "\n".join(lines) + "\n"
 
 
-def _setting(key: SettingKey, name: str) -> str:
-    """A line: name, default, other choices of a fixed list, meaning."""
+def _setting(key: SettingKey, name: str) -> tuple[str, str]:
+    """A row: name, default and other choices of a fixed list; the meaning."""
     others = "".join(f", `{choice}`" for choice in key.choices if choice != key.field.default)
-    return f"- `{name}{f'={key.default}' if key.default else ''}`{others}: {key.field.description}"
+    return f"`{name}{f'={key.default}' if key.default else ''}`{others}", key.field.description or ""
 
 
 def models_page() -> str:
@@ -313,7 +315,8 @@ def models_page() -> str:
     lines = [_MODELS_INTRODUCTION.format(count=count, served=served, all=len(best))]
     for way, meaning in _WAYS.items():
         if found := sorted(family for family in families if family[0] == way):
-            lines += ["", f"**{way}**: {meaning}", "", *(f"- {models}: `{name}`" for _, models, name in found)]
+            rows = table(("models", "class"), ((models, f"`{name}`") for _, models, name in found))
+            lines += ["", f"**{way}**: {meaning}", "", *rows]
     return "\n".join([*lines, "", _CONFIG, "", _LONGROPE]) + "\n"
 
 
@@ -363,11 +366,13 @@ def errors_page() -> str:
     others = [kind for kind in classes if kind not in SENT_BY_WORKERS]
     lines = [_ERRORS_INTRODUCTION]
     for title, kinds in (("Codes of the protocol", of_protocol), ("Errors of the client itself", others)):
-        lines += ["", f"## {title}", ""]
-        for kind in kinds:
-            status = from_worker(kind("")).status
-            lines.append(f"- `{kind.code}`, `{kind.__name__}`, {status}: {_line(kind.__doc__)}")
+        rows = [(f"`{kind.code}`", f"`{kind.__name__}`", f"{_status(kind)}", _line(kind.__doc__)) for kind in kinds]
+        lines += ["", f"## {title}", "", *table(("code", "exception", "HTTP", "meaning"), rows)]
     return "\n".join([*lines, _ERRORS_OF_HTTP]) + "\n"
+
+
+def _status(kind: type[RolloutError]) -> int:
+    return from_worker(kind("")).status
 
 
 def _line(text: str | None) -> str:
@@ -476,7 +481,7 @@ def protocol_page() -> str:
 def gateway_page() -> str:
     """The flags of `rollout gateway`."""
     keys = [key for key in setting_keys(GatewayFile) if key.path not in POSITIONAL]
-    lines = [_GATEWAY_INTRODUCTION, "", *(_setting(key, key.flag) for key in keys)]
+    lines = [_GATEWAY_INTRODUCTION, "", *table(("flag", "meaning"), (_setting(key, key.flag) for key in keys))]
     return "\n".join(lines) + "\n"
 
 

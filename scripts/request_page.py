@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from scripts.tables import table
+
 _ROOT = Path(__file__).parents[1]
 PAGE = _ROOT / "docs" / "reference" / "request_path.md"
 
@@ -23,13 +25,13 @@ def listed_files() -> list[str]:
 
 
 def request_page(files: Iterable[str]) -> str:
-    """The text of the page for these files: what each is, by the first sentence of its docstring."""
-    rows = [f"|`{file}`|{_first_sentence(_ROOT / file)}|" for file in files]
-    return "\n".join([_INTRODUCTION, f"{len(rows)} files:", "", "|file|what it is|", "|---|---|", *rows]) + "\n"
+    """The text of the page for these files: what each is, by the beginning of its docstring."""
+    rows = [(f"`{file}`", _subject(_ROOT / file)) for file in files]
+    return "\n".join([_INTRODUCTION, f"{len(rows)} files:", "", *table(("file", "subject"), rows)]) + "\n"
 
 
-def _first_sentence(path: Path) -> str:
-    """The first sentence of a module's docstring."""
+def _subject(path: Path) -> str:
+    """A module's subject: the first clause of its docstring."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     first = " ".join(docstring.partition("\n\n")[0].split())
-    return re.split(r"(?<=\.) ", first)[0].rstrip(".:").replace("|", "\\|")
+    return re.split(r"[.,:;] ", first)[0].rstrip(".:")

@@ -28,6 +28,7 @@ from rollout.models.families import FAMILIES, MULTIMODAL
 from rollout.models.fused import obstacle
 from rollout.models.shard import shard_spec
 from rollout.models.spec import ModelSpec
+from scripts.tables import table
 
 _META = torch.device("meta")
 _INTRODUCTION = """\
@@ -176,14 +177,15 @@ def together_page() -> str:
     refusals = Refusals()
     reasons: dict[str, int] = {}
     always: list[str] = []
-    lines = [_INTRODUCTION, f"| | {' | '.join(kind.title for kind in KINDS)} |", "|---|" + "---|" * len(KINDS)]
+    rows = []
     for feature in FEATURES:
         found = [refusals.reason(kind, feature) for kind in KINDS]
         if not any(found):
             always.append(feature.title)
             continue
         cells = ["yes" if why is None else str(reasons.setdefault(why, len(reasons) + 1)) for why in found]
-        lines.append(f"| {feature.title} | {' | '.join(cells)} |")
+        rows.append((feature.title, *cells))
+    lines = [_INTRODUCTION, *table(("", *(kind.title for kind in KINDS)), rows)]
     lines += ["", f"All models: {', '.join(always)}.", ""]
     lines += [f"{number}. {why}" for why, number in reasons.items()]
     lines += ["", "Two features exclude each other only so:", ""]
