@@ -314,6 +314,23 @@ def test_in_place_generation_is_held_only_once_all_codes_have_come(monkeypatch: 
         assert worker.engine_gate.hold == "free"
 
 
+@pytest.mark.parametrize("layout", ["in place", "two ranks in place"])
+def test_in_place_no_change_is_made_before_the_loop_has_granted_the_hold(layout: str) -> None:
+    with LAYOUTS[layout]() as worker, WeightPublisher(worker.endpoint, bucket_bytes=SMALL, deltas="host") as publisher:
+        trainer = Trainer(publisher)
+        trainer.sent(worker)
+        before = trainer.tensors
+        worker.gate.clear()
+        handle = trainer.publish()
+        wait_for(lambda: worker.engine_gate.hold == "wanted", "the wish for a hold")
+        for _ in range(20):  # each answer is a round of the receiver's thread, which would make changes
+            assert worker.status()["state"] == "receiving"
+        assert serving(worker, before) and not worker.engine_gate.stale
+        worker.gate.set()
+        (report,) = handle.applied(20)
+        assert report.sent_nbytes < report.nbytes and serving(worker, trainer.tensors)
+
+
 @pytest.mark.parametrize("transport", ["zmq", *nightly("shm", "disk")])
 @pytest.mark.parametrize(
     ("layout", "phase"), checkered(["staged", "in place"], ["prepare", "begin", "transfer", "commit"])

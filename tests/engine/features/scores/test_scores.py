@@ -9,8 +9,7 @@ from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.scores import buffers as scores_module
 from rollout.engine.features.scores.buffers import SCORED_AT_ONCE
-from rollout.engine.features.scores.feature import ScoresFeature, asked_scores
-from rollout.engine.features.scores.taker import ScoreTaker
+from rollout.engine.features.scores.feature import SCORED_WORDS, ScoresFeature, asked_scores
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import Cancel, StopAt
 from rollout.engine.messages.to_service import Delta
@@ -140,30 +139,29 @@ def test_pieces_are_filled_up_where_each_number_of_rows_is_a_kernel(model, promp
 
 
 def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(model, prompt_of):
+    """And a slot has room for a whole chunk of scored tokens, with all that a row can have to set up."""
     bench = Bench(model, prefill_chunk_tokens=512, kv_pages=900)
     limits, packer, used = bench.engine.scheduler.limits, bench.engine.parts.packer, []
-    pack = packer.pack
-    scores, spare = (
-        find_feature(bench.engine.roster.features, ScoresFeature),
-        spare_words(limits.max_rows, ScoreTaker.spare_words),
-    )
-    scores.multiple = SCORED_AT_ONCE  # as on a GPU
+    pack, spare = packer.pack, spare_words(limits.max_rows, SCORED_WORDS * SCORED_AT_ONCE)  # the padding of a list
+    find_feature(bench.engine.roster.features, ScoresFeature).multiple = SCORED_AT_ONCE  # as on a GPU
 
     def measured(plan, staging):
-        assert limits.upload_words + spare <= len(staging.words)
         spans = [(span.seq, span.tokens_in) for span in plan.spans if span.prompt is not None]
         bound = sum(upload_words(*span, bench.engine.executor.step.features) for span in spans)
+        assert bound <= limits.upload_words
         upload = pack(plan, staging)
         if bound:
             used.append((len(upload.words), bound + spare))
         return upload
 
     packer.pack = measured
-    for i, length in enumerate((450, 300, 130, 2, 1, 400)):
-        sampling = {**SAMPLED, "repetition_penalty": 1.1} if i % 2 else SAMPLED
-        bench.submit(f"r{i}", prompt_of(length, i), 2, sampling=sampling, prompt_logprobs=True, top_logprobs=1)
+    setup = {"stop": {"token_ids": (96,), "min_tokens": 1}}
+    for i, length in enumerate((450, 300, 130, 2, 1, 400, limits.max_context - 2)):
+        sampling = {**SAMPLED, "repetition_penalty": 1.1, "logit_bias": ((7, 1.0),)} if i % 2 == 0 else SAMPLED
+        prompt = prompt_of(length, i)
+        bench.submit(f"r{i}", prompt, 2, sampling=sampling, prompt_logprobs=True, top_logprobs=1, **setup)
     bench.run()
-    assert len(used) > 2 and all(words <= bound for words, bound in used), used
+    assert len(used) > 4 and all(words <= bound for words, bound in used), used
 
 
 def test_tops_and_prompts_survive_preemption_without_repetition(model, prompt_of, hf_models):
