@@ -10,22 +10,20 @@ touches a socket must empty it: every send is followed by a read of all messages
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable
 from contextlib import closing, suppress
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack, overload
 
-import numpy as np
 import zmq
 
 from trainer_bridge.client import calls
 from trainer_bridge.client.assembly import join_chunks
-from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Progress, Settled, plan_batch, settle_all
+from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all
 from trainer_bridge.client.calls import Call
 from trainer_bridge.client.core import MAKE_CLIENTS
 from trainer_bridge.client.face import ClientFace, SessionView, StreamView
-from trainer_bridge.client.generate_request import AttachFields, GenerateFields, Prompt, given, plan_request
-from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs
-from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Status
+from trainer_bridge.client.generate_request import AttachFields, GenerateFields, Prompt, plan_request
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.process_bound import ProcessBound
 
 _Item = TypeVar("_Item", Chunk, Completion)
@@ -66,17 +64,6 @@ class AsyncRolloutClient(ClientFace):
         """
         return Answer(self._generate(prompt, stream, fields))
 
-    async def generate_many(
-        self,
-        requests: Iterable[BatchItem],
-        *,
-        progress: Progress = False,
-        max_in_flight: int = MAX_IN_FLIGHT,
-        **common: Unpack[GenerateFields],
-    ) -> list[GenerateResult]:
-        """Like `RolloutClient.generate_many`."""
-        return await self._run(calls.generate_many, plan_batch(requests, common), max_in_flight, progress)
-
     def generate_as_completed(
         self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
     ) -> AsyncGenerator[Settled, None]:
@@ -115,99 +102,6 @@ class AsyncRolloutClient(ClientFace):
         self._bind()
         call = self._core.attach(target, stream, fields)
         return AsyncStream(self, call, stream) if stream else await self._run(calls.finish, call)
-
-    async def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
-        """Like `RolloutClient.ack`."""
-        await self._run(calls.control, "ack", endpoint, None, targets=list(targets))
-
-    async def report(
-        self,
-        target: GenerateResult | str,
-        logprobs: TrainerLogprobs,
-        *,
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Mismatch:
-        """Like `RolloutClient.report`."""
-        return await self._run(calls.report, target, logprobs, endpoint, timeout_s)
-
-    # --- control ------------------------------------------------------------------------------------------------------
-
-    async def cancel(self, target: str, *, endpoint: str | None = None) -> None:
-        """Like `RolloutClient.cancel`."""
-        await self._run(calls.cancel, target, endpoint)
-
-    async def prefetch(
-        self,
-        prompt: Sequence[int] | np.ndarray | None = None,
-        *,
-        session: str | None = None,
-        adapter: str | None = None,
-        cache_salt: str | None = None,
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
-    ) -> int:
-        """Like `RolloutClient.prefetch`."""
-        fields = {"session": session, "adapter": adapter, "cache_salt": cache_salt}
-        return await self._run(calls.prefetch, prompt, endpoint, timeout_s, fields)
-
-    async def status(self, endpoint: str | None = None) -> Status:
-        """Like `RolloutClient.status`."""
-        return await self._run(calls.status, endpoint)
-
-    async def statuses(self) -> dict[str, Status]:
-        """Like `RolloutClient.statuses`."""
-        return await self._run(calls.statuses)
-
-    async def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
-        """Like `RolloutClient.ping`."""
-        await self._run(calls.control, "ping", endpoint, timeout_s)
-
-    async def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
-        """Like `RolloutClient.pause`."""
-        await self._run(calls.control, "pause", endpoint, None, mode=mode)
-
-    async def resume(self, *, endpoint: str | None = None) -> None:
-        """Like `RolloutClient.resume`."""
-        await self._run(calls.control, "resume", endpoint, None)
-
-    async def sleep(
-        self,
-        level: Literal[1, 2] = 1,
-        *,
-        mode: Literal["keep", "abort"] | None = None,
-        requests: Literal["wait", "refuse"] | None = None,
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
-    ) -> list[dict[str, Any]]:
-        """Like `RolloutClient.sleep`."""
-        return await self._run(
-            calls.control, "sleep", endpoint, timeout_s, **given(level=level, mode=mode, requests=requests)
-        )
-
-    async def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """Like `RolloutClient.wake`."""
-        return await self._run(calls.control, "wake", endpoint, timeout_s)
-
-    async def load_adapter(
-        self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None
-    ) -> None:
-        """Like `RolloutClient.load_adapter`."""
-        await self._run(calls.control, "load_adapter", endpoint, None, **given(name=name, path=path, version=version))
-
-    async def unload_adapter(self, name: str, *, endpoint: str | None = None) -> None:
-        """Like `RolloutClient.unload_adapter`."""
-        await self._run(calls.control, "unload_adapter", endpoint, None, name=name)
-
-    async def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
-        """Like `RolloutClient.shutdown`."""
-        await self._run(calls.control, "shutdown", endpoint, None, mode=mode)
-
-    async def control(
-        self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
-    ) -> list[dict[str, Any]]:
-        """Like `RolloutClient.control`."""
-        return await self._run(calls.control, op, endpoint, timeout_s, **fields)
 
     def is_connected(self, endpoint: str) -> bool:
         """True if a worker is connected. A hung worker counts as connected for three heartbeats."""

@@ -11,27 +11,26 @@ A client belongs to one thread at a time; make one for each thread (a connection
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
-import numpy as np
 import zmq
 
 from trainer_bridge.client import calls
-from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Progress, Settled, plan_batch, settle_all
+from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all
 from trainer_bridge.client.calls import Call
 from trainer_bridge.client.face import ClientFace, SessionView, StreamView
-from trainer_bridge.client.generate_request import AttachFields, GenerateFields, Prompt, given, plan_request
-from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs
-from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Status
+from trainer_bridge.client.generate_request import AttachFields, GenerateFields, Prompt, plan_request
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.process_bound import Closing
 
 _Item = TypeVar("_Item", Chunk, Completion)
 _Params = ParamSpec("_Params")
 _Value = TypeVar("_Value")
 
 
-class RolloutClient(ClientFace):
+class RolloutClient(ClientFace, Closing):
     """Sends requests to workers. Not thread-safe.
 
     Args:
@@ -81,21 +80,6 @@ class RolloutClient(ClientFace):
         call = self._core.generate(plan_request(prompt, fields, stream))
         return Stream(self, call, stream) if stream else self._run(calls.finish, call)
 
-    def generate_many(
-        self,
-        requests: Iterable[BatchItem],
-        *,
-        progress: Progress = False,
-        max_in_flight: int = MAX_IN_FLIGHT,
-        **common: Unpack[GenerateFields],
-    ) -> list[GenerateResult]:
-        """Results of many requests, in their order.
-
-        A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. The first error
-        cancels the rest and is raised. A full queue delays a request.
-        """
-        return self._run(calls.generate_many, plan_batch(requests, common), max_in_flight, progress)
-
     def generate_as_completed(
         self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
     ) -> Generator[Settled, None, None]:
@@ -136,123 +120,10 @@ class RolloutClient(ClientFace):
         call = self._core.attach(target, stream, fields)
         return Stream(self, call, stream) if stream else self._run(calls.finish, call)
 
-    def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
-        """Drop results at the workers; unknown ids are ignored.
-
-        Raises `BadRequest`, and drops none, if a request is in flight.
-        """
-        self._run(calls.control, "ack", endpoint, None, targets=list(targets))
-
-    def report(
-        self,
-        target: GenerateResult | str,
-        logprobs: TrainerLogprobs,
-        *,
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Mismatch:
-        """Compare a trainer's own log-probs of a result (or its id) with the worker's.
-
-        `logprobs` has a row for each completion, in order or by index: float32 [tokens]; None and NaN: not known. The
-        worker must still have the result: use a client with a name or `acknowledge=False`, and `ack` afterwards. Raises
-        `NotFound` for a dropped result.
-        """
-        return self._run(calls.report, target, logprobs, endpoint, timeout_s)
-
-    # --- control ------------------------------------------------------------------------------------------------------
-
-    def cancel(self, target: str, *, endpoint: str | None = None) -> None:
-        """End a request of this `client` name with the tokens it has. Raises `NotFound` for an unknown one."""
-        self._run(calls.cancel, target, endpoint)
-
-    def prefetch(
-        self,
-        prompt: Sequence[int] | np.ndarray | None = None,
-        *,
-        session: str | None = None,
-        adapter: str | None = None,
-        cache_salt: str | None = None,
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
-    ) -> int:
-        """Bring KV of these tokens, or of a session's last turn, from host memory to the device.
-
-        A hint to the worker that has the KV, as far as this client knows. Returns the number of tokens whose KV is on
-        the device or on its way. Raises `NotFound` for an unknown session.
-        """
-        fields = {"session": session, "adapter": adapter, "cache_salt": cache_salt}
-        return self._run(calls.prefetch, prompt, endpoint, timeout_s, fields)
-
-    def status(self, endpoint: str | None = None) -> Status:
-        """A worker's `status`, a map."""
-        return self._run(calls.status, endpoint)
-
-    def statuses(self) -> dict[str, Status]:
-        """The status of every endpoint."""
-        return self._run(calls.statuses)
-
-    def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
-        """Return when the workers have answered."""
-        self._run(calls.control, "ping", endpoint, timeout_s)
-
-    def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
-        """Generate nothing until `resume`; `abort` also ends every request as cancelled."""
-        self._run(calls.control, "pause", endpoint, None, mode=mode)
-
-    def resume(self, *, endpoint: str | None = None) -> None:
-        """Generate again after `pause`."""
-        self._run(calls.control, "resume", endpoint, None)
-
-    def sleep(
-        self,
-        level: Literal[1, 2] = 1,
-        *,
-        mode: Literal["keep", "abort"] | None = None,
-        requests: Literal["wait", "refuse"] | None = None,
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
-    ) -> list[dict[str, Any]]:
-        """Release the device's memory until `wake`; returns the replies."""
-        return self._run(
-            calls.control, "sleep", endpoint, timeout_s, **given(level=level, mode=mode, requests=requests)
-        )
-
-    def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """End `sleep`. Raises `Unavailable` if memory is missing; the worker then stays asleep."""
-        return self._run(calls.control, "wake", endpoint, timeout_s)
-
-    def load_adapter(self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None) -> None:
-        """Load or replace a LoRA adapter, from a PEFT folder below the worker's `adapter_root`.
-
-        `version` must grow; None: the last one plus 1.
-        """
-        self._run(calls.control, "load_adapter", endpoint, None, **given(name=name, path=path, version=version))
-
-    def unload_adapter(self, name: str, *, endpoint: str | None = None) -> None:
-        """Unload an adapter that no unfinished request names."""
-        self._run(calls.control, "unload_adapter", endpoint, None, name=name)
-
-    def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
-        """End workers: `drain` finishes running requests, `now` ends them with their tokens."""
-        self._run(calls.control, "shutdown", endpoint, None, mode=mode)
-
-    def control(
-        self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
-    ) -> list[dict[str, Any]]:
-        """Send a control message of the protocol; returns the replies in order."""
-        return self._run(calls.control, op, endpoint, timeout_s, **fields)
-
     def close(self) -> None:
         """Cancel what is in flight and close the connections."""
         self._core.close()
         self._core.term()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._owned:
-            self.close()
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
@@ -304,7 +175,7 @@ def _nothing() -> None:
     """No-op: a blocking client checks its calls after every poll."""
 
 
-class Stream(StreamView, Generic[_Item]):
+class Stream(StreamView, Closing, Generic[_Item]):
     """The chunks or completions of a request, as they arrive. Leaving a `with` block, or `close`, ends it early.
 
     A failed request raises its error after the last chunk; `result` is then None.
@@ -328,13 +199,6 @@ class Stream(StreamView, Generic[_Item]):
     def cancel(self) -> None:
         """End the request at the worker; chunks of its tokens still arrive."""
         self._client._run(calls.end_stream, self._call)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._owned:
-            self.close()
 
 
 class Session(SessionView):

@@ -1,4 +1,4 @@
-"""The calls of both clients: their messages, their waits, and the reading of answers.
+"""The calls of both clients: their messages, their waits, and the reading of answers. `face` makes methods of them.
 
 A call is a generator. It yields the seconds to wait at most (None: no limit), looks again after each wait, and returns
 its value. It calls `wake` when something has come. The clients wait:
@@ -9,15 +9,24 @@ its value. It calls `wake` when something has come. The clients wait:
 A call that is closed or fails is given up: what it has in flight is cancelled at the workers.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack
 
 import numpy as np
 
-from trainer_bridge.client.batch import Progress, Settled, settle_all, show_progress, tokens_of
+from trainer_bridge.client.batch import (
+    MAX_IN_FLIGHT,
+    BatchItem,
+    Progress,
+    Settled,
+    plan_batch,
+    settle_all,
+    show_progress,
+    tokens_of,
+)
 from trainer_bridge.client.core import ClientCall, ClientCore
-from trainer_bridge.client.generate_request import RequestPlan, token_array
+from trainer_bridge.client.generate_request import GenerateFields, given, token_array
 from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
 from trainer_bridge.client.results import Chunk, GenerateResult, Status
 from trainer_bridge.wire.errors import NotFound
@@ -50,9 +59,21 @@ def next_chunk(core: ClientCore, wake: WakeCall, call: ClientCall, keep: bool = 
 
 
 def generate_many(
-    core: ClientCore, wake: WakeCall, plans: list[RequestPlan], max_in_flight: int, progress: Progress
+    core: ClientCore,
+    wake: WakeCall,
+    /,
+    requests: Iterable[BatchItem],
+    *,
+    progress: Progress = False,
+    max_in_flight: int = MAX_IN_FLIGHT,
+    **common: Unpack[GenerateFields],
 ) -> Waits[list[GenerateResult]]:
-    """The results of many requests, in their order. Raises the first error."""
+    """Results of many requests, in their order.
+
+    A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. The first error
+    cancels the rest and is raised. A full queue delays a request.
+    """
+    plans = plan_batch(requests, common)
     results: dict[int, GenerateResult] = {}
     with (
         show_progress(progress, len(plans)) as advance,
@@ -69,24 +90,39 @@ def generate_many(
     return [results[index] for index in range(len(plans))]
 
 
+def ack(core: ClientCore, wake: WakeCall, /, targets: Iterable[str], *, endpoint: str | None = None) -> Waits[None]:
+    """Drop results at the workers; unknown ids are ignored.
+
+    Raises `BadRequest`, and drops none, if a request is in flight.
+    """
+    yield from control(core, wake, "ack", endpoint=endpoint, targets=list(targets))
+
+
 def report(
     core: ClientCore,
     wake: WakeCall,
+    /,
     target: GenerateResult | str,
     logprobs: TrainerLogprobs,
-    endpoint: str | None,
-    timeout_s: float | None,
+    *,
+    endpoint: str | None = None,
+    timeout_s: float | None = None,
 ) -> Waits[Mismatch]:
-    """Send the trainer's log-probs in messages of a size that workers accept, and add up the answers."""
+    """Compare a trainer's own log-probs of a result (or its id) with the worker's.
+
+    `logprobs` has a row for each completion, in order or by index: float32 [tokens]; None and NaN: not known. The
+    worker must still have the result: use a client with a name or `acknowledge=False`, and `ack` afterwards. Raises
+    `NotFound` for a dropped result.
+    """
     found = Mismatch()
     for place, fields in report_messages(core, target, logprobs, endpoint):
-        (reply,) = yield from control(core, wake, "report", place, timeout_s, **fields)
+        (reply,) = yield from control(core, wake, "report", endpoint=place, timeout_s=timeout_s, **fields)
         found += read_mismatch(reply)
     return found
 
 
-def cancel(core: ClientCore, wake: WakeCall, target: str, endpoint: str | None) -> Waits[None]:
-    """End a request. Succeeds if one of the endpoints knows it."""
+def cancel(core: ClientCore, wake: WakeCall, /, target: str, *, endpoint: str | None = None) -> Waits[None]:
+    """End a request of this `client` name with the tokens it has. Raises `NotFound` for an unknown one."""
     calls = core.cancel(target, endpoint)
     missing: list[NotFound] = []
     with _watched(core, wake, calls):
@@ -102,13 +138,21 @@ def cancel(core: ClientCore, wake: WakeCall, target: str, endpoint: str | None) 
 def prefetch(
     core: ClientCore,
     wake: WakeCall,
-    prompt: Sequence[int] | np.ndarray | None,
-    endpoint: str | None,
-    timeout_s: float | None,
-    fields: Mapping[str, Any],
+    /,
+    prompt: Sequence[int] | np.ndarray | None = None,
+    *,
+    session: str | None = None,
+    adapter: str | None = None,
+    cache_salt: str | None = None,
+    endpoint: str | None = None,
+    timeout_s: float | None = None,
 ) -> Waits[int]:
-    """Prefetch KV to the device. Returns the largest number of tokens that a worker has there or on the way."""
-    sent = {name: value for name, value in fields.items() if value is not None}
+    """Bring KV of these tokens, or of a session's last turn, from host memory to the device.
+
+    A hint to the worker that has the KV, as far as this client knows. Returns the number of tokens whose KV is on
+    the device or on its way. Raises `NotFound` for an unknown session.
+    """
+    sent = given(session=session, adapter=adapter, cache_salt=cache_salt)
     if prompt is not None:
         sent["prompt"] = token_array(prompt, "prompt")
     calls = core.prefetch(sent, endpoint, timeout_s)
@@ -123,28 +167,107 @@ def end_stream(core: ClientCore, wake: WakeCall, call: ClientCall) -> Waits[None
     if call.done:
         return
     try:
-        yield from cancel(core, wake, call.target or call.id, call.endpoint)
+        yield from cancel(core, wake, call.target or call.id, endpoint=call.endpoint)
     except NotFound:
         if not call.done:  # the result comes before the answer to the cancel
             raise
 
 
-def status(core: ClientCore, wake: WakeCall, endpoint: str | None) -> Waits[Status]:
-    """The status of one worker."""
-    (reply,) = yield from control(core, wake, "status", core.only_endpoint(endpoint), None)
+def status(core: ClientCore, wake: WakeCall, /, endpoint: str | None = None) -> Waits[Status]:
+    """A worker's `status`, a map."""
+    (reply,) = yield from control(core, wake, "status", endpoint=core.only_endpoint(endpoint))
     return Status(reply)
 
 
-def statuses(core: ClientCore, wake: WakeCall) -> Waits[dict[str, Status]]:
-    """The status of every worker, by endpoint."""
-    replies = yield from control(core, wake, "status", None, None)
+def statuses(core: ClientCore, wake: WakeCall, /) -> Waits[dict[str, Status]]:
+    """The status of every endpoint."""
+    replies = yield from control(core, wake, "status")
     return dict(zip(core.endpoints, map(Status, replies), strict=True))
 
 
-def control(
-    core: ClientCore, wake: WakeCall, op: str, endpoint: str | None, timeout_s: float | None, /, **fields: Any
+def ping(
+    core: ClientCore, wake: WakeCall, /, *, endpoint: str | None = None, timeout_s: float | None = None
+) -> Waits[None]:
+    """Return when the workers have answered."""
+    yield from control(core, wake, "ping", endpoint=endpoint, timeout_s=timeout_s)
+
+
+def pause(
+    core: ClientCore, wake: WakeCall, /, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None
+) -> Waits[None]:
+    """Generate nothing until `resume`; `abort` also ends every request as cancelled."""
+    yield from control(core, wake, "pause", endpoint=endpoint, mode=mode)
+
+
+def resume(core: ClientCore, wake: WakeCall, /, *, endpoint: str | None = None) -> Waits[None]:
+    """Generate again after `pause`."""
+    yield from control(core, wake, "resume", endpoint=endpoint)
+
+
+def sleep(
+    core: ClientCore,
+    wake: WakeCall,
+    /,
+    level: Literal[1, 2] = 1,
+    *,
+    mode: Literal["keep", "abort"] | None = None,
+    requests: Literal["wait", "refuse"] | None = None,
+    endpoint: str | None = None,
+    timeout_s: float | None = None,
 ) -> Waits[list[dict[str, Any]]]:
-    """Send a control message to one endpoint or to all; the replies are in the order of the endpoints."""
+    """Release the device's memory until `wake`; returns the replies."""
+    fields = given(level=level, mode=mode, requests=requests)
+    return (yield from control(core, wake, "sleep", endpoint=endpoint, timeout_s=timeout_s, **fields))
+
+
+def wake(
+    core: ClientCore, wake: WakeCall, /, *, endpoint: str | None = None, timeout_s: float | None = None
+) -> Waits[list[dict[str, Any]]]:
+    """End `sleep`. Raises `Unavailable` if memory is missing; the worker then stays asleep."""
+    return (yield from control(core, wake, "wake", endpoint=endpoint, timeout_s=timeout_s))
+
+
+def load_adapter(
+    core: ClientCore,
+    wake: WakeCall,
+    /,
+    name: str,
+    path: str,
+    version: int | None = None,
+    *,
+    endpoint: str | None = None,
+) -> Waits[None]:
+    """Load or replace a LoRA adapter, from a PEFT folder below the worker's `adapter_root`.
+
+    `version` must grow; None: the last one plus 1.
+    """
+    fields = given(name=name, path=path, version=version)
+    yield from control(core, wake, "load_adapter", endpoint=endpoint, **fields)
+
+
+def unload_adapter(core: ClientCore, wake: WakeCall, /, name: str, *, endpoint: str | None = None) -> Waits[None]:
+    """Unload an adapter that no unfinished request names."""
+    yield from control(core, wake, "unload_adapter", endpoint=endpoint, name=name)
+
+
+def shutdown(
+    core: ClientCore, wake: WakeCall, /, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None
+) -> Waits[None]:
+    """End workers: `drain` finishes running requests, `now` ends them with their tokens."""
+    yield from control(core, wake, "shutdown", endpoint=endpoint, mode=mode)
+
+
+def control(
+    core: ClientCore,
+    wake: WakeCall,
+    /,
+    op: str,
+    *,
+    endpoint: str | None = None,
+    timeout_s: float | None = None,
+    **fields: Any,
+) -> Waits[list[dict[str, Any]]]:
+    """Send a control message of the protocol; returns the replies in order."""
     calls = core.control(op, endpoint, timeout_s, **fields)
     with _watched(core, wake, calls):
         for call in calls:

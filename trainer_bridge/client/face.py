@@ -1,9 +1,13 @@
-"""The parts of clients, streams and sessions that never wait; both clients inherit them."""
+"""The common parts of both kinds of clients, streams and sessions: what never waits, and methods made of `calls`."""
 
+import inspect
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import wraps
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
+from trainer_bridge.client import calls
+from trainer_bridge.client.calls import Call
 from trainer_bridge.client.core import MAKE_CLIENTS, ClientCall, ClientCore
 from trainer_bridge.client.generate_request import GenerateFields, StreamKind
 from trainer_bridge.client.journal import Fsync
@@ -12,9 +16,43 @@ from trainer_bridge.client.resume import ResumePolicy, ResumingCore
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire.keys import ClientCurve
 
+_Params = ParamSpec("_Params")
+_Value = TypeVar("_Value")
+_Made = TypeVar("_Made", covariant=True)
+
+
+class _Blocking(Protocol):
+    def __enter__(self) -> Any: ...
+
+
+class _Asynchronous(Protocol):
+    async def __aenter__(self) -> Any: ...
+
+
+class _Method(Protocol[_Params, _Made]):
+    @overload
+    def __get__(self, client: _Blocking, kind: type) -> Callable[_Params, _Made]: ...
+
+    @overload
+    def __get__(self, client: _Asynchronous, kind: type) -> Callable[_Params, Coroutine[Any, Any, _Made]]: ...
+
+
+def _method(call: Call[_Params, _Value]) -> _Method[_Params, _Value]:
+    """A call as a method: a blocking client waits and returns its value, an asynchronous one returns a coroutine."""
+
+    @wraps(call)
+    def method(self: Any, *args: _Params.args, **kwargs: _Params.kwargs) -> Any:
+        return self._run(call, *args, **kwargs)
+
+    signature = inspect.signature(call)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    shown = signature.replace(parameters=[own, *list(signature.parameters.values())[2:]], return_annotation=Any)
+    vars(method)["__signature__"] = shown
+    return cast(_Method[_Params, _Value], method)
+
 
 class ClientFace(ProcessBound):
-    """The methods of a client that do not wait. `RolloutClient` describes the arguments."""
+    """The common methods of the clients. `RolloutClient` describes the arguments."""
 
     _instead = MAKE_CLIENTS
     _readable_after_fork = frozenset({"endpoints", "_core"})
@@ -45,6 +83,23 @@ class ClientFace(ProcessBound):
 
     def _prepare_to_wait(self) -> None:
         """Prepare to wait. The constructor calls this after it has made the connections."""
+
+    generate_many = _method(calls.generate_many)
+    ack = _method(calls.ack)
+    report = _method(calls.report)
+    cancel = _method(calls.cancel)
+    prefetch = _method(calls.prefetch)
+    status = _method(calls.status)
+    statuses = _method(calls.statuses)
+    ping = _method(calls.ping)
+    pause = _method(calls.pause)
+    resume = _method(calls.resume)
+    sleep = _method(calls.sleep)
+    wake = _method(calls.wake)
+    load_adapter = _method(calls.load_adapter)
+    unload_adapter = _method(calls.unload_adapter)
+    shutdown = _method(calls.shutdown)
+    control = _method(calls.control)
 
     @property
     def endpoints(self) -> tuple[str, ...]:
