@@ -223,7 +223,7 @@ class PageAllocator:
         if session.last_until_s > now_s and kv.keys:
             ends = [snapshot.point.key for snapshot in snapshots if snapshot.point.key]
             half = [self.pool.key_of(page) for page in kv.pages[len(kv.keys) :]]
-            keys = [*map(kv.keys.__getitem__, range(len(kv.keys))), *filter(None, half), *ends]
+            keys = [*kv.keys, *filter(None, half), *ends]
             self.tier.lease(keys, session.last_until_s)
         self.prefixes.turn_kept(snapshots)
 

@@ -5,9 +5,9 @@ no row and no session gives way.
 """
 
 from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.kv.prefixes import KnownPages
 from rollout.engine.kv.tier import TierPrefix
 from rollout.engine.messages.prompts import Prompt
-from rollout.engine.sequence.sequence_kv import PrefixKeys
 
 
 def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, edition: int, spare: int) -> int:
@@ -20,16 +20,9 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, edition: in
     if not prefixes.cache or prefixes.has_states:
         return 0
     oldest = version - prefixes.max_age
-    keys = PrefixKeys(0 if prefixes.max_age else version, size, edition)
-    pages: list[int] = []
-    for start in range(0, len(prompt) - size + 1, size):
-        key = keys.next_key(prompt.content(start, start + size))
-        page = pool.find(key, oldest)
-        if not page and not tier.has(key, oldest):
-            break
-        keys.append(key)
-        pages.append(page)
-    names, most = [keys[index] for index in range(len(keys))], len(keys) * size
+    begin = KnownPages([], prefixes.no_keys(version, edition))
+    pages, keys = prefixes.known_pages(prompt.content, begin, len(prompt) // size, oldest)
+    names, most = [*keys], len(keys) * size
     for key, end in prefixes.find_end(prompt.content, keys, len(prompt), oldest):
         names.append(key)
         pages.append(pool.find(key, oldest))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,6 +52,22 @@ class Reusable:
         return Reusable(self.shared, 0, tokens, session_tokens, keys, hit=hit, oldest=self.oldest)
 
 
+#: The content of the positions from one to another, as keys are made of it.
+Content = Callable[[int, int], bytes]
+
+
+class KnownPages(NamedTuple):
+    """The known full pages at the beginning of a prompt."""
+
+    pages: list[int]  # 0 for a page that only a tier has
+    keys: PrefixKeys
+
+    @property
+    def in_pool(self) -> list[int]:
+        """The pages before the first one that only a tier has."""
+        return self.pages[: self.pages.index(0)] if 0 in self.pages else self.pages
+
+
 class Prefixes:
     """Finds KV in the pool and in `sessions`. With `cache` it also makes KV of running sequences findable.
 
@@ -83,8 +100,8 @@ class Prefixes:
             and self._is_here(seq, shared.pages)
         )
         if shared is not None and usable and not seq.tokens:
-            keys = shared.keys.fork(full) if shared.keys else NO_KEYS
-            found = Reusable(shared.pages[:full], shared.pages[full], len(tokens) - 1, keys=keys, place=shared.place)
+            keys, place = shared.keys.fork(full), shared.place
+            found = Reusable(shared.pages[:full], shared.pages[full], len(tokens) - 1, keys=keys, place=place)
             found.hit, found.oldest = "group", shared.oldest
             return found
         if seq.due_from is not None:  # the lookup ends at the first token that has to be computed
@@ -92,81 +109,92 @@ class Prefixes:
         return self._find(seq, tokens, version) if len(tokens) > 1 else self._nothing(seq, version)
 
     def _nothing(self, seq: Sequence, version: int) -> Reusable:
-        return Reusable(keys=self.no_keys(seq, version) if self.cache else NO_KEYS)
+        return Reusable(keys=self._no_keys(seq, version) if self.cache else NO_KEYS)
 
     def _find(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
-        found, full = self._find_in_session(seq, tokens, version), (len(tokens) - 1) // self.page_size
+        """Pages of the session, then full ones of the cache, then the half-full page with the most tokens."""
+        found = self._find_in_session(seq, tokens, version)
         if not self.cache:
             return found
-        oldest = self.oldest_for(seq.group, version)
-        found.keys = keys = found.keys or self.no_keys(seq, version)
-        for index in range(len(found.shared), full):
-            key = keys.next_key(seq.content_between(index * self.page_size, (index + 1) * self.page_size))
-            page = self.pool.find(key, oldest)
-            if not page:
-                break
-            found.shared.append(page)
-            keys.append(key)
-            found.copied, found.tokens, found.hit = 0, len(found.shared) * self.page_size, "pages"
-        else:
-            content = seq.content_between(full * self.page_size, len(tokens))
-            key, page = self._find_last(keys, content, len(tokens), oldest)
-            if page and found.tokens < len(tokens) - 1:
-                found.copied, found.tokens, found.hit = page, len(tokens) - 1, "prompt_end"
-        for end_key, end in self.find_end(seq.content_between, keys, len(tokens), oldest):
-            page, end = self.pool.find(end_key, oldest), min(end, len(tokens) - 1)
-            if page and end > found.tokens:
-                found.copied, found.tokens, found.hit = page, end, "turn_end"
-        if found.tokens < len(tokens) - 1:
-            found.beyond = self._find_beyond(seq, keys, found, len(tokens), oldest)
-        if found.tokens < len(tokens) - 1 and not found.beyond and (other := self.frontiers.get(key)) is not None:
-            found.awaited = self._awaited(seq, tokens, other, found.tokens) if other.kv.oldest >= oldest else None
+        content, size, most = seq.content_between, self.page_size, len(tokens) - 1
+        oldest, keys = self.oldest_for(seq.group, version), found.keys or self._no_keys(seq, version)
+        known = self.known_pages(content, KnownPages(found.shared, keys), most // size, oldest)
+        pages = known.in_pool
+        found.keys = known.keys.fork(len(pages))
+        if len(pages) > len(found.shared):
+            found.shared, found.copied, found.tokens, found.hit = pages, 0, len(pages) * size, "pages"
+        for page, end, hit in self.half_pages(content, found.keys, len(tokens), oldest):
+            if end > found.tokens:
+                found.copied, found.tokens, found.hit = page, end, hit
+        if found.tokens < most:
+            found.beyond = self._beyond(content, known, found, len(tokens), oldest)
+        if found.tokens < most and not found.beyond:
+            found.awaited = self._awaited(seq, tokens, found, oldest)
         return found
 
-    def _find_beyond(
-        self, seq: Sequence, keys: PrefixKeys, found: Reusable, tokens: int, oldest: int
-    ) -> TierPrefix | None:
-        """A known prefix that is longer than `found`, whose pages have `keys`; None unless it is partly in a tier."""
-        keys, size, first = keys.fork(len(keys)), self.page_size, len(keys)
-        while (len(keys) + 1) * size < tokens:
-            key = keys.next_key(seq.content_between(len(keys) * size, (len(keys) + 1) * size))
-            if not (self.tier.has(key, oldest) or self.pool.find(key, oldest)):
+    def known_pages(self, content: Content, begin: KnownPages, full: int, oldest: int) -> KnownPages:
+        """`begin`, and the known pages after it; `full` pages at most, none with a version before `oldest`."""
+        size, pages, keys = self.page_size, list(begin.pages), begin.keys.fork(len(begin.pages))
+        for start in range(len(pages) * size, full * size, size):
+            key = keys.next_key(content(start, start + size))
+            page = self.pool.find(key, oldest)
+            if not page and not self.tier.has(key, oldest):
                 break
+            pages.append(page)
             keys.append(key)
-        beyond = [keys[index] for index in range(first, len(keys))]
-        known = self.find_end(seq.content_between, keys, tokens, oldest)
-        half = next((key for key, end in known if min(end, tokens - 1) > found.tokens), None)
-        beyond += [half] if half else []
-        return TierPrefix(found.shared, beyond, half=half is not None) if beyond else None
+        return KnownPages(pages, keys)
 
-    def find_end(
-        self, content: Callable[[int, int], bytes], keys: PrefixKeys, most: int, oldest: int
-    ) -> Iterator[tuple[bytes, int]]:
-        """Known ends of turns in the page after those with `keys`, within `most` tokens: (key, tokens), longest first.
+    def half_pages(
+        self, content: Content, keys: PrefixKeys, tokens: int, oldest: int
+    ) -> Iterator[tuple[int, int, PrefixHit]]:
+        """Pages of the pool that can be copied after the full ones with `keys`: (page, tokens with KV, source).
 
-        `content` is that of the positions from one to another.
+        The prompt has this many tokens, of which the last one is computed in any case.
         """
-        start = len(keys) * self.page_size
+        if len(keys) == (tokens - 1) // self.page_size:
+            key, full = self._next_key(content, keys, tokens)
+            if page := self.pool.find(key, oldest) if full else self.pool.find_tail(key, oldest):
+                yield page, tokens - 1, "prompt_end"
+        for key, end in self.find_end(content, keys, tokens, oldest):
+            if page := self.pool.find(key, oldest):
+                yield page, min(end, tokens - 1), "turn_end"
+
+    def _beyond(
+        self, content: Content, known: KnownPages, found: Reusable, tokens: int, oldest: int
+    ) -> TierPrefix | None:
+        """The known pages that a tier has, and the half-full one after them, if they have more tokens than `found`."""
+        ends = self.find_end(content, known.keys, tokens, oldest)
+        half = [key for key, end in ends if min(end, tokens - 1) > found.tokens][:1]
+        keys = [*known.keys][len(found.shared) :] + half
+        return TierPrefix(found.shared, keys, half=bool(half)) if keys else None
+
+    def find_end(self, content: Content, keys: PrefixKeys, most: int, oldest: int) -> Iterator[tuple[bytes, int]]:
+        """Known ends of turns in the page after those with `keys`, longest first: (key, tokens), `most` at most."""
+        pages = len(keys)
+        start = pages * self.page_size
         for after in self.pool.ends.after(keys.last):
             if start + after <= most:
-                key = keys.tail_key(content(start, start + after), after)
+                key = keys.end(pages, content(start, start + after), after).key
                 if self.pool.find(key, oldest) or self.tier.has(key, oldest):
                     yield key, start + after
 
-    def _find_last(self, keys: PrefixKeys, content: bytes, tokens: int, oldest: int) -> tuple[bytes, int]:
-        """The key of the page that holds the last token, and the page with it; a full one has the key of a full one."""
-        if tokens % self.page_size == 0:
-            key = keys.next_key(content)
-            return key, self.pool.find(key, oldest)
-        key = keys.tail_key(content, tokens % self.page_size)
-        return key, self.pool.find_tail(key, oldest)
+    def _next_key(self, content: Content, keys: PrefixKeys, tokens: int) -> tuple[bytes, bool]:
+        """The key of the page after those with `keys`, and whether this many tokens fill it."""
+        start = len(keys) * self.page_size
+        end = min(start + self.page_size, tokens)
+        if end == start + self.page_size:
+            return keys.next_key(content(start, end)), True
+        return keys.end(len(keys), content(start, end), end - start).key, False
 
-    def _awaited(self, seq: Sequence, tokens: np.ndarray, other: Sequence, found: int) -> tuple[Sequence, int] | None:
-        """The prefill of `other` and the tokens of it that `seq` can use, if these are more than it has `found`.
+    def _awaited(self, seq: Sequence, tokens: np.ndarray, found: Reusable, oldest: int) -> tuple[Sequence, int] | None:
+        """The prefill that computes the next page, and the tokens of it that `seq` can use, if these are more.
 
         A sequence does not wait for one of lower priority, which may itself wait for long.
         """
-        if not other.kv.prefilling or other.priority < seq.priority:
+        if not self.frontiers:
+            return None
+        other = self.frontiers.get(self._next_key(seq.content_between, found.keys, len(tokens))[0])
+        if other is None or other.kv.oldest < oldest or not other.kv.prefilling or other.priority < seq.priority:
             return None
         theirs = other.identity(other.kv.prefill_tokens)
         most = min(len(theirs), len(tokens))
@@ -175,11 +203,14 @@ class Prefixes:
         if same == len(tokens) and (same == len(theirs) or same % self.page_size == 0):
             return other, same  # the last page of `other` will be copied
         usable = min(same, len(tokens) - 1) // self.page_size * self.page_size
-        return (other, usable) if usable > max(found, other.kv.length) else None
+        return (other, usable) if usable > max(found.tokens, other.kv.length) else None
 
-    def no_keys(self, seq: Sequence, version: int) -> PrefixKeys:
+    def no_keys(self, version: int, edition: int, rank: int = 0) -> PrefixKeys:
         """The keys of a prefix without pages; without the weights version if KV of several ones is used."""
-        return PrefixKeys(0 if self.max_age else version, self.page_size, seq.group.variant.edition, seq.kv.rank)
+        return PrefixKeys.begin(0 if self.max_age else version, edition, rank)
+
+    def _no_keys(self, seq: Sequence, version: int) -> PrefixKeys:
+        return self.no_keys(version, seq.group.variant.edition, seq.kv.rank)
 
     def _is_here(self, seq: Sequence, pages: list[int]) -> bool:
         """True if the rank of a sequence has these pages of another one."""
@@ -268,8 +299,9 @@ class Prefixes:
     def restored(self, seq: Sequence, version: int) -> None:
         """Make the pages that a tier has given back to a sequence findable again."""
         kv = seq.kv
-        for index in range(len(kv.keys) if self.findable(seq, version) else 0):
-            self.pool.remember(kv.keys[index], kv.pages[index], kv.oldest)
+        if self.findable(seq, version):
+            for key, page in zip(kv.keys, kv.pages, strict=False):
+                self.pool.remember(key, page, kv.oldest)
 
     def launched(self, seq: Sequence, version: int) -> None:
         """Note that a step in flight computes more of the sequence's KV, up to its length."""
@@ -295,9 +327,9 @@ class Prefixes:
         self.remember(seq, known, version)
         kv, (full, after) = seq.kv, divmod(known, self.page_size)
         if after and len(kv.keys) == full and self.findable(seq, version):
-            key = kv.keys.tail_key(seq.content_between(known - after, known), after)
-            self.pool.remember(key, kv.pages[full], kv.oldest)
-            self.pool.ends.note(kv.keys.last, after)
+            end = kv.keys.end(full, seq.content_between(known - after, known), after)
+            self.pool.remember(end.key, kv.pages[full], kv.oldest)
+            self.pool.ends.note(end.digest, after)
 
     def _move_frontier(self, seq: Sequence, version: int) -> None:
         """Move the frontier to the next page; after the last launch the tail of the prompt can be found."""
@@ -308,9 +340,7 @@ class Prefixes:
         start, end = len(kv.keys) * page_size, len(kv.prefill_tokens)
         if start == end:
             return
-        content = seq.content_between(start, min(start + page_size, end))
-        full = start + page_size <= end
-        page_key = kv.keys.next_key(content) if full else kv.keys.tail_key(content, end - start)
+        page_key, _ = self._next_key(seq.content_between, kv.keys, end)
         if kv.length == end:
             self.pool.remember_tail(page_key, kv.pages[start // page_size], kv.oldest)
         else:

@@ -4,7 +4,7 @@ A place is free, or it has references: of the sequence that saves or loads it, o
 the cache. The cache finds a snapshot by the content of its prefix. It keeps the page in which the prefix ends, because
 its sequence goes on writing there, so another sequence copies it; full pages are found in the page pool.
 
-    key of a snapshot     the chain of digests of its full pages, then a digest of the tokens after them (`tail_key`)
+    key of a snapshot     the chain of digests of its full pages, then one of the tokens after them (`PrefixKeys.end`)
     point                 a digest of full pages with a number of tokens after them, at which a snapshot is or will be
 
 A save copies a row's state to a place. It belongs to the step that continues the row, or to the next step whatever it

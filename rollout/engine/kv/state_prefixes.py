@@ -5,16 +5,39 @@ cache is searched for prefixes that end at a snapshot. Every prefill saves a sna
 prompt, if there is a place.
 """
 
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
 import numpy as np
 
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.prefixes import Prefixes, Reusable
+from rollout.engine.kv.prefixes import Content, KnownPages, Prefixes, Reusable
 from rollout.engine.kv.sessions import Sessions
-from rollout.engine.kv.snapshots import Snapshots
+from rollout.engine.kv.snapshots import CachedSnapshot, Snapshots
 from rollout.engine.kv.tier import KVTier, TierPrefix
 from rollout.engine.sequence.sequence import Sequence, SharedPrompt
-from rollout.engine.sequence.sequence_kv import NO_KEYS, NO_POINT, NO_SNAPSHOT, PrefixEnd, PrefixHit, Snapshot
+from rollout.engine.sequence.sequence_kv import (
+    NO_KEYS,
+    NO_POINT,
+    NO_SNAPSHOT,
+    PrefixEnd,
+    PrefixHit,
+    PrefixKeys,
+    Snapshot,
+)
 from rollout.metrics.definitions import percent
+
+
+class KnownEnd(NamedTuple):
+    """An end of a prefix of a prompt at which a snapshot is known or expected."""
+
+    tokens: int
+    pages: int  # full pages
+    point: PrefixEnd
+    cached: CachedSnapshot | None  # its snapshot, if that is cached
+
+
+_NO_END = KnownEnd(0, 0, NO_POINT, None)
 
 
 class StatePrefixes(Prefixes):
@@ -39,47 +62,62 @@ class StatePrefixes(Prefixes):
 
     def _find(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
         """The longest known prefix of `tokens` that ends at a snapshot, in the session or in the cache."""
-        most, page_size, snapshots = len(tokens) - 1, self.page_size, self.snapshots
         found = self._find_in_session(seq, tokens, version)
         if not self.cache:
             return found
-        keys, pages, known = self.no_keys(seq, version), list[int](), True
-        found.keys = found.keys or keys.fork(0)
-        path, reachable, farthest = list[bytes](), True, 0  # `path`: keys of full pages, in the pool or in a tier
-        expected, oldest = found.tokens, self.oldest_for(seq.group, version)
-        for start in range(0, most + 1, page_size):
-            for after in {*snapshots.tokens_after(keys.last), *self.pool.ends.after(keys.last)}:
-                end = start + after
-                if end > most:
-                    continue
-                key = keys.tail_key(seq.content_between(start, end), after)
-                point = PrefixEnd(keys.last, after, key)
-                cached, other = snapshots.find(key, oldest), self.frontiers.get(key)
-                if cached is not None and known and end > found.tokens:
-                    reused = Reusable(list(pages), cached.page, end, found.session_tokens, keys.fork(len(pages)))
-                    reused.place, reused.awaited, reused.hit = cached.place, found.awaited, "prompt_end"
-                    reused.oldest, reused.beyond, found = cached.oldest, found.beyond, reused
-                elif reachable and end > farthest and (cached or self.tier.has_end(point, end, oldest)):
-                    farthest = end
-                    found.beyond = TierPrefix(list(pages), path[len(pages) :], NO_POINT if cached else point)
-                elif other is not None and other.priority >= seq.priority and other.kv.oldest >= oldest:
-                    if end > expected:
-                        found.awaited, expected = (other, end + 1), end
-            if start + page_size > most or not (reachable or self.frontiers):
-                break
-            key = keys.next_key(seq.content_between(start, start + page_size))
-            page = self.pool.find(key, oldest)
-            known = known and page > 0
-            if known:
-                pages.append(page)
-            reachable = reachable and (page > 0 or self.tier.has(key, oldest))
-            path.append(key)
-            keys.append(key)
-        if farthest <= found.tokens:
-            found.beyond = None
-        if expected <= max(found.tokens, farthest):
-            found.awaited = None
+        content, most, oldest = seq.content_between, len(tokens) - 1, self.oldest_for(seq.group, version)
+        begin = KnownPages([], self._no_keys(seq, version))
+        found.keys = found.keys or begin.keys
+        known = self.known_pages(content, begin, most // self.page_size, oldest)
+        ends = list(self.ends(content, known.keys, most, oldest))
+        cached, in_tier = self.longest_cached(ends, known), self.longest_in_tier(ends, known, oldest)
+        if cached.tokens > found.tokens:
+            found = self._reusable(cached, known, found.session_tokens)
+        if in_tier.tokens > found.tokens:
+            pages = known.in_pool[: in_tier.pages]
+            keys, point = [*known.keys][len(pages) : in_tier.pages], NO_POINT if in_tier.cached else in_tier.point
+            found.beyond = TierPrefix(pages, keys, point)
+        awaited = self.longest_awaited(ends, seq, oldest)
+        if awaited.tokens > max(found.tokens, in_tier.tokens):
+            found.awaited = self.frontiers[awaited.point.key], awaited.tokens + 1
         return found
+
+    def ends(self, content: Content, keys: PrefixKeys, most: int, oldest: int) -> Iterator[KnownEnd]:
+        """The known ends after pages with `keys`, within `most` tokens, and those that prefills may be computing."""
+        size, keys = self.page_size, keys.fork(len(keys))
+        for pages, start in enumerate(range(0, most + 1, size)):
+            if pages > len(keys):
+                if not self.frontiers:
+                    return
+                keys.append(keys.next_key(content(start - size, start)))
+            digest = keys.digest(pages)
+            for after in {*self.snapshots.tokens_after(digest), *self.pool.ends.after(digest)}:
+                if (end := start + after) <= most:
+                    point = keys.end(pages, content(start, end), after)
+                    yield KnownEnd(end, pages, point, self.snapshots.find(point.key, oldest))
+
+    def longest_cached(self, ends: list[KnownEnd], known: KnownPages) -> KnownEnd:
+        """The end that can be used now."""
+        most = len(known.in_pool)
+        return _longest(end for end in ends if end.cached and end.pages <= most)
+
+    def longest_in_tier(self, ends: list[KnownEnd], known: KnownPages, oldest: int) -> KnownEnd:
+        """The end that can be used once a tier has given back what the pool and the cache lack."""
+        reached = (end for end in ends if end.pages <= len(known.pages))
+        return _longest(end for end in reached if end.cached or self.tier.has_end(end.point, end.tokens, oldest))
+
+    def longest_awaited(self, ends: list[KnownEnd], seq: Sequence, oldest: int) -> KnownEnd:
+        """The end that a prefill computes next, whose priority is not lower than that of `seq`."""
+
+        def comes(other: Sequence | None) -> bool:
+            return other is not None and other.priority >= seq.priority and other.kv.oldest >= oldest
+
+        return _longest(end for end in ends if comes(self.frontiers.get(end.point.key)))
+
+    def _reusable(self, end: KnownEnd, known: KnownPages, session_tokens: int) -> Reusable:
+        assert end.cached is not None
+        pages, keys, (place, half, _, oldest) = known.pages[: end.pages], known.keys.fork(end.pages), end.cached
+        return Reusable(pages, half, end.tokens, session_tokens, keys, place=place, hit="prompt_end", oldest=oldest)
 
     def _find_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
         if seq.group.session is None:
@@ -153,7 +191,7 @@ class StatePrefixes(Prefixes):
         keys = seq.kv.keys.fork(full)
         for start in range(len(keys) * self.page_size, full * self.page_size, self.page_size):
             keys.append(keys.next_key(seq.content_between(start, start + self.page_size)))
-        return PrefixEnd(keys.last, after, keys.tail_key(seq.content_between(tokens - after, tokens), after))
+        return keys.end(full, seq.content_between(tokens - after, tokens), after)
 
     def _take_place(self, evict_sessions: bool) -> int:
         while not self.snapshots.has_place and evict_sessions and self.sessions.evict_one():
@@ -259,3 +297,7 @@ class StatePrefixes(Prefixes):
         super().check()
         self.snapshots.check(self.sessions.places)
         return self.snapshots.pages
+
+
+def _longest(ends: Iterable[KnownEnd]) -> KnownEnd:
+    return max(ends, key=lambda end: end.tokens, default=_NO_END)

@@ -7,9 +7,10 @@ launched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -23,48 +24,53 @@ class PrefixKeys:
     By these keys other sequences find the pages (`kv/pool`).
     """
 
-    def __init__(self, version: int, page_size: int, edition: int = 0, rank: int = 0) -> None:
-        self.version, self._edition, self._rank = version, edition, rank
-        self._page_size = page_size
-        self._keys: list[bytes] = []
+    def __init__(self, digests: list[bytes]) -> None:
+        self._digests = digests  # Digests of the first 0, 1, 2, ... pages.
+
+    @classmethod
+    def begin(cls, version: int, edition: int = 0, rank: int = 0) -> PrefixKeys:
+        """The keys of no page, under this weights version; rank and edition of the variant are part of all keys."""
         of_variant = edition.to_bytes(8, "little") if edition else b""
         of_rank = b"rank" + rank.to_bytes(4, "little") if rank else b""
-        self._last = blake2b(version.to_bytes(8, "little") + of_variant + of_rank, digest_size=16).digest()
+        return cls([blake2b(version.to_bytes(8, "little") + of_variant + of_rank, digest_size=16).digest()])
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._digests) - 1
 
     def __getitem__(self, index: int) -> bytes:
-        return self._keys[index]
+        return self._digests[index + 1]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return islice(self._digests, 1, None)
 
     @property
     def last(self) -> bytes:
         """The digest of all present full pages."""
-        return self._last
+        return self._digests[-1]
+
+    def digest(self, pages: int) -> bytes:
+        """The digest of the first `pages` pages."""
+        return self._digests[pages]
 
     def fork(self, pages: int) -> PrefixKeys:
         """A copy with the keys of the first `pages` pages, to go on with another content."""
-        keys = PrefixKeys(self.version, self._page_size, self._edition, self._rank)
-        keys._keys = self._keys[:pages]
-        keys._last = keys._keys[-1] if keys._keys else keys._last
-        return keys
+        return PrefixKeys(self._digests[: pages + 1])
 
     def next_key(self, content: bytes) -> bytes:
         """The key of the next page if it has this content (of `page_size` positions)."""
-        return blake2b(content, key=self._last, digest_size=16).digest()
+        return blake2b(content, key=self.last, digest_size=16).digest()
 
-    def tail_key(self, content: bytes, positions: int) -> bytes:
-        """The key of the first `positions` of the next page, which have this content.
+    def end(self, pages: int, content: bytes, positions: int) -> PrefixEnd:
+        """The end of a prefix of the first `pages` pages and as many positions after them, which have this content.
 
         The number is in the key, because the content of a position after a video is longer than a token's.
         """
-        person = b"tail" + positions.to_bytes(4, "little")
-        return blake2b(content, key=self._last, digest_size=16, person=person).digest()
+        digest, person = self._digests[pages], b"tail" + positions.to_bytes(4, "little")
+        return PrefixEnd(digest, positions, blake2b(content, key=digest, digest_size=16, person=person).digest())
 
     def append(self, key: bytes) -> None:
         """Add the key of the next page."""
-        self._last = key
-        self._keys.append(key)
+        self._digests.append(key)
 
 
 class _NoKeys(PrefixKeys):
@@ -77,7 +83,7 @@ class _NoKeys(PrefixKeys):
         raise AssertionError("KV that others do not find gets no key")
 
 
-NO_KEYS: PrefixKeys = _NoKeys(0, 1)
+NO_KEYS: PrefixKeys = _NoKeys([b""])
 
 
 #: The source of KV that a sequence reuses: its group; full pages in the cache; a whole prompt in the

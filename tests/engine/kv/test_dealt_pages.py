@@ -66,10 +66,10 @@ def test_sessions_of_the_rank_give_way_and_no_others() -> None:
 
 
 def test_ranks_have_keys_of_their_own() -> None:
-    first, second = (PrefixKeys(0, 4, 0, rank) for rank in (0, 1))
+    first, second = (PrefixKeys.begin(0, 0, rank) for rank in (0, 1))
     assert first.next_key(b"same") != second.next_key(b"same")
     assert second.fork(0).next_key(b"same") == second.next_key(b"same")
-    assert first.next_key(b"same") == PrefixKeys(0, 4).next_key(b"same")
+    assert first.next_key(b"same") == PrefixKeys.begin(0).next_key(b"same")
 
 
 @pytest.mark.parametrize(

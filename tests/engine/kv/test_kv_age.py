@@ -257,7 +257,7 @@ def test_offloaded_rows_go_on_beside_kv_of_other_versions(model, sources, hf_mod
 
 def test_a_restored_row_takes_a_known_page_only_if_its_kv_is_the_same():
     """A key may be known with KV of newer weights than the row's."""
-    pool, keys = PagePool(4), PrefixKeys(0, 4)
+    pool, keys = PagePool(4), PrefixKeys.begin(0)
     books, page = OffloadBooks(pool, 4, HostPageBooks(2), HostPageBooks(0)), pool.allocate()
     keys.append(keys.next_key(b"content"))
     pool.remember(keys[0], page, 1)

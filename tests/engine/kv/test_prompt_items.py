@@ -32,7 +32,7 @@ def test_items_of_tokens_are_one_run_of_tokens(cuts):
 def test_a_page_with_other_content_has_another_key_and_so_have_the_pages_after_it():
     tokens = list(range(12))
     contents = [in_items(tokens, [5]), in_items([*tokens[:4], 99, *tokens[5:]], [5])]
-    keys = [PrefixKeys(0, PAGE), PrefixKeys(0, PAGE)]
+    keys = [PrefixKeys.begin(0), PrefixKeys.begin(0)]
     for start in range(0, 12, PAGE):
         for prompt, chain in zip(contents, keys, strict=True):
             chain.append(chain.next_key(prompt.content(start, start + PAGE)))

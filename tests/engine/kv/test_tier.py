@@ -182,7 +182,7 @@ def test_pages_can_be_fetched_without_a_sequence(model, prompt_of):
     bench.submit("first", prompt, 1)
     bench.tick_until(lambda: bench.engine.roster.decoding)
     (seq,) = bench.engine.roster.groups["c", "first"].sequences
-    keys = [seq.kv.keys[i] for i in range(12)]
+    keys = list(seq.kv.keys)[:12]
     bench.run()
     pushed_out(bench, prompt_of)
     allocator = bench.engine.roster.allocator
