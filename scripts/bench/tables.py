@@ -519,6 +519,21 @@ def _several_gpus() -> list[Table]:
             "that timed prompts too. With rows each rank reads all of attention's weights. It is for latents and for "
             "KV heads that are fewer than ranks.",
         ),
+        columns(
+            "2 GPUs, attention split by heads and by contexts, a decode step",
+            "context_split_tp2_h200",
+            {
+                "shape": "shape",
+                "rows": "rows",
+                "context": "context",
+                "heads, ms": "heads_ms",
+                "contexts, ms": "context_ms",
+                "heads, KV bytes a token": "heads_kv_bytes",
+                "contexts, KV bytes a token": "context_kv_bytes",
+            },
+            note="one_kv_head: 12 layers of Qwen3-8B with one KV head; latent: 5 layers of DeepSeek-V3, 32 experts. "
+            "Random KV. Contexts give room for twice the tokens; faster only for many rows of 64K with one KV head.",
+        ),
         _soak("Soak of two ranks", "soak_tp2_h200"),
     ]
 
