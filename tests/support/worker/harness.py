@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _SETTINGS = ("ROLLOUT_", "WANDB_")
 #: The sources come first, then what the tests' own process was given, such as packages of a GPU machine.
 _QUICK = ROOT / "tests" / "support" / "quick_transformers"
 _PATHS = [str(ROOT), str(ROOT / "kernels"), str(_QUICK), *filter(None, [os.environ.get("PYTHONPATH")])]
+#: Variables that nothing reads at its import, but a test's own `sitecustomize`, which a forked process runs too.
+_READ_LATE = {"PYTHONPATH", "TMPDIR", "FAULTY_FOLLOWER", "SLOW_S"}
 _ALWAYS = {"PYTHONPATH": os.pathsep.join(_PATHS), "OMP_NUM_THREADS": "1"}
 
 #: Token texts by id, as in the checkpoints' tokenizer.json.
@@ -44,29 +46,30 @@ def subprocess_environment(**changes: str) -> dict[str, str]:
     return {**kept, **_ALWAYS, **changes}
 
 
-def hooked(name: str) -> dict[str, str | None]:
+def hooked(name: str) -> dict[str, str]:
     """The variable by which Python imports `sitecustomize` of the folder `name` beside this file at its start."""
     return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / name), _ALWAYS["PYTHONPATH"]])}
 
 
 def launch(
-    model: Path | str = ONES, *, log: Path, wait: bool = True, env: dict[str, str | None] | None = None, **flags: Any
+    model: Path | str = ONES, *, log: Path, wait: bool = True, env: Mapping[str, str | None] | None = None, **flags: Any
 ) -> WorkerProcess:
     """A worker without W&B, and with KV for 65,536 tokens of ONES: all of it is written to at the start.
 
-    It is forked (`tests.support.worker.zygote`). One with `env` is a new process of Python.
+    It is forked (`tests.support.worker.zygote`), unless `env` has a variable that libraries may read at their import.
     """
     flags = {"wandb": False, "drain_s": 60, "kv_memory_max_gib": 1 / 32, **flags}
-    if env:
+    if env and not _READ_LATE.issuperset(env):
         without = {name: None for name in os.environ if name.startswith(_SETTINGS)}
         return start_worker(model, log_file=log, wait=wait, env={**without, **_ALWAYS, **env}, **flags)
-    return _fork(model, log, wait, **flags)
+    return _fork(model, log, wait, env or {}, **flags)
 
 
 def _fork(
     model: Path | str,
     log: Path,
     wait: bool,
+    late: Mapping[str, str],
     ready_timeout_s: float = 900.0,
     command: Sequence[str] = (sys.executable, "-m", "rollout.cli.main", "serve"),
     args: Sequence[str] = (),
@@ -79,7 +82,7 @@ def _fork(
     given = {"bind": "tcp://127.0.0.1:0", **flags, "ready_file": ready_file, "exit_with_parent": True}
     _, _, module, *words = command
     words += [os.fspath(model), *flag_list(given), *args]
-    process: Any = forked(module, words, worker_environment(subprocess_environment(), {}), log)
+    process: Any = forked(module, words, worker_environment(subprocess_environment(), {}), late, log)
     worker = WorkerProcess(process, scratch, ready_file, log, curve)
     if wait:
         try:

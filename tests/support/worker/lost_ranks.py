@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.worker.harness import check, hooked, until
+from tests.support.worker.zygote import children_running
 from trainer_bridge.client.blocking import RolloutClient, Stream
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.wire.errors import Unavailable
@@ -42,24 +43,14 @@ class Points:
         until((self.folder / f"{point}.reached").exists, f"a follower at {point}")
 
     @property
-    def environment(self) -> dict[str, str | None]:
+    def environment(self) -> dict[str, str]:
         """What a worker's followers need to know of it."""
         return {"FAULTY_FOLLOWER": str(self.folder), **hooked("faulty_follower")}
 
 
 def followers_of(pid: int) -> list[int]:
     """The processes of the other ranks of a worker, which may be starting."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                command = (folder / "cmdline").read_bytes().split(b"\0")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if parent == pid and b"rollout.ranks.entry" in command:
-                found.append(int(folder.name))
-    return sorted(found)
+    return children_running(pid, "rollout.ranks.entry")
 
 
 def ended(worker: WorkerProcess) -> int:

@@ -7,16 +7,19 @@
                                                 worker: becomes a child of the tests' process, and runs `rollout serve`
 
 The worker runs the module that `python -m` would run, from the command line to its end. It is a child of the tests'
-process, as after `start_worker`: it can be waited for, and ends with that process. Its children (followers, the process
-of texts) are new processes of Python.
+process, as after `start_worker`: it can be waited for, and ends with that process. It forks its followers; its process
+of texts is a new process of Python.
 
-A worker that needs another environment than the tests have cannot be forked: libraries read it when they are imported.
-Tests of the start itself use `start_worker`.
+A worker whose environment libraries read when they are imported cannot be forked: `forked` takes changes of variables
+that are read later. A `sitecustomize` in the first folder of PYTHONPATH is run after the fork. Tests of the start
+itself use `start_worker`.
 """
 
+import contextlib
 import ctypes
 import functools
 import gc
+import importlib.util
 import json
 import os
 import runpy
@@ -25,21 +28,27 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-_PR_SET_CHILD_SUBREAPER = 36
-_MESSAGE_BYTES = 1 << 16
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+_NAME_BYTES = 15
+_MESSAGE_BYTES = 1 << 17
 _SETS_FOR_TESTS = "PYTEST_CURRENT_TEST"
 
 
 class ForkedProcess:
-    """A child of this process, with the methods of `subprocess.Popen` that a `WorkerProcess` calls."""
+    """A child of this process, with the methods of `subprocess.Popen` that are called."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, stdin: BinaryIO | None = None) -> None:
         self.pid = pid
+        self.stdin = stdin
         self.returncode: int | None = None
         self._pidfd = os.pidfd_open(pid)
         self._lock = threading.Lock()
@@ -60,7 +69,7 @@ class ForkedProcess:
         while (status := self.poll()) is None:
             left_s = None if end_s is None else end_s - time.monotonic()
             if left_s is not None and left_s <= 0:
-                raise subprocess.TimeoutExpired("rollout serve", timeout or 0.0)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             select.select([self._pidfd], [], [], left_s)
         return status
 
@@ -89,9 +98,10 @@ class Zygote:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environ, stdin=subprocess.DEVNULL)
         self._lock = threading.Lock()
 
-    def fork(self, module: str, words: list[str], log: int) -> ForkedProcess:
+    def fork(self, module: str, words: list[str], late: Mapping[str, str], log: int) -> ForkedProcess:
         """A process that runs a module with these arguments; its output goes to the descriptor `log`."""
-        request = json.dumps({"module": module, "words": words, "folder": os.getcwd()}).encode()
+        told = {"module": module, "words": words, "late": dict(late), "folder": os.getcwd()}
+        request = json.dumps(told).encode()
         with self._lock, _reaper_of_orphans():
             socket.send_fds(self._socket, [request], [log])
             answer = self._socket.recv(_MESSAGE_BYTES)
@@ -109,26 +119,48 @@ def zygote(environ: tuple[tuple[str, str], ...]) -> Zygote:
     return Zygote(dict(environ))
 
 
-def forked(module: str, words: list[str], environ: dict[str, str], log: Path) -> ForkedProcess:
-    """Run a module, such as `rollout.cli.main`, with these arguments and variables."""
+def forked(module: str, words: list[str], environ: dict[str, str], late: Mapping[str, str], log: Path) -> ForkedProcess:
+    """Run a module, such as `rollout.cli.main`, with these arguments and variables.
+
+    `late` are changes of variables that nothing reads when it is imported.
+    """
     kept = {name: value for name, value in environ.items() if name != _SETS_FOR_TESTS}
     with open(log, "ab") as file:
-        return zygote(tuple(sorted(kept.items()))).fork(module, words, file.fileno())
+        return zygote(tuple(sorted(kept.items()))).fork(module, words, late, file.fileno())
+
+
+def children_running(pid: int, module: str) -> list[int]:
+    """The children of a process that run this module, forked ones and others, in the order of their ids."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                command = (folder / "cmdline").read_bytes().split(b"\0")
+                name = (folder / "comm").read_text().rstrip("\n")
+                if _parent_of(int(folder.name)) == pid and (module.encode() in command or name == _named(module)):
+                    found.append(int(folder.name))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return sorted(found)
 
 
 class _reaper_of_orphans:  # noqa: N801 -- a context
     """Meanwhile orphans below this process become its children."""
 
     def __enter__(self) -> None:
-        _set_reaper(True)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def __exit__(self, *exc: object) -> None:
-        _set_reaper(False)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-def _set_reaper(on: bool) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "this process cannot take orphans over")
+def _prctl(what: int, value: int | bytes) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl {what} is refused")
+
+
+def _named(module: str) -> str:
+    return module[-_NAME_BYTES:]
 
 
 def _parent_of(pid: int) -> int:
@@ -141,6 +173,7 @@ def _parent_of(pid: int) -> int:
 def _import_everything() -> None:
     gc.disable()
     import rollout.cli.serve
+    import rollout.ranks.follower
     import rollout.worker  # noqa: F401
 
     gc.freeze()
@@ -174,9 +207,64 @@ def _become(request: dict[str, Any], connection: socket.socket) -> None:
     os.close(request["log"])
     connection.close()
     os.chdir(request["folder"])
-    sys.argv[1:] = request["words"]
+    os.environ.update(request["late"])
+    tempfile.tempdir = None  # it may be another one here
     while os.getppid() == request["starter"]:
         time.sleep(0.001)
+
+
+def _run(module: str, words: Sequence[str]) -> None:
+    """What Python does when it starts with these words."""
+    _prctl(_PR_SET_NAME, _named(module).encode())
+    sys.argv[1:] = words
+    sys.orig_argv[:] = [sys.executable, "-P", "-m", module, *words]
+    first = Path(os.environ["PYTHONPATH"].partition(os.pathsep)[0])
+    spec = importlib.util.spec_from_file_location("sitecustomize", first / "sitecustomize.py")
+    if (first / "sitecustomize.py").exists() and spec is not None and spec.loader is not None:
+        if str(first) not in sys.path:  # where its own children look, too
+            sys.path.insert(0, str(first))
+        sys.modules["sitecustomize"] = hook = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(hook)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class _Forks:
+    """The module `subprocess` for what starts followers: its `Popen` forks, while hardly a thread runs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(  # noqa: N802 -- a name of Python's
+        self, command: Sequence[str], *, stdin: int, stdout: int, pass_fds: Sequence[int], env: Mapping[str, str]
+    ) -> Any:
+        """A child of this thread that runs `python -P -m MODULE ARGUMENTS`."""
+        if len(os.listdir("/proc/self/task")) > 2:  # more than the one that watches the parent
+            return subprocess.Popen(command, stdin=stdin, stdout=stdout, pass_fds=pass_fds, env=env)
+        assert stdin == subprocess.PIPE
+        reads, writes = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that two threads run
+            pid = os.fork()
+        if pid:
+            os.close(reads)
+            return ForkedProcess(pid, os.fdopen(writes, "wb"))
+        status = 1
+        try:
+            os.dup2(reads, 0)
+            os.dup2(stdout, 1)
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2 and descriptor not in pass_fds:
+                    with contextlib.suppress(OSError):  # the one that listed the folder
+                        os.close(descriptor)
+            os.environ.clear()
+            os.environ.update(env)
+            _, _, _, module, *words = command
+            _run(module, words)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:  # what is up the stack is the worker's
+            os._exit(status)
 
 
 def _main() -> None:
@@ -184,7 +272,10 @@ def _main() -> None:
     _import_everything()
     request = _requests(connection)
     _become(request, connection)
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    from rollout.ranks import follower_processes
+
+    follower_processes.subprocess = _Forks()  # type: ignore[assignment]
+    _run(request["module"], request["words"])
 
 
 if __name__ == "__main__":
