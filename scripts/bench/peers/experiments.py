@@ -1,8 +1,9 @@
 """The experiments: the same work and the same results for every engine.
 
     decode      ms a step = (t(N) - t(1)) / (N - 1): prompts of 128 tokens, N new ones; all costs but prefill
-    contexts    the same for long prompts, whose KV is in the prefix cache from an earlier run; `completions` rows of
-                each prompt
+    contexts    ms a step = (t(2N) - t(N)) / N: long prompts, whose KV is in the prefix cache from an earlier run;
+                `completions` rows of each prompt. A row that is admitted before the others ends before them, in both
+                runs; so all rows take part in the steps between, if the first row gets no N tokens before the last
     post        32 rows x 8,192 tokens, total time
     short       many requests of 3 or 30 new tokens: mostly prefill
     long_job    a trainer's step: 256 completions of log-normal lengths through 128 rows
@@ -114,7 +115,7 @@ def _decode(engine: Engine, job: Job) -> Iterator[Row]:
             "rows": rows,
             "prompt": job.prompt,
             "new": job.new,
-            **_per_step(engine, rows, new_work(1), new_work(job.new), job.new, job.repeats),
+            **_per_step(engine, rows, new_work(1), new_work(job.new), job.new - 1, job.repeats),
         }
 
 
@@ -126,32 +127,34 @@ def _contexts(engine: Engine, job: Job) -> Iterator[Row]:
     for rows, context, n in product(
         sorted(job.context_rows or job.rows, reverse=True), sorted(job.contexts), job.context_groups
     ):
-        asked = {"rows": rows, "context": context, "new": job.context_steps + 1, "completions": n}
+        new = 2 * job.context_steps
+        asked = {"rows": rows, "context": context, "first_new": job.context_steps, "new": new, "completions": n}
         if rows % n:
             continue
-        pages = rows // n * -(-context // _PAGE_TOKENS) + rows * (-(-(job.context_steps + 1) // _PAGE_TOKENS) + 1)
+        pages = rows // n * -(-context // _PAGE_TOKENS) + rows * (-(-new // _PAGE_TOKENS) + 1)
         if pages * _PAGE_TOKENS > engine.capacity_tokens:
             yield {**asked, "skipped": f"the KV holds {engine.capacity_tokens} tokens"}
             continue
         prompts = [p for p in nested_prompts(rows // n, context, longest, engine.vocab) for _ in range(n)]
-        first, whole = Work(prompts, [1] * rows), Work(prompts, [job.context_steps + 1] * rows)
+        first, whole = Work(prompts, [job.context_steps] * rows), Work(prompts, [new] * rows)
         engine.generate(first)  # leaves the prompts in the prefix cache
         engine.generate(whole)
-        steps = _per_step(engine, rows, lambda w=first: w, lambda w=whole: w, job.context_steps + 1, job.repeats)  # type: ignore[misc]
+        runs = (lambda w=first: w), (lambda w=whole: w)
+        steps = _per_step(engine, rows, *runs, job.context_steps, job.repeats)  # type: ignore[arg-type]
         yield {**asked, **steps}
 
 
 def _per_step(
-    engine: Engine, rows: int, first: Callable[[], Work], whole: Callable[[], Work], new: int, repeats: int
+    engine: Engine, rows: int, first: Callable[[], Work], whole: Callable[[], Work], steps: int, repeats: int
 ) -> Row:
-    """Time of a step from the best of `repeats` runs with 1 and with `new` new tokens."""
+    """Time of a step from the best of `repeats` runs of `first`, and of `whole`, which has `steps` tokens more."""
     first_s = [engine.generate(first()).total_s for _ in range(repeats)]
     whole_s, own = [], {}
     for _ in range(repeats):
         whole_s.append(engine.generate(whole()).total_s)
         if whole_s[-1] == min(whole_s):
             own = engine.last_steps()
-    ms = (min(whole_s) - min(first_s)) / (new - 1) * 1e3
+    ms = (min(whole_s) - min(first_s)) / steps * 1e3
     return {
         "ms": ms,
         "tokens_per_s": rows / ms * 1e3,

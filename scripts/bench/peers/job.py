@@ -123,7 +123,7 @@ class Job:
         """Tokens, prompt and completion, of the longest sequence, and a little more."""
         wanted = {
             "decode": self.prompt + self.new,
-            "contexts": max(self.contexts) + self.context_steps + 1,
+            "contexts": max(self.contexts) + 2 * self.context_steps,
             "post": self.prompt + self.post_new,
             "short": self.short_prompt + max(self.short_new),
             "long_job": self.job_prompt + self._longest_completion(),

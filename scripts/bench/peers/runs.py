@@ -212,7 +212,8 @@ def floors(job: Job, row: Row, bandwidth: float) -> Row:
         return _shared_floor(need, job, row, bandwidth)
     if row["experiment"] in ("decode", "contexts", "repeats"):  # one token a step: accepted drafts may beat it
         prompts = row["rows"] // row.get("completions", 1)  # the KV of each is read once
-        context = prompts * row.get("context", row.get("prompt")) + row["rows"] * row["new"] / 2
+        own = (row.get("first_new", 0) + row["new"]) / 2
+        context = prompts * row.get("context", row.get("prompt")) + row["rows"] * own
         chosen = row.get("distinct_experts")
         floor_ms = step_floor_s(need, row["rows"], context, bandwidth, chosen) * 1e3
         steady = {"steady_over_floor": row["steady_ms"] / floor_ms} if "steady_ms" in row else {}
