@@ -26,13 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from rollout.config import Settings
-from rollout.engine.build import (
-    build_engine,
-    check_model,
-    longest_sequence,
-    rebuild_engine,
-    sleeping_memory,
-)
+from rollout.engine.build import build_engine, check_model, longest_sequence, rebuild_engine, sleeping_memory
 from rollout.engine.device.streams import make_device
 from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.engine.features.adapters.messages import PutAdapter

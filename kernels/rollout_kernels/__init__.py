@@ -25,15 +25,7 @@ from rollout_kernels.attention import (
     write_kv,
 )
 from rollout_kernels.moe import moe_experts, route
-from rollout_kernels.norm_rope import (
-    apply_rope,
-    gated,
-    head_rms_norm,
-    rms_norm,
-    rope_cos_sin,
-    rotate_heads,
-    silu_mul,
-)
+from rollout_kernels.norm_rope import apply_rope, gated, head_rms_norm, rms_norm, rope_cos_sin, rotate_heads, silu_mul
 from rollout_kernels.sampling import (
     PROMPT_BIT,
     Sampled,

@@ -33,8 +33,7 @@ class CheckpointSettings(SettingsSection):
         description="native: our decoder; transformers: transformers' code, half as fast; auto: native if possible",
     )
     longrope: LongRope = Field(
-        "short",
-        description="frequencies of Phi-3 and Phi-4-mini; short ends sequences at the original context",
+        "short", description="frequencies of Phi-3 and Phi-4-mini; short ends sequences at the original context"
     )
     images: bool = Field(False, description="serve images, with the model's vision tower")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -86,10 +85,7 @@ class MetricsSettings(SettingsSection):
     )
     wandb_project: str = Field("rollout", description="W&B project")
     metrics_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="HTTP port of /metrics (Prometheus) and /health; 0: a free one; none: no HTTP",
+        None, ge=0, le=65535, description="HTTP port of /metrics (Prometheus) and /health; 0: a free one; none: no HTTP"
     )
     metrics_host: str = Field("127.0.0.1", min_length=1, description="address of the metrics port")
 
@@ -136,8 +132,7 @@ class SecuritySettings(SettingsSection):
     """Encryption and authentication of the sockets."""
 
     curve_secret_key: str | None = Field(
-        None,
-        description="file with the CURVE secret key (`rollout keys`); none: no encryption",
+        None, description="file with the CURVE secret key (`rollout keys`); none: no encryption"
     )
     curve_client_keys: str | None = Field(None, description="folder with the public keys (*.key) of clients")
     insecure: bool = Field(False, description="allow addresses that other hosts can reach without CURVE")

@@ -25,16 +25,11 @@ class StepSettings(SettingsSection):
         None, ge=2, description="most tokens of prompt and completion; none: the model's limit"
     )
     prefill_chunk_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="most tokens of a prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU",
+        None, ge=1, description="most tokens of a prefill step; none: 8192 on a GPU (16384 with experts), 2048 on a CPU"
     )
     pipeline_depth: Literal[1, 2] = Field(2, description="steps in flight; 1: host and device do not overlap")
     cuda_graph_rows: int = Field(
-        1024,
-        ge=0,
-        le=4096,
-        description="most rows of a decode step in a CUDA graph; 0: no graphs",
+        1024, ge=0, le=4096, description="most rows of a decode step in a CUDA graph; 0: no graphs"
     )
     kernel_cache: str | None = Field(
         None,
@@ -45,8 +40,7 @@ class StepSettings(SettingsSection):
         True, description="on a GPU, read shared KV pages once for all rows, where that is faster"
     )
     deterministic: bool = Field(
-        False,
-        description="the same bits whatever else runs; slower; needs a GPU and fused kernels",
+        False, description="the same bits whatever else runs; slower; needs a GPU and fused kernels"
     )
 
     @property
@@ -88,8 +82,7 @@ class SwapSettings(SettingsSection):
     """KV when the weights change."""
 
     kv_on_swap: Literal["keep", "recompute"] = Field(
-        "keep",
-        description="whether running rows go on with their older KV after an update",
+        "keep", description="whether running rows go on with their older KV after an update"
     )
     max_kv_age: int = Field(
         0,
@@ -115,15 +108,9 @@ class OffloadSettings(SettingsSection):
     """Offload and sleep."""
 
     host_kv_gib: float = Field(
-        0.0,
-        ge=0.0,
-        description="pinned host memory for KV that has no room on the GPU, or sleeps; 0: it is recomputed",
+        0.0, ge=0.0, description="pinned host memory for KV that has no room on the GPU, or sleeps; 0: it is recomputed"
     )
-    disk_kv_gib: float = Field(
-        0.0,
-        ge=0.0,
-        description="disk for KV of known prefixes that has no room on the host",
-    )
+    disk_kv_gib: float = Field(0.0, ge=0.0, description="disk for KV of known prefixes that has no room on the host")
     disk_kv_folder: str | None = Field(
         None, min_length=1, description="folder on a local disk; each worker makes a subfolder and deletes it"
     )
@@ -208,8 +195,7 @@ class SpeculationSettings(SettingsSection):
     """Speculation: drafted tokens, several in a decode step."""
 
     speculation: Literal["off", "suffix", "ngram", "heads", "auto"] = Field(
-        "off",
-        description="source of drafts: suffix and ngram: earlier text; heads: a draft model; auto: what pays",
+        "off", description="source of drafts: suffix and ngram: earlier text; heads: a draft model; auto: what pays"
     )
     speculation_model: str | None = Field(
         None,

@@ -33,26 +33,18 @@ class GatewaySettings(SettingsSection):
         None, description="continue requests of a lost worker on another one; none: with several workers"
     )
     resume_s: float = Field(120.0, gt=0, description="seconds that a resumed request may be without a worker")
-    heartbeat_s: float = Field(
-        2.0,
-        gt=0,
-        description="seconds between heartbeats; a worker that misses three is lost",
-    )
+    heartbeat_s: float = Field(2.0, gt=0, description="seconds between heartbeats; a worker that misses three is lost")
     min_version: int = Field(0, ge=0, description="a worker with older weights is unhealthy")
     stream_every: int = Field(1, ge=1, description="least tokens of an event of a stream")
     session_s: float = Field(
         3600.0, gt=0, description="seconds until an idle X-Session-ID or an unused stored response is forgotten"
     )
     max_kept_bytes: int = Field(
-        1 << 30,
-        ge=0,
-        description="most bytes of kept trajectories, and of stored responses; 0: none",
+        1 << 30, ge=0, description="most bytes of kept trajectories, and of stored responses; 0: none"
     )
     max_in_flight: int = Field(8192, ge=1, description="most completions in flight; further ones get status 429")
     max_connections: int = Field(
-        4096,
-        ge=1,
-        description="most connections; a further one replaces an idle one, or gets status 503",
+        4096, ge=1, description="most connections; a further one replaces an idle one, or gets status 503"
     )
     keep_alive_s: float = Field(
         620.0,
@@ -68,27 +60,20 @@ class GatewaySettings(SettingsSection):
         "distribution that was drawn from; raw: at temperature 1",
     )
     routed_experts: ExpertFormat = Field(
-        "off",
-        description="experts in answers of /inference/v1/generate: vLLM's base64 .npy, or prime-rl's object",
+        "off", description="experts in answers of /inference/v1/generate: vLLM's base64 .npy, or prime-rl's object"
     )
     tool_parser: str = Field(
-        "auto",
-        description="format of tool calls, such as hermes; auto: the chat template's; none: calls stay text",
+        "auto", description="format of tool calls, such as hermes; auto: the chat template's; none: calls stay text"
     )
     reasoning_parser: str = Field(
-        "none",
-        description="format of reasoning, such as think; auto: the chat template's; none: it stays text",
+        "none", description="format of reasoning, such as think; auto: the chat template's; none: it stays text"
     )
     constrain_reasoning: bool = Field(
-        False,
-        description="apply constraints from the first token on, not after the reasoning",
+        False, description="apply constraints from the first token on, not after the reasoning"
     )
     trust_request_chat_template: bool = Field(False, description="accept chat templates in requests: each is a program")
     weights_root: str | None = Field(None, description="folder below which updates read weights; none: they do not")
-    images_root: str | None = Field(
-        None,
-        description="folder of pictures named by file URLs; none: data URLs only",
-    )
+    images_root: str | None = Field(None, description="folder of pictures named by file URLs; none: data URLs only")
     update_s: float = Field(600.0, gt=0, description="seconds from the start of an update until all workers use it")
 
     @model_validator(mode="after")

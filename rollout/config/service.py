@@ -11,10 +11,7 @@ MAX_SESSION_LEASE_S = 3600.0
 class SocketSettings(SettingsSection):
     """The request socket."""
 
-    bind: str = Field(
-        "tcp://127.0.0.1:5757",
-        description="port 0: a free one; IPv6 addresses stand in brackets",
-    )
+    bind: str = Field("tcp://127.0.0.1:5757", description="port 0: a free one; IPv6 addresses stand in brackets")
     max_message_bytes: int = Field(64 << 20, ge=1024, description="most bytes of a message")
     max_stream_buffer_bytes: int = Field(
         256 << 20, ge=1 << 16, description="unsent bytes after which a slow client gets no more chunks"

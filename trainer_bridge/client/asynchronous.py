@@ -92,11 +92,7 @@ class AsyncRolloutClient(ClientFace):
     ) -> AsyncStream[Completion]: ...
 
     async def attach(
-        self,
-        target: str,
-        *,
-        stream: Literal[False, "tokens", "completions"] = False,
-        **fields: Unpack[AttachFields],
+        self, target: str, *, stream: Literal[False, "tokens", "completions"] = False, **fields: Unpack[AttachFields]
     ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
         """Like `RolloutClient.attach`."""
         self._bind()

@@ -106,11 +106,7 @@ class RolloutClient(ClientFace, Closing):
     ) -> Stream[Completion]: ...
 
     def attach(
-        self,
-        target: str,
-        *,
-        stream: Literal[False, "tokens", "completions"] = False,
-        **fields: Unpack[AttachFields],
+        self, target: str, *, stream: Literal[False, "tokens", "completions"] = False, **fields: Unpack[AttachFields]
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
         """The result of an earlier request of this `client` name.
 

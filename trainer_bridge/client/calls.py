@@ -75,10 +75,7 @@ def generate_many(
     """
     plans = plan_batch(requests, common)
     results: dict[int, GenerateResult] = {}
-    with (
-        show_progress(progress, len(plans)) as advance,
-        closing(settle_all(core, wake, plans, max_in_flight)) as steps,
-    ):
+    with show_progress(progress, len(plans)) as advance, closing(settle_all(core, wake, plans, max_in_flight)) as steps:
         for step in steps:
             if isinstance(step, Settled):
                 if step.error is not None and len(plans) > 1:

@@ -207,12 +207,7 @@ class Fleet:
         return member.endpoint
 
     def _choose(
-        self,
-        plan: RequestPlan,
-        blocks: list[bytes],
-        gone: Collection[str],
-        avoid: Collection[str],
-        home: str | None,
+        self, plan: RequestPlan, blocks: list[bytes], gone: Collection[str], avoid: Collection[str], home: str | None
     ) -> FleetMember:
         staying = [member for member in self if not member.draining]
         # A worker that is gone has no load, and would otherwise attract everything.

@@ -406,12 +406,7 @@ class Replica(RolloutReplica):
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             )
             .remote(
-                self.config,
-                model,
-                self.rollout_mode,
-                self.replica_rank,
-                device,
-                ProcessorSource.of(self.model_config),
+                self.config, model, self.rollout_mode, self.replica_rank, device, ProcessorSource.of(self.model_config)
             )
         )
         self._server_address = await server.launch.remote()

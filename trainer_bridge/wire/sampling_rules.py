@@ -103,19 +103,10 @@ class SamplingRules:
         off=float("inf"),
     )
     top_k: int = rule(
-        0,
-        "truncation",
-        "keep this many of the likeliest tokens; 0 keeps all",
-        least=0,
-        most=_INT32_MAX,
-        off=_INT32_MAX,
+        0, "truncation", "keep this many of the likeliest tokens; 0 keeps all", least=0, most=_INT32_MAX, off=_INT32_MAX
     )
     min_p: float = rule(
-        0.0,
-        "truncation",
-        "keep tokens with at least this share of the probability of the likeliest",
-        least=0,
-        most=1,
+        0.0, "truncation", "keep tokens with at least this share of the probability of the likeliest", least=0, most=1
     )
     repetition_penalty: float = rule(
         1.0,
@@ -125,11 +116,7 @@ class SamplingRules:
         most=100,
     )
     presence_penalty: float = rule(
-        0.0,
-        "penalty",
-        "subtract this from the logits of tokens in the completion",
-        least=-100,
-        most=100,
+        0.0, "penalty", "subtract this from the logits of tokens in the completion", least=-100, most=100
     )
     frequency_penalty: float = rule(
         0.0,

@@ -52,12 +52,7 @@ def write_latent(latent_TL: torch.Tensor, cache_PS1L: torch.Tensor, slots_T: tor
 
 
 def plan_latent_decode(
-    page_table_BP: torch.Tensor,
-    context_lens_B: torch.Tensor,
-    cache_PS1L: torch.Tensor,
-    *,
-    heads: int,
-    max_context: int,
+    page_table_BP: torch.Tensor, context_lens_B: torch.Tensor, cache_PS1L: torch.Tensor, *, heads: int, max_context: int
 ) -> DecodePlan | DecodeWork:
     """The plan that `latent_decode_attention` needs on this device; all layers share it."""
     if not cache_PS1L.is_cuda:

@@ -144,11 +144,7 @@ def short_conv(
             num_warps=4,
         )
         return out_TC
-    grid = (
-        triton.cdiv(channels, _PREFILL_CHANNELS),
-        len(spans.lengths),
-        triton.cdiv(max(spans.lengths), _TOKENS),
-    )
+    grid = (triton.cdiv(channels, _PREFILL_CHANNELS), len(spans.lengths), triton.cdiv(max(spans.lengths), _TOKENS))
     _conv_spans_kernel[grid](
         x_TC,
         weight_CW,

@@ -59,13 +59,7 @@ def _column(step, program, programs, tiles, STEPS: gl.constexpr, BLOCK_K: gl.con
 
 @gluon.jit
 def _coded_column(
-    step,
-    program,
-    programs,
-    SPLIT: gl.constexpr,
-    STEPS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGGER: gl.constexpr,
+    step, program, programs, SPLIT: gl.constexpr, STEPS: gl.constexpr, BLOCK_K: gl.constexpr, STAGGER: gl.constexpr
 ):
     """Like `_column`, but parts of a tile are neighbours: this saves divisions by numbers that the compiler lacks."""
     item = program + step // STEPS * programs

@@ -448,13 +448,6 @@ def combine(parts_KTH: torch.Tensor, dtype: torch.dtype, out_TH: torch.Tensor | 
     out = out_TH if out_TH is not None else torch.empty(tokens, hidden, dtype=dtype, device=parts_KTH.device)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        parts_KTH,
-        out,
-        tokens,
-        H=hidden,
-        TOP_K=top_k,
-        BLOCK=block,
-        num_warps=4,
-        **follow_options(parts_KTH.device),
+        parts_KTH, out, tokens, H=hidden, TOP_K=top_k, BLOCK=block, num_warps=4, **follow_options(parts_KTH.device)
     )
     return out

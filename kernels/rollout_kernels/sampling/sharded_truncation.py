@@ -70,10 +70,7 @@ class _Found:
 
 
 def _find(
-    key_SK: torch.Tensor,
-    amount_SK: torch.Tensor,
-    bound_of: Callable[[torch.Tensor], torch.Tensor],
-    group: TensorGroup,
+    key_SK: torch.Tensor, amount_SK: torch.Tensor, bound_of: Callable[[torch.Tensor], torch.Tensor], group: TensorGroup
 ) -> _Found:
     """Search for the key at which the amount of larger and equal keys reaches `bound_of(the whole amount)`."""
     found_S = left_S = before_S = key_S = torch.zeros_like(key_SK[:, 0])

@@ -100,10 +100,7 @@ class BackgroundWork(Generic[Result]):
             begin(future)
 
     def queue(
-        self,
-        client: str,
-        then: Callable[[Future[Result]], None],
-        begin: Callable[[Future[Result]], None] | None = None,
+        self, client: str, then: Callable[[Future[Result]], None], begin: Callable[[Future[Result]], None] | None = None
     ) -> Future[Result]:
         """A future in the client's queue: once it is done, `then` is called after the client's earlier requests."""
         future: Future[Result] = Future()

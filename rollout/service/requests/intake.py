@@ -66,11 +66,7 @@ class Intake:
     """Checks `generate` messages and turns them into engine requests."""
 
     def __init__(
-        self,
-        settings: ServiceSettings,
-        model: ServedModel,
-        text: TextCodec | None,
-        constraints: Constraints,
+        self, settings: ServiceSettings, model: ServedModel, text: TextCodec | None, constraints: Constraints
     ) -> None:
         self._limits = settings.constants
         self._lease_s = self._limits.session_lease_s
@@ -417,8 +413,4 @@ def _sampling(sampling: Sampling, prior: ContinueFrom | None) -> SamplingParams:
         seed = prior.seed
     else:
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
-    return SamplingParams(
-        **sampling.rules,
-        logit_bias=tuple(sorted(sampling.logit_bias.items())),
-        seed=seed,
-    )
+    return SamplingParams(**sampling.rules, logit_bias=tuple(sorted(sampling.logit_bias.items())), seed=seed)

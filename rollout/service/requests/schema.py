@@ -13,12 +13,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails
 
-from rollout.engine.messages.requests import (
-    MAX_PROMPT_TOKENS_SCORED,
-    MAX_TOP_LOGPROBS,
-    VERSION_END,
-    RepetitionRule,
-)
+from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, VERSION_END, RepetitionRule
 from rollout.service.requests.constraint import ConstraintFields, ThinkingFields
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.fields import (
