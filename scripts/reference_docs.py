@@ -394,7 +394,8 @@ _AS_OTHERS = {"AsyncSession"}
 _OF_PROTOCOL = {"Chunk", "Completion", "GenerateResult", "Mismatch", "Settled"}
 #: Methods that only this package calls.
 _OWN_METHODS = {
-    **dict.fromkeys(("Chunk", "Completion", "GenerateResult"), {"to_dict"}),  # the introduction says what it does
+    "Completion": {"to_dict"},  # the introduction says what it does
+    **dict.fromkeys(("Chunk", "GenerateResult"), {"to_dict", "scores", "score_fields"}),
     "ClientCurve": {"apply"},
     "MediaItem": {"fields"},
     "PublishHandle": {"end", "learn", "report", "use_every_name"},

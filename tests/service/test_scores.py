@@ -240,12 +240,12 @@ def test_chosen_tokens_and_entropy_are_asked_for_and_come_as_arrays(bench):
     told = {
         "prompt_logprobs": PROMPT[1:],
         "prompt_tops": PromptTops.unknown(2, 40),
-        "prompt_chosen": -ids.astype(np.float32),
+        "prompt_chosen_logprobs": -ids.astype(np.float32),
         "prompt_entropy": np.array([1.5, 0.25], np.float32),
     }
     bench.put(delta(request.key, 0, 0, [], finish=Finish("length"), **told), replace(done(request), **told))
     for reply in (client.receive(), client.receive()):
-        np.testing.assert_array_equal(reply["prompt_chosen_logprobs"], told["prompt_chosen"])
+        np.testing.assert_array_equal(reply["prompt_chosen_logprobs"], told["prompt_chosen_logprobs"])
         np.testing.assert_array_equal(reply["prompt_entropy"], told["prompt_entropy"])
         assert reply["prompt_top_ids"].shape == (2, 40) and len(reply["prompt_logprobs"]) == 2
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer_bridge.client.results import Chunk, Completion, GenerateResult, PromptTokenScores
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.wire.errors import ProtocolError
+from trainer_bridge.wire.prompt_tops import PromptScores
 
 _LOOSE_PARTS = 256  # parts of a completion that are kept one by one; more are joined, since each costs 1.5 kB
 
@@ -28,7 +29,7 @@ class Assembler:
         self._prior = prior
         self._ends = [0 if prior is None else len(prior)] * n
         self._whole = whole
-        self.prompt = PromptTokenScores()  # empty before a chunk has brought the scores
+        self.prompt = PromptScores()  # empty before a chunk has brought the scores
 
     def add(self, chunk: Chunk) -> None:
         """Take the next chunk. Raises `ProtocolError` when it does not fit."""
@@ -49,7 +50,7 @@ class Assembler:
             raise ProtocolError(f"the chunk of completion {chunk.index} is not the whole completion")
         _check_routing(chunk, parts)
         if chunk.prompt_logprobs is not None:
-            self.prompt = PromptTokenScores.of(chunk)
+            self.prompt = PromptScores(**chunk.scores())
         parts.append(chunk.part)
         self._ends[chunk.index] += len(chunk.token_ids)
         loose = self._joined[chunk.index]
@@ -98,8 +99,7 @@ class Assembler:
         rest = [self._rest(whole) for whole in result.completions if not self._check_ended(whole)]
         if self.prompt.prompt_logprobs is not None:
             return rest
-        scores = PromptTokenScores.of(result)._asdict()
-        return [replace(chunk, **scores) if chunk.index == 0 else chunk for chunk in rest]
+        return [replace(chunk, **result.scores()) if chunk.index == 0 else chunk for chunk in rest]
 
     def _check_ended(self, whole: Completion) -> bool:
         if not 0 <= whole.index < len(self._ends):
@@ -135,7 +135,7 @@ def _joined(chunks: list[Chunk]) -> Chunk:
         return first
     scored = next((chunk for chunk in chunks if chunk.prompt_logprobs is not None), first)
     part = _join([chunk.part for chunk in chunks], first.index, None)
-    return Chunk(first.offset, part, *PromptTokenScores.of(scored))
+    return Chunk(first.offset, part, **scored.scores())
 
 
 def tail(completion: Completion, start: int) -> Completion:

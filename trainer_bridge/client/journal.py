@@ -154,17 +154,15 @@ class Journal(ProcessBound):
     def add(self, request_id: str, chunk: Chunk) -> None:
         """Record new tokens."""
         header = {name: getattr(chunk.part, name) for name in chunk.part.__dataclass_fields__}
-        header |= {"offset": chunk.offset, "prompt_version": chunk.prompt_version}
-        header |= {"prompt_logprobs": chunk.prompt_logprobs, **_tops_fields(chunk)}
-        header |= {name: getattr(chunk, name) for name in ("prompt_chosen_logprobs", "prompt_entropy")}
+        header |= {"offset": chunk.offset, **chunk.score_fields()}
         span = self._append("chunk", request_id, header, sync=self._fsync == "always")
         self._ids[request_id].spans.append(span)
 
     def finish(self, request_id: str, result: GenerateResult) -> None:
         """Record the result: all of the request has arrived."""
-        apart = ("completions", "prompt_tops")
+        apart = ("completions", *result.scores())
         header = {name: getattr(result, name) for name in result.__dataclass_fields__ if name not in apart}
-        header |= _tops_fields(result)
+        header |= result.score_fields()
         header["timing"] = asdict(result.timing)
         header["texts"] = [completion.text for completion in result.completions]
         span = self._append("result", request_id, header, sync=self._fsync != "never")
@@ -374,10 +372,6 @@ def _read_record(file: Any, left: int) -> bytes | None:
     if _CHECK.pack(zlib.crc32(head[: _HEAD.size])) != head[_HEAD.size :]:
         return head
     return head + file.read(size) if _HEAD_BYTES + size <= left else None
-
-
-def _tops_fields(scored: Chunk | GenerateResult) -> dict[str, Any]:
-    return {} if scored.prompt_tops is None else scored.prompt_tops.fields()
 
 
 def _parse(record: bytes) -> list[Any] | None:

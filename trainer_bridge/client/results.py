@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from trainer_bridge.wire.codec import JOINED_ARRAYS
 from trainer_bridge.wire.errors import ProtocolError
 from trainer_bridge.wire.finish_reasons import FINISH_REASONS, FinishReason
-from trainer_bridge.wire.prompt_tops import PROMPT_FIELDS, PromptTops
+from trainer_bridge.wire.prompt_tops import PROMPT_FIELDS, PromptScores, PromptTops
 from trainer_bridge.wire.short_repr import short_fields
 
 _MAIN = ("model", "state", "weights_version", "rows", "queue", "problems")  # fields of a status
@@ -80,7 +80,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Chunk:
+class Chunk(PromptScores):
     """New tokens of one completion, from position `offset` on.
 
     `part` is a `Completion` of the new tokens; the last chunk has its `finish_reason`. The first chunk of completion 0
@@ -89,11 +89,6 @@ class Chunk:
 
     offset: int
     part: Completion
-    prompt_logprobs: np.ndarray | None = None  # float32 [scored tokens]
-    prompt_tops: PromptTops | None = None  # set with `prompt_top_logprobs`
-    prompt_version: int | None = None  # weights version of these
-    prompt_chosen_logprobs: np.ndarray | None = None  # float32 [scored tokens, k], with `prompt_logprob_token_ids`
-    prompt_entropy: np.ndarray | None = None  # float32 [scored tokens], with `prompt_entropy`
 
     @property
     def index(self) -> int:
@@ -134,7 +129,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GenerateResult:
+class GenerateResult(PromptScores):
     """The answer to one `generate`: `n` completions by index, and the fields of the protocol's `result`.
 
     `prompt_tops` has `ranks` [scored tokens], `ids` and `logprobs` [scored tokens, k]. `resumes` counts continuations
@@ -152,17 +147,8 @@ class GenerateResult:
     endpoint: str | None = None
     resumes: int = 0  # how often a completion went on after the loss of its worker (`RolloutClient(resume=True)`)
     extra: dict[str, Any] = field(default_factory=dict)  # fields of the reply that this client does not know
-    #: float32 [scored tokens]: log-prob of each token of the prompt, at temperature 1; NaN for its first token.
-    prompt_logprobs: np.ndarray | None = None
     media: list[str] = field(default_factory=list)  # hashes of the prompt's images
     prompt_token_ids: np.ndarray | None = None  # int32 [prompt tokens], with `return_prompt_ids`
-    #: With `prompt_top_logprobs=k`: ranks of the same tokens, and the k likeliest tokens at each position.
-    prompt_tops: PromptTops | None = None
-    prompt_version: int | None = None  # weights version of all scores of the prompt
-    #: float32 [scored tokens, k]: log-probs of `prompt_logprob_token_ids` at each position; -inf: impossible.
-    prompt_chosen_logprobs: np.ndarray | None = None
-    #: float32 [scored tokens], nats: entropy of the distribution at each position.
-    prompt_entropy: np.ndarray | None = None
 
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self.completions[:_SHOWN]))
@@ -183,29 +169,6 @@ class Status(dict[str, Any]):
         main = {name: self[name] for name in _MAIN if name in self}
         shown = ", ".join(f"{name}={value!r}" for name, value in main.items())
         return f"Status({shown}, and {len(self) - len(main)} more)"
-
-
-class PromptTokenScores(NamedTuple):
-    """The fields of a chunk or a result that describe the prompt's tokens."""
-
-    prompt_logprobs: np.ndarray | None = None
-    prompt_tops: PromptTops | None = None
-    prompt_version: int | None = None
-    prompt_chosen_logprobs: np.ndarray | None = None
-    prompt_entropy: np.ndarray | None = None
-
-    @classmethod
-    def of(cls, source: Chunk | GenerateResult) -> PromptTokenScores:
-        """The scores of a chunk or a result."""
-        return cls(*(getattr(source, name) for name in cls._fields))
-
-    @property
-    def all_known(self) -> bool:
-        """True if all log-probs are known, except for the prompt's first token, which has none."""
-        known = self.prompt_logprobs
-        if known is None or np.isnan(known[1:]).any():
-            return False
-        return len(known) > 1 or self.prompt_version is not None
 
 
 def _plain_fields(value: Any) -> dict[str, Any]:
@@ -266,7 +229,7 @@ def read_result(header: Mapping[str, Any], endpoint: str | None = None) -> Gener
         prompt_token_ids=None
         if header.get("prompt_token_ids") is None
         else _array(header, "prompt_token_ids", np.int32),
-        **_prompt_scores(header)._asdict(),
+        **_prompt_scores(header).scores(),
         endpoint=endpoint,
         extra={name: value for name, value in header.items() if name not in _RESULT_FIELDS},
     )
@@ -282,7 +245,7 @@ def _seconds(timing: Mapping[str, Any], name: str) -> float:
 def read_chunk(header: Mapping[str, Any]) -> Chunk:
     """The new tokens in a `chunk` reply. Raises `ProtocolError`."""
     offset = _required(header, "offset", int)
-    return Chunk(offset, read_completion(header), *_prompt_scores(header))
+    return Chunk(offset, read_completion(header), **_prompt_scores(header).scores())
 
 
 def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -301,7 +264,7 @@ def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         raise ProtocolError("the 'tokens' of a reply's chunks do not match the length of its arrays")
 
 
-def _prompt_scores(header: Mapping[str, Any]) -> PromptTokenScores:
+def _prompt_scores(header: Mapping[str, Any]) -> PromptScores:
     version = header.get("prompt_version")
     if version is not None and type(version) is not int:
         raise ProtocolError(f"the field 'prompt_version' of a reply is {version!r:.40}, not an integer")
@@ -314,7 +277,13 @@ def _prompt_scores(header: Mapping[str, Any]) -> PromptTokenScores:
     for name, rows in (("prompt_chosen_logprobs", chosen), ("prompt_entropy", entropy)):
         if rows is not None and (logprobs is None or len(rows) != len(logprobs)):
             raise ProtocolError(f"the field {name!r} of a reply does not have as many rows as prompt_logprobs")
-    return PromptTokenScores(logprobs, _prompt_tops(header), version, chosen, entropy)
+    return PromptScores(
+        prompt_logprobs=logprobs,
+        prompt_tops=_prompt_tops(header),
+        prompt_version=version,
+        prompt_chosen_logprobs=chosen,
+        prompt_entropy=entropy,
+    )
 
 
 def _prompt_tops(header: Mapping[str, Any]) -> PromptTops | None:

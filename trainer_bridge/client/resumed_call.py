@@ -25,10 +25,10 @@ from trainer_bridge.client.core import ClientCall
 from trainer_bridge.client.generate_request import RequestPlan, prior_fields
 from trainer_bridge.client.journal import JournaledRequest
 from trainer_bridge.client.media import MediaPrompt
-from trainer_bridge.client.results import Chunk, Completion, GenerateResult, PromptTokenScores, Timing
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Timing
 from trainer_bridge.wire.errors import ProtocolError, RolloutError
 from trainer_bridge.wire.finish_reasons import FinishReason
-from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD
+from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD, PromptScores
 
 _SEED_BITS = 63
 
@@ -188,12 +188,12 @@ class ResumedCall(ClientCall):
             return None
         if self.assembler.prompt.prompt_logprobs is not None:
             return Chunk(have, tail(whole, have))
-        return Chunk(have, tail(whole, have), *PromptTokenScores.of(result))
+        return Chunk(have, tail(whole, have), **result.scores())
 
     def learn_prompt(self, result: GenerateResult) -> None:
         """Take the log-probs of the prompt from a leg's result: its first chunk may have come too early for them."""
-        if PromptTokenScores.of(result).all_known and not self.assembler.prompt.all_known:
-            self.assembler.prompt = PromptTokenScores.of(result)
+        if result.all_known and not self.assembler.prompt.all_known:
+            self.assembler.prompt = PromptScores(**result.scores())
 
     def ending(self, part: ResumedCompletion, reason: FinishReason) -> Chunk:
         """The chunk that ends a completion here, without a worker."""
@@ -219,7 +219,7 @@ class ResumedCall(ClientCall):
             worker=None if last is None else last.worker,
             metadata=self.plan.fields.get("metadata"),
             prompt_token_ids=next((ids for each in results if (ids := each.prompt_token_ids) is not None), None),
-            **self.assembler.prompt._asdict(),
+            **self.assembler.prompt.scores(),
             endpoint=None if last is None else last.endpoint,
             resumes=self.resumes,
             extra={**({} if last is None else last.extra), "seed": self.seed},

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout.engine.messages.requests import RequestKey, VersionRuns
 from trainer_bridge.wire.finish_reasons import COMPLETE, FinishReason
-from trainer_bridge.wire.prompt_tops import PromptTops
+from trainer_bridge.wire.prompt_tops import PromptScores, PromptTops
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class PromptScoreFields(TypedDict, total=False):
 
     prompt_logprobs: np.ndarray
     prompt_tops: PromptTops | None
-    prompt_chosen: np.ndarray | None
+    prompt_chosen_logprobs: np.ndarray | None
     prompt_entropy: np.ndarray | None
     prompt_version: int | None
 
@@ -45,7 +45,7 @@ class DeltaFields(PromptScoreFields, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(PromptScores):
     """New tokens of one completion, in order and without gaps; the last one carries `finish`."""
 
     key: RequestKey
@@ -69,17 +69,12 @@ class Delta:
     routing: np.ndarray | None = None
     top_ids: np.ndarray | None = None  # int32 [k, tops], likeliest first, if requested
     top_logprobs: np.ndarray | None = None  # float32 [k, tops], of the model's plain distribution
-    prompt_logprobs: np.ndarray | None = None  # see `RequestDone`; in the first delta of completion 0
-    prompt_tops: PromptTops | None = None  # see `RequestDone`; in the first delta of completion 0
-    prompt_chosen: np.ndarray | None = None  # see `RequestDone`; in the first delta of completion 0
-    prompt_entropy: np.ndarray | None = None  # see `RequestDone`; in the first delta of completion 0
-    prompt_version: int | None = None  # see `RequestDone`; in the first delta of completion 0
     #: All entries, if the request names an adapter: (token, version): the adapter had that version from this token on.
     adapter_versions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class RequestDone:
+class RequestDone(PromptScores):
     """All completions of a request have finished."""
 
     key: RequestKey
@@ -90,12 +85,6 @@ class RequestDone:
     prefill_s: float
     decode_s: float
     total_s: float
-    #: float32 [scored tokens], of all tokens of the prompt or the last ones; NaN for its first and for missing ones
-    prompt_logprobs: np.ndarray | None = None
-    prompt_tops: PromptTops | None = None  # top tokens of the scored tokens, if requested
-    prompt_chosen: np.ndarray | None = None  # float32 [scored tokens, K], if requested
-    prompt_entropy: np.ndarray | None = None  # float32 [scored tokens], nats, if requested
-    prompt_version: int | None = None  # weights version of these scores; None if no version is known
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import numpy as np
 
 from rollout.engine.messages.to_service import Delta, Finish
 from rollout.service.delivery.expert_records import RoutingColumn
-from rollout.service.delivery.replies import prompt_scores
 from rollout.service.delivery.token_columns import ForcedTokens, TokenColumns, marks_between, runs_between
 from rollout.service.delivery.waiters import Position
 from rollout.service.text.stop_strings import StopMatch, StopText
@@ -90,7 +89,7 @@ class CompletionDelivery:
             return None
         assert delta.offset == self._columns.count, f"a delta at {delta.offset} follows {self._columns.count} tokens"
         self._seed, self._marks = delta.seed, self._marks_before.joined(delta)
-        self.prompt_scores |= prompt_scores(delta)
+        self.prompt_scores |= delta.score_fields()
         match = self._text.feed(delta.token_ids.tolist()) if self._text is not None else None
         self._extend(delta, match.tokens - delta.offset if match else len(delta.token_ids))
         if match is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rollout.engine.messages.statuses import EngineStatus, SequenceStatus
-from rollout.engine.messages.to_service import Delta, RequestDone
+from rollout.engine.messages.to_service import RequestDone
 from rollout.service.capabilities import ServedModel
 from trainer_bridge.wire.codec import JOINED_ARRAYS, PROTOCOL_VERSION
 from trainer_bridge.wire.errors import RolloutError
@@ -60,16 +60,11 @@ def result_reply(
         "prompt_tokens": done.prompt_tokens,
         "cached_tokens": done.cached_tokens,
         "preemptions": done.preemptions,
-        "timing": {
-            "queued_s": done.queued_s,
-            "prefill_s": done.prefill_s,
-            "decode_s": done.decode_s,
-            "total_s": done.total_s,
-        },
+        "timing": {name: getattr(done, name) for name in ("queued_s", "prefill_s", "decode_s", "total_s")},
         "seed": seed,
         "worker": worker,
     }
-    reply |= prompt_scores(done)
+    reply |= done.score_fields()
     if metadata is not None:
         reply["metadata"] = metadata
     if media:
@@ -77,20 +72,6 @@ def result_reply(
     if prompt is not None:
         reply["prompt_token_ids"] = prompt
     return reply
-
-
-def prompt_scores(event: Delta | RequestDone) -> dict[str, Any]:
-    """The fields of a reply for the facts about the prompt's tokens in an event."""
-    if event.prompt_logprobs is None:
-        return {}
-    fields: dict[str, Any] = {"prompt_logprobs": event.prompt_logprobs}
-    if event.prompt_version is not None:
-        fields["prompt_version"] = event.prompt_version
-    if event.prompt_chosen is not None:
-        fields["prompt_chosen_logprobs"] = event.prompt_chosen
-    if event.prompt_entropy is not None:
-        fields["prompt_entropy"] = event.prompt_entropy
-    return fields if event.prompt_tops is None else fields | event.prompt_tops.fields()
 
 
 def status_reply(
@@ -114,79 +95,42 @@ def status_reply(
     `weights` describes how updates apply; it is None for a worker without a weight receiver. `metrics_url` is the
     address of the page for Prometheus, if there is one.
     """
-    return _header("status", request_id) | {
-        "model": model.name,
-        "dtype": model.dtype,
-        "worker": worker,
-        "pid": os.getpid(),
-        "metrics_url": metrics_url,
-        "state": "draining" if draining and status.state != "stalled" else status.state,
-        "weights_version": status.weights_version,
-        "weights_endpoint": weights_endpoint,
-        "weights": None
-        if weights is None
-        else {"version": status.weights_version, "min_version": model.min_version, **weights},
-        "rows": {"running": status.rows_running, "max": status.rows_max},
-        "queue": {
-            "waiting": status.queue_waiting + preparing,
-            "max": status.queue_max or max_queue,
-            "clients": status.queue_clients,
-        },
-        "pages": {
-            "free": status.pages_free,
-            "cached": status.pages_cached,
-            "used": status.pages_used,
-            "total": status.pages_total,
-        },
-        "sessions": asdict(status.sessions),
-        "offload": asdict(status.offload),
-        "kept": asdict(status.kept),
-        "sleep": None if status.sleep is None else asdict(status.sleep),
-        "slots": {"in_flight": status.slots_in_flight},
-        "adapters": None if status.adapters is None else [asdict(adapter) for adapter in status.adapters],
-        "tokens_per_s": status.tokens_per_s,
-        "gpu_active_pct": status.gpu_active_pct,
-        "gpu_busy_s": status.gpu_busy_s,
-        "idle_pct": dict(status.idle_pct),
-        "metrics": dict(status.metrics),
-        "tokens": status.tokens,
-        "tokens_by_second": list(status.tokens_by_second),
-        "swaps": [{"version": swap.version, "age_s": swap.age_s, "pause_s": swap.pause_s} for swap in status.swaps],
-        "results": results,
-        "reclaimed": status.reclaimed,
-        "preemptions": status.preemptions,
-        "prefix_hits": dict(status.prefix_hits),
-        "uptime_s": status.uptime_s,
-        "last_tick_s": status.last_tick_s,
-        "faults": status.faults,
-        "restarts": status.restarts,
-        "prompt_faults": status.prompt_faults,
-        "ranks": [asdict(rank) for rank in status.ranks],
-        "problems": list(status.problems),
-        "capabilities": list(capabilities),
-        "max_context_tokens": model.max_context_tokens,
-        "max_message_bytes": max_message_bytes,
-        "vocab_size": model.vocab_size,
-        "eos_ids": list(model.eos_ids),
-    }
+    fields = asdict(status)
+    fields["state"] = "draining" if draining and status.state != "stalled" else status.state
+    fields["queue_waiting"] += preparing
+    fields["queue_max"] = status.queue_max or max_queue
+    for group in ("rows", "queue", "pages", "slots"):
+        names = [name for name in fields if name.startswith(f"{group}_")]
+        fields[group] = {name.removeprefix(f"{group}_"): fields.pop(name) for name in names}
+    del fields["stale"]  # one of the problems
+    if weights is not None:
+        weights = {"version": status.weights_version, "min_version": model.min_version, **weights}
+    return (
+        _header("status", request_id)
+        | fields
+        | {
+            "model": model.name,
+            "dtype": model.dtype,
+            "worker": worker,
+            "pid": os.getpid(),
+            "metrics_url": metrics_url,
+            "weights_endpoint": weights_endpoint,
+            "weights": weights,
+            "results": results,
+            "capabilities": list(capabilities),
+            "max_context_tokens": model.max_context_tokens,
+            "max_message_bytes": max_message_bytes,
+            "vocab_size": model.vocab_size,
+            "eos_ids": list(model.eos_ids),
+        }
+    )
 
 
 def sequence_fields(sequence: SequenceStatus) -> dict[str, Any]:
     """One entry of `sequences` in a `status` reply."""
-    owner, key = sequence.key
-    return {
-        "owner": owner,
-        "id": key.rpartition("#")[0],
-        "index": sequence.index,
-        "state": sequence.state,
-        "prompt_tokens": sequence.prompt_tokens,
-        "tokens": sequence.tokens,
-        "max_tokens": sequence.max_tokens,
-        "pages": sequence.pages,
-        "age_s": sequence.age_s,
-        "version": sequence.version,
-        "priority": sequence.priority,
-    }
+    fields = asdict(sequence)
+    owner, key = fields.pop("key")
+    return {"owner": owner, "id": key.rpartition("#")[0], **fields}
 
 
 def trace_reply(request_id: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ undeclared key is an error. Checks that depend on the model or on limits (vocabu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
@@ -389,26 +389,9 @@ AnyRequest = (
     | WeightsMessage
 )
 
+#: The models by their `op`.
 OPS: dict[str, type[AnyRequest]] = {
-    "generate": GenerateMessage,
-    "media": MediaMessage,
-    "end_session": EndSessionMessage,
-    "prefetch": PrefetchMessage,
-    "load_adapter": LoadAdapterMessage,
-    "unload_adapter": UnloadAdapterMessage,
-    "cancel": CancelMessage,
-    "attach": AttachMessage,
-    "ack": AckMessage,
-    "report": ReportMessage,
-    "status": StatusMessage,
-    "trace": TraceMessage,
-    "ping": PingMessage,
-    "pause": PauseMessage,
-    "resume": ResumeMessage,
-    "shutdown": ShutdownMessage,
-    "sleep": SleepMessage,
-    "wake": WakeMessage,
-    "weights": WeightsMessage,
+    get_args(kind.model_fields["op"].annotation)[0]: kind for kind in get_args(AnyRequest)
 }
 
 

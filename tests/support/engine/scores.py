@@ -75,11 +75,11 @@ class Wanted:
                 unknown,
                 atol,
             )
-        assert (told.prompt_chosen is None) == (self.chosen is None)
+        assert (told.prompt_chosen_logprobs is None) == (self.chosen is None)
         if self.chosen is not None:
             ids = np.broadcast_to(self.chosen, (rows, self.chosen.shape[-1]))
             expected_NM = expected_NV.gather(1, torch.tensor(ids[unknown:]).long())
-            self._close(told.prompt_chosen, expected_NM, ids.shape, unknown, atol)
+            self._close(told.prompt_chosen_logprobs, expected_NM, ids.shape, unknown, atol)
         assert (told.prompt_entropy is None) == (not self.entropy)
         if self.entropy:
             self._close(told.prompt_entropy, -(expected_NV.exp() * expected_NV).sum(1), (rows,), unknown, atol)

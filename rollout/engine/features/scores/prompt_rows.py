@@ -41,7 +41,7 @@ class PromptScoreRows:
         return {
             "prompt_logprobs": self.logprobs.copy(),
             "prompt_tops": None if self.tops is None else self.tops.copy(),
-            "prompt_chosen": self.chosen.copy() if self.chosen.shape[1] else None,
+            "prompt_chosen_logprobs": self.chosen.copy() if self.chosen.shape[1] else None,
             "prompt_entropy": None if self.entropy is None else self.entropy.copy(),
             "prompt_version": self.version,
         }

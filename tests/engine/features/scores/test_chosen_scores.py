@@ -196,13 +196,17 @@ def test_a_request_that_ends_early_tells_what_is_known_of_one_version(model, hf_
     told = bench.done["a"]
     known = ~np.isnan(told.prompt_logprobs)
     assert 0 < known.sum() < 40 and not known[known.sum() :].any()
-    assert (np.isnan(told.prompt_entropy) == ~known).all() and (np.isnan(told.prompt_chosen).all(1) == ~known).all()
+    assert (np.isnan(told.prompt_entropy) == ~known).all() and (
+        np.isnan(told.prompt_chosen_logprobs).all(1) == ~known
+    ).all()
     bench.submit("b", prompt, 3, **wanted.fields())
     bench.submit("waits", prompt, 3, **wanted.fields())
     bench.engine.inbox.put(Cancel(("c", "b")))
     bench.engine.inbox.put(Cancel(("c", "waits")))
     bench.run()
-    assert np.isnan(bench.done["waits"].prompt_chosen).all() and bench.done["waits"].prompt_chosen.shape == (40, 9)
+    assert np.isnan(bench.done["waits"].prompt_chosen_logprobs).all() and bench.done[
+        "waits"
+    ].prompt_chosen_logprobs.shape == (40, 9)
 
 
 def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models):
@@ -245,5 +249,5 @@ def test_tokens_that_cannot_come_have_minus_infinity_and_a_finite_entropy(model,
     bench, wanted = Bench(model), Wanted(last=3, chosen=np.array([1, 60], np.int32), entropy=True)
     bench.complete("a", [1, 2, 3, 4, 5, 6], 0, **wanted.fields())
     told = bench.done["a"]
-    assert np.isfinite(told.prompt_chosen[:, 0]).all() and (told.prompt_chosen[:, 1] == -np.inf).all()
+    assert np.isfinite(told.prompt_chosen_logprobs[:, 0]).all() and (told.prompt_chosen_logprobs[:, 1] == -np.inf).all()
     assert ((told.prompt_entropy > 0) & (told.prompt_entropy <= np.log(50))).all()
