@@ -11,8 +11,8 @@ import rollout.engine
 from rollout.engine.features.all import FEATURES
 from rollout.engine.kv.tiers.page_mirror import PageMirror
 from rollout.engine.schedule.command_feature import CommandFeature
-from rollout.engine.schedule.step_feature import AheadPlanner, StepFeature
-from rollout.engine.step.device_feature import AheadFeature, DeviceFeature
+from rollout.engine.schedule.step_feature import AheadPlanner, RequestFeature, StepFeature, VariantFeature
+from rollout.engine.step.device_feature import AheadFeature, DeviceFeature, LogitsFeature, OutputFeature
 from scripts.tables import table
 
 _INTRODUCTION = """\
@@ -23,11 +23,15 @@ features that have it. Its docstring says when it is called."""
 
 _SECTIONS: tuple[tuple[str, type], ...] = (
     ("On the host", StepFeature),
-    ("On the host, if it has data for pages of KV", PageMirror),
+    ("On the host, if requests ask for it", RequestFeature),
+    ("On the host, if rows run with variants of the weights", VariantFeature),
     ("On the host, if rows take several tokens", AheadPlanner),
     ("On the host, if it has commands", CommandFeature),
+    ("On the host, if it has data for pages of KV", PageMirror),
     ("On the device", DeviceFeature),
+    ("On the device, if it reads logits", LogitsFeature),
     ("On the device, if it makes tokens ahead", AheadFeature),
+    ("On the device, if it has an output for the host", OutputFeature),
 )
 
 
@@ -55,20 +59,23 @@ def hooks_page() -> str:
     return "\n".join([*lines, trace_table("scores")]) + "\n"
 
 
-#: The hooks on the device that are called before there is a step.
+#: The hooks on the device that are called before there is a step, and those on the host before it runs.
 _AT_START = ("host_part", "output_words", "output", "put_largest")
+_PLANNED = ("enter", "edition", "ready", "admitted", "fit", "pack")
 
 
 def trace_table(name: str) -> str:
     """The hooks of one feature in the order in which a step meets them, with their callers: the table of a page."""
     device = next(kind for kind in _device_parts() if kind.name == name)
     host = get_type_hints(device.host_part)["return"]
-    on_host, on_device = dict(_hooks(StepFeature)), dict(_hooks(DeviceFeature))
-    packed = [*on_host].index("pack") + 1
+    on_device = [hook for _, base in _SECTIONS if issubclass(base, DeviceFeature) for hook, _ in _hooks(base)]
+    of_step, of_requests = ([hook for hook, _ in _hooks(base)] for base in (StepFeature, RequestFeature))
+    committed = of_step.index("commit") + 1
+    on_host = [*of_step[:committed], *of_requests, *of_step[committed:]]
     order = [(device, hook) for hook in on_device if hook in _AT_START]
-    order += [(host, hook) for hook in [*on_host][:packed]]
+    order += [(host, hook) for hook in _PLANNED]
     order += [(device, hook) for hook in on_device if hook not in _AT_START]
-    order += [(host, hook) for hook in [*on_host][packed:]]
+    order += [(host, hook) for hook in on_host if hook not in _PLANNED]
     rows = []
     for kind, hook in order:
         if hook in vars(kind):

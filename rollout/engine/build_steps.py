@@ -22,7 +22,7 @@ from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.all import FEATURES, MakeFeature, MeasuresSteps, host_bytes
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.kv.tiers.page_mover import HostMemory, PageMover
-from rollout.engine.schedule.step_feature import find_feature
+from rollout.engine.schedule.step_feature import find_feature, of_kind
 from rollout.engine.sizing import (
     DeviceMemory,
     PoolSize,
@@ -121,9 +121,8 @@ def build_steps(site: Site, memory: Memory, progress: Progress) -> Steps:
     features = memory.features
     columns = [feature.name for feature in features if feature.row_column]
     rows = RowState(engine.step_rows, most_pages, vocab, device.torch_device, columns)
-    for feature in features:
-        if isinstance(feature, AheadFeature):
-            feature.begin_rows(rows)
+    for feature in of_kind(features, AheadFeature):  # type: ignore[type-abstract]
+        feature.begin_rows(rows)
     chunk = chunk_tokens(engine, model)
     words = slot_words(engine.max_rows, most_pages, context, chunk, features)
     group = model.group if isinstance(model, Decoder) else ONE_RANK

@@ -33,7 +33,7 @@ from rollout.engine.messages.to_engine import (
 from rollout.engine.messages.to_service import Done, Event, Failed, Flushed, Rejected
 from rollout.engine.parts import EngineLinks, EngineParts
 from rollout.engine.schedule.command_feature import carry_out
-from rollout.engine.schedule.step_feature import RefusalError
+from rollout.engine.schedule.step_feature import LACKS, RefusalError, untaken
 from rollout.engine.sleep import Sleeper
 
 log = logging.getLogger(__name__)
@@ -131,12 +131,12 @@ class Commands:
         roster = parts.roster
         if self._gate.sleep.ordered:
             return Failed(command.token, "this worker is asleep: wake it first", code="unavailable")
+        for name in untaken(command, roster.of_requests):
+            return Failed(command.token, LACKS.format(name), name)
         try:
-            edition = sum(feature.edition(command) for feature in roster.features)
+            edition = sum(feature.edition(command) for feature in roster.variants)
         except RefusalError as error:
             return Failed(command.token, str(error), error.field)
-        if command.adapter is not None and not edition:
-            return Failed(command.token, "this worker has no adapters", "adapter")
         tokens = prefetch(roster.allocator, command.prompt, roster.version, edition, roster.running)
         return Done(command.token, {"tokens": tokens})
 

@@ -122,7 +122,7 @@ class Inspector:
     def of_features(self) -> StatusFields:
         """The fields of the status that features give."""
         fields: StatusFields = {}
-        for feature in self._engine.roster.features:
+        for feature in self._engine.roster.variants:
             fields.update(feature.status())
         return fields
 

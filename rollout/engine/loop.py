@@ -65,7 +65,7 @@ class Engine:
         self.commands.take(parts)
         scheduler.end_overdue()
         parts.tier.advance(roster)
-        for feature in roster.features:
+        for feature in roster.variants:
             feature.tick(wait=False)
         launched = not gate.blocked and self._launch_next()
         committed = launched and pipeline.newest().plan.draws_later and self._commit_and_draw()
@@ -153,7 +153,7 @@ class Engine:
         if idle:
             self.meter.no_work(time.perf_counter())
         if nothing_planned:
-            for feature in self.parts.roster.features:
+            for feature in self.parts.roster.variants:
                 feature.tick(wait=True)
         self.gate.grant_hold()
 

@@ -1,6 +1,8 @@
 """A request in the engine, and the bounds of its fields."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -122,3 +124,9 @@ class Request:
     def scored_from(self) -> int:
         """The first token of the prompt whose log-prob is wanted, if any is."""
         return 0 if self.prompt_last is None else len(self.prompt) - self.prompt_last
+
+
+#: The fields of requests that ask for optional features of steps, and their values where nothing is asked for.
+OF_FEATURES: Mapping[str, object] = MappingProxyType(
+    {"adapter": None, "routing_from": None, "top_logprobs": 0, "prompt_logprobs": False}
+)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rollout.engine.messages.requests import VersionRuns
 from rollout.engine.messages.to_service import Delta, DeltaFields, PromptScoreFields, RequestDone
-from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.schedule.step_feature import RequestFeature
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit
 
@@ -37,7 +37,7 @@ class Counters:
     prefilled_tokens: int = 0  # prefilled tokens, recomputed ones included
 
 
-def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
+def make_delta(seq: Sequence, features: Seq[RequestFeature] = ()) -> Delta:
     """The tokens of `seq` that no delta has carried yet, with what features add; counts them as flushed."""
     drawn, kv = seq.drawn, seq.kv
     start, end, versions = drawn.flushed, len(drawn.tokens), drawn.versions
@@ -63,7 +63,7 @@ def make_delta(seq: Sequence, features: Seq[StepFeature] = ()) -> Delta:
     return delta
 
 
-def _merged(features: Seq[StepFeature], of_feature: Callable[[StepFeature], _Fields]) -> _Fields:
+def _merged(features: Seq[RequestFeature], of_feature: Callable[[RequestFeature], _Fields]) -> _Fields:
     """The fields that features give."""
     fields: _Fields = {}
     for feature in features:
@@ -86,7 +86,7 @@ def last_runs(runs: list[list[int]], count: int) -> VersionRuns:
     return taken[::-1]
 
 
-def make_request_done(group: Group, now_s: float, features: Seq[StepFeature] = ()) -> RequestDone:
+def make_request_done(group: Group, now_s: float, features: Seq[RequestFeature] = ()) -> RequestDone:
     """The closing event of a request, with its times."""
     admitted, first_token = min(group.admitted_s, now_s), min(group.first_token_s, now_s)
     return RequestDone(

@@ -28,7 +28,7 @@ from rollout.engine.messages.to_service import Event, Finish
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
 from rollout.engine.schedule.fair_queue import PromptOrder
 from rollout.engine.schedule.queue_feed import QueueFeed
-from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.schedule.step_feature import RequestFeature, StepFeature, VariantFeature, of_kind
 from rollout.engine.sequence.drawn_tokens import NO_TOPS
 from rollout.engine.sequence.sequence import Group, Sequence, SequenceState
 from trainer_bridge.wire.finish_reasons import FinishReason
@@ -48,6 +48,7 @@ class Roster:
     ) -> None:
         self.allocator = allocator
         self.features = features  # optional capabilities
+        self.of_requests, self.variants = of_kind(features, RequestFeature), of_kind(features, VariantFeature)
         self.version = version  # weights version
         self.clock = clock
         self.counters = counters or Counters()
@@ -100,14 +101,14 @@ class Roster:
     def first_waiting(self) -> Sequence | None:
         """The first sequence of the queue that every feature lets have a row; it stays in the queue."""
         heads = self.feed.queue.heads()
-        for feature in self.features:
+        for feature in self.variants:
             heads = feature.ready(heads)
         return heads[0] if heads else None
 
     def start(self, seq: Sequence) -> None:
         """Give a row to the first sequence of the queue, which has got pages."""
         self.feed.take(seq)
-        for feature in self.features:
+        for feature in self.variants:
             feature.admitted(seq)
         seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, SequenceState.PREFILL
         self.waiting -= 1
@@ -157,7 +158,7 @@ class Roster:
         group = self.groups.get(key)
         for seq in group.sequences if group else ():
             if not seq.finalized and len(seq.tokens) > seq.drawn.flushed:
-                self.events.append(make_delta(seq, self.features))
+                self.events.append(make_delta(seq, self.of_requests))
 
     def fail(self, seq: Sequence, error: str) -> None:
         """End one completion as an error, with its present tokens."""
@@ -171,7 +172,7 @@ class Roster:
         elif seq.state is not SequenceState.LEAVING:
             self._stop_running(seq)
         seq.finish = finish
-        self.events.append(make_delta(seq, self.features))
+        self.events.append(make_delta(seq, self.of_requests))
         seq.finalized = True  # set after the last delta: `rescue` relies on it
         seq.drawn.tops = NO_TOPS  # the tops are sent; the group may run for long
         group = seq.group
@@ -179,7 +180,7 @@ class Roster:
         group.complete += finish.complete
         self.feed.ended(seq)
         if group.unfinished == 0:
-            self.events.append(make_request_done(group, self.clock(), self.features))
+            self.events.append(make_request_done(group, self.clock(), self.of_requests))
             del self.groups[group.key]
             self.feed.early.pop(group.key, None)
         self.settle(seq)
@@ -203,9 +204,9 @@ class Roster:
                 if not seq.finalized:
                     seq.drawn.drop_torn_token()
                     seq.finish = Finish("error", error=message)
-                    events.append(make_delta(seq, self.features))
+                    events.append(make_delta(seq, self.of_requests))
                     seq.finalized = True
-            events.append(make_request_done(group, now_s, self.features))
+            events.append(make_request_done(group, now_s, self.of_requests))
         return events
 
     # --- rows --------------------------------------------------------------------------------------------------------

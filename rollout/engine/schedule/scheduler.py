@@ -28,11 +28,10 @@ from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, PromptPart, Span, decode_spans, make_plan
 from rollout.engine.schedule.refusal import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.schedule.step_feature import AheadPlanner, find_feature
+from rollout.engine.schedule.step_feature import LACKS, AheadPlanner, find_feature, untaken
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence, SequenceState
 from rollout.engine.sequence.sequence_kv import NO_TOKENS, Prefill
-from rollout.engine.sequence.variant import PLAIN_WEIGHTS
 from rollout.engine.step_output import StepOutput
 
 _CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
@@ -68,10 +67,10 @@ class Scheduler:
         now = roster.clock()
         group = Group(request, arrived_s=now, client=request.key[0], unfinished=request.n)
         rejected = refusal(request, self.limits, pool_tokens, roster.waiting, busy)
-        for feature in roster.features:
+        for name in untaken(request, roster.of_requests):
+            rejected = rejected or Rejected(request.key, "bad_request", LACKS.format(name), name)
+        for feature in roster.of_requests:
             rejected = rejected or feature.enter(group)
-        if rejected is None and request.adapter is not None and group.variant is PLAIN_WEIGHTS:
-            rejected = Rejected(request.key, "bad_request", "this worker has no adapters", "adapter")
         if rejected is not None:
             roster.events.append(rejected)
             return
@@ -231,8 +230,8 @@ class Scheduler:
         """Note a committed step: `seconds` on the device, waits for masks included, and `tokens` kept tokens."""
         if plan.kind == "prefill":
             self.roster.allocator.tier.prefilled(plan.tokens, seconds)
-        for feature in self.roster.features:
-            feature.committed(plan, output, tokens, seconds)
+        if self._ahead:
+            self._ahead.committed(plan, output, tokens, seconds)
 
     def _examine(self, seq: Sequence, token: int) -> bool:
         """Handle a token that may end its sequence or needs a check; True if later tokens do not count."""
@@ -247,7 +246,7 @@ class Scheduler:
             roster.finish(seq, Finish("repetition"))
         else:
             if request.stream_every and count - drawn.flushed >= request.stream_every:
-                roster.events.append(make_delta(seq, roster.features))
+                roster.events.append(make_delta(seq, roster.of_requests))
             known = seq.prompt_len + count - 1  # the KV of the newest token is not written yet
             roster.allocator.prefixes.remember(seq, known, roster.version)
             next_page = count + self._page_size - known % self._page_size

@@ -3,16 +3,18 @@
 The stages of a step call these hooks of every feature that their worker has. The feature's part on the device is a
 `step.device_feature.DeviceFeature`.
 
-    request   enter; edition for each prefetch
-    row       ready and admitted when a sequence gets one, left when it gives it back
     prompts   fit for each prompt
-    step      pack, launched, commit, committed; delta_fields and delta_made for each delta,
-              done_fields for each request
-    loop      tick
+    step      pack, launched, commit
+    row       left when a sequence gives it back
     between   weights_changed, memory_leaves
 
-A feature that has data for each page of KV is a `PageMirror`, too. One that has rows take more than one token is an
-`AheadPlanner`. One that has commands of its own is a `CommandFeature`.
+Some features have more hooks, by what they are:
+
+    RequestFeature   requests ask for it
+    VariantFeature   rows run with variants of the weights, which have to be there first
+    AheadPlanner     rows take more than one token in a step
+    CommandFeature   it has commands of its own (`command_feature`)
+    PageMirror       it has data for each page of KV (`kv/tiers/page_mirror`)
 """
 
 from abc import ABC, abstractmethod
@@ -20,6 +22,7 @@ from collections.abc import Collection, Mapping
 from typing import ClassVar, TypeVar
 
 from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.messages.requests import OF_FEATURES, Request
 from rollout.engine.messages.statuses import StatusFields
 from rollout.engine.messages.to_engine import Prefetch
 from rollout.engine.messages.to_service import DeltaFields, PromptScoreFields, Rejected
@@ -29,6 +32,8 @@ from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import UploadStaging
 
 F = TypeVar("F")
+#: The reason to refuse a request with a field that no feature takes.
+LACKS = "{!r} needs a feature that this worker lacks: see its settings"
 
 
 class RefusalError(ValueError):
@@ -43,35 +48,6 @@ class StepFeature:
     """One feature of an engine. A hook that is not overridden does nothing."""
 
     name: ClassVar[str]  # equal to the name of its device feature
-
-    # --- requests -----------------------------------------------------------------------------------------------------
-
-    def enter(self, group: Group) -> Rejected | None:
-        """Called for each new request, before its sequences are made: set the feature's fields of the group.
-
-        Return why the feature cannot serve it, or None if it can.
-        """
-        return None
-
-    def ready(self, heads: list[Sequence]) -> list[Sequence]:
-        """Called before a row is given, with the first waiting sequence of each variant, in their order.
-
-        Return the sequences that can have a row now.
-        """
-        return heads
-
-    def edition(self, prefetch: Prefetch) -> int:
-        """Called for each prefetch: return the edition of the variant that it names, or 0. Raises RefusalError."""
-        return 0
-
-    def admitted(self, seq: Sequence) -> None:
-        """Called when a sequence has got pages and gets a row: take what the row needs."""
-
-    def left(self, seq: Sequence) -> None:
-        """Called when no step in flight uses a sequence that ended or was preempted: give back what it took.
-
-        Its pages are given back next.
-        """
 
     # --- plan ---------------------------------------------------------------------------------------------------------
 
@@ -95,11 +71,41 @@ class StepFeature:
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Called when the outputs of a step have arrived, before its tokens are taken: take the feature's outputs."""
 
-    def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
-        """Called when the tokens of a step are taken and `tokens` of them were kept: do what depends on them.
+    def left(self, seq: Sequence) -> None:
+        """Called when no step in flight uses a sequence that ended or was preempted: give back what it took.
 
-        The step took `seconds` on the device, the wait for masks included.
+        Its pages are given back next.
         """
+
+    # --- between the steps --------------------------------------------------------------------------------------------
+
+    def weights_changed(self, version: int, names: Collection[str]) -> None:
+        """Called between two steps, when an update has written the tensors `names`: note the new version."""
+
+    def memory_leaves(self) -> None:
+        """Called before a sleep gives the device's memory back, when no sequence has a row: forget what is there."""
+
+    # --- books --------------------------------------------------------------------------------------------------------
+
+    def gauges(self) -> Mapping[str, float | None]:
+        """Called before each report: return the values of the feature's metrics by name; None is left out."""
+        return {}
+
+    def check(self) -> None:
+        """Called when the engine is drained: assert that nothing leaked."""
+
+
+class RequestFeature(StepFeature):
+    """A feature that requests ask for."""
+
+    takes: ClassVar[frozenset[str]] = frozenset()  # optional fields of requests (`OF_FEATURES`) that ask for it
+
+    def enter(self, group: Group) -> Rejected | None:
+        """Called for each new request, before its sequences are made: set the feature's fields of the group.
+
+        Return why the feature cannot serve it, or None if it can.
+        """
+        return None
 
     def delta_fields(self, seq: Sequence) -> DeltaFields:
         """Called for each `Delta`: return the feature's fields of it, and note nothing: a fault may come after it.
@@ -115,7 +121,23 @@ class StepFeature:
         """Called for each `RequestDone`: return the feature's fields of it, and forget the group."""
         return {}
 
-    # --- between the steps --------------------------------------------------------------------------------------------
+
+class VariantFeature(RequestFeature):
+    """A feature by which rows run with variants of the weights."""
+
+    def edition(self, prefetch: Prefetch) -> int:
+        """Called for each prefetch: return the edition of the variant that it names, or 0. Raises RefusalError."""
+        return 0
+
+    def ready(self, heads: list[Sequence]) -> list[Sequence]:
+        """Called before a row is given, with the first waiting sequence of each variant, in their order.
+
+        Return the sequences that can have a row now.
+        """
+        return heads
+
+    def admitted(self, seq: Sequence) -> None:
+        """Called when a sequence has got pages and gets a row: take what the row needs."""
 
     def tick(self, wait: bool) -> None:
         """Called at every tick, before a step is planned: look at the feature's own work.
@@ -123,24 +145,9 @@ class StepFeature:
         Called again with `wait` when no step is in flight and none can be planned: wait for work that delays admission.
         """
 
-    def weights_changed(self, version: int, names: Collection[str]) -> None:
-        """Called between two steps, when an update has written the tensors `names`: note the new version."""
-
-    def memory_leaves(self) -> None:
-        """Called before a sleep gives the device's memory back, when no sequence has a row: forget what is there."""
-
-    # --- books --------------------------------------------------------------------------------------------------------
-
-    def gauges(self) -> Mapping[str, float | None]:
-        """Called before each report: return the values of the feature's metrics by name; None is left out."""
-        return {}
-
     def status(self) -> StatusFields:
         """Called by any thread, also while the loop hangs: return the feature's fields of the status."""
         return {}
-
-    def check(self) -> None:
-        """Called when the engine is drained: assert that nothing leaked."""
 
 
 class AheadPlanner(StepFeature, ABC):
@@ -153,11 +160,28 @@ class AheadPlanner(StepFeature, ABC):
         `version` is that of the weights. The hook may give rows more pages, but must leave `kept` pages free.
         """
 
+    def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
+        """Called when the tokens of a step are taken and `tokens` of them were kept: do what depends on them.
+
+        The step took `seconds` on the device, the wait for masks included.
+        """
+
+
+def of_kind(features: Collection[object], kind: type[F]) -> list[F]:
+    """The features of this class, in their order."""
+    return [feature for feature in features if isinstance(feature, kind)]
+
 
 def find_feature(features: Collection[object], kind: type[F]) -> F | None:
     """The feature of this class; None if the worker lacks it. Raises ValueError if there are two."""
-    found = [feature for feature in features if isinstance(feature, kind)]
+    found = of_kind(features, kind)
     if len(found) > 1:
         names = " and ".join(type(feature).__name__ for feature in found)
         raise ValueError(f"{names} are both of class {kind.__name__}: an engine takes one such feature")
     return found[0] if found else None
+
+
+def untaken(asked: Request | Prefetch, features: Collection[RequestFeature]) -> list[str]:
+    """The optional fields that are set and that no feature takes."""
+    wanted = [name for name, default in OF_FEATURES.items() if getattr(asked, name, default) != default]
+    return [name for name in wanted if not any(name in feature.takes for feature in features)]

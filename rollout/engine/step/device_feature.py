@@ -8,6 +8,9 @@ runs in the order of the calls:
     forward_ends, prefilled, computed                     between forward and draw
     step_ends                                             after the draw
 
+An `OutputFeature` gives something to the host, a `LogitsFeature` reads hidden states and logits, and an `AheadFeature`
+makes tokens ahead of a row's draw.
+
 `decode_fields` and `forward_ends` are captured with decode forwards, and `decode_work` is captured alone. So they may
 read only their arguments, and memory at fixed addresses. After a fault an engine is built anew, but the feature's
 object and its large memory stay.
@@ -105,7 +108,7 @@ NO_REPLAYS: Replays = MappingProxyType({})
 
 
 class DeviceFeature(Generic[Output]):
-    """One feature of a worker, which writes its output for the host to an object of class `Output`; None: it has none.
+    """One feature of a worker. `Output` is None unless it is an `OutputFeature`.
 
     A hook that is not overridden does nothing.
     """
@@ -151,8 +154,42 @@ class DeviceFeature(Generic[Output]):
         """
         return False
 
+    def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
+        """Called for each step that is rehearsed: put the most that a step of `rows` rows with these needs can have.
+
+        `token_ids` are those of a prefill, int64; a decode has none.
+        """
+
+
+class OutputFeature(DeviceFeature[Output]):
+    """A feature that writes its output for the host to an object of class `Output`, in each step."""
+
     def forward_ends(self, batch: AttentionBatch, output: Output) -> None:
         """Called when the forward of `batch` is enqueued: enqueue what follows it."""
+
+    def output_words(self, tokens: int) -> int:
+        """Called for each slot and step: return how many int32 words a step of `tokens` tokens gives to the host."""
+        return 0
+
+    def output(self, words: torch.Tensor, rows: int, tokens: int) -> Output | None:
+        """Called for each slot, and for each captured forward if it has words: return the object that writes to these.
+
+        It may have more memory of its own. Its steps have up to `rows` rows and `tokens` tokens. The other hooks get it
+        as `output`.
+        """
+
+    def copy_output(self, target: Output, source: Output, tokens: int) -> None:
+        """Called after a captured forward of `tokens` tokens: copy its output, `source`, to the slot's output."""
+
+    def read(self, words: np.ndarray, header: Header, output: Output) -> object:
+        """Called when a step is read: return the entry of `StepOutput.of_features`, or None for none.
+
+        `words` are those of the output, on the host; the copies of `downloads` have arrived, too.
+        """
+
+
+class LogitsFeature(OutputFeature[Output]):
+    """A feature that reads hidden states and logits."""
 
     def prefilled(
         self,
@@ -172,50 +209,12 @@ class DeviceFeature(Generic[Output]):
         Plain decode steps on a GPU are captured whole and do not call it. Rows that need it have a bit of `RowNeeds`.
         """
 
-    def step_ends(
-        self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn, output: Output, replays: Replays
-    ) -> None:
-        """Called last in every step, when each row that drew is one token further: correct that, prepare the next step.
-
-        `replays` launch what was captured of `decode_work`; empty where decode steps are not captured.
-        """
-
-    # --- output -------------------------------------------------------------------------------------------------------
-
-    def output_words(self, tokens: int) -> int:
-        """Called for each slot and step: return how many int32 words a step of `tokens` tokens gives to the host."""
-        return 0
-
-    def output(self, words: torch.Tensor, rows: int, tokens: int) -> Output | None:
-        """Called for each slot, and for each captured forward if it has words: return the object that writes to these.
-
-        It may have more memory of its own. Its steps have up to `rows` rows and `tokens` tokens. The other hooks get it
-        as `output`.
-        """
-
     def downloads(self, header: Header, output: Output) -> Seq[Callable[[], None]]:
         """Called when a step is enqueued: return the copies of more outputs to the host, for the D2H stream."""
         return ()
 
-    def copy_output(self, target: Output, source: Output, tokens: int) -> None:
-        """Called after a captured forward of `tokens` tokens: copy its output, `source`, to the slot's output."""
 
-    def read(self, words: np.ndarray, header: Header, output: Output) -> object:
-        """Called when a step is read: return the entry of `StepOutput.of_features`, or None for none.
-
-        `words` are those of the output, on the host; the copies of `downloads` have arrived, too.
-        """
-
-    # --- start --------------------------------------------------------------------------------------------------------
-
-    def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
-        """Called for each step that is rehearsed: put the most that a step of `rows` rows with these needs can have.
-
-        `token_ids` are those of a prefill, int64; a decode has none.
-        """
-
-
-class AheadFeature(DeviceFeature[Output], ABC):
+class AheadFeature(OutputFeature[Output], ABC):
     """A feature that makes tokens ahead of a row's draw: it has rows of its own, and may run captured work.
 
     A worker has one at most.
@@ -228,3 +227,11 @@ class AheadFeature(DeviceFeature[Output], ABC):
     @abstractmethod
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
         """Called at the start for each captured size: return what `step_ends` can launch after such a step, by name."""
+
+    def step_ends(
+        self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn, output: Output, replays: Replays
+    ) -> None:
+        """Called last in every step, when each row that drew is one token further: correct that, prepare the next step.
+
+        `replays` launch what was captured of `decode_work`; empty where decode steps are not captured.
+        """

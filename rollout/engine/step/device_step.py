@@ -23,8 +23,9 @@ from rollout_kernels.attention.segments import no_segments
 from rollout_kernels.parallel import ONE_RANK
 from rollout_kernels.step import begin_step
 
+from rollout.engine.schedule.step_feature import of_kind
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.device_feature import BatchFields, DeviceFeature
+from rollout.engine.step.device_feature import BatchFields, DeviceFeature, LogitsFeature, OutputFeature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.upload import StepInput, UploadStaging, put_decode
@@ -81,6 +82,7 @@ class DeviceStep:
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
         self.features = features
+        self.with_output, self._of_logits = of_kind(features, OutputFeature), of_kind(features, LogitsFeature)
         _check_fields(features)
         #: The features of forwards that are captured apart, and their bits together.
         self.kinds = (RowNeeds.NONE, *(feature.changes_forward for feature in features if feature.changes_forward))
@@ -178,11 +180,11 @@ class DeviceStep:
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, outputs: Outputs) -> None:
         """Show features the logits of a step, before its draw."""
-        for feature in self.features:
+        for feature in self._of_logits:
             feature.computed(step, logits_SV, outputs.get(feature.name))
 
     def _forward_ends(self, batch: AttentionBatch, outputs: Outputs) -> None:
-        for feature in self.features:
+        for feature in self.with_output:
             feature.forward_ends(batch, outputs.get(feature.name))
 
     def _fields(self, of_feature: Callable[[DeviceFeature], BatchFields]) -> BatchFields:
@@ -221,7 +223,7 @@ class DeviceStep:
         hidden_TD = self.forward(step["tokens"], batch, self.kv)
         self._forward_ends(batch, outputs)
         self.rows.ints[rows_C, LENGTH] = step["lengths"]
-        for feature in self.features:
+        for feature in self._of_logits:
             feature.prefilled(step, hidden_TD, self.forward.compute_logits, outputs.get(feature.name))
         if header.draws == 0:
             return None

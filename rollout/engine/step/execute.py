@@ -23,8 +23,9 @@ from rollout_kernels.parallel import TensorGroup
 from rollout.engine.device.streams import Device, Event
 from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages, NoDisk
 from rollout.engine.kv.tiers.page_mover import CopyQueue, PageMover
+from rollout.engine.schedule.step_feature import of_kind
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
-from rollout.engine.step.device_feature import NO_REPLAYS
+from rollout.engine.step.device_feature import NO_REPLAYS, AheadFeature
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs
 from rollout.engine.step.slot import Slot
@@ -82,6 +83,7 @@ class Executor:
         self.movers = movers
         self.mover, self.state_mover = movers.kv, movers.states
         self.orders, self._downloads, self._compares = rank
+        self._ahead = of_kind(step.features, AheadFeature)  # type: ignore[type-abstract]
 
     def execute(self, upload: Upload, slot: Slot) -> None:
         """Enqueue a step; returns without waiting for anything."""
@@ -173,7 +175,7 @@ class Executor:
         if self._compares and step.header.draws:
             compare_tokens(self.step.group, slot.output[0, : step.header.draws])
         rows, kv = self.step.rows, self.step.kv
-        for feature in self.step.features:
+        for feature in self._ahead:
             replays = self.graphs.replays.get(feature.name, NO_REPLAYS)
             feature.step_ends(rows, step, kv, slot.drawn, slot.outputs[feature.name], replays)
 

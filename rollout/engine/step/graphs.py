@@ -31,8 +31,9 @@ from typing import Any, cast
 import torch
 
 from rollout.engine.device.streams import DeviceStream
+from rollout.engine.schedule.step_feature import of_kind
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
-from rollout.engine.step.device_feature import AheadFeature, DeviceFeature
+from rollout.engine.step.device_feature import AheadFeature, OutputFeature
 from rollout.engine.step.device_step import DeviceStep, Outputs
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import StepInput, Upload, put_behind
@@ -195,7 +196,7 @@ class DecodeGraphs:
         own = forward.step.words
         own.copy_(step.words[: len(own)])  # the sections of `_upload`, which lie first; the graph reads nothing else
         forward.graph.replay()
-        for feature in self._step.features:
+        for feature in self._step.with_output:
             if feature.name in outputs:
                 feature.copy_output(outputs[feature.name], forward.outputs[feature.name], header.rows)
         return forward.logits_SV[: header.rows], step["rows"][: header.rows]
@@ -263,20 +264,19 @@ class DecodeGraphs:
 
     def _decode_work(self, size: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
         """Launches of features after a decode step of this size: feature, name, and the launch."""
-        for feature in self._step.features:
-            if isinstance(feature, AheadFeature):
-                for name, launch in feature.decode_work(size, self._max_context, self._step.kv).items():
-                    yield feature.name, name, launch
+        for feature in of_kind(self._step.features, AheadFeature):  # type: ignore[type-abstract]
+            for name, launch in feature.decode_work(size, self._max_context, self._step.kv).items():
+                yield feature.name, name, launch
 
     def _capture_forward(self, slot: Slot, size: int, needs: RowNeeds, ahead: bool) -> None:
         upload, graph = self._upload(slot, size, ahead), self._cuda.CUDAGraph()
         step = StepInput(upload.header, torch.zeros_like(slot.input[: len(upload.words)]))
-        outputs = {feature.name: self._output(feature, size) for feature in self._step.features}
+        outputs = {feature.name: self._output(feature, size) for feature in self._step.with_output}
         with capturing(graph, self._pool):
             logits_SV = self.run_forward(step, outputs, needs)
         self.forwards[size, needs.value, ahead] = _Forward(graph, step, logits_SV, outputs)
 
-    def _output(self, feature: DeviceFeature, size: int) -> Any:
+    def _output(self, feature: OutputFeature, size: int) -> Any:
         words = feature.output_words(size)
         device = self._step.rows.ints.device
         return feature.output(torch.zeros(words, dtype=torch.int32, device=device), size, size) if words else None

@@ -4,7 +4,7 @@
     input   [words] int32, pinned  -H2D->  [words] int32      one packed upload
     output  [4, rows] int32        <-D2H-  [4, rows] int32    token ids, and three log-probs as float bits
     accepted [rows] int32   <-D2H-  the same                  of steps with tokens ahead, after the output
-    of features, int32      <-D2H-  the same                  after these; see `DeviceFeature.output_words`
+    of features, int32      <-D2H-  the same                  after these; see `OutputFeature.output_words`
 
     h2d_done   the upload has arrived          start  compute begins (recorded after the wait on the upload)
     d2h_done   the outputs are on the host     end    compute is over; the D2H copy waits for it
@@ -28,7 +28,8 @@ import torch
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.engine.device.streams import Device, DeviceError
-from rollout.engine.step.device_feature import DeviceFeature, Drawn
+from rollout.engine.schedule.step_feature import of_kind
+from rollout.engine.step.device_feature import DeviceFeature, Drawn, LogitsFeature, OutputFeature
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step_output import StepOutput
 from rollout.engine.upload import Header, StepInput, Upload, UploadStaging
@@ -83,7 +84,7 @@ class Slot:
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
         output_words = OUTPUT_FIELDS * max_rows
         accepted_end = output_words + max_rows
-        self._regions, end = _regions(features, accepted_end, max(max_rows, chunk_tokens))
+        self._regions, end = _regions(of_kind(features, OutputFeature), accepted_end, max(max_rows, chunk_tokens))
         self._result = torch.zeros(end, dtype=torch.int32, device=device.torch_device)
         self._result_host = device.host_buffer((end,), torch.int32)
         self.output = self._result[:output_words].view(OUTPUT_FIELDS, max_rows)
@@ -92,9 +93,9 @@ class Slot:
         self._accepted_host = self._result_host[output_words:accepted_end]
         #: Device outputs of features, by feature name.
         self.outputs: dict[str, Any] = {}
-        self._features = features
+        self._features, self._of_logits = of_kind(features, OutputFeature), of_kind(features, LogitsFeature)
         spans = {feature.name: (start, end) for feature, start, end in self._regions}
-        for feature in features:
+        for feature in self._features:
             begin, end = spans.get(feature.name, (0, 0))
             self.outputs[feature.name] = feature.output(self._result[begin:end], max_rows, chunk_tokens)
         self.fault = _fault_flag(device, group)
@@ -137,7 +138,7 @@ class Slot:
     def downloads(self, header: Header) -> list[Callable[[], None]]:
         """The other copies of outputs to the host, on the D2H stream."""
         outputs = self.outputs
-        return [copy for feature in self._features for copy in feature.downloads(header, outputs[feature.name])]
+        return [copy for feature in self._of_logits for copy in feature.downloads(header, outputs[feature.name])]
 
     def _of_features(self, header: Header) -> dict[str, Any]:
         words = {
@@ -154,12 +155,12 @@ class Slot:
 class _Region(NamedTuple):
     """The words of a slot's output that one feature writes."""
 
-    feature: DeviceFeature
+    feature: OutputFeature
     start: int
     end: int
 
 
-def _regions(features: Seq[DeviceFeature], start: int, tokens: int) -> tuple[list[_Region], int]:
+def _regions(features: Seq[OutputFeature], start: int, tokens: int) -> tuple[list[_Region], int]:
     """The words of each feature that gives any, from `start` on, for steps of `tokens` tokens; and their end.
 
     Features that give as many words for any step come first: a download ends where the words of its step end.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,17 +14,20 @@ import torch
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import DeviceError
 from rollout.engine.features.all import FEATURES, MakeFeature
+from rollout.engine.features.scores.feature import ScoresFeature
 from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.messages.requests import OF_FEATURES
+from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.scheduler import Scheduler
-from rollout.engine.schedule.step_feature import AheadPlanner, StepFeature, find_feature
+from rollout.engine.schedule.step_feature import AheadPlanner, StepFeature, VariantFeature, find_feature
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.step.device_feature import (
     AheadFeature,
     BatchFields,
-    DeviceFeature,
     Drawn,
     HostParts,
+    LogitsFeature,
     Replays,
     Site,
 )
@@ -36,7 +39,7 @@ from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench
 
 
-class Margins(StepFeature):
+class Margins(VariantFeature):
     """By how much each token's logit leads, of sequences whose prompt has an even number of tokens."""
 
     name = "margins"
@@ -65,11 +68,8 @@ class Margins(StepFeature):
     def launched(self, plan: Plan) -> None:
         self.stages["launched"] += 1
 
-    def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
-        assert 0 <= tokens <= plan.draws and seconds >= 0
-        self.stages["committed"] += 1
-
     def commit(self, plan: Plan, output: StepOutput) -> None:
+        self.stages["commit"] += 1
         for place, margin in output.of(self.name, list):
             seq = plan.sampled[place]
             if not (seq.finalized or seq.void):
@@ -80,7 +80,7 @@ class Margins(StepFeature):
         assert not self._open, "a sequence has not left"
 
 
-class MarginTaker(DeviceFeature[torch.Tensor]):
+class MarginTaker(LogitsFeature[torch.Tensor]):
     """Computes them where the logits are."""
 
     name = "margins"
@@ -88,17 +88,14 @@ class MarginTaker(DeviceFeature[torch.Tensor]):
     given: BatchFields = {}
 
     def __init__(self) -> None:
-        self.ended: Counter[int] = Counter()  # steps by the tokens that they drew
+        self.begun = 0  # steps
 
     @classmethod
     def make(cls, site: Site) -> MarginTaker:
         return cls()
 
-    def step_ends(
-        self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor, replays: Replays
-    ) -> None:
-        assert (rows.ints[step["rows"][: step.header.rows], LENGTH] > 0).all()
-        self.ended[step.header.draws] += 1
+    def begin(self, rows: RowState, step: StepInput) -> None:
+        self.begun += 1
 
     def prefill_fields(self, rows: RowState, step: StepInput, output: torch.Tensor) -> BatchFields:
         return self.given
@@ -144,8 +141,8 @@ def test_a_feature_of_two_classes_takes_part_in_every_stage(
         np.testing.assert_allclose(found, (best[:, 0] - best[:, 1]).detach().numpy(), atol=1e-4)
     assert margins.total == 6 * 30
     taker = find_feature(bench.engine.executor.step.features, MarginTaker)
-    assert set(margins.stages) == {"launched", "committed"}
-    assert set(margins.stages.values()) == {taker.ended.total()} and taker.ended[0] > 0
+    assert set(margins.stages) == {"launched", "commit"}
+    assert set(margins.stages.values()) == {taker.begun} and taker.begun > 30
 
 
 def test_its_totals_go_on_after_a_fault(model: Any, prompt_of: Any) -> None:
@@ -183,11 +180,19 @@ class Columned(MarginTaker):
 class Ahead(MarginTaker, AheadFeature[torch.Tensor]):
     """Makes tokens ahead of a row's draw, and so do drafts."""
 
+    ended: ClassVar[Counter[int]] = Counter()  # steps by the tokens that they drew
+
     def begin_rows(self, rows: RowState) -> None:
         pass
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> Mapping[str, Callable[[], None]]:
         return {}
+
+    def step_ends(
+        self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor, replays: Replays
+    ) -> None:
+        assert (rows.ints[step["rows"][: step.header.rows], LENGTH] > 0).all()
+        self.ended[step.header.draws] += 1
 
 
 @pytest.mark.parametrize(
@@ -208,8 +213,44 @@ def test_a_second_feature_of_which_there_is_one_at_most_is_an_error_at_start(
 class PlansAhead(Margins, AheadPlanner):
     """A planner of drafts that has none."""
 
+    kept = 0  # tokens
+
     def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> None:
         return None
+
+    def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
+        assert 0 <= tokens <= plan.draws and seconds >= 0
+        self.kept += tokens
+
+
+class PlansAheadTaker(Ahead):
+    """Its part on the device."""
+
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> PlansAhead:
+        return PlansAhead()
+
+
+def test_a_feature_of_tokens_ahead_sees_the_end_of_each_step_and_its_kept_tokens(model: Any, prompt_of: Any) -> None:
+    bench = Bench(model, features=[*FEATURES, PlansAheadTaker.make])
+    Ahead.ended.clear()
+    for index in range(3):
+        bench.submit(f"r{index}", prompt_of(10 + index), 20)
+    bench.run()
+    planner = find_feature(bench.engine.roster.features, PlansAhead)
+    assert planner.kept == 3 * 20 and planner.stages["commit"] == Ahead.ended.total()
+
+
+def test_a_field_of_a_request_that_no_feature_takes_is_refused_by_its_name(model: Any, prompt_of: Any) -> None:
+    taken: dict[str, Any] = {"top_logprobs": 1, "prompt_logprobs": True}
+    untaken: dict[str, Any] = {"adapter": "a", "routing_from": 0}
+    assert taken.keys() | untaken.keys() == OF_FEATURES.keys()
+    bench = Bench(model)
+    for name, value in {**taken, **untaken}.items():
+        bench.submit(name, prompt_of(10), 2, **{name: value})
+    bench.run()
+    assert {event.field for event in bench.events if isinstance(event, Rejected)} == untaken.keys()
+    assert bench.done.keys() == taken.keys()
+    assert find_feature(bench.engine.roster.features, ScoresFeature).takes == taken.keys()
 
 
 def test_a_scheduler_takes_one_planner_of_tokens_ahead(model: Any, prompt_of: Any) -> None:

@@ -17,16 +17,17 @@ from rollout.engine.schedule.command_feature import CommandFeature
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.preemption import restart_prompts
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.schedule.step_feature import RefusalError
+from rollout.engine.schedule.step_feature import RefusalError, VariantFeature
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.variant import PLAIN_WEIGHTS
 from rollout.engine.upload import UploadStaging
 
 
-class AdaptersFeature(CommandFeature):
+class AdaptersFeature(CommandFeature, VariantFeature):
     """The adapters of one engine; `table` has their slots."""
 
     name = NAME
+    takes = frozenset({"adapter"})
 
     def __init__(self, table: AdapterTable) -> None:
         self.table = table

@@ -13,15 +13,16 @@ from rollout.engine.features.routing.entries import ExpertPages, SequenceExperts
 from rollout.engine.kv.tiers.page_mirror import PageMirror
 from rollout.engine.messages.to_service import DeltaFields
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.schedule.step_feature import RequestFeature
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step_output import StepOutput
 
 
-class RoutingFeature(StepFeature, PageMirror):
+class RoutingFeature(RequestFeature, PageMirror):
     """The experts of the tokens of one engine."""
 
     name = "routing"
+    takes = frozenset({"routing_from"})
 
     def __init__(self, entries: ExpertPages) -> None:
         self.entries = entries

@@ -21,7 +21,7 @@ from rollout.engine.features.routing.entries import ExpertPages, entry_words
 from rollout.engine.features.routing.feature import RoutingFeature
 from rollout.engine.messages.requests import RoutingShape
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.step.device_feature import BatchFields, DeviceFeature, HostParts, Site
+from rollout.engine.step.device_feature import BatchFields, HostParts, OutputFeature, Site
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import Header, StepInput
 from rollout.models.batch import AttentionBatch, ExpertRecord
@@ -52,7 +52,7 @@ class StepExperts:
         self._rows_NW[:tokens].copy_(other._rows_NW[:tokens])
 
 
-class RoutingRecord(DeviceFeature[StepExperts]):
+class RoutingRecord(OutputFeature[StepExperts]):
     """Has the routers of every step write down their choice, in the form of `shape`."""
 
     name = "routing"

@@ -19,7 +19,7 @@ from rollout.engine.features.scores.prompt_rows import PromptScoreRows
 from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, NO_CHOSEN, Request
 from rollout.engine.messages.to_service import DeltaFields, PromptScoreFields
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.schedule.step_feature import RequestFeature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.step_output import StepOutput
@@ -101,7 +101,7 @@ def _chosen(request: Request, token: int, scored: int) -> np.ndarray:
     return ids[first : first + scored] if ids.ndim == 2 else np.broadcast_to(ids, (scored, len(ids)))
 
 
-class ScoresFeature(StepFeature):
+class ScoresFeature(RequestFeature):
     """The scores of one engine's steps over `vocab` tokens.
 
     Scored positions of an upload are padded to a multiple of `multiple`. With `exact` the scores of a prompt do not
@@ -109,6 +109,7 @@ class ScoresFeature(StepFeature):
     """
 
     name = NAME
+    takes = frozenset({"top_logprobs", "prompt_logprobs"})
 
     def __init__(self, multiple: int, vocab: int, exact: bool) -> None:
         self.multiple = multiple

@@ -32,12 +32,12 @@ from rollout.engine.features.scores.feature import (
 from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
+from rollout.engine.step.device_feature import HostParts, LogitsFeature, Site
 from rollout.engine.upload import Header, StepInput, UploadStaging
 from rollout.models.decoder import Decoder
 
 
-class ScoreTaker(DeviceFeature[ScoreBuffers]):
+class ScoreTaker(LogitsFeature[ScoreBuffers]):
     """Scores of steps over `vocab` tokens. With `exact` sums a row's scores do not depend on the other rows.
 
     `shard` is the part of the vocabulary that the forwards' logits cover; None if they cover all of it.
