@@ -1,13 +1,13 @@
 """Parts of an update that rank 0 reads out of GPU memory which the other trainer ranks lend; all on one host.
 
     rank 0, packing buckets                                     ranks that send parts
-    LEND bytes, host                     == broadcast ==>       a buffer on the rank's GPU, room for two buckets
+    LEND bytes, host                     == broadcast ==>       a buffer on the rank's GPU, room for two rounds
     mapped                               <-- handle, or why not --
-    BUCKET 0, into the first half        == broadcast ==>       the rank's portion of the bucket is packed
+    BUCKETS 0, 1, into the first half    == broadcast ==>       the rank's portions of a round of buckets are packed
                                          <-- done, once the copies have run --
-    BUCKET 1, into the second half       == broadcast ==>       packed, while rank 0
-    reads bucket 0 into its own bucket                          reads
-    BUCKET 2, into the first half, once the reads of bucket 0 have run, ..
+    BUCKETS 2, 3, into the second half   == broadcast ==>       packed, while rank 0
+    reads round 0 into its own buckets                          reads
+    BUCKETS 4, 5, into the first half, once the reads of round 0 have run, ..
     RELEASED: all buffers are unmapped   == broadcast ==>       the buffer is kept for the next update
 
 `trainer_ranks` carries the messages. A portion has each tensor's rows one after the other, at the tensor's place in the
@@ -15,7 +15,9 @@ bucket, so no table is sent.
 
 Invariants:
 
-- A bucket is requested into a half only when all reads out of that half have run.
+- A round is requested into a half only when all reads out of that half have run.
+- A GPU that a trainer rank shares with a worker gives each of them a turn of milliseconds. So a round has several
+  buckets: fewer turns are waited for.
 - A rank answers when its copies have run, not when they are enqueued.
 - Buffers are mapped only during an update. CUDA does not define what happens to memory that is freed while another
   process has it mapped, and a rank hears no commands between two updates, when it may close its publisher. A rank that
@@ -39,6 +41,7 @@ from trainer_bridge.wire.manifest import Manifest
 _REASON_BYTES = 256
 ANSWER_BYTES = HANDLE_BYTES + _REASON_BYTES
 _HOST_BYTES = 7  # fit in an int64
+_ROUND = 2  # buckets of a round
 
 
 @functools.cache
@@ -54,7 +57,7 @@ def host_number() -> int:
 
 
 def answer(handle: bytes = b"", why_not: str = "") -> torch.Tensor:
-    """The answer to LEND or BUCKET, uint8 [ANSWER_BYTES]; `why_not` is empty unless the rank failed."""
+    """The answer to LEND or BUCKETS, uint8 [ANSWER_BYTES]; `why_not` is empty unless the rank failed."""
     reason = why_not.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
     return torch.frombuffer(bytearray(handle.ljust(HANDLE_BYTES, b"\0") + reason), dtype=torch.uint8)
 
@@ -85,10 +88,11 @@ class LentBuffer:
         self._lent = True
         return memory.handle(self._buffer)
 
-    def pack(self, payload: Payload, start: int, end: int, at: int) -> None:
-        """Pack this rank's portion of bytes `start` to `end` of the stream, from byte `at` of the buffer on."""
+    def pack(self, payload: Payload, first: int, count: int, at: int) -> None:
+        """Pack this rank's portions of `count` buckets from number `first` on, from byte `at` of the buffer on."""
         assert self._buffer is not None, "rank 0 has it mapped"
-        payload.pack_portion(start, end, self._buffer[at : at + end - start])
+        room = _room(payload.manifest)
+        payload.pack_portions({first + i: self._buffer[at + i * room :][:room] for i in range(count)})
 
     def end_loan(self) -> None:
         """Note that rank 0 does not map the buffer any more."""
@@ -135,25 +139,30 @@ def close_all(readers: Iterable[IpcReader]) -> None:
 
 def buffer_bytes(manifest: Manifest) -> int:
     """Bytes that each rank lends for an update."""
-    return _room(manifest) * _halves(manifest)
+    return _room(manifest) * _together(manifest) * _halves(manifest)
 
 
 def _room(manifest: Manifest) -> int:
-    """Bytes of half a buffer."""
+    """Bytes of a buffer for one bucket."""
     return max(1, min(manifest.bucket_bytes, manifest.total_bytes))
 
 
+def _together(manifest: Manifest) -> int:
+    """Buckets of which half a buffer has portions."""
+    return min(_ROUND, max(1, manifest.bucket_count))
+
+
 def _halves(manifest: Manifest) -> int:
-    """Halves of a buffer that are used: one is enough for one bucket."""
-    return min(2, max(1, manifest.bucket_count))
+    """Halves of a buffer that are used: one is enough for one round."""
+    return 1 if manifest.bucket_count <= _ROUND else 2
 
 
 class BorrowedParts:
     """Rank 0's access to the buffers during one update; `LentParts` of `shards`. `readers` are the buffers by rank.
 
-    `request(start, end, at)` has all ranks pack bytes `start` to `end` of the stream, from byte `at` of their buffers
-    on; `wait_packed` returns when they have. Both raise `RolloutError`. `reads_done` makes an event after the enqueued
-    work of the current stream, or None where copies have run on return.
+    `request(first, count, at)` has all ranks pack `count` buckets from number `first` on, from byte `at` of their
+    buffers on; `wait_packed` returns when they have. Both raise `RolloutError`. `reads_done` makes an event after the
+    enqueued work of the current stream, or None where copies have run on return.
     """
 
     def __init__(
@@ -166,29 +175,33 @@ class BorrowedParts:
     ) -> None:
         self._ask, self._wait_packed, self._reads_done = request, wait_packed, reads_done or _event
         self._readers, self._manifest = readers, manifest
-        self._room, self._halves = _room(manifest), _halves(manifest)
-        self._half = self._halves - 1  # the half of the last requested bucket
-        self._requested: int | None = None  # the bucket there, unless it was read
+        self._room, self._halves, self._together = _room(manifest), _halves(manifest), _together(manifest)
+        self._half = self._halves - 1  # the half of the last request
+        self._requested = range(0)  # the buckets of the last request, unless it was waited for
+        self._packed, self._packed_half = range(0), 0  # the buckets that can be read, and their half
         self._read: list[torch.cuda.Event | None] = [None, None]  # the end of the reads from each half
         self._begin = 0  # the place in the buffers of the stream's first byte, for the bucket that is read
 
     @contextlib.contextmanager
     def bucket(self, index: int) -> Iterator[None]:
-        """Have all ranks pack their portions of a bucket; they can be read inside. Meanwhile they pack the next one."""
+        """Have all ranks pack their portions of a bucket; they can be read inside. The next round is packed meanwhile."""
         if not self._readers:  # rank 0 has all parts
             yield
             return
-        if self._requested != index:
-            self._request(index)
-        half, self._requested = self._half, None
-        self._wait_packed()
-        self._begin = half * self._room - self._manifest.bucket_span(index)[0]
-        if index + 1 < self._manifest.bucket_count:
-            self._request(index + 1)
+        if index not in self._packed:
+            if index not in self._requested:
+                self._request(index - index % self._together)
+            packed, self._requested = self._requested, range(0)
+            self._wait_packed()
+            self._packed, self._packed_half = packed, self._half
+            if packed.stop < self._manifest.bucket_count:
+                self._request(packed.stop)
+        place = self._packed_half * self._together + index - self._packed.start
+        self._begin = place * self._room - self._manifest.bucket_span(index)[0]
         try:
             yield
         finally:
-            self._read[half] = self._reads_done()
+            self._read[self._packed_half] = self._reads_done()
 
     def read(self, rank: int, byte: int, out: torch.Tensor) -> None:
         """Copy the packed bytes of a rank at the place of this byte of the stream, on the current stream."""
@@ -202,13 +215,15 @@ class BorrowedParts:
         readers, self._readers = self._readers, {}
         close_all(readers.values())
 
-    def _request(self, index: int) -> None:
+    def _request(self, first: int) -> None:
         self._half = (self._half + 1) % self._halves
+        if self._half == self._packed_half:
+            self._packed = range(0)
         if (read := self._read[self._half]) is not None:
             read.synchronize()
-        start, end = self._manifest.bucket_span(index)
-        self._ask(start, end, self._half * self._room)
-        self._requested = index
+        count = min(self._together, self._manifest.bucket_count - first)
+        self._ask(first, count, self._half * self._together * self._room)
+        self._requested = range(first, first + count)
 
 
 def _event() -> torch.cuda.Event | None:

@@ -2,7 +2,7 @@
 
     rank 0, publisher's thread                              ranks 1 to n, publisher's thread
     START version              == broadcast ==>             -- a table of the parts on this rank -->
-    LEND, BUCKET               == broadcast ==>             parts cross over GPU memory of one host (`lent_parts.py`)
+    LEND, BUCKETS              == broadcast ==>             parts cross over GPU memory of one host (`lent_parts.py`)
     PIECE tensor, first, last  == broadcast ==>             -- these elements, from the ranks that own some -->
     WHOLE tensor               == broadcast ==>             -- the whole part, if parts are not runs of elements -->
     CUT cuts                   == broadcast ==>             the next buckets have the parts of workers' ranks
@@ -14,7 +14,7 @@
 
 The ranks have a separate group (gloo over host memory), so nothing here touches the trainer's collectives. Parts come
 by PIECE and WHOLE only where ranks cannot lend buffers (tensors on CPUs, several hosts), and for tensors that are cut
-in two dimensions after the first. At most one bucket, or one such tensor, is gathered at a time.
+in two dimensions after the first. At most one round of buckets, or one such tensor, is gathered at a time.
 
 Supported are DTensors with Shard and Replicate placements, as FSDP2 makes them, and plain tensors, which rank 0 sends.
 """
@@ -54,7 +54,7 @@ from trainer_bridge.wire.address import LOOPBACK, address_towards
 from trainer_bridge.wire.errors import RolloutError, from_reply
 from trainer_bridge.wire.manifest import Manifest
 
-START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN, LEND, BUCKET, CUT = range(10)
+START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN, LEND, BUCKETS, CUT = range(10)
 _ENDING = 1  # tag of a rank's report about its part in a group; commands and pieces have tag 0
 _COMMAND_S = 3600.0  # how long a rank waits for rank 0, whose last update may still be in transfer
 _KEY = "rollout-weights"
@@ -83,8 +83,8 @@ class TrainerRanks:
         self._buffer = LentBuffer()
         self._borrowed: BorrowedParts | None = None  # rank 0, during an update
         self._lenders: Sequence[int] = ()
-        self._answers: list[tuple[int, torch.Tensor, Callable[[float], None]]] = []  # answers to the last BUCKET
-        self._packed: list[str] = []  # ranks' answers to the last BUCKET: a failure, or empty
+        self._answers: list[tuple[int, torch.Tensor, Callable[[float], None]]] = []  # answers to the last BUCKETS
+        self._packed: list[str] = []  # ranks' answers to the last BUCKETS: a failure, or empty
         self._not_lent = ""  # why ranks did not lend in an earlier update
         self._plan: Sections | None = None  # the last plan that all ranks know
         self.address = _address()
@@ -171,10 +171,10 @@ class TrainerRanks:
             order["cuts"], self._plan = cuts_to_wire(whole, sections.ranks), sections
         self._tell_map(CUT, order)
 
-    def request(self, start: int, end: int, at: int) -> None:
-        """Rank 0: have the lenders pack bytes `start` to `end` of the stream, from byte `at` of their buffers on."""
+    def request(self, first: int, count: int, at: int) -> None:
+        """Rank 0: have the lenders pack `count` buckets from number `first` on, from byte `at` of their buffers on."""
         with self._lock:
-            self._tell((BUCKET, start, end, at))
+            self._tell((BUCKETS, first, count, at))
             self._packed = ["it did not answer"] * len(self._lenders)
             # Receive from now on: so a lender waits only for commands, which `stop` ends, and never in a send.
             for rank in self._lenders:
@@ -239,9 +239,9 @@ class TrainerRanks:
                         self._buffer.free()
                     elif any(shards.mine):
                         self._send(_answer_of(self._lend, payload.device, nbytes, host))
-                case [op, start, end, at] if op == BUCKET:
+                case [op, first, count, at] if op == BUCKETS:
                     if any(shards.mine):
-                        self._send(_answer_of(self._buffer.pack, payload, start, end, at))
+                        self._send(_answer_of(self._buffer.pack, payload, first, count, at))
                 case [op, length, *_] if op == CUT:
                     self._use(payload, self._read_map(length))
                 case [op, *_] if op == RELEASED:

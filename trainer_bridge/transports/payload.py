@@ -228,8 +228,14 @@ class Payload:
         """Write a bucket of parts that rank 0's GPU reads; if `out` is on the host, in memory of that GPU first."""
         there = out.device == self.device
         data = out if there else torch.empty(end - start, dtype=torch.uint8, device=self.device)
-        with lent.bucket(index):
-            self._pack(start, end, data, self._read_lent)
+        copies: list[tuple[ByteRows, torch.Tensor, int, torch.Tensor]] = []
+        with lent.bucket(index):  # all reads first: a GPU that processes share changes slowly from reads to copies
+            for i, entry, lo, hi in self.manifest.places.within(start, end):
+                if self.shards is not None and self.shards.spread(self._part(i)[0]):
+                    copies += self._read_lent(i, *_elements(entry, lo, hi), data[lo - start : hi - start])
+        for copy in copies:
+            copy_rows(*copy)
+        self._pack(start, end, data, lambda *_: None)
         if not there:
             out[: end - start].copy_(data, non_blocking=True)
 
@@ -242,28 +248,32 @@ class Payload:
                 self._lent = self.shards.ranks.borrow(self.shards.lenders, self.manifest, self.device)
         return self._lent
 
-    def pack_portion(self, start: int, end: int, out: torch.Tensor) -> None:
-        """Other ranks: write what rank 0 expects of bytes `start` to `end` of the stream, complete on return.
+    def pack_portions(self, outs: Mapping[int, torch.Tensor]) -> None:
+        """Other ranks: write what rank 0 expects of each of these buckets, complete on return.
 
-        This rank's rows of a tensor follow each other, at the place where the tensor's bytes begin in `out`.
+        This rank's rows of a tensor follow each other, at the place where the tensor's bytes begin in the bucket.
         Raises `RolloutError` if the tensors were released.
         """
         with self._packing:
             self._check_there()
-            assert self.shards is not None, "a collective publisher's payload knows its shards"
             with self.on_side_stream():
-                for i, entry, lo, hi in self.manifest.places.within(start, end):
-                    at, itemsize = lo - start, DTYPE_BYTES[entry.dtype]
-                    number, cut = self._part(i)
-                    if not self.shards.mine[number]:
-                        continue
-                    for portion in self.shards.own_portion(number, *_elements(entry, lo, hi), cut):
-                        rows = portion.rows
-                        source, step = self.shards.own_bytes(number, portion)
-                        width = rows.width * itemsize
-                        copy_rows(ByteRows(0, width, width, rows.times), source, step, out[at:])
-                        at += width * rows.times
+                for index, out in outs.items():
+                    self._pack_portion(*self.manifest.bucket_span(index), out)
             self._synchronize()
+
+    def _pack_portion(self, start: int, end: int, out: torch.Tensor) -> None:
+        assert self.shards is not None, "a collective publisher's payload knows its shards"
+        for i, entry, lo, hi in self.manifest.places.within(start, end):
+            at, itemsize = lo - start, DTYPE_BYTES[entry.dtype]
+            number, cut = self._part(i)
+            if not self.shards.mine[number]:
+                continue
+            for portion in self.shards.own_portion(number, *_elements(entry, lo, hi), cut):
+                rows = portion.rows
+                source, step = self.shards.own_bytes(number, portion)
+                width = rows.width * itemsize
+                copy_rows(ByteRows(0, width, width, rows.times), source, step, out[at:])
+                at += width * rows.times
 
     def pack_pieces(
         self,
@@ -336,15 +346,18 @@ class Payload:
         else:
             out.copy_(own.view(torch.uint8), non_blocking=own.is_cuda)
 
-    def _read_lent(self, i: int, first: int, last: int, out: torch.Tensor) -> None:
+    def _read_lent(
+        self, i: int, first: int, last: int, out: torch.Tensor
+    ) -> list[tuple[ByteRows, torch.Tensor, int, torch.Tensor]]:
+        """Read the lent rows of these elements; returns the copies to make then, as `copy_rows` takes them."""
         shards, lent, entry = self.shards, self._lent, self.manifest.tensors[i]
         assert shards is not None and lent is not None
         number, cut = self._part(i)
         portions = shards.portions(number, first, last, cut)
         if portions is None:
             self._fetch(i, first, last, out)
-            return
-        itemsize = DTYPE_BYTES[entry.dtype]
+            return []
+        copies, itemsize = [], DTYPE_BYTES[entry.dtype]
         for rank, portion in portions:
             byte = entry.offset + first * itemsize
             for each in portion:
@@ -354,15 +367,15 @@ class Payload:
                 )
                 nbytes = place.width * place.times
                 if rank == 0:
-                    source, step = shards.own_bytes(number, each)
-                    copy_rows(place, source, step, out)
+                    copies.append((place, *shards.own_bytes(number, each), out))
                 elif place.times == 1 or place.step == place.width:
                     lent.read(rank, byte, out[place.start : place.start + nbytes])
                 else:
                     together = torch.empty(nbytes, dtype=torch.uint8, device=out.device)
                     lent.read(rank, byte, together)
-                    copy_rows(place, together, place.width, out)
+                    copies.append((place, together, place.width, out))
                 byte += nbytes
+        return copies
 
     def host_copy(self, index: int) -> torch.Tensor:
         """Tensor number `index` as a contiguous copy in host memory. Complete on return."""

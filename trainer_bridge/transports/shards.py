@@ -8,7 +8,7 @@
 There are three ways. `trainer_ranks` carries the messages of the first two:
 
     through the host        rank 0 requests parts (`fetch`), the other ranks answer (`local_piece`, `local_whole`)
-    through lent buffers    each rank packs its portion of a bucket (`own_portion`), rank 0 reads it (`portions`)
+    through lent buffers    each rank packs its portions of buckets (`own_portion`), rank 0 reads them (`portions`)
     in a group              ranks send what they own to the workers (`senders`, `columns`, `own_run`, `own_rows`)
 """
 

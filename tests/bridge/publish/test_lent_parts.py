@@ -69,9 +69,8 @@ def shared_worker(folder: Path) -> Worker:
 
 
 def buckets(bucket_bytes: int) -> list[int]:
-    """Where the buckets of an update begin."""
-    manifest = Payload(new_tensors(TinyModel(), 1), 1, bucket_bytes).manifest
-    return [manifest.bucket_span(index)[0] for index in range(manifest.bucket_count)]
+    """The numbers of the buckets of an update."""
+    return list(range(Payload(new_tensors(TinyModel(), 1), 1, bucket_bytes).manifest.bucket_count))
 
 
 def of_version(noted: list[list[Any]], version: int) -> list[Any]:
@@ -283,8 +282,9 @@ def test_parts_of_several_ranks_come_in_the_sections_of_several_ranks(
         assert rank["versions"] == [1, 2, 3, 4] and rank["errors"] == rank["warnings"] == []
     assert seen[0]["fetched"] == []
     requested = [of_version(seen[0]["requested"], version) for version in (1, 2, 3, 4)]
-    assert requested[0] == buckets(SMALL) and sorted(requested[1]) != requested[1]  # the ranks' sections take turns
-    assert requested[1] == requested[2] == requested[3]
+    assert requested[0] == buckets(SMALL) and requested[1] == requested[2] == requested[3]
+    packed = [begin for version, what, *begin in seen[1]["events"] if (version, what) == (2, "packed")]
+    assert sorted(packed) != packed  # the ranks' sections take turns
 
 
 @pytest.mark.parametrize("fault", ["cannot pack", *nightly("no memory", "no room", "dies")])
@@ -308,8 +308,8 @@ class Ranks:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def request(self, start: int, end: int, at: int) -> None:
-        self.asked.append((start, end, at))
+    def request(self, first: int, count: int, at: int) -> None:
+        self.asked.append((first, count, at))
 
     def wait_packed(self) -> None:
         self.asked.append("packed")
@@ -321,7 +321,7 @@ def borrowed(ranks: Ranks, nbytes: int, reads_done: Any = None) -> BorrowedParts
     return BorrowedParts(ranks.request, ranks.wait_packed, readers, manifest, reads_done)
 
 
-def test_a_bucket_is_requested_into_a_half_once_the_reads_out_of_it_have_run() -> None:
+def test_a_round_is_requested_into_a_half_once_the_reads_out_of_it_have_run() -> None:
     ranks, events = Ranks(), itertools.count()
 
     def event() -> Any:
@@ -329,51 +329,58 @@ def test_a_bucket_is_requested_into_a_half_once_the_reads_out_of_it_have_run() -
         ranks.asked.append(f"read {number}")
         return SimpleNamespace(synchronize=lambda: ranks.asked.append(f"wait {number}"))
 
-    parts = borrowed(ranks, 4 * SMALL, event)
-    for index in range(4):
+    parts = borrowed(ranks, 7 * SMALL, event)
+    for index in range(7):
         with parts.bucket(index):
             ranks.asked.append(index)
-    spans = [(64 * index, 64 * index + 64, 64 * (index % 2)) for index in range(4)]
+    half = 2 * SMALL
     assert ranks.asked == [
-        *(spans[0], "packed", spans[1], 0, "read 0"),
-        *("packed", "wait 0", spans[2], 1, "read 1"),
-        *("packed", "wait 1", spans[3], 2, "read 2"),
-        *("packed", 3, "read 3"),
+        *((0, 2, 0), "packed", (2, 2, half), 0, "read 0", 1, "read 1"),
+        *("packed", "wait 1", (4, 2, 0), 2, "read 2", 3, "read 3"),
+        *("packed", "wait 3", (6, 1, half), 4, "read 4", 5, "read 5"),
+        *("packed", 6, "read 6"),
     ]
 
 
 def test_reads_are_waited_for_even_if_the_bucket_failed() -> None:
     waited: list[int] = []
-    parts = borrowed(Ranks(), 4 * SMALL, lambda: SimpleNamespace(synchronize=lambda: waited.append(1)))
+    parts = borrowed(Ranks(), 6 * SMALL, lambda: SimpleNamespace(synchronize=lambda: waited.append(1)))
     with pytest.raises(RolloutError), parts.bucket(0):
         raise RolloutError("in between")
-    with parts.bucket(0):
+    with parts.bucket(2):
         assert waited == [1]
 
 
-def test_buckets_in_another_order_are_requested_again_and_one_bucket_needs_one_half() -> None:
+def test_buckets_in_another_order_are_requested_again_and_one_round_needs_one_half() -> None:
     ranks = Ranks()
-    parts = borrowed(ranks, 3 * SMALL)
-    for index in (2, 0, 0):
+    parts = borrowed(ranks, 5 * SMALL)
+    for index in (4, 1, 0, 3, 1):
         with parts.bucket(index):
             pass
-    assert [asked[0] for asked in ranks.asked if asked != "packed"] == [128, 0, 64, 0, 64]
-    ranks = Ranks()
-    parts = borrowed(ranks, SMALL)
-    for _ in range(3):
-        with parts.bucket(0):
-            pass
-    assert ranks.asked == [(0, 64, 0), "packed"] * 3
+    half = 2 * SMALL
+    assert ranks.asked == [
+        *((4, 1, 0), "packed", (0, 2, half), "packed", (2, 2, 0)),
+        *("packed", (4, 1, half)),  # bucket 3, and the last round ahead, in the place of the first
+        *((0, 2, 0), "packed", (2, 2, half)),
+    ]
+    for count in (1, 2):
+        ranks = Ranks()
+        parts = borrowed(ranks, count * SMALL)
+        for index in (0, count - 1, 0):
+            with parts.bucket(index):
+                pass
+        assert ranks.asked == [(0, count, 0), "packed"]
 
 
 def test_reads_are_at_the_place_in_the_half_that_has_the_bucket() -> None:
     read: list[int] = []
-    parts = borrowed(Ranks(), 4 * SMALL)
+    parts = borrowed(Ranks(), 7 * SMALL)
     parts._readers = {1: SimpleNamespace(read=lambda at, out: read.append(at))}  # type: ignore[dict-item]
-    for index in (0, 1, 2, 0):
+    for index in (0, 1, 2, 5, 0):
         with parts.bucket(index):
             parts.read(1, index * SMALL + 5, torch.empty(1))
-    assert read == [5, SMALL + 5, 5, 5]  # the last one was requested anew, beside the bucket after the third
+    # Round 2 was packed ahead into the first half, then round 3 into the second, and round 0 in the place of round 2.
+    assert read == [5, SMALL + 5, 2 * SMALL + 5, SMALL + 5, 5]
 
 
 def test_a_buffer_is_kept_grows_and_is_freed(tmp_path: Path) -> None:
@@ -423,4 +430,4 @@ def test_a_portion_of_released_tensors_is_not_packed() -> None:
     payload = Payload({"a": torch.ones(8)}, 1, SMALL, spread=True)
     payload.release()
     with pytest.raises(RolloutError, match="released"):
-        payload.pack_portion(0, 32, torch.empty(32, dtype=torch.uint8))
+        payload.pack_portions({0: torch.empty(32, dtype=torch.uint8)})

@@ -148,27 +148,28 @@ def arm(fault: str, rank: int, last: int, memory: FileMemory, at: list[int], fol
 
 def watch(seen: dict[str, Any], at: list[int]) -> None:
     """Note requests, bytes that come through the host, portions that are packed, and releases."""
-    request, fetch, portion, release = TrainerRanks.request, Shards.fetch, Payload.pack_portion, Payload.release
+    request, fetch, portions, release = TrainerRanks.request, Shards.fetch, Payload.pack_portions, Payload.release
 
-    def request_noted(self: TrainerRanks, start: int, end: int, place: int) -> None:
-        seen["requested"].append([at[0], start, place])
-        request(self, start, end, place)
+    def request_noted(self: TrainerRanks, first: int, count: int, place: int) -> None:
+        seen["requested"] += [[at[0], first + i] for i in range(count)]
+        request(self, first, count, place)
 
     def fetch_noted(self: Shards, index: int, first: int, last: int) -> torch.Tensor:
         seen["fetched"].append([at[0], self.locals[index].element_size() * (last - first)])
         return fetch(self, index, first, last)
 
-    def portion_noted(self: Payload, start: int, end: int, out: torch.Tensor) -> None:
-        out.fill_(255)  # what was there is not what is read
-        portion(self, start, end, out)
-        seen["events"].append([at[0], "packed"])
+    def portions_noted(self: Payload, outs: dict[int, torch.Tensor]) -> None:
+        for out in outs.values():
+            out.fill_(255)  # what was there is not what is read
+        portions(self, outs)
+        seen["events"] += [[at[0], "packed", self.manifest.bucket_span(index)[0]] for index in outs]
 
     def release_noted(self: Payload) -> None:
         seen["events"].append([at[0], "released"])
         release(self)
 
     TrainerRanks.request, Shards.fetch = request_noted, fetch_noted  # type: ignore[method-assign]
-    Payload.pack_portion, Payload.release = portion_noted, release_noted  # type: ignore[method-assign]
+    Payload.pack_portions, Payload.release = portions_noted, release_noted  # type: ignore[assignment,method-assign]
 
 
 class Warnings(logging.Handler):
