@@ -121,7 +121,7 @@ class Follower:
         if lane == "swap":
             self._begin_swap(number, *fields)
         elif lane == "update_reads":
-            self._updates.read_file(number, *fields)
+            self._updates.read(number, *fields)
         elif lane != "updates":
             self._copies.carry_out(lane, number, *fields)
         else:

@@ -3,13 +3,12 @@
 It works in the order of rank 0's orders, which the main thread hands on. The main thread takes the planned copies at
 the swap, and until that swap is reported rank 0 begins no update, so nothing is written meanwhile.
 
-Files are read by a thread of their own, since a disk may hang. It keeps a piece only while the update is the one that
-is received, under a lock.
+What a publisher offers, memory or files, is read by a thread of its own, since a disk may hang. It keeps a piece only
+while the update is the one that is received, under a lock. Memory is closed once no read is under way.
 """
 
 import logging
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -24,7 +23,7 @@ from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.staged_weights import Copy
 from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports.base import OfferedMemory
-from trainer_bridge.transports.cuda_ipc import READ_BYTES, IpcMemory, IpcReader
+from trainer_bridge.transports.cuda_ipc import IpcMemory, IpcReader
 from trainer_bridge.transports.fingerprint import prepare_fingerprints
 from trainer_bridge.transports.registry import TRANSPORTS
 from trainer_bridge.transports.sections import section_of
@@ -49,14 +48,15 @@ class FollowerUpdates:
     ) -> None:
         self._of_device = of_device
         self._reader: IpcReader | None = None  # reads memory of rank 0's GPU
-        self._offered: OfferedMemory | None = None  # memory of the publisher
+        self._offered: OfferedMemory | None = None  # memory or files of the publisher
+        self._in_files = False  # these are files
         self._map, self.staging = parameters, staging
         self._relayed, self._manifest, self._reports, self._number = relayed, manifest, reports, number
         self._device = next(iter(parameters.views.values())).device
         prepare_fingerprints(self._device)
         self._view = PinnedView(self._device)
         self.work = OrderedWork("updates", self._device, reports, number)  # all that writes to the staging memory
-        self._reads = OrderedWork("update_reads", self._device, reports, number, reports_begun=False)
+        self._reads = OrderedWork("update_reads", self._device, reports, number)
         self._keeping = threading.Lock()
         self._ready: tuple[int, int, list[Copy]] = (0, 0, [])  # number, version, copies
         self._taking: WeightStaging | DeltaStaging = staging  # takes the bytes of the update that is received
@@ -77,8 +77,6 @@ class FollowerUpdates:
             self.work.put(number, lambda: self._begin(*fields), "an update cannot begin")
         elif what == "take":
             self.work.put(number, lambda: self._keep(*fields), "a piece of an update cannot be kept")
-        elif what == "read":
-            self.work.put(number, lambda: self._read(*fields), "a bucket of an update cannot be read")
         elif what == "offer":
             self.work.put(number, lambda: self._open_offered(number, *fields))
         elif what == "relay":
@@ -86,9 +84,9 @@ class FollowerUpdates:
         else:
             self.work.put(number, lambda: self._prepare(*fields), "an update cannot be prepared")
 
-    def read_file(self, number: int, *fields: Any) -> None:
-        """Begin to read a piece of the offered files."""
-        self._reads.put(number, lambda: self._read_piece(*fields), "a piece of an update cannot be read")
+    def read(self, number: int, *fields: Any) -> None:
+        """Begin to read a bucket or piece from what was offered."""
+        self._reads.put(number, lambda: self._read(*fields), "a piece of an update cannot be read", self._in_files)
 
     def take(self, number: int, version: int) -> list[Copy]:
         """The copies of a prepared update. Raises RuntimeError for another one."""
@@ -146,7 +144,10 @@ class FollowerUpdates:
         opens = TRANSPORTS[transport].offered if transport else None
         if opens is None:
             return
+        self._in_files = TRANSPORTS[transport].in_files
         try:
+            if not self._reads.idle:
+                raise OSError(0, "an earlier read hangs")
             self._offered = opens(options, self._device, self._of_device)
         except (OSError, RolloutError) as error:
             log.warning("the publisher's memory cannot be read, so its bytes come through rank 0: %s", error)
@@ -156,28 +157,31 @@ class FollowerUpdates:
     def _close_offered(self) -> None:
         offered, self._offered = self._offered, None
         if offered is not None:
+            if not self._in_files:
+                self._reads.finish()
             try:
                 offered.close()
             except OSError as error:
                 log.warning("the publisher's memory cannot be closed: %s", error)
 
     def _keep(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
-        """Keep this rank's part of a piece, unless the update is refused."""
-        self._unless_refused(start, nbytes, lambda: self._stage(start, nbytes, at, on_device))
+        """Keep this rank's part of a piece, unless the update is refused; return when the piece is read."""
+        opened, self._open = self._open, (0, 0)
+        if opened[0] and not self._taking.skips(start, start + nbytes):
+            if not on_device:
+                event = self._taking.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
+            else:
+                assert self._reader is not None, "rank 0 waits until its memory is mapped"
+                with self.staging.on_stream():
+                    read = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                    self._reader.read(at, read)
+                    event = self._taking.take(start, read)
+            if event is not None:
+                event.synchronize()
+        self._open = opened
 
-    def _read(self, index: int, start: int, nbytes: int, check: int) -> None:
-        """Keep a bucket of the publisher's memory, if it belongs to this rank, unless the update is refused."""
-        offered = self._offered
-        assert offered is not None, "rank 0 waits until all ranks have opened it"
-
-        def read() -> None:
-            with self.staging.on_stream():
-                offered.read(index, start, nbytes, check, self._taking.take)
-
-        self._unless_refused(start, nbytes, read)
-
-    def _read_piece(self, update: int, index: int, start: int, nbytes: int, check: int) -> None:
-        """Keep this rank's part of a piece of files, if it has one, unless the update is refused or dropped."""
+    def _read(self, update: int, index: int, start: int, nbytes: int, check: int) -> None:
+        """Keep this rank's part of what is offered, if it has one, unless the update is refused or dropped."""
         with self._keeping:
             offered, is_open = self._offered, self._open[0] == update
             if not is_open or offered is None or self._taking.skips(start, start + nbytes):
@@ -192,29 +196,8 @@ class FollowerUpdates:
                 self._open = opened
                 return event
 
-        offered.read(index, start, nbytes, check, keep)
-
-    def _unless_refused(self, start: int, nbytes: int, keep: Callable[[], object]) -> None:
-        """Keep these bytes of what arrives, if this rank has a part of them; once this fails, keep nothing more."""
-        opened, self._open = self._open, (0, 0)
-        if opened[0] and not self._taking.skips(start, start + nbytes):
-            keep()
-        self._open = opened
-
-    def _stage(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
-        """Keep this rank's part of a piece; return when the piece is read."""
-        if not on_device:
-            event = self._taking.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
-        else:
-            assert self._reader is not None, "rank 0 waits until its memory is mapped"
-            with self.staging.on_stream():
-                event, read = None, torch.empty(min(nbytes, READ_BYTES), dtype=torch.uint8, device=self._device)
-                for lo in range(0, nbytes, READ_BYTES):
-                    part = read[: min(READ_BYTES, nbytes - lo)]
-                    self._reader.read(at + lo, part)
-                    event = self._taking.take(start + lo, part)
-        if event is not None:
-            event.synchronize()
+        with self.staging.on_stream():
+            offered.read(index, start, nbytes, check, keep)
 
     def _prepare(self, number: int) -> None:
         """Plan the swap of the update, whose bytes are verified, unless it is refused."""

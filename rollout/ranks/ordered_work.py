@@ -20,7 +20,6 @@ class OrderedWork:
     """Runs functions in a thread, one after the other, and acknowledges their orders.
 
     An order fails if its function raises an exception, and rank 0 gets the text. Where it must not fail, the rank ends.
-    Orders that may hang with a disk do not count as begun (`reports_begun` is false).
     """
 
     def __init__(
@@ -29,22 +28,28 @@ class OrderedWork:
         device: torch.device,
         reports: RankReports,
         follower: int,
-        reports_begun: bool = True,
     ) -> None:
         self._device, self._reports, self._follower = device, reports, follower
-        self._reports_begun = reports_begun
         self._report = LaneReport(reports, follower, lane)
         self._work: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._given = self._done = 0  # orders
         threading.Thread(target=self._run, name=lane, daemon=True).start()
 
-    def put(self, number: int, work: Callable[[], object], failure: str = "") -> None:
+    def put(self, number: int, work: Callable[[], object], failure: str = "", may_hang: bool = False) -> None:
         """Carry out this order after all that were put before. One thread puts.
 
-        `failure` is logged if it fails; an order without it must not fail.
+        `failure` is logged if it fails; an order without it must not fail. One that may hang, with a disk, does not
+        count as begun.
         """
-        if self._reports_begun:
+        self._given += 1
+        if not may_hang:
             self._report.begin(number)
         self._work.put(lambda: self._carry_out(number, work, failure))
+
+    @property
+    def idle(self) -> bool:
+        """Whether all orders are carried out."""
+        return self._given == self._done
 
     def advance(self) -> None:
         """Called by work that takes long, at each part that it has done: it does not hang."""
@@ -68,6 +73,7 @@ class OrderedWork:
                 raise
             log.exception(failure)
             why = f"{type(error).__name__}: {error}"
+        self._done += 1
         self._report.end(number, why)
 
     def _run(self) -> None:

@@ -12,8 +12,8 @@ The orders of each lane, with their fields:
                      take      a piece: start, bytes, place in the relay   keep the shard's part in the staging memory
                      relay     a handle of memory of rank 0's GPU          map it: pieces come through it; or unmap it
                      offer     a transport, its options                    open the publisher's memory; or close it
-                     read      a bucket: number, start, bytes, check       keep it, if this rank has its section
                      prepare   number of the update                        all bytes are verified: plan its copies
+    update_reads               update, a bucket or piece, check            read it from what was offered, and keep it
     swap                       version of the update                       copy it to the parameters, after older steps
     adapters         prepare   number, place and layout of an adapter      map this rank's part of it
                      forget    number of an adapter                        unmap it: no copy reads it

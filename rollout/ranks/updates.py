@@ -12,7 +12,6 @@ Bytes are verified on rank 0, or by the rank that reads them from the publisher'
 followers use them in their swap only. An update that is dropped before its swap leaves no trace.
 """
 
-import bisect
 import contextlib
 import threading
 import time
@@ -87,7 +86,7 @@ class RankUpdates(UpdateMemories):
         self._withdrawn = 0  # number of the last order to close what a publisher had offered
         self._last = 0  # number of the last update that followers know
         self._opened = self._planned = 0  # numbers of its order to open, and of the last to open or to prepare
-        self._read = self._read_before = 0  # numbers of the last order to read files, and of the last before the update
+        self._read = self._read_before = 0  # numbers of the last order to read, and of the last before the update
 
     def cuts(self) -> Sequence[RankCuts] | None:
         """Like `UpdateMemories.cuts`. Raises `Unavailable` while the worker starts."""
@@ -164,19 +163,18 @@ class RankUpdates(UpdateMemories):
         """Which followers have reported an order in this number; None: one has not carried it out yet."""
         return [told == order for told in self._reports.get(number)] if self.done(order) else None
 
-    def done(self, order: int, rank: int | None = None) -> bool:
-        """Whether this rank, or each one, has carried out the order."""
-        ended = self._reports.ended("updates")
-        return (min(ended) if rank is None else ended[rank - 1]) >= order
+    def done(self, order: int) -> bool:
+        """Whether all followers have carried out the order."""
+        return self._reports.done("updates", order)
 
-    def read_file(self, *piece: int) -> int:
-        """Have each follower read a piece of the offered files, if it keeps some of it; returns the order's number."""
+    def read(self, *piece: int) -> int:
+        """Have each follower read a bucket or piece from what was offered, if it keeps some; returns the number."""
         self._read = self._orders().give("update_reads", self._last, *piece)
         return self._read
 
-    def pieces_read(self) -> int:
-        """The last order to read a piece that all followers have carried out."""
-        return min(self._reports.ended("update_reads"))
+    def is_read(self, order: int) -> bool:
+        """Whether all followers have carried out an order to read."""
+        return self._reports.done("update_reads", order)
 
     def withdraw_offer(self) -> None:
         """Have the followers close what was offered."""
@@ -253,7 +251,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         self._offered: tuple[str, dict[str, Any]] | None = None
         self._offer = 0  # number of the order to open it
         self._direct = False  # the ranks can read it
-        self._left: deque[tuple[int | None, int]] = deque()  # orders to read, by rank; None: all ranks
+        self._left: deque[int] = deque()  # orders to read
         self._abandoned = False
 
     @property
@@ -315,21 +313,16 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         self._offered = transport, dict(options)
 
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
-        if self._reads_files:
-            self._phase = _Phase.LANDED
-            self._left.append((None, self._updates.read_file(index, start, end - start, check)))
-            return self._taker.skips(start, end)
-        rank = bisect.bisect_right(self._begins, start) - 1
-        if not self._direct or rank == 0:
-            return False
+        if not self._direct or start < min(self._begins[1:], default=0):
+            return False  # it comes through this process, or is of the section of this rank
         self._phase = _Phase.LANDED
-        self._left.append((rank, self._updates.give("read", index, start, end - start, check)))
-        return True
+        self._left.append(self._updates.read(index, start, end - start, check))
+        return self._taker.skips(start, end)
 
     def unread(self) -> int:
         """Like `OfferTaker.unread`. No event comes: other processes read."""
         before = len(self._left)
-        while self._left and self._is_read(*self._left[0]):
+        while self._left and self._updates.is_read(self._left[0]):
             self._left.popleft()
         if before:
             self._updates.check()
@@ -337,9 +330,6 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         if before and len(self._left) == before:
             time.sleep(_POLL_S)
         return len(self._left)
-
-    def _is_read(self, rank: int | None, order: int) -> bool:
-        return self._updates.pieces_read() >= order if rank is None else self._updates.done(order, rank)
 
     def memory(self, start: int, end: int) -> np.ndarray:
         """Memory of the relay, or of this rank alone if each rank reads for itself."""

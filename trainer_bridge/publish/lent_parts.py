@@ -184,7 +184,7 @@ class BorrowedParts:
 
     @contextlib.contextmanager
     def bucket(self, index: int) -> Iterator[None]:
-        """Have all ranks pack their portions of a bucket; they can be read inside. The next round is packed meanwhile."""
+        """Have all ranks pack their portions of a bucket; they can be read inside. Meanwhile they pack more."""
         if not self._readers:  # rank 0 has all parts
             yield
             return

@@ -48,8 +48,6 @@ from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 
 HANDLE_BYTES = 64
-#: Bytes that a process reads at a time from another GPU into memory of its own.
-READ_BYTES = 64 << 20
 _MAX_SLOTS = 64
 _SLOTS = 16
 _ALL_SLOTS_BYTES = 1 << 30  # most memory of a publisher's slots, if at least two buckets fit
@@ -302,14 +300,11 @@ class OpenSlots:
 
     def read(self, index: int, start: int, nbytes: int, check: int, keep: Keep) -> None:
         """Like `OfferedMemory.read`; on the current stream."""
-        slot, prints = self._slots[index % len(self._slots)], []
-        here = torch.empty(min(nbytes, READ_BYTES), dtype=torch.uint8, device=self._device)
-        for at in range(0, nbytes, READ_BYTES):
-            part = here[: min(READ_BYTES, nbytes - at)]
-            slot.read(at, part)
-            prints.append(fingerprint(part, at // 4))
-            keep(start + at, part)
-        (found,) = _low_words([torch.stack(prints).sum()])  # waits for all of it
+        here = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._slots[index % len(self._slots)].read(0, here)
+        sent = fingerprint(here)
+        keep(start, here)
+        (found,) = _low_words([sent])  # waits for all of it
         _check_bucket(index, found, check)
 
     def close(self) -> None:

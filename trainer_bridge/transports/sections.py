@@ -7,7 +7,8 @@
 
 A section has what one rank keeps of each tensor, in the order of the manifest, so that a rank copies its bytes in one
 run for each tensor, and reads no others. Each section begins with a bucket: a bucket belongs to one rank. Buckets of
-all ranks are sent in turn, so that all ranks copy at the same time.
+all ranks are sent in turn, so that all ranks copy at the same time; the last rank's come first, since a worker's first
+rank takes its own itself, and only orders the other ranks to read theirs.
 
 Both sides make the plan, from the update's manifest and the cuts of all ranks. A worker names its cuts once, in the
 answer to a `begin` whose `sections` is empty. Later ones have the digest of the plan, and a worker with other cuts
@@ -86,16 +87,17 @@ def plan_sections(whole: Manifest, ranks: Sequence[RankCuts]) -> Sections:
     entries: list[TensorEntry] = []
     parts: list[tuple[int, Cut | None]] = []
     begins: list[int] = []
-    sent: list[tuple[int, int]] = []  # buckets: number in the section, place in the stream
+    sent: list[tuple[int, int]] = []  # buckets: number in the section, minus the place in the stream
     at = 0
     for cuts, length in zip(ranks, lengths, strict=True):
         begins.append(at)
-        sent += enumerate(range(at // bucket_bytes, at // bucket_bytes - (-length // bucket_bytes)))
+        first = at // bucket_bytes
+        sent += [(number, -first - number) for number in range(-(-length // bucket_bytes))]
         for entry, number, cut in section_of(whole, cuts, at):
             entries.append(entry)
             parts.append((number, cut))
         at += -(-length // bucket_bytes) * bucket_bytes
-    manifest = SectionsManifest(whole.version, tuple(entries), bucket_bytes, tuple(place for _, place in sorted(sent)))
+    manifest = SectionsManifest(whole.version, tuple(entries), bucket_bytes, tuple(-at for _, at in sorted(sent)))
     return Sections(cuts_digest(whole, ranks), manifest, tuple(parts), tuple(begins), tuple(ranks))
 
 

@@ -150,7 +150,11 @@ def publish_to_hung_disk(worker: GroupWorker, folder: Path, followers: Followers
     return hung
 
 
-def test_a_disk_that_hangs_for_one_rank_costs_an_update_and_nothing_else(tmp_path: Path, followers: Followers) -> None:
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+def test_a_disk_that_hangs_for_one_rank_costs_an_update_and_nothing_else(
+    tmp_path: Path, followers: Followers, transport: str
+) -> None:
+    """Also if the next ones come in sections, which the ranks would read themselves."""
     with GroupWorker(2) as worker:
         hung = publish_to_hung_disk(worker, tmp_path, followers)
         lanes = worker.reports.lanes(0)
@@ -158,9 +162,10 @@ def test_a_disk_that_hangs_for_one_rank_costs_an_update_and_nothing_else(tmp_pat
         hung.close()
         wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
         wait_for(lambda: not worker.reports.lanes(0)["updates"].busy, "the end of what the rank was told")
-        with WeightPublisher(worker.endpoint, transport="zmq") as other:
+        with WeightPublisher(worker.endpoint, transport=transport) as other:
+            other.publish(new_tensors(TinyModel(), 3), 3).applied(60)
             worker.gate.clear()
-            handle = other.publish(tensors := new_tensors(TinyModel(), 3), 3)
+            handle = other.publish(tensors := new_tensors(TinyModel(), 4), 4)
             wait_for(lambda: worker.status()["state"] == "ready", "the next update")
             followers.goes_on.set()
             last = worker.orders.give("update_reads", 0, 0, 0, 0, 0)
@@ -169,7 +174,7 @@ def test_a_disk_that_hangs_for_one_rank_costs_an_update_and_nothing_else(tmp_pat
             handle.applied(60)
             assert worker.serve(tensors), "the piece that came late is not kept"
         with publisher_of(worker, tmp_path) as publisher:
-            publisher.publish(tensors := new_tensors(TinyModel(), 4), 4).applied(60)
+            publisher.publish(tensors := new_tensors(TinyModel(), 5), 5).applied(60)
             assert worker.serve(tensors)
 
 

@@ -123,7 +123,7 @@ def test_buckets_of_the_ranks_take_turns() -> None:
     manifest = pack(1, [("a", "float32", (64,)), ("b", "float32", (32,)), ("c", "float32", (16,))], SMALL)
     plan = plan_sections(manifest, [{"a": None}, {}, {"b": None}, {"c": None}])
     spans = [plan.manifest.bucket_span(index) for index in range(plan.manifest.bucket_count)]
-    assert [bisect.bisect_right(plan.begins, start) - 1 for start, _ in spans] == [0, 2, 3, 0, 2, 0, 0]
+    assert [bisect.bisect_right(plan.begins, start) - 1 for start, _ in spans] == [3, 2, 0, 2, 0, 0, 0]
     assert sorted(spans) == [(at, at + SMALL) for at in range(0, 7 * SMALL, SMALL)]
 
 

@@ -191,7 +191,7 @@ class GroupWorker(Worker):
                 if lane == "updates":
                     updates.carry_out(order, *rest)
                 elif lane == "update_reads":
-                    updates.read_file(order, *rest)
+                    updates.read(order, *rest)
                 elif lane == "swap":
                     copies = updates.take(order, *rest)
                     threading.Thread(target=self._copy, args=(copies, number, order)).start()
