@@ -18,20 +18,18 @@ from scripts.tables import table
 _INTRODUCTION = """\
 # Hooks of features
 
-For engineers who change a [feature of a step](../design/features.md): each hook, in the order of a step, with the
-features that have it. Its docstring says when it is called."""
+For engineers who change a [feature of a step](../design/features.md): each hook, in the order of a step, with the class
+whose docstring says when it is called, and the features that have it.
+"""
+_TRACE = """
+## One feature in a step
 
-_SECTIONS: tuple[tuple[str, type], ...] = (
-    ("On the host", StepFeature),
-    ("On the host, if requests ask for it", RequestFeature),
-    ("On the host, if rows run with variants of the weights", VariantFeature),
-    ("On the host, if rows take several tokens", AheadPlanner),
-    ("On the host, if it has commands", CommandFeature),
-    ("On the host, if it has data for pages of KV", PageMirror),
-    ("On the device", DeviceFeature),
-    ("On the device, if it reads logits", LogitsFeature),
-    ("On the device, if it makes tokens ahead", AheadFeature),
-    ("On the device, if it has an output for the host", OutputFeature),
+Scores, in the order of the calls (modules below `rollout/engine`):
+"""
+
+_BASES: tuple[type, ...] = (
+    *(StepFeature, RequestFeature, VariantFeature, AheadPlanner, CommandFeature, PageMirror),
+    *(DeviceFeature, LogitsFeature, AheadFeature, OutputFeature),
 )
 
 
@@ -39,23 +37,13 @@ def hooks_page() -> str:
     """The text of the page."""
     on_device = _device_parts()
     on_host = [get_type_hints(kind.host_part)["return"] for kind in on_device]
-    lines = [_INTRODUCTION]
-    for title, base in _SECTIONS:
-        hooks = dict(_hooks(base))
-        module = f"`{base.__module__.replace('.', '/')}.py`"
-        lines += ["", f"## {title}", "", f"{len(hooks)} hook{'s' if len(hooks) > 1 else ''}, {module}:", ""]
+    rows = []
+    for base in _BASES:
         kinds = on_device if issubclass(base, DeviceFeature) else on_host
-        having = {
-            name: [kind.name for kind in kinds if getattr(kind, name, hook) is not hook] for name, hook in hooks.items()
-        }
-        lines += table(("hook", "features"), ((f"`{name}`", ", ".join(found)) for name, found in having.items()))
-    lines += [
-        "",
-        "## One feature in a step",
-        "",
-        "Scores, in the order of the calls (modules below `rollout/engine`):",
-        "",
-    ]
+        for name, hook in _hooks(base):
+            having = ", ".join(kind.name for kind in kinds if getattr(kind, name, hook) is not hook)
+            rows.append((f"`{name}`", f"`{base.__name__}`", having))
+    lines = [_INTRODUCTION, *table(("hook", "class", "features"), rows), _TRACE]
     return "\n".join([*lines, trace_table("scores")]) + "\n"
 
 
@@ -68,7 +56,7 @@ def trace_table(name: str) -> str:
     """The hooks of one feature in the order in which a step meets them, with their callers: the table of a page."""
     device = next(kind for kind in _device_parts() if kind.name == name)
     host = get_type_hints(device.host_part)["return"]
-    on_device = [hook for _, base in _SECTIONS if issubclass(base, DeviceFeature) for hook, _ in _hooks(base)]
+    on_device = [hook for base in _BASES if issubclass(base, DeviceFeature) for hook, _ in _hooks(base)]
     of_step, of_requests = ([hook for hook, _ in _hooks(base)] for base in (StepFeature, RequestFeature))
     committed = of_step.index("commit") + 1
     on_host = [*of_step[:committed], *of_requests, *of_step[committed:]]

@@ -8,7 +8,6 @@ import ast
 import inspect
 import io
 import json
-import re
 import tokenize
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -84,7 +83,7 @@ def _with_default(name: str, field: FieldInfo, schema: Mapping[str, Any]) -> str
     default = field.get_default(call_default_factory=True)
     shown = f"={json.dumps(default)}" if isinstance(default, (bool, int, float, str)) else ""
     values = allowed_values(schema)
-    bounds = f" ({values})" if re.search(r" to |>", values) else ""
+    bounds = f" ({values})" if " to " in values else ""
     return f"`{name}{shown}`{bounds}"
 
 

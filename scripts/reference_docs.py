@@ -43,29 +43,28 @@ from trainer_bridge.wire.errors import SENT_BY_WORKERS, RolloutError
 _SETTINGS_INTRODUCTION = """\
 # Settings
 
-The later source wins:
+For operators: every setting of a worker. The later source wins:
 
 1. the TOML file of `--config`: `max_rows = 64` below `[engine]`;
 2. the environment: `ROLLOUT_ENGINE__MAX_ROWS=64`; without a section `ROLLOUT_LOG_LEVEL=debug`;
 3. flags: `--max-rows 64`, `--prefix-cache`, `--no-prefix-cache`, `--weights-bind` (`bind` of `[weights]`),
    `rollout serve MODEL` (`path`).
 
-`none` unsets a setting; an unknown name is an error. Each line: setting with default, other choices, meaning."""
+`none` unsets a setting; an unknown name is an error. The tables show defaults and other choices."""
 
 _MODELS_INTRODUCTION = """\
 # Models
 
-{count} native families, by `architectures` of config.json. With [transformers' code](fallback.md) a worker serves
-{served} of the {all} decoder-only causal LMs of transformers. Checkpoints are safetensors in 16 or 32 bits; experts of
-gpt-oss in MXFP4 stay codes. [Which features work together](together.md)
+For users who choose a model: {count} native families, by `architectures` of config.json. With [transformers'
+code](fallback.md) a worker serves {served} of the {all} decoder-only causal LMs of transformers. Checkpoints are
+safetensors in 16 or 32 bits; experts of gpt-oss in MXFP4 stay codes. [Features](together.md)
 
-- **images**: with `model.images` the worker also serves images and videos. torch runs the vision tower; updates may
-  omit its tensors.
+- **images**: with `model.images` also images and videos; updates may omit the vision tower's tensors.
 - **MTP**: layers for multi-token prediction; the first drafts with `speculation = heads`.
 - **MLA**: latent attention.
 
-Tests compare each family with transformers' class of this or the named name, in float32 with tiny random weights:
-logits within 1e-4, the same greedy tokens. The lists follow how a GPU runs transformers' default config."""
+Tests compare each family with transformers' class in float32, with tiny random weights: logits within 1e-4, the same
+greedy tokens. The tables show how a GPU runs transformers' default config."""
 
 #: How a GPU runs a family, and what that means.
 _WAYS = {
@@ -78,75 +77,67 @@ _WAYS = {
 _CONFIG = """\
 ## What config.json means
 
-With `tie_word_embeddings` one tensor is output layer and embedding. If the files have two, the log warns.
-
 A config is in the **known form**, as transformers saves it, if each of its keys
 
 - is read by the family, or is transformers' other name for such a key;
 - does not affect the forward (names, token ids, dropout, caches); or
 - switches something off by null, such as `final_logit_softcapping`.
 
-For other configs the worker **compares logits** with transformers' class at
-the start, on the CPU, in float32, with one layer of each kind. For Qwen3-8B this takes about 15 s and 6 GiB of host
-memory.
+For other configs the worker **compares logits** with transformers' class at the start, on the CPU, with one layer of
+each kind: about 15 s and 6 GiB of host memory for Qwen3-8B.
 
-A native family **does not take** a config if logits differ by more than 0.001 of their standard deviation, if an
-attention window differs, or if it lacks a value of a key, such as `per_layer_config`. Then `model_impl = auto` runs
-transformers' own code, and the log gives the reason; with `native` the worker does not start."""
+If logits or an attention window differ, or the family lacks a value of a key, `model_impl = auto` runs transformers'
+own code, and the log gives the reason; with `native` the worker does not start."""
 
 _LONGROPE = """\
 ## LongRoPE
 
-Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers changes to the long one beyond the
+Phi-3 (128K) and Phi-4-mini have two sets of rotary frequencies. transformers changes to the long set beyond the
 original context; the worker uses one:
 
-- `longrope = short`: sequences end at the original context. Log-probs equal transformers' own.
-- `longrope = long`: the long set from the first token on, as in vLLM. A trainer with transformers does the same: copy
-  `long_factor` over `short_factor` in its config.json."""
+- `longrope = short`: sequences end at the original context.
+- `longrope = long`: the long set from the first token on, as in vLLM. For the same in transformers, copy `long_factor`
+  over `short_factor` in config.json."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
 
-An error has `code`, `message` (what to change), `field` and, with `overloaded`, `retry_after_s`. The Python client
-raises a subclass of `RolloutError` with these and `request_id`; if it resumes, `partials` are the completions so far.
-The gateway's body is OpenAI's; `param` names the field, and the last number below is its HTTP status."""
+For authors of clients: an error has `code`, `message` (what to change), `field` and, with `overloaded`,
+`retry_after_s`. Exceptions have these and `request_id`; of a client that resumes also `partials`. The gateway's body is
+OpenAI's; `param` names the field."""
 
 _ERRORS_OF_HTTP = """
 ## Errors of the gateway itself
 
 - 401, 403: token missing or wrong; a web page without a token; a folder outside of `--weights-root`
-- 404: unknown path or model; the error names the most similar path
+- 404: unknown path or model
 - 408, 413: body slower than `--body-s`, larger than `--max-body-bytes`
 - 408, 410: a result of Tinker's API that is not there yet, or not any more
-- 429: `--max-in-flight` is reached; `Retry-After` says when to try again
+- 429: `--max-in-flight` is reached; try again after `Retry-After`
 - 501: an update that needs the extra `publish`
 - 503: no worker can take the request, or `--max-connections` is reached"""
 
 _API_INTRODUCTION = """\
 # Python API
 
-What `trainer_bridge` exports. Examples: [client](client.md). Exceptions: [errors](errors.md). Fields of requests and
-results: [protocol](protocol.md#generate). Chunks, completions and results have `to_dict()`: plain values, lists for
-arrays, None for NaN. Methods that control workers also take `endpoint` (absent: all, or the one that has the
-request); `control`, `ping`, `prefetch`, `report`, `sleep` and `wake` take `timeout_s`. Wrong arguments raise ValueError
-or TypeError.
+For users of `trainer_bridge`, after [client](client.md): its exports; exceptions are in [errors](errors.md), fields in
+[protocol](protocol.md#generate). `to_dict()` of chunks, completions and results gives plain values, None for NaN.
+Methods that control workers take `endpoint` (absent: all, or the one that has the request), some `timeout_s`.
 
-`AsyncRolloutClient`, `AsyncStream` and `AsyncSession` have the methods of `RolloutClient`, `Stream` and `Session`, as
-coroutines, with `async for` and `async with`: `async for chunk in await client.generate(prompt, stream="tokens")`."""
+Classes with `Async` have the same methods as coroutines: `async for chunk in await client.generate(prompt,
+stream="tokens")`."""
 
 _METRICS_INTRODUCTION = """\
 # Metrics
 
-A worker reports every `metrics.interval_s` seconds, and for the whole run at its end. How to read it:
-[symptoms](../symptoms.md#reading-the-dashboard). In Prometheus `kv/preemptions` is `rollout_kv_preemptions_total`
-(`_total` for counters), beside `rollout_worker_info` (label `model`), `rollout_report_time_s` and
-`rollout_report_step` (in JSON lines `time` and `step`).
+For operators: what a worker reports every `metrics.interval_s` seconds, and of the whole run at its end. How to read
+it: [symptoms](../symptoms.md#reading-the-dashboard). Prometheus has `kv/preemptions` as `rollout_kv_preemptions_total`
+(`_total` for counters), also `rollout_worker_info` (label `model`), `rollout_report_time_s` and `rollout_report_step`.
 
 - **Gauges** are of now, or of the interval. A mean or percentile without a sample keeps its last value.
 - **Counters**, marked +, count since the start.
-- **Histograms**, marked #, count by size: over the interval in W&B and JSON lines (`[begin, bound, count]`, no empty
-  buckets), since the start in Prometheus.
-- `gpu/...` includes CPUs that compute. `gpu/run/...` is the same since the start."""
+- **Histograms**, marked #, count by size: over the interval in W&B and JSON lines, since the start in Prometheus.
+- `gpu/run/...` is `gpu/...` since the start, also on a CPU."""
 
 _BY_VERSION = """
 ## By weights version
@@ -157,61 +148,57 @@ Once the next version serves: in W&B over `weights/version`, in JSON lines in `v
 _AT_THE_END = """
 ## Totals
 
-In W&B's summary (over restarts), each JSON line, and `totals` of the last line that the worker prints.
+In W&B's summary, each JSON line, and the last line that the worker prints.
 """
 
 _MEASURING = """
 ## How they are measured
 
-Code: `rollout/metrics`. A [recipe](../recipes.md#a-metric) adds a metric.
+By `rollout/metrics`. A [recipe](../recipes.md#a-metric) adds a metric.
 
 ```
  loop --StepTiming--> Meter --every interval_s--> report --> bounded queue --> thread --> JSON lines | W&B | Prometheus
         set, add, observe                                        /metrics and /health: threads of their own
 ```
 
-- `definitions.py` declares every metric once. Only the loop calls the meter, so there is no lock.
-- A step counts when it is committed. Device times come from events, converted to the host's clock.
+- A step counts when it is committed. Device times come from events.
 - If the queue is full, a report is dropped. A sink that raises gets no more reports. Counters survive a fault."""
 
 _FALLBACK_INTRODUCTION = """\
 # Models without a native family
 
-A worker runs other causal LMs by transformers' own code, over the same paged KV cache. Code of a checkpoint is never
-run.
+For users of other models: a worker runs them by transformers' own code, over the same paged KV cache. Code of a
+checkpoint is never run.
 
 Updates may use the names of `save_pretrained` or `named_parameters()`, omit buffers, and contain tensors that
 transformers does not load.
 
-Every start takes the first of these ways whose logits are those of the code's own eager forward, also beyond windows
-and other limits of its config, which a small copy of the model has as 4 tokens; the log names it:
+Every start takes the first of these ways whose logits equal the code's own eager forward, also beyond its windows; the
+log names it:
 
 - **packed**: all tokens of a step side by side, our attention over the pages;
-- **rows together**: for layers with a state (Mamba, linear attention, convolutions). Prompts run one after the other,
-  decoded tokens of all rows together;
-- **gathered**: for layers that compute attention themselves (ALiBi, chunks, chosen positions): they get keys and values
-  copied from the pages;
-- **rows alone**, and **by token** for later pieces of prompts: slow, for code that takes nothing else.
+- **rows together**: for layers with a state (Mamba, linear attention, convolutions); prompts run one after the other;
+- **gathered**: layers that compute attention themselves (ALiBi, chunks, chosen positions) get copies of the pages;
+- **rows alone**, and **by token** for later pieces of prompts: slow.
 
-**Costs**: packed steps take about twice as long. If attention is gathered, or values have another dimension than keys
-(as MLA has here), it needs memory for `max_rows` times `max_context_tokens`, or for a prompt's piece times its context.
-Decode steps are CUDA graphs if attention has kernels and no operation waits for the device; otherwise the log gives the
-reason.
+**Costs**: packed steps take about twice as long. Gathered attention, and values of another dimension than keys, need
+memory for `max_rows` times `max_context_tokens`. Decode steps are CUDA graphs if attention has kernels and no operation
+waits for the device; otherwise the log gives the reason.
 
 **Refused at the start**: [some features](together.md); encoders, attention to later tokens, quantized checkpoints;
-states that are not in transformers' cache classes; models that have their own logits in none of these ways.
+states outside of transformers' cache classes; models with other logits in all of these ways.
 
 ## Architectures
 
-{served} of the {all} decoder-only causal LMs of transformers {version} are served ({share:.0%}), in the ways below or
-as [native families](models.md). `python -m scripts.check.architectures` loads a tiny random checkpoint of each, and
-compares log-probs with transformers' class in float32. Names lack `ForCausalLM`.
+{served} of the {all} decoder-only causal LMs of transformers {version} are served ({share:.0%}), as below or as [native
+families](models.md). `python -m scripts.check.architectures` compares a tiny checkpoint of each with transformers'
+class in float32. Names lack `ForCausalLM`.
 """
 
 _GATEWAY_INTRODUCTION = """\
 # Flags of the gateway
 
-How to use it: [gateway](../gateway.md). The flags are also [settings](settings.md) of `[gateway]`."""
+For operators of a [gateway](../gateway.md). The flags are also [settings](settings.md) of `[gateway]`."""
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
@@ -269,7 +256,8 @@ def _tells_unit(metric: Metric) -> bool:
     """Whether name or meaning of a metric has its unit."""
     ends = {"%": "_pct", "ms": "_ms", "s": "_s", "bytes": "bytes"}
     named = ends.get(metric.unit, "") in metric.name if metric.unit in ends else metric.unit in metric.name
-    return metric.unit == "count" or named or metric.meaning.startswith(metric.unit)
+    counted = metric.unit in ("count", "tokens", "versions")  # the meaning says of what
+    return counted or named or metric.meaning.startswith(metric.unit)
 
 
 def settings_page() -> str:
@@ -412,14 +400,16 @@ _ORDERS = (
 def api_page() -> str:
     """Signatures and docstrings of what `trainer_bridge` exports; errors have a page of their own."""
     lines = [_API_INTRODUCTION, "", _orders()]
+    functions = []
     for name in sorted(trainer_bridge.__all__):
         thing: Any = getattr(trainer_bridge, name)
         if not callable(thing) or name in _AS_OTHERS or (inspect.isclass(thing) and issubclass(thing, RolloutError)):
             continue
+        if not inspect.isclass(thing):
+            functions.append((f"`{name}{_signature(thing)}`", _line(inspect.getdoc(thing))))
+            continue
         lines += ["", f"## {name}", "", *_called(name, thing), _markdown(thing)]
-        methods = (
-            [] if not inspect.isclass(thing) or is_typeddict(thing) else inspect.getmembers(thing, inspect.isroutine)
-        )
+        methods = [] if is_typeddict(thing) else inspect.getmembers(thing, inspect.isroutine)
         shown = [
             (method, function)
             for method, function in methods
@@ -430,13 +420,14 @@ def api_page() -> str:
         ]
         for method, function in shown:
             lines += ["", f"**`{method}{_signature(function)}`** {_markdown(function)}"]
+    lines += ["", "## Functions", "", *table(("function", "meaning"), functions)]
     return "\n".join(lines) + "\n"
 
 
 def _orders() -> str:
     """The methods of a client that the protocol describes."""
-    calls = (f"`{name}{_signature(getattr(trainer_bridge.RolloutClient, name))}`" for name in _ORDERS)
-    return f"These methods are [messages of the protocol](protocol.md#ops): {', '.join(calls)}."
+    calls = ", ".join(f"`{name}`" for name in _ORDERS)
+    return f"Methods that are [messages](protocol.md#ops), with the same arguments: {calls}."
 
 
 def _called(name: str, thing: Any) -> list[str]:
@@ -460,18 +451,19 @@ def _own(thing: Any, method: str) -> bool:
 
 
 def _markdown(thing: Any) -> str:
-    """A docstring with its `Args:` section, if any, as a list with the defaults."""
+    """A docstring with its `Args:` section, if any, as a table with the defaults."""
     text, _, arguments = (inspect.getdoc(thing) or "").partition("\nArgs:\n")
     if not arguments:
         return text
     parameters = inspect.signature(thing).parameters
 
-    def named(found: re.Match[str]) -> str:
-        default = parameters[found[1]].default
-        return f"- `{found[1]}{'' if default is inspect.Parameter.empty else f'={default!r}'}`: "
+    def named(name: str) -> str:
+        default = parameters[name].default
+        return f"`{name}{'' if default is inspect.Parameter.empty else f'={default!r}'}`"
 
-    items = re.sub(r"^ {4}(\w+): ", named, arguments, flags=re.MULTILINE)
-    return f"{text}\n{re.sub(r'^ {8}', '  ', items, flags=re.MULTILINE)}"
+    rows = (_line(each).partition(": ") for each in re.split(r"^ {4}(?=\w)", arguments, flags=re.MULTILINE)[1:])
+    lines = table(("argument", "meaning"), ((named(name), meaning) for name, _, meaning in rows))
+    return "\n".join([text, *lines])
 
 
 def protocol_page() -> str:
@@ -495,12 +487,11 @@ def _signature(thing: Any) -> str:
     except (TypeError, ValueError):  # not a Python function
         return ""
     empty = inspect.Parameter.empty
-    hidden = {"self", *(name for name in ("endpoint", "timeout_s") if _is_option(signature, name))}
+    hidden = {"self", "command", *(name for name in ("endpoint", "timeout_s") if _is_option(signature, name))}
     parameters = [each.replace(annotation=empty) for name, each in signature.parameters.items() if name not in hidden]
     if not any(each.kind is inspect.Parameter.KEYWORD_ONLY for each in parameters):
         parameters = [each for each in parameters if each.kind is not inspect.Parameter.VAR_POSITIONAL]
-    shown = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
-    return shown.replace(repr(sys.executable), "sys.executable")  # the page is the same on every machine
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
 def _is_option(signature: inspect.Signature, name: str) -> bool:
@@ -521,10 +512,8 @@ def _section(metric: Metric) -> str:
 _FALLBACK_NEXT = """
 ## Next
 
-- DeepSeek-V4, which has the most users: its layers keep compressed keys in cache classes of their own, its first
-  routers have tables of integers, and its checkpoints are quantized.
-- MiniMax-M3 under its published class, of text and images: today its language model alone, saved as
-  `MiniMaxM3VLForCausalLM`. Natively, each KV head chooses blocks.
+- DeepSeek-V4: compressed keys in cache classes of their own, routers with tables of integers, quantized checkpoints.
+- MiniMax-M3 with images; today its language model alone, saved as `MiniMaxM3VLForCausalLM`.
 - Qwen4-exp: its indexer keeps positions as well as keys.
 """
 

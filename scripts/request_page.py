@@ -14,8 +14,8 @@ _INTRODUCTION = """\
 # The files of one prompt
 
 For engineers who read the code: the modules in which a worker on the CPU calls a function for one prompt of token ids
-and its four tokens, in the order of the first call. Threads take turns, so neighbours may belong to different ones.
-`python -m scripts.check.request_path --write` runs such a worker and writes the list.
+and its four tokens, in the order of the first call (by several threads). `python -m scripts.check.request_path --write`
+runs such a worker and writes the list.
 """
 
 
@@ -34,4 +34,5 @@ def _subject(path: Path) -> str:
     """A module's subject: the first clause of its docstring."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     first = " ".join(docstring.partition("\n\n")[0].split())
-    return re.split(r"[.,:;] ", first)[0].rstrip(".:")
+    subject = re.split(r"[.,:;] ", first)[0].rstrip(".:")
+    return re.sub(r"^(?:An?|The) ", "", subject)

@@ -34,7 +34,7 @@ _META = torch.device("meta")
 _INTRODUCTION = """\
 # Which features work together
 
-For users who combine features. "yes": a worker with both starts. The number of a reason: it refuses to, and says so.
+For users who combine features: whether a worker with both starts, or the number of the reason why it refuses to.
 
 Constraints, budgets of thoughts, sessions, forks, scores and weights updates work with all. With
 states, constraints [need a mask for every token](../design/constraints.md#constraints-after-a-marker), and `lease_s`
@@ -188,12 +188,13 @@ def together_page() -> str:
     lines = [_INTRODUCTION, *table(("", *(kind.title for kind in KINDS)), rows)]
     lines += ["", f"All models: {', '.join(always)}.", ""]
     lines += [f"{number}. {why}" for why, number in reasons.items()]
-    lines += ["", "Two features exclude each other only so:", ""]
+    pairs: dict[str, None] = {}
     for one, other in combinations(FEATURES, 2):
         for kind in KINDS[:2]:
             alone = refusals.reason(kind, one), refusals.reason(kind, other)
             why = refusals.reason(kind, one, other)
             if alone == (None, None) and why is not None:
-                lines.append(f"- {one.title} and {other.title}: {why}")
+                pairs[why] = None
                 break
+    lines += ["", "Features that exclude each other:", "", *(f"- {why}" for why in pairs)]
     return "\n".join(lines) + "\n"

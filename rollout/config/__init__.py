@@ -26,18 +26,15 @@ class CheckpointSettings(SettingsSection):
     path: str = Field("", description="checkpoint: folder or Hugging Face hub id")
     revision: str | None = Field(None, description="branch, tag or commit of a hub checkpoint")
     load_format: Literal["auto", "random"] = Field(
-        "auto", description="random: tensors of the real shapes without files, for benchmarks"
+        "auto", description="random: tensors of the real shapes, for benchmarks"
     )
     model_impl: ModelImpl = Field(
-        "auto",
-        description="native: our decoder; transformers: transformers' code, half as fast; auto: native if possible",
+        "auto", description="native: our decoder; transformers: transformers' code; auto: native if possible"
     )
-    longrope: LongRope = Field(
-        "short", description="frequencies of Phi-3 and Phi-4-mini; short ends sequences at the original context"
-    )
+    longrope: LongRope = Field("short", description="frequencies of Phi-3 and Phi-4-mini")
     images: bool = Field(False, description="serve images, with the model's vision tower")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="type of the weights; auto: the checkpoint's, float32 on a CPU"
+        "auto", description="type of the weights; auto: the checkpoint's, on a CPU float32"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
 
@@ -78,11 +75,7 @@ class MetricsSettings(SettingsSection):
 
     interval_s: float = Field(5.0, gt=0, description="seconds between two reports")
     jsonl: str | None = Field(None, description="file for metrics, one JSON object a report")
-    wandb: bool = Field(
-        True,
-        description="log to W&B, which reads its variables (WANDB_NAME, WANDB_RUN_GROUP, ...); without an API key "
-        "offline, below WANDB_DIR or runs",
-    )
+    wandb: bool = Field(True, description="log to W&B, by its variables (WANDB_NAME, ...); offline without an API key")
     wandb_project: str = Field("rollout", description="W&B project")
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="HTTP port of /metrics (Prometheus) and /health; 0: a free one; none: no HTTP"
@@ -95,28 +88,17 @@ class WeightsSettings(SettingsSection):
 
     bind: str = Field("tcp://127.0.0.1:0", description="endpoint for weights updates; port 0: a free one")
     initial_version: int = Field(0, ge=0, lt=2**63, description="weights version of the checkpoint")
-    min_version: int = Field(
-        0,
-        ge=0,
-        lt=2**63,
-        description="no completion begins under an older version; initial_version + 1: never sample from the "
-        "checkpoint",
-    )
-    idle_s: float = Field(
-        60.0,
-        gt=0,
-        description="seconds without data after which an unfinished update is dropped; more than the publisher's "
-        "begin_s and stall_s",
-    )
+    min_version: int = Field(0, ge=0, lt=2**63, description="no completion begins under an older version")
+    idle_s: float = Field(60.0, gt=0, description="seconds without data after which an update is dropped")
     apply: Literal["auto", "staged", "in_place"] = Field(
         "auto",
-        description="staged: an update has its own memory and is swapped in; in_place: it overwrites the weights "
-        "while generation is held; auto: staged if memory allows",
+        description="staged: an update has its own memory; in_place: it overwrites the weights while generation is "
+        "held; auto: by memory",
     )
     staging: Literal["auto", "device", "host"] = Field(
         "auto",
-        description="memory of a staged update; device: less KV; host: pinned, swaps take about 40 times as long; "
-        "auto: device if it takes at most a third of the free memory",
+        description="memory of a staged update; host: slower swaps; auto: device if it takes at most a third of the "
+        "free memory",
     )
 
     @model_validator(mode="after")
@@ -135,7 +117,7 @@ class SecuritySettings(SettingsSection):
         None, description="file with the CURVE secret key (`rollout keys`); none: no encryption"
     )
     curve_client_keys: str | None = Field(None, description="folder with the public keys (*.key) of clients")
-    insecure: bool = Field(False, description="allow addresses that other hosts can reach without CURVE")
+    insecure: bool = Field(False, description="allow public addresses without CURVE")
 
     @model_validator(mode="after")
     def _both_or_none(self) -> SecuritySettings:
@@ -151,7 +133,7 @@ class SupervisorSettings(SettingsSection):
     supervise: bool = Field(False, description="supervise a single worker, too")
     max_restarts: int = Field(5, ge=0, description="restarts of a worker in an hour; then it stays down")
     restart_backoff_s: float = Field(
-        1.0, ge=0, description="seconds before a restart; doubles with each in an hour, up to 60"
+        1.0, ge=0, description="seconds before a restart; doubled by each in an hour, up to 60"
     )
 
 
@@ -165,9 +147,7 @@ class Settings(SettingsSection):
     security: SecuritySettings = Field(default_factory=SecuritySettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     supervisor: SupervisorSettings = Field(default_factory=SupervisorSettings)
-    ready_file: str | None = Field(
-        None, description="file for the endpoints, as JSON, written when the worker is ready"
-    )
+    ready_file: str | None = Field(None, description="file for the endpoints, as JSON, once the worker is ready")
     exit_with_parent: bool = Field(False, description="end the worker when its parent process ends")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe level that is logged"

@@ -32,15 +32,11 @@ class StepSettings(SettingsSection):
         1024, ge=0, le=4096, description="most rows of a decode step in a CUDA graph; 0: no graphs"
     )
     kernel_cache: str | None = Field(
-        None,
-        min_length=1,
-        description="folder of `rollout kernels`: kernels in it are not compiled at the start; never written",
+        None, min_length=1, description="folder of `rollout kernels`, read at the start in place of compiling"
     )
-    group_attention: bool = Field(
-        True, description="on a GPU, read shared KV pages once for all rows, where that is faster"
-    )
+    group_attention: bool = Field(True, description="on a GPU, read shared KV pages once for all rows")
     deterministic: bool = Field(
-        False, description="the same bits whatever else runs; slower; needs a GPU and fused kernels"
+        False, description="the same bits whatever else runs; slower; on GPUs with fused kernels"
     )
 
     @property
@@ -58,43 +54,32 @@ class KVSettings(SettingsSection):
         None,
         gt=0.0,
         le=0.98,
-        description="largest share of the memory without weights for KV and the largest steps; none: on a CPU "
-        "0.25; on a GPU 5% stays free, but at least 3 GiB and at most 15% (with sleep always 15%)",
+        description="largest share of the memory without weights for KV and the largest steps; none: on a CPU 0.25; "
+        "on a GPU 5% stays free, 3 GiB to 15%",
     )
     kv_memory_max_gib: float | None = Field(
         None, gt=0, description="most GiB of the KV pool; set it if a trainer shares the GPU"
     )
     kv_dtype: Literal["auto", "fp8_e4m3", "fp8_int8"] = Field(
         "auto",
-        description="fp8_e4m3: half the bytes of bf16, relative error up to 1/16; fp8_int8: values as int8, a quarter "
-        "of their error; both need compute capability 8.9",
+        description="fp8_e4m3: half the bytes of bf16, error up to 1/16; fp8_int8: a quarter of it for values; both "
+        "need compute capability 8.9",
     )
     prefix_cache: bool = Field(True, description="keep KV for requests with the same prefix")
     state_snapshots: int | None = Field(
-        None,
-        ge=0,
-        description="snapshots of linear-attention states: a group's prompt takes one, an idle session two; none: "
-        "max_rows / 4, at least 4",
+        None, ge=0, description="snapshots of linear-attention states; none: max_rows / 4, at least 4"
     )
 
 
 class SwapSettings(SettingsSection):
     """KV when the weights change."""
 
-    kv_on_swap: Literal["keep", "recompute"] = Field(
-        "keep", description="whether running rows go on with their older KV after an update"
-    )
+    kv_on_swap: Literal["keep", "recompute"] = Field("keep", description="KV of running rows after an update")
     max_kv_age: int = Field(
-        0,
-        ge=0,
-        description="most versions by which kept KV of prefixes and sessions may be older than the weights; 0: an "
-        "update drops it",
+        0, ge=0, description="most versions by which KV of prefixes and sessions may be older than the weights"
     )
     recompute_fraction: float = Field(
-        0.3,
-        gt=0.0,
-        le=1.0,
-        description="largest share of the time for recomputation; updates that would exceed it wait; 1.0: none waits",
+        0.3, gt=0.0, le=1.0, description="largest share of the time for recomputation, for which updates wait"
     )
 
     @model_validator(mode="after")
@@ -107,10 +92,8 @@ class SwapSettings(SettingsSection):
 class OffloadSettings(SettingsSection):
     """Offload and sleep."""
 
-    host_kv_gib: float = Field(
-        0.0, ge=0.0, description="pinned host memory for KV that has no room on the GPU, or sleeps; 0: it is recomputed"
-    )
-    disk_kv_gib: float = Field(0.0, ge=0.0, description="disk for KV of known prefixes that has no room on the host")
+    host_kv_gib: float = Field(0.0, ge=0.0, description="pinned host memory for KV without room on the GPU; 0: none")
+    disk_kv_gib: float = Field(0.0, ge=0.0, description="disk for KV of known prefixes without room on the host")
     disk_kv_folder: str | None = Field(
         None, min_length=1, description="folder on a local disk; each worker makes a subfolder and deletes it"
     )
@@ -129,14 +112,14 @@ class WeightFormatSettings(SettingsSection):
 
     weight_dtype: Literal["auto", "bf16", "fp8_block", "fp8_row", "mxfp8"] = Field(
         "auto",
-        description="format of projections and experts; bf16: model.dtype; the others: e4m3 with a scale for 128 x "
-        "128, an output, or 32 inputs; auto: the checkpoint's, which float32 on a GPU decodes",
+        description="format of projections and experts; bf16: model.dtype; fp8_block, fp8_row, mxfp8: e4m3 with a "
+        "scale for 128 x 128, an output, or 32 inputs; auto: the checkpoint's",
     )
     fp8_activations_from: int | None = Field(
         None,
         ge=1,
-        description="tokens of a step from which on activations of attention and MLP products are rounded to e4m3, "
-        "with a scale for 128; from 33 on faster on an H200; needs weights in fp8_block and a Hopper GPU; none: never",
+        description="tokens of a step from which on attention and MLP products round their inputs to e4m3; needs "
+        "weights in fp8_block and a Hopper GPU; none: never",
     )
 
     @property
@@ -148,10 +131,7 @@ class WeightFormatSettings(SettingsSection):
 class ExpertSettings(SettingsSection):
     """Experts, of MoE models."""
 
-    routing: bool = Field(
-        False,
-        description="record experts for return_routing: host memory of one or two bytes a token, layer and expert",
-    )
+    routing: bool = Field(False, description="record experts for return_routing, in host memory")
 
 
 def _adapter_folders(text: str) -> list[tuple[str, str]]:
@@ -165,10 +145,8 @@ class AdapterSettings(SettingsSection):
     """LoRA adapters."""
 
     adapter_slots: int = Field(0, ge=0, le=64, description="adapters on the device; 0: none")
-    adapter_rank: int = Field(32, ge=1, le=256, description="largest rank; each slot has room for it")
-    max_adapters: int = Field(
-        32, ge=1, le=4096, description="most loaded adapters; those without a slot are in host memory"
-    )
+    adapter_rank: int = Field(32, ge=1, le=256, description="largest rank")
+    max_adapters: int = Field(32, ge=1, le=4096, description="most loaded adapters, with or without a slot")
     adapter_root: str | None = Field(None, description="folder below which load_adapter reads; none: it is refused")
     adapters: str = Field("", description="PEFT folders to load at start: name=folder, separated by commas")
 
@@ -195,16 +173,13 @@ class SpeculationSettings(SettingsSection):
     """Speculation: drafted tokens, several in a decode step."""
 
     speculation: Literal["off", "suffix", "ngram", "heads", "auto"] = Field(
-        "off", description="source of drafts: suffix and ngram: earlier text; heads: a draft model; auto: what pays"
+        "off", description="source of drafts; suffix, ngram: earlier text; heads: a draft model; auto: what pays"
     )
     speculation_model: str | None = Field(
-        None,
-        description="folder or hub id of an EAGLE-3 head; none: the checkpoint's layers for multi-token prediction",
+        None, description="folder or hub id of an EAGLE-3 head; none: the checkpoint's layers"
     )
     speculation_tokens: int = Field(3, ge=1, le=16, description="most drafts of a row in a step")
-    speculation_rows: int = Field(
-        64, ge=1, le=4096, description="most drafts of all rows in a step; each has the memory of a row's state"
-    )
+    speculation_rows: int = Field(64, ge=1, le=4096, description="most drafts of all rows in a step")
 
     @property
     def mtp(self) -> Literal["unused", "if_there", "needed"]:
@@ -231,21 +206,18 @@ class RankSettings(SettingsSection):
     """Several GPUs for one model."""
 
     tensor_parallel: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="GPUs of this machine for the model (ranks, a process each); heads and widths must divide by it",
+        1, ge=1, le=64, description="GPUs of this machine for the model (ranks, a process each)"
     )
     attention_split: AttentionSplit = Field(
         "heads",
-        description="what ranks divide in attention; rows: each rank has all its weights, and the KV of its own rows; "
-        "for models with experts; context: each rank has KV of a part of each page, for latents and few KV heads",
+        description="what ranks divide in attention; rows: for models with experts; context: parts of each page, for "
+        "latents and few KV heads",
     )
     rank_stall_s: float | None = Field(
         8.0,
         gt=0,
-        description="seconds without progress of a rank until the worker returns all tokens and exits; 15 times as "
-        "many at the start; none: never",
+        description="seconds without progress of a rank until the worker exits, or a stopped one is killed; 15 times "
+        "as many at the start; none: never",
     )
     check_ranks: bool = Field(False, description="for debugging: end the worker if ranks draw different tokens")
 
@@ -272,8 +244,8 @@ class FaultSettings(SettingsSection):
     stall_exit_s: float | None = Field(
         600.0,
         gt=0,
-        description="seconds without a tick until the worker returns all tokens and exits; after a fifth it refuses "
-        "requests; none: no exit, refuses after 120",
+        description="seconds without a tick until the worker exits; after a fifth it refuses requests; none: no exit, "
+        "refuses after 120",
     )
 
     @property

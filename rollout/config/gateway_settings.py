@@ -18,10 +18,10 @@ class GatewaySettings(SettingsSection):
     """The gateway."""
 
     endpoints: tuple[str, ...] = Field((), description="addresses of workers, such as tcp://127.0.0.1:5757")
-    host: str = Field("127.0.0.1", description="address; any other than loopback needs api_key_file")
+    host: str = Field("127.0.0.1", description="address; all but loopback need api_key_file")
     port: int = Field(8000, ge=0, le=65535, description="port; 0: a free one")
     model: str | None = Field(
-        None, description="folder or hub id of the tokenizer and chat template; none: the workers' model"
+        None, description="folder or hub id of the tokenizer and chat template; none: the workers'"
     )
     served_model_name: tuple[str, ...] = Field(
         (), description="names of the model in requests; none: the workers' name"
@@ -30,14 +30,14 @@ class GatewaySettings(SettingsSection):
     ready_file: str | None = Field(None, description="file for the URL, written when the gateway listens")
     start_s: float = Field(600.0, gt=0, description="seconds to wait at the start for a worker")
     resume: bool | None = Field(
-        None, description="continue requests of a lost worker on another one; none: with several workers"
+        None, description="continue requests of a lost worker on another one; none: if there are several"
     )
     resume_s: float = Field(120.0, gt=0, description="seconds that a resumed request may be without a worker")
     heartbeat_s: float = Field(2.0, gt=0, description="seconds between heartbeats; a worker that misses three is lost")
     min_version: int = Field(0, ge=0, description="a worker with older weights is unhealthy")
     stream_every: int = Field(1, ge=1, description="least tokens of an event of a stream")
     session_s: float = Field(
-        3600.0, gt=0, description="seconds until an idle X-Session-ID or an unused stored response is forgotten"
+        3600.0, gt=0, description="seconds until an idle X-Session-ID or stored response is forgotten"
     )
     max_kept_bytes: int = Field(
         1 << 30, ge=0, description="most bytes of kept trajectories, and of stored responses; 0: none"
@@ -47,17 +47,15 @@ class GatewaySettings(SettingsSection):
         4096, ge=1, description="most connections; a further one replaces an idle one, or gets status 503"
     )
     keep_alive_s: float = Field(
-        620.0,
-        gt=0,
-        description="seconds until an idle connection is closed; keep it above the limit of proxies and clients",
+        620.0, gt=0, description="seconds until an idle connection is closed; more than proxies and clients wait"
     )
     max_body_bytes: int = Field(64 << 20, ge=1, description="most bytes of a request's body")
     body_s: float = Field(60.0, gt=0, description="seconds for a request's body to arrive")
-    send_s: float = Field(60.0, gt=0, description="seconds that a client may leave an answer unread")
+    send_s: float = Field(60.0, gt=0, description="seconds for a client to read an answer")
     logprobs: LogprobMode = Field(
         "policy",
-        description="log-prob of a sampled token; policy: at the request's temperature; processed: of the "
-        "distribution that was drawn from; raw: at temperature 1",
+        description="log-prob of a sampled token; policy: at the request's temperature; processed: as drawn; raw: at "
+        "temperature 1",
     )
     routed_experts: ExpertFormat = Field(
         "off", description="experts in answers of /inference/v1/generate: vLLM's base64 .npy, or prime-rl's object"
@@ -74,7 +72,7 @@ class GatewaySettings(SettingsSection):
     trust_request_chat_template: bool = Field(False, description="accept chat templates in requests: each is a program")
     weights_root: str | None = Field(None, description="folder below which updates read weights; none: they do not")
     images_root: str | None = Field(None, description="folder of pictures named by file URLs; none: data URLs only")
-    update_s: float = Field(600.0, gt=0, description="seconds from the start of an update until all workers use it")
+    update_s: float = Field(600.0, gt=0, description="seconds until all workers use an update")
 
     @model_validator(mode="after")
     def _names_workers(self) -> GatewaySettings:

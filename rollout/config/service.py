@@ -14,7 +14,7 @@ class SocketSettings(SettingsSection):
     bind: str = Field("tcp://127.0.0.1:5757", description="port 0: a free one; IPv6 addresses stand in brackets")
     max_message_bytes: int = Field(64 << 20, ge=1024, description="most bytes of a message")
     max_stream_buffer_bytes: int = Field(
-        256 << 20, ge=1 << 16, description="unsent bytes after which a slow client gets no more chunks"
+        256 << 20, ge=1 << 16, description="unsent bytes after which a client gets no more chunks"
     )
 
 
@@ -22,18 +22,14 @@ class RequestSettings(SettingsSection):
     """Requests and their clients."""
 
     max_queue: int = Field(4096, ge=1, description="most completions in the queue")
-    lease_s: float = Field(
-        60.0, ge=0, description="seconds until the requests of a named client that is away are cancelled"
-    )
+    lease_s: float = Field(60.0, ge=0, description="seconds until requests of an absent named client are cancelled")
     drain_s: float = Field(30.0, ge=0, description="seconds until a drain returns completions as they are")
 
 
 class MediaSettings(SettingsSection):
     """Images and videos of requests."""
 
-    media_store_bytes: int = Field(
-        2 << 30, ge=1, description="host memory for pixels that requests use or name by hash"
-    )
+    media_store_bytes: int = Field(2 << 30, ge=1, description="host memory for pixels")
 
 
 class ServiceConstants(SettingsSection):

@@ -140,8 +140,8 @@ def _accepted_by_drafter(name: str) -> Metric[Stretch]:
 def _accepted_by_age(name: str) -> Metric[Stretch]:
     return Metric(
         f"speculation/accepted_pct/age_{name}", "gauge", "%",
-        f"the same by the age of a draft, in weights versions (prompts have no age): {name}",
-        _ACCEPTED, top=f"age {name.replace('_', ' ')}", first=None,
+        f"the same by the age of a draft, in weights versions: {name}", _ACCEPTED, top=f"age {name.replace('_', ' ')}",
+        first=None,
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def _ended(reason: str) -> Metric[Stretch]:
 #: The values of every report.
 METRICS: tuple[Metric[Stretch], ...] = (
     Metric(
-        "gpu/active_pct", "gauge", "%", "share of the last 10 s in which the compute stream ran a step",
+        "gpu/active_pct", "gauge", "%", "share of the last 10 s with a step on the compute stream",
         _ACTIVE, lambda stretch: stretch.active_pct,
     ),
     Metric(
@@ -176,8 +176,8 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     *(
         Metric(
-            f"gpu/bubble_pct/{cause.metric}", "gauge", "%", f"share of about the last 10 s in which {cause.meaning}",
-            _IDLE, _idle_pct(name),
+            f"gpu/bubble_pct/{cause.metric}", "gauge", "%", f"share of the last 10 s in which {cause.meaning}", _IDLE,
+            _idle_pct(name),
         )
         for name, cause in IDLE_CAUSES.items()
     ),
@@ -191,12 +191,12 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "pipeline/predicted_speedup", "gauge", "x",
-        "predicted gain of the overlap: (host time + device time) / the larger one, less zombie rows",
+        "predicted gain of the overlap: (host + device time) / the larger one, less zombie rows",
         _SPEEDUP, lambda stretch: _speedups(stretch)[0],
     ),
     Metric(
         "pipeline/observed_speedup", "gauge", "x",
-        "observed gain: (host time + device time) / time with work, without swaps and offloads",
+        "observed gain: (host + device time) / time with work, without swaps and offloads",
         _SPEEDUP, lambda stretch: _speedups(stretch)[1],
     ),
     Metric(
@@ -205,7 +205,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         lambda stretch: stretch.samples.tokens / stretch.wall_s if stretch.wall_s > 0 else 0.0,
     ),
     Metric(
-        "rollout/tokens_per_s_per_row", "gauge", "tokens/s", "tokens per second of one row, mean",
+        "rollout/tokens_per_s_per_row", "gauge", "tokens/s", "mean of a row",
         Panel("Rollout", "Tokens of a row"), lambda stretch: stretch.samples.tokens_per_s_per_row(stretch.wall_s),
     ),
     Metric("rollout/rows", "gauge", "rows", "sequences with a row", _ROWS),
@@ -228,7 +228,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         _DECODE_STEP, lambda stretch: 1e3 * stretch.samples.decode_quantiles.value(0.99),
     ),
     Metric(
-        "step/prefill_ms", "gauge", "ms", "time of a prefill step on the compute stream, mean",
+        "step/prefill_ms", "gauge", "ms", "mean time of a prefill step on the compute stream",
         Panel("Steps and memory", "Prefill step"), lambda stretch: 1e3 * stretch.samples.prefill.value(),
     ),
     Metric(
@@ -237,7 +237,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         top="host",
     ),
     Metric(
-        "kv/used_pct", "gauge", "%", "KV pages of rows and sessions; cached pages do not count",
+        "kv/used_pct", "gauge", "%", "KV pages of rows and sessions, without cached ones",
         _KV,
     ),
     Metric("kv/session_pct", "gauge", "%", "KV pages of idle sessions", _KV),
@@ -251,7 +251,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "kv/older_reused_tokens", "counter", "tokens",
-        "admitted tokens with KV of older weights (`max_kv_age`)", _HITS,
+        "admitted tokens with KV of older weights", _HITS,
     ),
     Metric(
         "prefix/hits_group", "counter", "rows",
@@ -272,7 +272,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "kv/prefix_hit_pct", "gauge", "%",
-        "share of the prompt tokens whose KV was cached or shared, since start",
+        "prompt tokens whose KV was reused, since start",
         _KV, top="prefix hits",
     ),
     Metric(
@@ -282,7 +282,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "prefill/tokens_shared", "counter", "tokens",
-        "prompt tokens whose KV was cached or shared",
+        "prompt tokens whose KV was reused",
         _PREFILL, top="shared",
     ),
     Metric(
@@ -293,7 +293,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "drafts that equalled the drawn token", _SPECULATION,
     ),
     Metric(
-        "speculation/accepted_pct", "gauge", "%", "share of the drafts that were accepted, since start",
+        "speculation/accepted_pct", "gauge", "%", "accepted drafts since start",
         _ACCEPTED, top="accepted", first=None,
     ),
     *(_accepted_by_drafter(name) for name in DRAFTER_NAMES),
@@ -304,8 +304,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "speculation/saved_s", "gauge", "s",
-        "device time that drafts saved since start: expected time of plain steps for the same tokens, minus time of "
-        "the steps and drafts", _SAVED, top="saved",
+        "device time saved by drafts since start", _SAVED, top="saved",
     ),
     Metric(
         "speculation/expected_saved_s", "gauge", "s",
@@ -314,7 +313,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "speculation/tokens_a_step", "gauge", "tokens",
-        "tokens that a decode step draws for a row, mean since start",
+        "mean of a row since start",
         Panel("Speculation", "Tokens a step"), top="a step", first=1,
     ),
     Metric(
@@ -345,14 +344,14 @@ METRICS: tuple[Metric[Stretch], ...] = (
         Panel("KV on the host", "Host memory in use"),
     ),
     Metric(
-        "kv/restores", "counter", "count", "preempted sequences whose KV came back",
+        "kv/restores", "counter", "count", "sequences whose KV came back",
         Panel("KV on the host", "Restored"),
     ),
     Metric(
         "kv/offloaded_bytes", "counter", "bytes", "KV of preempted sequences copied to the host", _COPIED
     ),
     Metric(
-        "kv/brought_back_bytes", "counter", "bytes", "KV of preempted sequences copied back",
+        "kv/brought_back_bytes", "counter", "bytes", "KV of them copied back",
         _COPIED,
     ),
     Metric(
@@ -363,12 +362,12 @@ METRICS: tuple[Metric[Stretch], ...] = (
     Metric("kv/kept_bytes", "counter", "bytes", "KV of known prefixes copied to the host", _COPIED),
     Metric(
         "kv/fetched_tokens", "counter", "tokens",
-        "tokens of known prefixes whose KV came back from the host",
+        "tokens of known prefixes copied back",
         Panel("KV on the host", "Fetched"),
     ),
     Metric(
         "kv/lost_pages", "counter", "pages",
-        "known pages dropped before their copy to the host",
+        "known pages dropped before their copy",
         Panel("KV on the host", "Lost"),
     ),
     Metric(
@@ -403,12 +402,12 @@ METRICS: tuple[Metric[Stretch], ...] = (
         Panel("Adapters", "Evictions"),
     ),
     Metric(
-        "ranks/beat_age_s", "gauge", "s", "seconds since the oldest last beat of a follower",
+        "ranks/beat_age_s", "gauge", "s", "age of the oldest last beat of a follower",
         Panel("Tensor group", "Oldest beat"),
     ),
     Metric(
         "ranks/steps_behind", "gauge", "steps",
-        "steps launched and not completed by the slowest rank",
+        "steps that the slowest rank has not completed",
         Panel("Tensor group", "Steps behind"),
     ),
     Metric(
@@ -429,12 +428,12 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "off_policy/version_span", "gauge", "versions",
-        "newest minus oldest version of a finished completion, mean",
+        "newest minus oldest version of a completion, mean",
         Panel("Weights", "Versions in a completion"), lambda stretch: stretch.samples.version_span.value(),
     ),
     Metric(
         "mismatch/k3_kl", "gauge", "nats",
-        "estimate of KL(worker || trainer): mean of exp(d) - 1 - d, d = trainer's log-prob - worker's",
+        "KL(worker || trainer): mean of exp(d) - 1 - d, d = trainer's log-prob - worker's",
         Panel("Trainer and worker", "KL, worker to trainer"), _mismatch(lambda stretch: stretch.mismatch.k3_kl),
     ),
     Metric(
@@ -458,11 +457,11 @@ HISTOGRAMS: tuple[Metric[Stretch], ...] = (
         Panel("Completions", "Length"), buckets=TOKENS,
     ),
     Metric(
-        "queue/seconds", "histogram", "s", "time from arrival until the first completion got a row",
+        "queue/seconds", "histogram", "s", "time until the first completion got a row",
         Panel("Requests", "Time in the queue"), buckets=SECONDS,
     ),
     Metric(
-        "request/seconds", "histogram", "s", "time from arrival until the last completion ended",
+        "request/seconds", "histogram", "s", "time until the last completion ended",
         Panel("Requests", "Time of a request"), buckets=SECONDS,
     ),
 )  # fmt: skip
@@ -501,7 +500,7 @@ VERSION_METRICS: tuple[Metric[Served], ...] = (
         lambda served: served.tokens / served.wall_s if served.wall_s > 0 else None,
     ),
     Metric(
-        "by_version/active_pct", "gauge", "%", "part of it with a step on the compute stream",
+        "by_version/active_pct", "gauge", "%", "part with a step on the compute stream",
         _by_version("Active"),
         lambda served: min(100.0, max(0.0, percent(served.busy_s, served.wall_s))) if served.wall_s > 0 else None,
     ),
@@ -514,12 +513,12 @@ VERSION_METRICS: tuple[Metric[Served], ...] = (
         lambda served: served.completions,
     ),
     Metric(
-        "by_version/completion_length", "gauge", "tokens", "length of those completions, mean",
+        "by_version/completion_length", "gauge", "tokens", "mean length of those",
         _by_version("Length of completions"),
         lambda served: served.completion_tokens / served.completions if served.completions else None,
     ),
     Metric(
-        "by_version/version_span", "gauge", "versions", "newest minus oldest version of those completions, mean",
+        "by_version/version_span", "gauge", "versions", "newest minus oldest version, mean",
         _by_version("Versions in a completion"),
         lambda served: served.version_spans / served.completions if served.completions else None,
     ),

@@ -36,7 +36,7 @@ IDLE_CAUSES: Mapping[str, IdleCause] = {
     "bubble": IdleCause("host", "a decode step was due and the host was late"),
     "prefill": IdleCause("prefill", "the host prepared and launched a prefill step"),
     "swap": IdleCause("swap", "a swap of the weights held the compute stream"),
-    "offload": IdleCause("offload", "no step could be launched until KV was moved to or from host memory"),
+    "offload": IdleCause("offload", "KV on its way to or from the host held all launches"),
 }
 
 

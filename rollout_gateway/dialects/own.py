@@ -18,12 +18,12 @@ _LOGPROB_MODES = {"policy": "policy_logprobs", "processed": "processed_logprobs"
 
 
 async def health(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Return 200 if a worker is in order and has the fleet's weights; otherwise 503 with the reasons."""
+    """Return 200 if a worker is in order and has the fleet's weights; else 503 with reasons."""
     return request.gateway.workers.health()
 
 
 async def health_generate(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Check like `/health`, and wait until the loop of every healthy worker has answered."""
+    """Like `/health`, and the loop of every healthy worker has answered."""
     workers = request.gateway.workers
     answer = workers.health()
     well = [state.endpoint for state in workers.watch.states() if not state.problem]
@@ -53,7 +53,7 @@ async def version(request: HttpRequest[Any]) -> dict[str, Any]:
 
 
 async def server_info(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Return the fields of vLLM and SGLang that TRL and slime read, and the state of the workers."""
+    """Return fields of vLLM and SGLang, and the state of the workers."""
     gateway, model = request.gateway, request.gateway.model
     statuses = await gateway.workers.known()
     adapters = [status for status in statuses if status.get("adapters") is not None]

@@ -198,7 +198,7 @@ class SglangBody(KvFields, ForkField):
 
 
 async def generate(request: HttpRequest[SglangBody]) -> Any:
-    """Complete texts or token ids. The answer to one prompt is an object, to several prompts a list."""
+    """Complete texts or token ids. Several prompts are answered by a list."""
     body, gateway, text = request.body, request.gateway, request.gateway.model.text
     prompts = body.prompts
     params = body.params(len(prompts))
@@ -415,13 +415,13 @@ async def abort(request: HttpRequest[AbortBody]) -> None:
 
 
 async def flush_cache(request: HttpRequest[Any]) -> str:
-    """No effect: `engine.max_kv_age` bounds the age of KV that is used."""
+    """No effect: `engine.max_kv_age` bounds the age of KV."""
     await request.gateway.workers.known(fresh=True)
     return "Cache flushed: KV of older weights is used within engine.max_kv_age only.\n"
 
 
 async def release_memory(request: HttpRequest[MemoryBody]) -> None:
-    """Release the memory of the workers' devices. The workers keep a copy of the weights."""
+    """Release the devices' memory. The workers keep a copy of the weights."""
     await request.gateway.orders.sleep(1, request.body.tags)
 
 
@@ -439,7 +439,7 @@ async def model_info(request: HttpRequest[Any]) -> dict[str, Any]:
 
 
 async def loads(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Count the running and the waiting completions of each worker."""
+    """Count running and waiting completions of each worker."""
     found = []
     for rank, state in enumerate(await request.gateway.workers.states(fresh=True)):
         if state.status is not None:

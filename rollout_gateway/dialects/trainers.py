@@ -10,7 +10,7 @@ from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
 
 
 async def pause_and_abort(request: HttpRequest[Any]) -> None:
-    """Pause all workers. Running requests end with their tokens; AReaL sends them again."""
+    """Pause all workers. Running requests end with their tokens."""
     await request.gateway.orders.pause("abort")
 
 

@@ -174,12 +174,12 @@ class ChosenTokens:
 
 
 async def generate(request: HttpRequest[GenerateBody]) -> Any:
-    """Complete token ids. The flag `--routed-experts` says whether the answer has experts."""
+    """Complete token ids; with `--routed-experts` also experts."""
     return await _generate(request, _FORMS[request.gateway.settings.routed_experts])
 
 
 async def generate_with_experts(request: HttpRequest[GenerateBody]) -> Any:
-    """Complete token ids. The answer has the experts of all tokens as nested lists."""
+    """Complete token ids. Experts are nested lists."""
     return await _generate(request, _nested)
 
 
@@ -379,7 +379,7 @@ async def is_paused(request: HttpRequest[Any]) -> dict[str, Any]:
 
 
 async def sleep(request: HttpRequest[SleepQuery]) -> None:
-    """Release the memory of the workers' devices. Level 0 only pauses."""
+    """Release the devices' memory. Level 0 only pauses."""
     body = request.body
     if body.level == "0":
         await request.gateway.orders.pause("keep")
@@ -424,7 +424,7 @@ async def abort_requests(request: HttpRequest[AbortRequestsBody]) -> dict[str, A
 
 
 async def reset_prefix_cache(request: HttpRequest[ResetBody]) -> dict[str, Any]:
-    """No effect: `engine.max_kv_age` bounds the age of KV that is used."""
+    """No effect: `engine.max_kv_age` bounds the age of KV."""
     await request.gateway.workers.ask()
     return {"success": True}
 

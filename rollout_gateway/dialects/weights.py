@@ -139,14 +139,14 @@ def _rows(names: list[str], dtypes: list[str], shapes: list[list[int]], within: 
 
 
 async def join(request: HttpRequest[GroupBody]) -> dict[str, Any]:
-    """Let all workers join the trainer's process group."""
+    """Join the trainer's process group."""
     body = request.body
     await request.gateway.group_updates.join(body.group_name, body.meeting, body.rank_offset, body.world_size)
     return _succeeded("All workers have joined the process group.")
 
 
 async def leave(request: HttpRequest[GroupNameBody]) -> dict[str, Any]:
-    """Let all workers leave a process group."""
+    """Leave a process group."""
     group = request.body.group_name
     if not await request.gateway.group_updates.leave(group):
         raise HttpError(404, f"no worker is in the group {group!r}: none joined, or it broke", "group_name")
@@ -154,7 +154,7 @@ async def leave(request: HttpRequest[GroupNameBody]) -> dict[str, Any]:
 
 
 async def update(request: HttpRequest[TensorsBody]) -> dict[str, Any]:
-    """Receive a part of an update, or a whole one. The last part puts the update in use."""
+    """Receive a part of an update. The last part puts it in use."""
     return await _receive(request.gateway, request.body)
 
 
@@ -284,7 +284,7 @@ class TransferState(DialectState):
 
 
 async def init_engine(request: HttpRequest[InitBody]) -> dict[str, Any]:
-    """Let all workers join the group of vLLM's weight transfer engine."""
+    """Join the group of vLLM's weight transfer engine."""
     gateway, transfers = request.gateway, request.gateway.state(TransferState)
     info = InitInfo.take(request.body.init_info, "init_info.")
     meeting = info.meeting
@@ -295,7 +295,7 @@ async def init_engine(request: HttpRequest[InitBody]) -> dict[str, Any]:
 
 
 async def shut_engine_down(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Let all workers leave the group of vLLM's weight transfer engine."""
+    """Leave the group of vLLM's engine."""
     gateway, transfers = request.gateway, request.gateway.state(TransferState)
     if transfers.engine is not None:
         transfers.engine, transfers.started = None, False
@@ -333,7 +333,7 @@ async def receive_by_engine(gateway: Gateway, update_info: Any, within: str = ""
 
 
 async def finish(request: HttpRequest[FinishBody]) -> dict[str, Any]:
-    """Put the update of vLLM's engine in use."""
+    """Put the update in use."""
     gateway = request.gateway
     if not gateway.state(TransferState).started:
         raise HttpError(409, "no update was started; call /start_weight_update first")

@@ -18,7 +18,7 @@ async def pause(request: HttpRequest[Any]) -> None:
 
 
 async def wake_up(request: HttpRequest[Any]) -> None:
-    """Allocate the memory of the workers' devices again."""
+    """Allocate it again."""
     await request.gateway.orders.wake(request.body.tags)
 
 
@@ -42,7 +42,7 @@ class ReplacingAdapterBody(AdapterBody):
 
 
 async def load_adapter(request: HttpRequest[AdapterBody]) -> str:
-    """Load an adapter from a folder below the workers' `adapter_root`."""
+    """Load an adapter from a folder below `adapter_root`."""
     body = request.body
     if body.lora_path is None:
         raise bad_request("name the adapter's folder", "lora_path")
@@ -57,7 +57,7 @@ async def unload_adapter(request: HttpRequest[AdapterBody]) -> str:
 
 
 async def continue_generation(request: HttpRequest[Any]) -> None:
-    """End a pause. An error while an update lacks tensors: no other call ends such an update."""
+    """End a pause. An error while an update lacks tensors."""
     await request.gateway.group_updates.finish_waiting()
     request.gateway.group_updates.check_whole()
     await request.gateway.orders.resume()

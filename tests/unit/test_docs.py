@@ -13,6 +13,7 @@ import pytest
 from rollout.engine import gate
 from rollout.models import spec
 from rollout.models.families import FAMILIES, MULTIMODAL
+from scripts.reference_docs import FOLDER, PAGES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -30,6 +31,8 @@ MOST_WORDS = {
 }
 #: Words of all pages by hand together, without the changelog.
 MOST_WORDS_BY_HAND = 21_592
+#: Words of all pages that `scripts.reference_docs` writes, together.
+MOST_WORDS_OF_REFERENCES = 10_500
 #: Lines of the modules in these folders: what is added is paid for by what goes.
 MOST_LINES = {("rollout/engine",): 19_170, ("rollout", "rollout_gateway", "trainer_bridge", "kernels"): 98_400}
 MOST_DRAWINGS, MOST_GLOSSARY_WORDS = 4, 40
@@ -270,6 +273,10 @@ def test_pages_stay_short(page: Path):
 def test_all_pages_by_hand_together_stay_short():
     pages = [page for page in BY_HAND if page.name != "CHANGELOG.md"]
     assert sum(len(page.read_text().split()) for page in pages) <= MOST_WORDS_BY_HAND
+
+
+def test_generated_pages_together_stay_short():
+    assert sum(len((FOLDER / name).read_text().split()) for name in PAGES) <= MOST_WORDS_OF_REFERENCES
 
 
 def paragraphs(text: str) -> list[str]:

@@ -32,7 +32,7 @@ _Value = TypeVar("_Value")
 
 
 class AsyncRolloutClient(ClientFace):
-    """`RolloutClient` for asyncio, for any number of tasks of one event loop."""
+    """`RolloutClient` for the tasks of one event loop."""
 
     # --- generate -----------------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class AsyncRolloutClient(ClientFace):
         return AsyncStream(self, call, stream) if stream else await self._run(calls.finish, call)
 
     def is_connected(self, endpoint: str) -> bool:
-        """True if a worker is connected. A hung worker counts as connected for three heartbeats."""
+        """True if a worker is connected, or hung for less than three heartbeats."""
         self._bind()
         self._core.check_known(endpoint)
         self._core.read_replies(endpoint)
@@ -238,7 +238,7 @@ class AsyncStream(StreamView, Generic[_Item]):
         return self._item(chunk)
 
     async def arrived(self) -> list[Chunk]:
-        """All new tokens, one chunk for each completion; waits for the first. Empty at the end."""
+        """All new tokens, a chunk for each completion. Empty at the end."""
         chunk = await self._client._run(calls.next_chunk, self._call, keep=True)
         if chunk is None or not self._call.chunks:
             return [] if chunk is None else [chunk]

@@ -36,17 +36,16 @@ class RolloutClient(ClientFace, Closing):
     Args:
         endpoints: The workers' request sockets.
         client: Its name across connections.
-        timeout_s: Seconds until `RolloutTimeout`.
+        timeout_s: Until `RolloutTimeout`.
         connect_timeout_s: Seconds to connect before `ConnectionLost`. None: 30, or 3 if refused.
-        curve: Keys for workers that use CURVE. Wrong ones raise `AccessRefused`.
+        curve: Keys for workers that use CURVE.
         resume: Continue requests of lost, failed or ended workers at any endpoint.
         resume_timeout_s: Seconds without a worker before `ResumeFailed`.
         resume_max_faults: Workers lost in a row without a new token before `ResumeFailed`.
         journal: A file of requests, tokens and results; turns `resume` on.
-        journal_fsync: When the client waits for the disk: `never`, at `results`, or `always`.
-        acknowledge: The worker drops a result once the client has it. None: True, except for a client with a name and
-            no journal: call `ack`.
-        heartbeat_s: Seconds between heartbeats. A worker that hangs is lost after at most four.
+        journal_fsync: Wait for the disk `never`, at `results`, or `always`.
+        acknowledge: The worker drops a result that arrived. None: True, unless the client has a name and no journal.
+        heartbeat_s: A worker that hangs is lost after at most four heartbeats.
     """
 
     # --- generate -----------------------------------------------------------------------------------------------------
@@ -75,7 +74,7 @@ class RolloutClient(ClientFace, Closing):
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
         """The completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
 
-        With `stream` an iterator of chunks, or of completions. An interrupted call cancels the request.
+        With `stream` an iterator. An interrupted call cancels the request.
         """
         call = self._core.generate(plan_request(prompt, fields, stream))
         return Stream(self, call, stream) if stream else self._run(calls.finish, call)
@@ -87,7 +86,7 @@ class RolloutClient(ClientFace, Closing):
         return self._settle(plan_batch(requests, common), max_in_flight)
 
     def session(self, name: str | None = None, *, lease_s: float | None = None) -> Session:
-        """A conversation whose KV the worker keeps for `lease_s` seconds after a turn; None: 300."""
+        """A conversation whose KV stays for `lease_s` seconds after a turn; None: 300."""
         return Session(self, self._core.next_id() if name is None else name, lease_s)
 
     # --- coming back --------------------------------------------------------------------------------------------------
@@ -110,8 +109,7 @@ class RolloutClient(ClientFace, Closing):
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
         """The result of an earlier request of this `client` name.
 
-        With `stream` the stream goes on after `partials`. Interrupting the call does not cancel the request.
-        Raises `NotFound` if the worker has no such request or result.
+        A stream goes on after `partials`. Interrupting the call does not cancel the request.
         """
         call = self._core.attach(target, stream, fields)
         return Stream(self, call, stream) if stream else self._run(calls.finish, call)
@@ -203,7 +201,7 @@ class Session(SessionView):
     _client: RolloutClient
 
     def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
-        """The next turn: `RolloutClient.generate` for one completion. `cached_tokens` counts reused tokens."""
+        """The next turn: `RolloutClient.generate` for one completion."""
         return self._client.generate(prompt, **self._turn(fields))
 
     def __enter__(self) -> Self:

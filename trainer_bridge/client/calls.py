@@ -70,8 +70,8 @@ def generate_many(
 ) -> Waits[list[GenerateResult]]:
     """Results of many requests, in their order.
 
-    A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. The first error
-    cancels the rest and is raised. A full queue delays a request.
+    A request is a prompt, or a map of `generate`'s arguments; `common` are for all. The first error cancels the rest
+    and is raised. A full queue delays requests.
     """
     plans = plan_batch(requests, common)
     results: dict[int, GenerateResult] = {}
@@ -108,8 +108,7 @@ def report(
     """Compare a trainer's own log-probs of a result (or its id) with the worker's.
 
     `logprobs` has a row for each completion, in order or by index: float32 [tokens]; None and NaN: not known. The
-    worker must still have the result: use a client with a name or `acknowledge=False`, and `ack` afterwards. Raises
-    `NotFound` for a dropped result.
+    worker must still have the result: `ack` it afterwards.
     """
     found = Mismatch()
     for place, fields in report_messages(core, target, logprobs, endpoint):
@@ -144,10 +143,9 @@ def prefetch(
     endpoint: str | None = None,
     timeout_s: float | None = None,
 ) -> Waits[int]:
-    """Bring KV of these tokens, or of a session's last turn, from host memory to the device.
+    """Bring KV of these tokens, or of a session's last turn, to the device.
 
-    A hint to the worker that has the KV, as far as this client knows. Returns the number of tokens whose KV is on
-    the device or on its way. Raises `NotFound` for an unknown session.
+    A hint. Returns the number of tokens whose KV is on the device or on its way.
     """
     sent = given(session=session, adapter=adapter, cache_salt=cache_salt)
     if prompt is not None:

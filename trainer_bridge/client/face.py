@@ -107,17 +107,13 @@ class ClientFace(ProcessBound):
         return tuple(self._core.endpoints)
 
     def add(self, endpoint: str) -> None:
-        """Add a worker, which gets requests once its weights are as new as the others'.
-
-        Raises ValueError for an endpoint that is there already.
-        """
+        """Add a worker, which gets requests once its weights are as new as the others'."""
         self._core.add(endpoint)
 
     def remove(self, endpoint: str, mode: Literal["drain", "now"] = "drain") -> None:
-        """Send nothing new to a worker, which itself goes on; returns at once. Its sessions continue elsewhere.
+        """Send nothing new to a worker; its sessions move.
 
-        With `drain` its requests end there; with `now` they raise `ConnectionLost`, or continue elsewhere if this
-        client resumes.
+        With `drain` its requests end there; with `now` they raise `ConnectionLost`, or continue elsewhere.
         """
         self._core.remove(endpoint, mode)
 

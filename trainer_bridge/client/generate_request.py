@@ -24,16 +24,11 @@ _HALF = "\ufffd"  # end of a text with an incomplete last character; the next to
 
 
 class GenerateFields(SamplingFields, total=False):
-    """The keyword arguments of `generate`, and the keys of a request of `generate_many`.
+    """The keyword arguments of `generate`: the protocol's fields, and more choices.
 
-    They are the fields of the protocol's `generate`, and:
-
-    - The sampling rules, `seed` and `logit_bias` may also stand outside of `sampling`.
-    - `stop` may also be a string, a token id, or a list of either; `continue_from` a `Completion`.
-    - `endpoint` (absent: the least loaded one), `request_id` (absent: made up), `timeout_s` (seconds until
-      `RolloutTimeout`; absent: the client's).
-
-    An unknown name raises TypeError, a wrong value ValueError.
+    - sampling rules, `seed` and `logit_bias` also outside of `sampling`;
+    - `stop` also as a string, a token id, or a list; `continue_from` as a `Completion`;
+    - `endpoint` (absent: the least loaded one), `request_id`, `timeout_s` (seconds until `RolloutTimeout`).
     """
 
     # alternatives to a prompt

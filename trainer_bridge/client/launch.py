@@ -64,9 +64,8 @@ def start_worker(
     """Start `rollout serve MODEL` and return once it can serve.
 
     `flags` are command line flags: `max_rows=8` is `--max-rows 8`, False is `--no-flag`, None is left out; `args` are
-    appended. `env` adds to the environment (None removes). Without `log_file` the log is in a temporary folder. With
-    `wait=False`, call `wait_ready` later. `progress` shows the stages of the start on stderr. `stop` needs `curve` for
-    a worker with CURVE.
+    appended. `env` adds to the environment (None removes). Without `log_file` the log is temporary. With `wait=False`,
+    call `wait_ready` later. `progress` shows the start on stderr. `stop` needs `curve` for a worker with CURVE.
     """
     scratch = ScratchFolder("worker")
     ready_file = scratch.path / "ready.json"
@@ -138,7 +137,7 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
 class WorkerProcess(ProcessBound):
     """A worker of `start_worker`; with `workers=N` a supervisor and N workers, and `endpoint` is the first one's.
 
-    It ends at once when a `with` block ends, this object is deleted, or the job ends; `stop` lets requests finish.
+    It ends at once with its `with` block, this object or the job; `stop` lets requests finish.
     """
 
     _instead = "end the worker in its process, and pass its endpoints"

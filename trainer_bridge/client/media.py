@@ -24,7 +24,7 @@ _KINDS = ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "vid
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
-    """An image or a video in a prompt, with the protocol's fields."""
+    """An image or a video in a prompt."""
 
     offset: int  # place of its first placeholder in the prompt
     length: int  # tokens
@@ -68,7 +68,7 @@ class MediaPrompt:
         return len(self.token_ids)
 
     def followed_by(self, token_ids: Sequence[int] | np.ndarray, more: MediaPrompt | None = None) -> MediaPrompt:
-        """The prompt of the next turn: this one, then tokens (a completion), then another prompt."""
+        """The next turn: this prompt, then tokens (a completion), then another prompt."""
         ids = [self.token_ids, np.asarray(token_ids, np.int32)]
         media = list(self.media)
         if more is not None:
@@ -79,7 +79,7 @@ class MediaPrompt:
 
 
 def processor_prompt(inputs: Mapping[str, Any], image_token_id: int | None = None) -> MediaPrompt:
-    """`processor_prompts` for one prompt, with or without a batch dimension. Raises ValueError for several."""
+    """`processor_prompts` for one prompt."""
     prompts = processor_prompts(inputs, image_token_id)
     if len(prompts) != 1:
         raise ValueError(f"the processor returned {len(prompts)} prompts; use processor_prompts")
@@ -89,8 +89,7 @@ def processor_prompt(inputs: Mapping[str, Any], image_token_id: int | None = Non
 def processor_prompts(inputs: Mapping[str, Any], image_token_id: int | None = None) -> list[MediaPrompt]:
     """The prompts of a batch from a Hugging Face processor.
 
-    Arrays are torch's, on any device, or numpy's. Tokens outside of `attention_mask` are dropped. A processor without
-    `mm_token_type_ids` needs `image_token_id`.
+    Tokens outside of `attention_mask` are dropped. A processor without `mm_token_type_ids` needs `image_token_id`.
     """
     ids = _rows(inputs["input_ids"])
     mask = np.ones_like(ids, dtype=bool) if inputs.get("attention_mask") is None else _rows(inputs["attention_mask"])

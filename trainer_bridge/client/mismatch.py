@@ -18,10 +18,9 @@ _MOST_BYTES = 16 << 20  # most bytes in one message; a worker takes 64 MiB
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The distance of the trainer's log-probs from the worker's, in nats, over the tokens where both are known.
+    """The distance of the trainer's log-probs from the worker's, in nats.
 
-    `k3_kl`, the mean of exp(d) - 1 - d with d = trainer - worker, estimates KL(worker || trainer). `versions` has a
-    `Mismatch` for each weights version.
+    `k3_kl` estimates KL(worker || trainer). `versions` has a `Mismatch` for each weights version.
     """
 
     tokens: int = 0

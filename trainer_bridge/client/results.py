@@ -28,8 +28,7 @@ _SHOWN = 3  # completions, or spans of versions, in a repr
 class Completion:
     """One completion, or in a stream its tokens until now (`finish_reason` is then None).
 
-    The fields are the protocol's, arrays are numpy's, versions are lists of pairs. A field that was not asked for is
-    None.
+    The protocol's fields, with numpy arrays and lists of pairs. A field that was not asked for is None.
     """
 
     index: int  # 0 to `n` - 1
@@ -44,8 +43,7 @@ class Completion:
     #: `stop`, `length`, `repetition`, `cancelled`, `deadline`, `stale`, `error`; in the last chunk
     finish_reason: FinishReason | None = None
     stop: int | str | None = None  # the token id or string that ended it, part of `token_ids`
-    #: without special tokens, up to the stop string; in chunks it may come after its tokens. A completion that was cut
-    #: short lacks text that more tokens could change
+    #: without special tokens, up to the stop string; without an end that more tokens could change
     text: str | None = None
     seed: int | None = None  # needed by `continue_from`
     routing: np.ndarray | None = None  # uint8 or uint16 [entries, MoE layers, k]
@@ -53,8 +51,7 @@ class Completion:
     top_ids: np.ndarray | None = None  # int32 [tokens, k], likeliest first
     top_logprobs: np.ndarray | None = None  # float32 [tokens, k], at temperature 1
     #: list of `[position, weights version]`: before this token was drawn, all KV before it was computed again under
-    #: this version (two entries: in two parts). Without that, KV has the version of the token after it, whose step
-    #: computed it
+    #: this version (two entries: in two parts); other KV has the version of the token after it
     recomputed: list[tuple[int, int]] = field(default_factory=list)
     #: list of `[position, weights version, tokens]`, with `engine.max_kv_age`: at this position the KV of the first
     #: `tokens` tokens was reused; the version is the oldest in it
@@ -130,7 +127,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GenerateResult(PromptScores):
-    """The answer to one `generate`: `n` completions by index, and the fields of the protocol's `result`.
+    """The answer to one `generate`: the fields of the protocol's `result`.
 
     `prompt_tops` has `ranks` [scored tokens], `ids` and `logprobs` [scored tokens, k]. `resumes` counts continuations
     after a lost worker. `extra` has fields of newer workers.

@@ -80,9 +80,9 @@ class BackgroundClient(Closing):
         return self._run(self._client.generate_many(requests, max_in_flight=max_in_flight, **common))
 
     def run(self, job: Callable[[AsyncRolloutClient], Coroutine[Any, Any, _Value]]) -> Future[_Value]:
-        """Run a coroutine function in the thread, with the asynchronous client as its argument.
+        """Run a coroutine function in the thread, with the asynchronous client as argument.
 
-        It must not block the thread. Cancelling the future cancels the coroutine and its requests.
+        It must not block.
         """
         made = job(self._client) if callable(job) else None
         if not asyncio.iscoroutine(made):

@@ -16,8 +16,8 @@ from trainer_bridge.wire.short_repr import short_fields
 class WorkerReport:
     """The result of an update on one worker.
 
-    `why` is the reason for the transport, `pause_s` how long generation stood still, `seconds` the time from `publish`
-    until the worker used the weights, `phases` its parts on the worker.
+    `why`: reason for the transport; `pause_s`: how long generation stood still; `seconds`: from `publish` until use;
+    `phases`: its parts.
     """
 
     endpoint: str
@@ -61,7 +61,7 @@ class PublishHandle(ProcessBound):
     def held(self, timeout: float | None = None) -> None:
         """Return when the tensors are copied, and the trainer may change them.
 
-        Raises the error that ended the update; the tensors are free then, too. After a `RolloutTimeout` they are not.
+        Raises the error that ended the update; the tensors are free then, too.
         """
         if not self._payload.wait_released(timeout):
             raise RolloutTimeout(f"{self.phase}: version {self.version} still reads its tensors after {timeout:g} s")
@@ -69,10 +69,9 @@ class PublishHandle(ProcessBound):
             raise self._held_error
 
     def applied(self, timeout: float | None = None) -> list[WorkerReport]:
-        """Return when every worker samples from the new weights: a report for each, in the order of the endpoints.
+        """Return when every worker samples from the new weights: a report for each.
 
-        When all have answered or failed, it raises the first error; `errors` has all. `RolloutTimeout` after `timeout`
-        seconds leaves the update running.
+        If a worker failed, raises the first error once all have ended. `RolloutTimeout` leaves the update running.
         """
         if not self._done.wait(timeout):
             raise RolloutTimeout(f"{self.phase}: version {self.version} is not applied after {timeout:g} s")

@@ -82,18 +82,17 @@ class WeightPublisher(Closing):
 
     Args:
         endpoints: The workers' request sockets.
-        transport: `disk`, or of `cuda_ipc`, `nccl`, `shm` and `zmq` the one to use; `auto`: the first that works.
+        transport: `disk`, `cuda_ipc`, `nccl`, `shm` or `zmq`; `auto`: the first that works, without `disk`.
         folder: Where `disk` writes; the workers read this path.
-        bucket_bytes: Bytes of a piece of a transfer, a multiple of 64. None: 64 MiB, for large models between GPUs up
-            to 256.
+        bucket_bytes: Bytes of a piece of a transfer, a multiple of 64. None: 64 to 256 MiB.
         begin_s: Seconds to connect and to check the manifest. None: 30, or 3 if refused.
         stall_s: Seconds without progress after which a transfer fails.
-        apply_s: Seconds from commit until a worker uses the weights, also if `recompute_fraction` delays them.
+        apply_s: Seconds from commit until a worker uses the weights.
         curve: Keys for workers that use CURVE.
-        keep: Keep the last update in host memory, also a failed one, for workers that restart or are stale.
-        deltas: `host` or `device`: keep the last update in that memory, and send workers that have it only the changes.
-            `held` then returns before anything is sent. `device` takes as much memory as the update.
-        collective: Every rank of torch.distributed's default group makes a publisher and calls `publish` with its part
+        keep: Keep the last update in host memory, for workers that restart or are stale.
+        deltas: Keep the last update in the memory of `host` or `device`, and send only changes. `held` then returns
+            before anything is sent.
+        collective: Every rank of torch.distributed's default group makes a publisher, and calls `publish` with its part
             (FSDP2's DTensors) and `close`.
     """
 
@@ -158,17 +157,16 @@ class WeightPublisher(Closing):
     def publish(
         self, named_tensors: NamedTensors, version: int, *, adapter: str | None = None, adapter_config: Any = None
     ) -> PublishHandle:
-        """Start to publish all parameters, by Hugging Face names, as `version`, which must grow.
+        """Start to publish all parameters, by Hugging Face names, as a newer `version`.
 
-        Tensors are of 16 or 32 bits, or float8 codes, on the CPU or one CUDA device, and are read after the work on the
-        current CUDA stream. They must not change before `held`.
+        Tensors are of 16 or 32 bits, or float8 codes, on the CPU or one CUDA device; they are read after the work on
+        the current stream, and must not change before `held`.
 
-        Tied embeddings may have both names. Correction biases of routers and tensors of a draft model (`draft.NAME`,
-        without `d2t` and `t2d`; of a layer for multi-token prediction: its own names) may be left out. Tensors that
-        text does not need (`mtp.*`, `visual.*`) are dropped.
+        Tied embeddings may have both names. Correction biases of routers, and tensors of a draft model (`draft.NAME`,
+        or a layer's own names) may be left out. Tensors that text does not need (`mtp.*`, `visual.*`) are dropped.
 
         With `adapter` the tensors are a LoRA adapter's, from PEFT's `get_peft_model_state_dict`, with PEFT's
-        `LoraConfig` or its fields; the version is the adapter's own. `keep` does not keep adapters.
+        `LoraConfig` or its fields, and the version is its own. `keep` does not keep adapters.
         """
         if (adapter is None) != (adapter_config is None):
             raise ValueError("adapter and adapter_config go together: pass both, or none")
@@ -186,7 +184,7 @@ class WeightPublisher(Closing):
         return handle
 
     def add(self, endpoint: str) -> None:
-        """Publish to one more worker, from the next `publish` on; with `keep` it gets the last update, too."""
+        """Publish to one more worker; with `keep` it gets the last update, too."""
         with self._jobs_lock:
             self._check_not_closed()
             if endpoint in self.endpoints:
@@ -196,7 +194,7 @@ class WeightPublisher(Closing):
             self._jobs.put(_Change(endpoint, link))
 
     def remove(self, endpoint: str) -> None:
-        """Publish no more to a worker, from the next `publish` on."""
+        """Publish no more to a worker."""
         with self._jobs_lock:
             self._check_not_closed()
             left = [other for other in self.endpoints if other != endpoint]
@@ -206,7 +204,7 @@ class WeightPublisher(Closing):
             self._jobs.put(_Change(endpoint, None))
 
     def status(self, timeout_s: float = 10.0) -> list[dict[str, Any]]:
-        """Each worker's reply to the protocol's `weights` action `status`. Raises the first worker's error."""
+        """Each worker's reply to the action `status` of `weights`."""
         links = self._connect()
         try:
             answers = ask_all([(link, {"action": "status"}) for link in links], "status", timeout_s, self.closing)

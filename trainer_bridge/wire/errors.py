@@ -71,7 +71,7 @@ class NotFound(RolloutError, code="not_found"):
 
 
 class MediaNeeded(RolloutError, code="media_needed"):
-    """The worker lacks images that the request names by hash (`need`); the client sends their pixels."""
+    """The worker lacks images that the request names by hash (`need`)."""
 
 
 class WeightsRejected(RolloutError, code="weights_rejected"):
@@ -91,7 +91,7 @@ class InternalError(RolloutError, code="internal"):
 
 
 class ConnectionLost(RolloutError, code="connection_lost"):
-    """The worker cannot be reached, or was lost with the request. A stream still has its `partials()`."""
+    """The worker cannot be reached, or was lost. A stream still has its `partials()`."""
 
 
 class AccessRefused(RolloutError, code="access_refused"):
@@ -117,14 +117,11 @@ UNANSWERED = (ConnectionLost, RolloutTimeout)
 
 
 class ResumeFailed(RolloutError, code="resume_failed"):
-    """No worker continued the request in time, or too many were lost in a row without a new token.
-
-    `__cause__` is the last error.
-    """
+    """No worker continued the request in time, or too many were lost in a row. `__cause__` is the last error."""
 
 
 class JournalFailed(RolloutError, code="journal_failed"):
-    """The journal cannot be read or written: damaged, in use by another client, the disk is full."""
+    """The journal is damaged, in use by another client, or the disk is full."""
 
 
 class ProtocolError(RolloutError, code="protocol_error"):

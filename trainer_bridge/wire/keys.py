@@ -39,14 +39,14 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class ClientCurve:
-    """A client's keys for workers that use CURVE: its own pair, and the workers' public key."""
+    """A client's keys for workers that use CURVE."""
 
     keys: KeyPair
     server_public: bytes
 
     @classmethod
     def from_files(cls, secret_file: str | os.PathLike[str], server_file: str | os.PathLike[str]) -> Self:
-        """Read the client's `NAME.key_secret` and the workers' `server.key`. Raises ValueError for a wrong file."""
+        """Read the client's `NAME.key_secret` and the workers' `server.key`."""
         return cls(read_pair(secret_file), read_public(server_file))
 
     def apply(self, socket: zmq.Socket) -> None:

@@ -121,7 +121,7 @@ class SamplingRules:
     frequency_penalty: float = rule(
         0.0,
         "penalty",
-        "subtract this from a token's logit for each time that the completion has it",
+        "subtract this from a token's logit for each occurrence in the completion",
         least=-100,
         most=100,
     )

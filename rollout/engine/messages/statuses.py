@@ -13,8 +13,8 @@ class AdapterStatus:
 
     name: str
     version: int
-    resident: bool  # it has a slot on the device
-    rows: int  # rows that use it
+    resident: bool  # has a slot
+    rows: int
 
 
 class StatusFields(TypedDict, total=False):
@@ -43,7 +43,7 @@ class SequenceStatus:
     tokens: int  # old ones included
     max_tokens: int
     pages: int
-    age_s: float  # since its request arrived
+    age_s: float
     version: int | None  # weights version of its newest token
     priority: int
 
@@ -83,7 +83,7 @@ class KeptStatus:
     bytes_out: int = 0
     bytes_in: int = 0
     fetched_tokens: int = 0
-    lost_pages: int = 0  # dropped before they were on the host
+    lost_pages: int = 0  # not copied in time
     disk_pages: int = 0
     disk_pages_total: int = 0
     disk_read: int = 0
@@ -111,12 +111,12 @@ class RankStatus:
     pid: int
     device: str
     beat_age_s: float
-    sequence: int  # last order carried out; of rank 0: given
+    sequence: int  # last order carried out
     launched: int  # steps
-    done: int  # steps; of rank 0: committed ones
-    swapped: int  # updates in use; of rank 0: begun ones
+    done: int  # steps
+    swapped: int  # updates in use
     verified: int  # last update received and checked
-    copies: int  # finished copies of adapters, KV and states
+    copies: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +143,22 @@ class EngineStatus:
     adapters: tuple[AdapterStatus, ...] | None = None  # None: this worker serves none
     tokens_per_s: float = 0.0
     gpu_active_pct: float = 0.0
-    gpu_busy_s: float = 0.0  # time in which the compute stream ran a step
-    reclaimed: int = 0  # ended completions of clients that were gone
+    gpu_busy_s: float = 0.0  # time of steps on the compute stream
+    reclaimed: int = 0  # completions that ended with their client
     preemptions: int = 0
     #: rows by what they reused: [metrics](metrics.md#steps-and-memory)
     prefix_hits: Mapping[str, int] = field(default_factory=dict)
     uptime_s: float = 0.0
-    last_tick_s: float = 0.0  # since the last tick of the loop
+    last_tick_s: float = 0.0
     faults: int = 0  # new engines after a fault
     restarts: int = 0  # new processes by the supervisor
     prompt_faults: int = 0  # new prompt processes after a fault
     tokens: int = 0  # committed and kept
-    tokens_by_second: tuple[int, ...] = ()  # tokens of each of the last ten seconds, oldest first
+    tokens_by_second: tuple[int, ...] = ()  # the last ten seconds, oldest first
     #: share of the last 10 s by cause: `no_work`, `prefill`, `swap`, `offload`, `bubble`
     idle_pct: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)  # last report, as `rollout top` shows it
+    metrics: Mapping[str, float] = field(default_factory=dict)  # last report
     swaps: tuple[SwapStatus, ...] = ()  # up to 8, newest first: `version`, `age_s`, `pause_s`
     ranks: tuple[RankStatus, ...] = ()  # ranks of a tensor group, rank 0 first
-    problems: tuple[str, ...] = ()  # sentences on failures that do not stop generation
+    problems: tuple[str, ...] = ()  # failures that do not stop generation
     stale: str = ""  # reason why the weights cannot be used, and the remedy

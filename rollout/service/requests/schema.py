@@ -165,7 +165,7 @@ class GenerateMessage(RequestHeader):
     media: list[MediaFields] | None = Field(None, min_length=1, max_length=MAX_MEDIA)  # the prompt's [images](#media)
     messages: list[dict[str, Any]] | None = None  # input of the chat template
     tools: list[dict[str, Any]] | None = None  # input of the chat template
-    #: its other input, `add_generation_prompt` (true) and `continue_final_message` (false)
+    #: its other input, also `add_generation_prompt` (true), `continue_final_message` (false)
     chat_template_kwargs: dict[str, Any] | None = None
     n: int = Field(1, ge=1)  # completions, at most 1024
     #: most tokens, old ones included; absent: as many as fit; 0: only score the prompt
@@ -206,8 +206,8 @@ class GenerateMessage(RequestHeader):
     cache_salt: Salt | None = None  # only equal salts share KV
     session: Id | None = None  # name of a [conversation](#sessions)
     session_lease_s: Number | None = Field(None, gt=0)  # seconds that the KV stays after the turn; 300
-    #: seconds (at most 3600) in which KV of this request is dropped only after all KV without a lease; needs the prefix
-    #: cache; with linear attention also a session
+    #: seconds (at most 3600) in which KV of this request is dropped last; needs the prefix cache; with linear
+    #: attention also a session
     lease_s: Number | None = Field(None, gt=0)
     end_of_session: bool = False  # do not keep the KV of this turn
     fork: Fork | None = None  # the tokens of [an earlier request](#earlier-tokens)
@@ -231,14 +231,14 @@ class GenerateMessage(RequestHeader):
 
 
 class MediaMessage(RequestHeader):
-    """Pixels ahead of requests that name them by hash, from any client. `ok`."""
+    """Pixels ahead of requests that name them by hash, from any client."""
 
     op: Literal["media"]
     media: list[MediaFields] = Field(min_length=1, max_length=MAX_MEDIA)
 
 
 class EndSessionMessage(RequestHeader):
-    """Free the KV of a session, after a running turn. `ok`."""
+    """Free the KV of a session, after a running turn."""
 
     op: Literal["end_session"]
     session: Id
@@ -255,7 +255,7 @@ class PrefetchMessage(RequestHeader):
 
 
 class LoadAdapterMessage(RequestHeader):
-    """Load a PEFT folder below `engine.adapter_root`; versions grow (nil: by 1). `ok` when requests can name it."""
+    """Load a PEFT folder below `engine.adapter_root`; versions grow (nil: by 1)."""
 
     op: Literal["load_adapter"]
     name: Id
@@ -279,7 +279,7 @@ class CancelMessage(RequestHeader):
 
 
 class AttachMessage(RequestHeader):
-    """An earlier request's `result` or [stream](#attach), or `not_found`."""
+    """An earlier request's `result` or [stream](#attach)."""
 
     op: Literal["attach"]
     target: Id
@@ -298,7 +298,7 @@ class AckMessage(RequestHeader):
 
 
 class ReportMessage(RequestHeader):
-    """Compare a trainer's [log-probs](#report) with the worker's. `ok` or `not_found`."""
+    """Compare [log-probs](#report) with a trainer's. `ok` or `not_found`."""
 
     op: Literal["report"]
     target: Id
@@ -333,13 +333,13 @@ class PauseMessage(RequestHeader):
 
 
 class ResumeMessage(RequestHeader):
-    """End a pause. `ok`."""
+    """End a pause."""
 
     op: Literal["resume"]
 
 
 class ShutdownMessage(RequestHeader):
-    """End the worker: `drain` finishes requests, `now` ends them as `cancelled`. `ok` when done."""
+    """End the worker: `drain` finishes requests, `now` ends them as `cancelled`."""
 
     op: Literal["shutdown"]
     mode: Literal["drain", "now"] = "drain"
@@ -361,7 +361,7 @@ class WakeMessage(RequestHeader):
 
 
 class WeightsMessage(RequestHeader):
-    """A step of a [weights update](#weights). `ok`."""
+    """A step of a [weights update](#weights)."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     op: Literal["weights"]
