@@ -24,6 +24,8 @@ from rollout_kernels.common.triton_math import follow, follow_options, narrow
 HIDDEN = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(math.log2(math.e))
 _WORDS = tl.constexpr(ITEM_WORDS)
+#: Values of parts that a warp combines at once.
+_WARP_VALUES = 2048
 
 
 class DecodeHeads(NamedTuple):
@@ -236,7 +238,7 @@ def _store_own(to, item, kv_head, result_MD, lse_M, HEADS: tl.constexpr, BLOCK_M
 
 @triton.jit(do_not_specialize=["rows"])
 def combine_kernel(part_ptr, lse_ptr, log_sum_ptr, out_ptr, slots_ptr, rows, HEADS: tl.constexpr):
-    """One program for each row and KV head combines the row's parts, if it has several."""
+    """One program for each row and `HEADS.GROUP` query heads combines the row's parts, if it has several."""
     row = tl.program_id(1)
     follow()
     count = tl.load(slots_ptr + rows + row)
@@ -268,7 +270,12 @@ def combine_parts(results: Results, heads: DecodeHeads, work: DecodeWork) -> tor
     out_BHD, part_LHD, lse_LH, log_sum_BH = results
     if not heads.FUSED:
         rows = len(out_BHD)
+        num_warps = 4
+        if work.config.heads_combined(heads.GROUP, rows) == 1:
+            heads = heads._replace(GROUP=1, BLOCK_G=1, BLOCK_I=max(1, min(16, _WARP_VALUES // heads.BLOCK_D)))
+            num_warps = 1
         combine_kernel[(heads.H // heads.GROUP, rows)](
-            part_LHD, lse_LH, log_sum_BH, out_BHD, work.slots_2B, rows, HEADS=heads, **follow_options(out_BHD.device)
-        )
+            part_LHD, lse_LH, log_sum_BH, out_BHD, work.slots_2B, rows,
+            HEADS=heads, num_warps=num_warps, **follow_options(out_BHD.device),
+        )  # fmt: skip
     return out_BHD

@@ -8,9 +8,9 @@ each program. So one row of 32K and 128 rows of 1K use the chip equally well, an
     items    |------ 0 ------|----- 1 -----|2|--- 3 ---|--4--|-5-|
 
 An item is the intersection of a share and a row. The items of a row are consecutive, and so are those of a share. If a
-row has one item, the item writes the output. If it has several, one program for each KV head combines their results in
-order. On an H200, combining takes about 0.03 us for each item and query head, and an item itself 0.02 us a position.
-So sqrt(1.5 * query heads of a KV head * context) positions an item are best, if there are enough programs.
+row has one item, the item writes the output. If it has several, programs combine their results in order, each those of
+some query heads. On an H200, combining takes about 0.03 us for each item and query head, and an item itself 0.02 us a
+position. So sqrt(1.5 * query heads of a program * context) positions an item are best, if there are enough programs.
 
 The plan depends only on the lengths, so all layers with the same window share it. In deterministic mode, where results
 must not depend on the other rows of a step, rows are cut every `chunk` positions and each item is a share.
@@ -52,6 +52,8 @@ _SEGMENT = tl.constexpr(SEGMENT_WORDS)
 _LEVELS = tl.constexpr(LEVELS)
 #: The cost of an item without its tiles, in tiles: about 4 us on an H100, where a tile takes 2.7 us of the bandwidth.
 _SHORT_TILES = tl.constexpr(2)
+#: Up to this many rows, a second kernel that combines parts has a program for each query head, above for each KV head.
+ROWS_BY_HEAD = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,10 @@ class DecodeConfig:
     def rows_at_once(self, group: int) -> int:
         """Rows that an item may have, if a KV head has `group` query heads."""
         return rows_at_once(group, self.block_m)
+
+    def heads_combined(self, group: int, rows: int) -> int:
+        """Query heads of a row whose parts a program combines, if a KV head has `group` query heads."""
+        return group if self.fused or rows > ROWS_BY_HEAD else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,7 @@ def _plan_kernel(
     window,
     min_tiles,
     chunk_tiles,
-    GROUP: tl.constexpr,
+    COMBINED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -157,7 +163,7 @@ def _plan_kernel(
         total = tl.sum(tiles + extra, 0)
         # The mean over tiles (not rows) of the length of the tile's row: the longest rows dominate the time.
         mean = tl.sum(tiles.to(tl.float32) * tiles, 0) / tl.maximum(tl.sum(tiles, 0), 1)
-        best = (tl.sqrt(1.5 * GROUP * mean / BLOCK_N) + 0.5).to(tl.int32)
+        best = (tl.sqrt(1.5 * COMBINED * mean / BLOCK_N) + 0.5).to(tl.int32)
         least = tl.where(min_tiles > 0, min_tiles, tl.maximum(best, 1))
         least = tl.maximum(least, tl.max(extra, 0) + 1)  # a share that begins with these has tiles, too
         share_tiles = tl.maximum((total + shares - 1) // shares, least)
@@ -274,7 +280,7 @@ def plan_decode_work(
         window or 0,
         config.min_tiles,
         (config.chunk or 0) // config.block_n,
-        GROUP=group,
+        COMBINED=config.heads_combined(group, rows),
         KV_HEADS=kv_heads,
         BLOCK_N=config.block_n,
         BLOCK_B=block_b,

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from rollout_kernels.attention import paged_decode_attention, paged_prefill_attention, plan_decode
-from rollout_kernels.attention.triton_decode import decode_attention
+from rollout_kernels.attention.triton_decode import decode_attention, default_decode_config
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
 from rollout_kernels.attention.triton_prefill import prefill_attention
 
@@ -93,6 +93,26 @@ def test_parts_balance_their_own_time_and_that_of_combining_them(lens, group, ti
     assert set(sizes[:-1]) == {tiles} and sizes[-1] <= tiles and sum(sizes) == -(-lens[0] // 32)
 
 
+@pytest.mark.parametrize("group", [1, 8])
+def test_parts_are_shorter_where_a_program_combines_one_head(group):
+    config = DecodeConfig(block_n=32, programs_per_sm=1, fused=False)
+    how = {"group": group, "window": None, "config": config}
+    for rows, heads in ((1, 1), (32, 1), (33, group)):
+        work = plan_decode_work(torch.full([rows], 4096, device=DEVICE), 1, **how, multiprocessors=rows * 1000)
+        (first, *_), _ = items_of(work)
+        assert first[2] - first[1] == round((1.5 * heads * 4096) ** 0.5 / 32)
+
+
+def test_few_rows_with_several_heads_to_a_kv_head_are_combined_by_a_second_kernel():
+    for coded in (False, True):
+        fused = {
+            (rows, group): default_decode_config(128, torch.bfloat16, rows, coded, group=group).fused
+            for rows in (1, 32, 33)
+            for group in (2, 4)
+        }
+        assert fused == {(1, 2): True, (1, 4): False, (32, 2): True, (32, 4): False, (33, 2): True, (33, 4): True}
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_chunked_plan_cuts_a_row_independently_of_other_rows(window):
     config = dataclasses.replace(SMALL, chunk=32)
@@ -122,6 +142,14 @@ def test_decode_combines_more_parts_than_fit_in_registers_at_once(fused):
     work = plan(pool, 1, config=dataclasses.replace(SMALL, fused=fused), shares=40)
     assert max(item[4] for item in items_of(work)[0]) == 21
     assert relative(attend(q, pool, work), exact_decode(q, pool, [30, 330], None)) < 1e-5
+
+
+def test_a_second_kernel_combines_the_parts_of_many_rows_too():
+    lens = [1 + row * 7 % 45 for row in range(34)]
+    pool, q = Pool(lens, 16, 2, 64), queries(34, 8, 64)
+    work = plan(pool, 2, config=dataclasses.replace(SMALL, fused=False), shares=60)
+    assert max(item[4] for item in items_of(work)[0]) > 1
+    assert relative(attend(q, pool, work), exact_decode(q, pool, lens, None)) < 1e-5
 
 
 def test_only_the_last_part_to_arrive_writes_the_output(poisoned_memory):
