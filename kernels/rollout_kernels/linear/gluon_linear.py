@@ -324,14 +324,19 @@ def _block_kernel(
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MMA)
     m = gl.minimum(first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA)), rows - 1)
     up = (gl.arange(0, BLOCK_N, gl.SliceLayout(0, MMA)) & 8) != 0
+    none = (zero,) if BLOCKS == 1 else (zero, zero) if BLOCKS == 2 else (zero, zero, zero)
+    tile, k = _coded_column(0, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
+    scales = _both_scales(none, scale_ptr, x_scale_ptr, m, tile, k, padded, N, K, GATED)
     for lap in range(steps // STEPS):
-        totals = (zero,) if BLOCKS == 1 else (zero, zero) if BLOCKS == 2 else (zero, zero, zero)
+        totals = none
         for step in range(lap * STEPS, lap * STEPS + STEPS):
             place = step % STAGES
-            tile, k = _coded_column(step, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
-            scales = _both_scales(totals, scale_ptr, x_scale_ptr, m, tile, k, padded, N, K, GATED)
+            # Nothing else hides the time of these loads, so they are for the next step.
+            tile, k = _coded_column(step + 1, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
+            next_scales = _both_scales(totals, scale_ptr, x_scale_ptr, m, tile, k, padded, N, K, GATED)
             mbarrier.wait(full.index(place), step // STAGES & 1)
             totals = _add_products(totals, scales, w_smem, x_smem.index(place), place, zero, up, GATED)
+            scales = next_scales
             # All products of this step have ended in all warps, so refill its stage.
             meet()
             ahead = step + STAGES
