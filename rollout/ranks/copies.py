@@ -16,6 +16,7 @@ order of a sleep waits for the thread of updates.
 
 import functools
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,34 +45,33 @@ class FollowerCopies:
         reports: RankReports,
         number: int,
     ) -> None:
-        self._executor, self._adapters, self._memory = executor, adapters, memory
-        self._updates = updates
+        self._executor, self._adapters, self._updates = executor, adapters, updates
         self._reports, self._number = reports, number
         self._queues: dict[Any, CopyQueue] = {queue.name: queue for queue in executor.copy_queues}
         self._copies: dict[LaneName, deque[tuple[int, Event, Event]]] = {"adapter_copies": deque(), "swap": deque()}
-        self._lanes = {lane: LaneReport(reports, number, lane) for lane in LANES}
-        self._files: dict[Any, FollowerFiles] = {}
-        lanes: dict[Any, LaneReport] = {**self._lanes}
+        self._lanes: dict[Any, LaneReport] = {lane: LaneReport(reports, number, lane) for lane in LANES}
+        self._sleeps: dict[str, Callable[[], int | None]] = {
+            "save": memory.save,
+            "release": memory.release,
+            "restore": memory.restore,
+            "fall_back": memory.fall_back,
+            "forget": memory.forget,
+        }
+        self._orders: dict[Any, Callable[..., object]] = {
+            "adapters": adapters.carry_out,
+            "adapter_copies": self._write,
+            "sleep": self._change_memory,
+            **{name: functools.partial(self._move, queue) for name, queue in self._queues.items()},
+        }
         for name, mover in (("kv", executor.mover), ("state", executor.state_mover)):
             if mover is not None:
-                write, read = f"{name}_write", f"{name}_read"
-                files = FollowerFiles(mover.host_memory, 1 + number, lanes[write], lanes[read])
-                self._files[write] = self._files[read] = files
+                lanes = f"{name}_write", f"{name}_read"
+                files = FollowerFiles(mover.host_memory, 1 + number, *(self._lanes[lane] for lane in lanes))
+                self._orders |= dict.fromkeys(lanes, files.carry_out)
 
     def carry_out(self, lane: LaneName, number: int, *fields: Any) -> None:
-        """Begin an order. Raises RuntimeError for an unknown one."""
-        if lane == "adapters":
-            self._adapters.carry_out(number, *fields)
-        elif lane == "adapter_copies":
-            self._write(number, *fields)
-        elif lane in self._queues:
-            self._move(lane, number, *fields)
-        elif lane == "sleep":
-            self._change_memory(number, *fields)
-        elif lane in self._files:
-            self._files[lane].carry_out(number, *fields)
-        else:
-            raise RuntimeError(f"an order is for an unknown lane, {lane}")
+        """Begin an order. Raises KeyError for an unknown one."""
+        self._orders[lane](number, *fields)
 
     def watch(self, lane: LaneName, number: int, start: Event, end: Event) -> None:
         """Report when the device begins a copy that is enqueued, and when the copy has ended."""
@@ -111,33 +111,20 @@ class FollowerCopies:
         stream.record(end)
         self.watch("adapter_copies", number, start, end)
 
-    def _move(self, queue: LaneName, number: int, pages: list[int], host_pages: list[int]) -> None:
+    def _move(self, queue: CopyQueue, number: int, pages: list[int], host_pages: list[int]) -> None:
         self.report()  # a piece that rank 0 knows to have ended is free here, too
-        self._queues[queue].start(pages, host_pages, number, self._executor.compute)
+        queue.start(pages, host_pages, number, self._executor.compute)
 
     def _change_memory(self, number: int, what: str) -> None:
-        memory = self._memory
         self._updates.finish()
+        if what in ("save", "release"):
+            self._executor.finish()
         failure = ""
         try:
-            if what == "save":
-                self._executor.finish()
-                memory.save()
-            elif what == "release":
-                self._executor.finish()
-                self._freed(memory.release())
-            elif what == "restore":
-                memory.restore()
-            elif what == "fall_back":
-                self._freed(memory.fall_back())
-            else:
-                memory.forget()
+            self._reports.add(self._number, "memory_freed", self._sleeps[what]() or 0)
         except MemoryShortError as error:
             failure = str(error)
         self._lanes["sleep"].end(number, failure)
-
-    def _freed(self, nbytes: int) -> None:
-        self._reports.add(self._number, "memory_freed", nbytes)
 
 
 class FollowerFiles:
@@ -146,29 +133,26 @@ class FollowerFiles:
     def __init__(self, memory: HostMemory, rank: int, writes: LaneReport, reads: LaneReport) -> None:
         self._memory, self._rank = memory, rank
         self._lanes = {"write": writes, "read": reads}
-        self._files: DiskFiles | None = None
+        self._orders: dict[str, Callable[..., object]] = {"open": self._open}
 
     def carry_out(self, number: int, what: str, *fields: Any) -> None:
-        """Begin an order of either lane. Raises RuntimeError for an unknown one."""
-        if what == "open":
-            (folder,) = fields
-            own = Path(folder) / f"rank{self._rank}"
-            self._files = DiskFiles(own, self._memory, self._ended, functools.partial(own.mkdir, 0o700))
-            return
-        assert self._files is not None, "a folder is opened first"
-        if what == "write":
-            self._files.write(number, *fields)
-        elif what == "read":
-            self._files.read(number, *fields)
-        elif what == "delete":
-            self._files.delete(*fields)
-        elif what == "give up":
-            self._files.give_up_reads()
-        elif what == "close":
-            if self._files.close():
-                self._lanes["write"].end(number)
-        else:
-            raise RuntimeError(f"an order for files is unknown, {what}")
+        """Begin an order of either lane. Raises KeyError for an unknown one; a folder is opened first."""
+        self._orders[what](number, *fields)
+
+    def _open(self, number: int, folder: str) -> None:
+        own = Path(folder) / f"rank{self._rank}"
+        files = DiskFiles(own, self._memory, self._ended, functools.partial(own.mkdir, 0o700))
+        self._orders |= {
+            "write": files.write,
+            "read": files.read,
+            "delete": lambda number, keys: files.delete(keys),
+            "give up": lambda number: files.give_up_reads(),
+            "close": functools.partial(self._close, files),
+        }
+
+    def _close(self, files: DiskFiles, number: int) -> None:
+        if files.close():
+            self._lanes["write"].end(number)
 
     def _ended(self, job: DiskJob) -> None:
         self._lanes[job.kind].end(job.order, job.failure)

@@ -9,6 +9,7 @@ while the update is the one that is received, under a lock. Memory is closed onc
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -63,6 +64,13 @@ class FollowerUpdates:
         self._content = WHOLE
         self._section: tuple[tuple[str, int], list[TensorEntry]] | None = None  # own part of the last layout
         self._open = (0, 0)  # number and version of the update that is received; 0: none, or one that does not fit
+        self._orders: dict[str, tuple[Callable[..., None], str]] = {  # work, text for the log if it fails
+            "open": (self._begin, "an update cannot begin"),
+            "take": (self._keep, "a piece of an update cannot be kept"),
+            "prepare": (self._prepare, "an update cannot be prepared"),
+            "offer": (self._open_offered, ""),
+            "relay": (self._map_relay, ""),
+        }
 
     # --- the main thread ----------------------------------------------------------------------------------------------
 
@@ -72,17 +80,9 @@ class FollowerUpdates:
         return self.staging.in_place
 
     def carry_out(self, number: int, what: str, *fields: Any) -> None:
-        """Begin to carry out an order of the lane."""
-        if what == "open":
-            self.work.put(number, lambda: self._begin(*fields), "an update cannot begin")
-        elif what == "take":
-            self.work.put(number, lambda: self._keep(*fields), "a piece of an update cannot be kept")
-        elif what == "offer":
-            self.work.put(number, lambda: self._open_offered(number, *fields))
-        elif what == "relay":
-            self.work.put(number, lambda: self._map_relay(number, *fields))
-        else:
-            self.work.put(number, lambda: self._prepare(*fields), "an update cannot be prepared")
+        """Begin to carry out an order of the lane. Raises KeyError for an unknown one."""
+        work, failure = self._orders[what]
+        self.work.put(number, lambda: work(number, *fields), failure)
 
     def read(self, number: int, *fields: Any) -> None:
         """Begin to read a bucket or piece from what was offered."""
@@ -97,7 +97,7 @@ class FollowerUpdates:
 
     # --- the thread of updates ----------------------------------------------------------------------------------------
 
-    def _begin(self, number: int, manifest_bytes: int) -> None:
+    def _begin(self, order: int, number: int, manifest_bytes: int) -> None:
         """Begin an update, if it fits this rank."""
         with self._keeping:
             self._open = (0, 0)
@@ -164,7 +164,7 @@ class FollowerUpdates:
             except OSError as error:
                 log.warning("the publisher's memory cannot be closed: %s", error)
 
-    def _keep(self, start: int, nbytes: int, at: int, on_device: bool) -> None:
+    def _keep(self, order: int, start: int, nbytes: int, at: int, on_device: bool) -> None:
         """Keep this rank's part of a piece, unless the update is refused; return when the piece is read."""
         opened, self._open = self._open, (0, 0)
         if opened[0] and not self._taking.skips(start, start + nbytes):
@@ -199,7 +199,7 @@ class FollowerUpdates:
         with self.staging.on_stream():
             offered.read(index, start, nbytes, check, keep)
 
-    def _prepare(self, number: int) -> None:
+    def _prepare(self, order: int, number: int) -> None:
         """Plan the swap of the update, whose bytes are verified, unless it is refused."""
         opened, version = self._open
         if opened != number:

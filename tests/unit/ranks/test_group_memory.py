@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -64,7 +65,7 @@ class Two:
             RingWriter(ring, [eventfd], lambda: self.reports.get("position")), 0, self.reports, lambda: None, relay
         )
         self.reader = RingReader(ring, eventfd, position)
-        step: Any = None  # sleeps run no step
+        step: Any = SimpleNamespace(features=())  # sleeps run no step
         self.executor = Executor(device, Streams.make(device), step)
         adapters = AdapterCopies(SharedMemory.create("adapters", 0), 1, torch.float32, CPU, self.reports)
         self.updates = OrderedWork("updates", CPU, self.reports, 0)

@@ -102,7 +102,9 @@ def _install(folder: Path) -> None:
     before(staged_weights.SwapCopies, "enqueue", lambda *args, **kwargs: stand_at("copy"))
     before(FollowerUpdates, "_begin", lambda *args, **kwargs: stand_at("open"))
     before(FollowerUpdates, "_prepare", lambda *args, **kwargs: stand_at("prepare"))
-    before(FollowerUpdates, "_unless_refused", lambda *args, **kwargs: stand_at("piece"))
+    for takes in ("_keep", "_read"):
+        before(FollowerUpdates, takes, lambda *args, **kwargs: stand_at("piece"))
+        before(FollowerUpdates, takes, be_slow)
     before(AdapterCopies, "_prepare", lambda *args, **kwargs: stand_at("adapter"))
     before(AdapterCopies, "_forget", lambda *args, **kwargs: stand_at("forget"))
     before(AdapterSlots, "write", lambda *args, **kwargs: stand_at("write"))
@@ -111,7 +113,6 @@ def _install(folder: Path) -> None:
     before(FollowerCopies, "_change_memory", lambda *args, **kwargs: stand_at("memory"))
     staged_weights.SwapCopies.__init__.__defaults__ = (1,)
     releasable.ReleasableMemory.__init__.__defaults__ = (1 << 14, 1 << 14)  # bytes of a block, and of a piece
-    before(FollowerUpdates, "_unless_refused", be_slow)
     before(staged_weights.SwapCopies, "_mark", be_slow)
     before(releasable.ReleasableMemory, "_copy", be_slow)
     before(releasable.HostPages, "give_back", be_slow)
