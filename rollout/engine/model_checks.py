@@ -19,6 +19,9 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
         for mixer in (layer.mixer for layer in model.spec.layers):
             if isinstance(mixer, AttentionSpec) and mixer.chunk is not None:
                 check_chunk(mixer.chunk, engine.page_size)
+            if isinstance(mixer, AttentionSpec) and mixer.blocks and mixer.blocks.size % engine.page_size:
+                size = mixer.blocks.size
+                raise ValueError(f"page_size ({engine.page_size}) must be a divisor of index_block_size ({size})")
         _check_format(engine, model)
         _check_activations(engine, model)
         _check_deterministic(engine, model)

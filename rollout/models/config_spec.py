@@ -9,6 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rollout.checkpoint_folder import CheckpointError
 from rollout.models.families.declare import (
+    BlocksFamily,
     DeltaNetFamily,
     Family,
     If,
@@ -25,6 +26,7 @@ from rollout.models.registry import check_supported, family_of
 from rollout.models.spec import (
     Activation,
     AttentionSpec,
+    BlocksSpec,
     ClampedGLUSpec,
     DeltaNetSpec,
     DenseSpec,
@@ -209,7 +211,9 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     if family.moe is not None:
         sparse, limits = family.moe.sparse(config), family.moe.limits(config)
     indexer = None if family.latent is None else family.latent.indexer
-    indexed = (None,) * count if indexer is None else indexer.kinds(config)
+    indexed: tuple[Any, ...] = (None,) * count
+    if chooser := indexer or family.blocks:
+        indexed = chooser.kinds(config)
     each = (family.windows, family.ropes, family.chunks, family.growths)
     sources, widths = family.kv(config), family.widths(config)
     configs = (config,) * count if family.layer_configs is None else family.layer_configs(config)
@@ -223,7 +227,8 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
         rope = ropes[kind, of]
         if family.latent is None:
             spec = _attention(first[mixer], family, rope, window)
-            attention[mixer] = replace(spec, chunk=chunk, growth=growth or spec.growth, kv=source)
+            blocks = _blocks(config, family.blocks, spec) if index and family.blocks else None
+            attention[mixer] = replace(spec, chunk=chunk, growth=growth or spec.growth, kv=source, blocks=blocks)
         else:
             growth = _growth(config) if family.grown_queries else None
             latent = _latent(config, family.latent, rope, growth)
@@ -248,7 +253,7 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     dense = {width: _dense(config, family, width) for width in set(widths)} if not all(sparse) else {}
     experts: MoESpec | None = None
     if family.moe is not None and any(sparse):
-        activation = _activation(config, family.activation)
+        activation = _activation(config, family.activation) if family.limit is None else "clamped"
         if activation == "gelu":
             raise ValueError(f"{family.activation.name} of experts must be silu, gelu_pytorch_tanh or relu2")
         experts = replace(
@@ -412,11 +417,24 @@ def _indexer(config: Any, family: IndexerFamily, latent: LatentSpec) -> IndexerS
     return IndexerSpec(latent.hidden, latent.q_rank, heads, dim, top_k, family.interleaved)
 
 
+def _blocks(config: Any, family: BlocksFamily, attention: AttentionSpec) -> BlocksSpec:
+    heads, turned = _value(config, family.heads), attention.rope.width(attention.head_dim)
+    spec = BlocksSpec(*(_value(config, key) for key in (family.dim, family.size, family.top_k, family.nearest)))
+    if heads != attention.kv_heads:
+        raise ValueError(f"{family.heads.name} ({heads}) must be the number of KV heads ({attention.kv_heads})")
+    if spec.dim < turned:
+        raise CheckpointError(f"{family.dim.name} ({spec.dim}) must be at least the {turned} dimensions that turn")
+    if spec.nearest > spec.top_k:
+        raise CheckpointError(f"{family.nearest.name} ({spec.nearest}) must be at most {family.top_k.name}")
+    return spec
+
+
 def _dense(config: Any, family: Family, times: int = 1) -> DenseSpec:
     bias = _value(config, family.mlp_bias)
-    activation = _activation(config, family.activation)
+    activation = _activation(config, family.activation) if family.limit is None else "clamped"
     width = times * _value(config, family.intermediate)
-    return DenseSpec(config.hidden_size, width, bias, family.dense_names, activation)
+    limit = _value(config, family.limit)
+    return DenseSpec(config.hidden_size, width, bias, family.dense_names, activation, limit)
 
 
 def _activation(config: Any, key: Key) -> Activation:

@@ -15,6 +15,7 @@ from torch import nn
 
 from rollout.models.apart_experts import ApartExperts
 from rollout.models.batch import AttentionBatch, KVCache
+from rollout.models.chosen_blocks import BlockAttention
 from rollout.models.dealt_rows import deal, mixed
 from rollout.models.delta_net import DeltaNet
 from rollout.models.draft_head import DraftHead
@@ -222,6 +223,9 @@ def _mixer(
     kv_index, rope = spec.kv_index(index), spec.ropes.index(mixer.turned)
     if isinstance(mixer, LatentSpec):
         return LatentAttention(mixer, index, kv_index, rope, dtype, device, group, format)
+    if mixer.blocks is not None:
+        key_index = spec.key_index(index)
+        return BlockAttention(mixer, index, kv_index, key_index, rope, dtype, device, group, format)
     return Attention(mixer, index, kv_index, rope, dtype, device, group, format)
 
 
@@ -281,7 +285,7 @@ class Decoder(Block):
         self.tower = None if spec.tower is None else VisionTower(spec.tower, dtype, device)
         self.draft: DraftHead | None = None
         if spec.draft is not None:
-            self.draft = DraftHead(spec.draft, len(spec.attention_layers), spec.vocab, dtype, device, format)
+            self.draft = DraftHead(spec.draft, len(spec.kv_shapes) - 1, spec.vocab, dtype, device, format)
 
     @torch.inference_mode()
     def forward(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:

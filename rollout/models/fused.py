@@ -99,10 +99,10 @@ def takes(spec: MixerSpec | FeedForwardSpec, dtype: torch.dtype) -> bool:
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention with values as wide as keys and no factor of them, or linear."""
+    """True if the kernels run this mixer: linear, or attention to all tokens with values like keys and no factor."""
     if not isinstance(spec, AttentionSpec):
         return isinstance(spec, DeltaNetSpec)
-    return not spec.value_dim and spec.value_scale == 1.0
+    return not spec.value_dim and spec.value_scale == 1.0 and spec.blocks is None
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:

@@ -33,7 +33,7 @@ from rollout.models.names import Region, one_name
 from rollout.models.spec import IndexerSpec
 
 #: Scores, or on a CPU latents of chosen tokens, that are in memory at once, bytes; those of one token at least.
-_AT_ONCE_BYTES = 256 << 20
+AT_ONCE_BYTES = 256 << 20
 
 
 class Choice(NamedTuple):
@@ -84,7 +84,7 @@ class Indexer(Block):
         page_size, top_k = keys_PS1D.shape[1], self.spec.top_k
         heads = 1 if keys_PS1D.is_cuda else self.spec.heads  # the kernel keeps no products by head
         slots = []
-        for tokens, row, count in _spans(batch, heads * -(-batch.max_context // page_size) * page_size):
+        for tokens, row, count in spans(batch, heads * -(-batch.max_context // page_size) * page_size):
             positions_T, pages_XP = batch.positions_T[tokens], batch.page_table_BP[row, : -(-count // page_size)]
             table_TP = pages_XP.expand(len(positions_T), -1)
             given = (queries.q_THD[tokens], queries.weights_TH[tokens], keys_PS1D, table_TP, positions_T)
@@ -117,12 +117,12 @@ class _LayerNorm(Block):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def _spans(batch: AttentionBatch, values: int) -> Iterator[tuple[slice, slice | int, int]]:
+def spans(batch: AttentionBatch, values: int) -> Iterator[tuple[slice, slice | int, int]]:
     """Tokens that are scored at once, their row or rows, and a bound on their contexts.
 
     `values` is the number of float32 scores of a token, by head.
     """
-    most = max(1, _AT_ONCE_BYTES // (torch.float32.itemsize * values))
+    most = max(1, AT_ONCE_BYTES // (torch.float32.itemsize * values))
     if batch.chunks is None:
         for begin in range(0, len(batch.context_lens_B), most):
             some = slice(begin, min(begin + most, len(batch.context_lens_B)))
@@ -139,7 +139,7 @@ def chosen_attention(
     """Attention of a step's absorbed queries over chosen tokens: sums of latents, [T, Q, R]."""
     tokens_N11L, count = cache_PS1L.flatten(0, 1)[:, None], choice.slots_TK.shape[1]
     bytes_of_one = count * (cache_PS1L.shape[3] * cache_PS1L.element_size() + q_TQL.shape[1] * 4)
-    most = ABSORBED_AT_ONCE if q_TQL.is_cuda else max(1, _AT_ONCE_BYTES // bytes_of_one)
+    most = ABSORBED_AT_ONCE if q_TQL.is_cuda else max(1, AT_ONCE_BYTES // bytes_of_one)
     out: list[torch.Tensor] = []
     for q_tQL, slots_tK, counts_t in zip(q_TQL.split(most), *(part.split(most) for part in choice), strict=True):
         where = (slots_tK, counts_t)

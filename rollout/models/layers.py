@@ -41,7 +41,16 @@ from rollout.models.cut import Cut, CutView
 from rollout.models.joined import JoinedView
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.names import Region, one_name
-from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, QueryGrowth, RouterSpec, Scoring
+from rollout.models.spec import (
+    AttentionSpec,
+    DenseSpec,
+    LinearSpec,
+    MoESpec,
+    QueryGrowth,
+    RouterSpec,
+    Scoring,
+    joined_cut,
+)
 from rollout.models.split_context import attend_split, gathered_chunks, whole_context
 
 #: Maps router logits [T, E] and the router's bias [E], float32 or None, to weights and experts of each token, [T, K].
@@ -274,10 +283,13 @@ class Linear(Block):
         """Hugging Face tensors under the layer's `prefix`."""
         modules, widths = self.spec.modules, self.spec.widths
         cuts: tuple[Cut | None, ...] = self.spec.output_cuts or (None,) * len(modules)
-        regions = [
-            Region(({f"{prefix}{module}.weight": CutView.of(view, self.spec.input_cut or cut)},))
+        views = {
+            f"{prefix}{module}.weight": CutView.of(view, self.spec.input_cut or cut)
             for module, view, cut in zip(modules, self._views(), cuts, strict=True)
-        ]
+        }
+        regions = [Region(({name: view},)) for name, view in views.items()]
+        if self.spec.joined:
+            regions = [Region((views, {f"{prefix}{self.spec.joined}.weight": self._joined_view()}))]
         if self.bias is not None:
             biases = zip(modules, self.bias.split(widths), cuts, strict=True)
             regions += [one_name(f"{prefix}{module}.bias", bias, cut) for module, bias, cut in biases]
@@ -289,6 +301,13 @@ class Linear(Block):
         if not isinstance(stored, CodedMatrix):
             return [view.detach() for view in stored.split(self.spec.widths)]
         return [CodedView.of(part, tuple(part.values_ENK.shape[1:])) for part in stored.parts()]
+
+    def _joined_view(self) -> torch.Tensor:
+        """The view that takes the weights of both modules, side by side."""
+        view, scales = self.weight.detach(), self.weight_scales
+        if scales is not None:
+            view = CodedView.of(ExpertWeights(view[None], scales.data[None], self.format, 2), tuple(view.shape))
+        return CutView.of(view, joined_cut(self.spec.output_cuts))
 
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
         """The views that take a checkpoint's scales of each module, by the name of its weight; none if plain."""
@@ -412,11 +431,15 @@ class Attention(Block):
         """Attention of the normalised `x_TH`."""
         batch, cache = context.batch, context.kv.layer(self.kv_index)
         q_TQD, gate_TK = self.project(x_TH, context.cos_sin[self.rope], context.slots_T, cache, batch.adapters)
-        out_TQD = self.attend(self.grown(q_TQD, batch), batch, cache)
+        out_TQD = self.mix(x_TH, self.grown(q_TQD, batch), context)
         out_TK = out_TQD[..., : self.spec.v_dim].flatten(1)
         if self.gate_proj is not None:
             gate_TK = self.gate_proj(x_TH)
         return LastProduct(self.o_proj, gate_output(out_TK, gate_TK), batch.adapters, self.layer, "o")
+
+    def mix(self, x_TH: torch.Tensor, q_TQD: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """Attention of queries made of the normalised `x_TH`, [T, Q, D]."""
+        return self.attend(q_TQD, context.batch, context.kv.layer(self.kv_index))
 
     def project(
         self,
@@ -573,7 +596,7 @@ class DenseFeedForward(Block):
         gate_up_T2I = self.gate_up_proj(x_TH)
         if adapters is not None:
             adapters.add(self.layer, "gate_up", gate_up_T2I, x_TH)
-        gated_TI = gated(gate_up_T2I, self.spec.activation)
+        gated_TI = gated(gate_up_T2I, self.spec.activation, self.spec.limit)
         return LastProduct(self.down_proj, gated_TI, adapters, self.layer, "down")
 
     def regions(self, prefix: str) -> list[Region]:

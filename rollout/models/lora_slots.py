@@ -20,7 +20,7 @@ from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank
 from rollout.models.cut import Cut
 from rollout.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec
 
-Product = Literal["qkv", "q_b", "in", "o", "gate_up", "down"]
+Product = Literal["qkv", "q_b", "index", "in", "o", "gate_up", "down"]
 #: A product of one layer.
 LayerProduct = tuple[int, Product]
 
@@ -30,6 +30,8 @@ def corrected_products(layer: LayerSpec) -> dict[Product, LinearSpec]:
     products: dict[Product, LinearSpec] = {}
     if isinstance(layer.mixer, AttentionSpec):
         products = {"qkv": layer.mixer.qkv, "o": layer.mixer.o}
+        if layer.mixer.blocks is not None:
+            products["index"] = layer.mixer.index
     elif isinstance(layer.mixer, LatentSpec):  # its `kv_b` is absorbed by queries and outputs
         products = {"qkv": layer.mixer.inputs, "o": layer.mixer.o}
         if (q_b := layer.mixer.q_b) is not None:

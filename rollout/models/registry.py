@@ -56,6 +56,7 @@ _MADE_INTO: dict[str, frozenset[str]] = {
     "per_layer_config": frozenset({"global_head_dim", "num_global_key_value_heads"}),
     "layer_types": frozenset({"hybrid_override_pattern", "layers_block_type"}),
     "linear_head_dim": frozenset({"linear_attn_config"}),
+    "index_topk_blocks": frozenset({"sparse_attention_config"}),
     "indexer_types": frozenset({"index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"}),
 }
 #: Keys on which no forward of a family here depends: names, token ids, training, what transformers returns and caches,
@@ -78,6 +79,7 @@ WITHOUT_EFFECT = frozenset(
         *("mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "attn_output_gate", "model_max_length", "topk_method"),
         *("image_token_id", "video_token_id", "vision_token_id", "vision_start_token_id", "vision_end_token_id"),
         *("experts_per_token", "initial_context_length", "use_mrope", "enable_moe_fp32_combine", "mamba_chunk_size"),
+        "merged_hidden_size",
     )
 )
 #: Keys that are off while they are null, also for families that do not read them.

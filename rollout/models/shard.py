@@ -105,8 +105,9 @@ def _split_context(mixer: AttentionSpec | LatentSpec) -> MixerSpec:
         if mixer.indexer is not None or mixer.shares_choice:
             raise _CannotCutError("attention_split = context is not for attention with an indexer: use heads or rows")
         return replace(mixer, split="context")
-    if mixer.window is not None or mixer.chunk is not None or mixer.sinks:
-        raise _CannotCutError("attention_split = context is not for attention with windows, chunks or sinks: use heads")
+    if mixer.window is not None or mixer.chunk is not None or mixer.sinks or mixer.blocks:
+        problem = "attention with windows, chunks, chosen blocks or sinks"
+        raise _CannotCutError(f"attention_split = context is not for {problem}: use heads")
     return replace(mixer, kv_heads=mixer.all_kv_heads, split="context")
 
 

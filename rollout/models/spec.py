@@ -36,8 +36,8 @@ QKNorm = Literal["none", "head", "unit", "full"]
 #: layer before it of its kind that has some of its own.
 KVSource = Literal["own", "keys", "shared"]
 #: The activation of a gated feed-forward block: SiLU, GELU, or GELU with tanh in the place of erf. A block with the
-#: squared ReLU has no gate.
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+#: squared ReLU has no gate. `clamped` is the GLU of gpt-oss with an alpha of 1.702, and needs a limit.
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped"]
 #: Functions by which a router turns logits into the weights of experts.
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -124,13 +124,14 @@ class LinearSpec(NamedTuple):
     output_cuts: tuple[Cut | None, ...] = ()
     #: The inputs of each module that a shard keeps. The product is then a part of a sum over the ranks.
     input_cut: Cut | None = None
+    joined: str = ""  # another name, of one module that holds two of equal width
 
     @property
     def outputs(self) -> int:
         return sum(self.widths)
 
 
-def _joined(cuts: tuple[Cut | None, ...]) -> Cut | None:
+def joined_cut(cuts: tuple[Cut | None, ...]) -> Cut | None:
     """The cut of a tensor that holds several modules side by side; None if they are not cut."""
     ranges: list[tuple[int, int]] = []
     whole = 0
@@ -163,6 +164,25 @@ class AttentionNames(NamedTuple):
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     gate: str = "self_attn.gate_proj"
     sinks: str = "self_attn.sinks"  # a tensor, no module
+
+
+class BlockNames(NamedTuple):
+    """Modules of an indexer of blocks."""
+
+    q: str = "self_attn.index_q_proj"
+    k: str = "self_attn.index_k_proj"
+    q_norm: str = "self_attn.index_q_norm"
+    k_norm: str = "self_attn.index_k_norm"
+
+
+class BlocksSpec(NamedTuple):
+    """The choice of the blocks of a context that take part in attention; see `rollout.models.chosen_blocks`."""
+
+    dim: int  # dimensions of its queries and keys, of which the first ones turn
+    size: int  # tokens of a block
+    top_k: int  # blocks that a token attends to
+    nearest: int  # blocks that always take part: the token's own one, and those right before it
+    names: BlockNames = BlockNames()
 
 
 class QueryGrowth(NamedTuple):
@@ -202,6 +222,7 @@ class AttentionSpec:
     value_norm: bool = False  # each value head is normalised, without weights
     kv: KVSource = "own"
     chunk: int | None = None  # positions of a chunk: a token attends within its own one; None: to all before it
+    blocks: BlocksSpec | None = None  # a token attends to chosen blocks; None: to all before it
     shard: Shard = WHOLE  # the heads above are one rank's
     all_kv_heads: int = 0  # a shard: the KV heads of the whole model; if they are few, one is on several ranks
     #: rows: all heads are here, and rows of other ranks are not. context: all KV heads are, and the positions of other
@@ -231,7 +252,7 @@ class AttentionSpec:
         modules = self.names.qkv[:made]
         widths = _widths(modules, (q_width, self.kv_dim, self.kv_heads * self.v_dim)[:made])
         each = (self.q_cut(q_width // self.heads), self.kv_cut(self.head_dim), self.kv_cut(self.v_dim))
-        cuts = each[:made] if len(self.names.qkv) > 1 else (_joined(each),)
+        cuts = each[:made] if len(self.names.qkv) > 1 else (joined_cut(each),)
         return LinearSpec(self.inputs or self.hidden, modules, widths, self.qkv_bias, cuts)
 
     def q_cut(self, width: int) -> Cut | None:
@@ -260,6 +281,14 @@ class AttentionSpec:
     def decode_group(self) -> int:
         """Query heads that a rank's decode attention reads a KV head for."""
         return self.heads * (self.shard.size if self.split == "context" else 1) // self.kv_heads
+
+    @property
+    def index(self) -> LinearSpec:
+        """The product that makes a query for each KV head, and one key, by which blocks are chosen."""
+        assert self.blocks is not None
+        dim, names = self.blocks.dim, self.blocks.names
+        cuts = (self.kv_cut(dim), None)
+        return LinearSpec(self.hidden, (names.q, names.k), (self.kv_heads * dim, dim), False, cuts)
 
     @property
     def output_gate(self) -> LinearSpec | None:
@@ -699,7 +728,7 @@ class Mamba2Spec(StateMixer):
     def inputs(self) -> LinearSpec:
         """The product that makes everything that the block needs of a token."""
         widths = (self.width, *self.mixed_widths, self.heads)
-        cuts = (_joined((self.width_cut, *self._mixed_cuts, self.head_cut)),)
+        cuts = (joined_cut((self.width_cut, *self._mixed_cuts, self.head_cut)),)
         return LinearSpec(self.hidden, (self.names.inputs,), (sum(widths),), self.bias, cuts)
 
     @property
@@ -716,7 +745,7 @@ class Mamba2Spec(StateMixer):
     @property
     def conv_cut(self) -> Cut | None:
         """A shard's cut of the convolution."""
-        return _joined(self._mixed_cuts)
+        return joined_cut(self._mixed_cuts)
 
     @property
     def head_cut(self) -> Cut | None:
@@ -750,6 +779,7 @@ class DenseNames(NamedTuple):
 
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    joined: str = ""  # another name, of one module in the place of the two
 
 
 @dataclass(frozen=True, slots=True)
@@ -761,6 +791,7 @@ class DenseSpec:
     bias: bool
     names: DenseNames = DenseNames()
     activation: Activation = "silu"
+    limit: float | None = None  # bounds activations, see `rollout_kernels.gated`
     shard: Shard = WHOLE  # the intermediate width of one rank
 
     @property
@@ -769,8 +800,8 @@ class DenseSpec:
         parts = 1 if self.activation == "relu2" else 2
         widths = _widths(self.names.gate_up, (self.intermediate,) * parts)
         each = (self.shard.cut(self.intermediate),) * parts
-        cuts = each if len(self.names.gate_up) > 1 else (_joined(each),)
-        return LinearSpec(self.hidden, self.names.gate_up, widths, self.bias, cuts)
+        cuts = each if len(self.names.gate_up) > 1 else (joined_cut(each),)
+        return LinearSpec(self.hidden, self.names.gate_up, widths, self.bias, cuts, joined=self.names.joined)
 
     @property
     def down(self) -> LinearSpec:
@@ -1153,6 +1184,16 @@ class ModelSpec:
         """Indices of the layers with KV of their own, ascending."""
         return tuple(index for index, layer in enumerate(self.layers) if _has_kv(layer.mixer))
 
+    @functools.cached_property
+    def indexed_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that choose blocks, ascending: each has keys of its own beside its KV."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(index for index, m in enumerate(mixers) if isinstance(m, AttentionSpec) and m.blocks)
+
+    def key_index(self, layer: int) -> int:
+        """The index of the keys by which a layer chooses blocks, in `kv_shapes`."""
+        return len(self.attention_layers) + self.indexed_layers.index(layer)
+
     def kv_index(self, layer: int) -> int:
         """The index of the KV that a layer reads, among the KV of `attention_layers`."""
         mixer = self.layers[layer].mixer
@@ -1208,9 +1249,11 @@ class ModelSpec:
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """The KV of a token for each of `attention_layers`; the draft model is last."""
+        """The KV of a token for each of `attention_layers`, the keys of `indexed_layers`, then of the draft model."""
         mixers = (self.layers[index].mixer for index in self.attention_layers)
         shapes = tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, KVMixerSpec))
+        indexed = (self.layers[index].mixer for index in self.indexed_layers)
+        shapes += tuple(KVShape(1, m.blocks.dim, 0) for m in indexed if isinstance(m, AttentionSpec) and m.blocks)
         return shapes if self.draft is None else (*shapes, self.draft.mixer.kv_shape)
 
     @property

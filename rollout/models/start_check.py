@@ -138,7 +138,9 @@ def _compare(config: CheckpointConfig, spec: ModelSpec, tensors: Mapping[str, St
 def _without_limits(layer: LayerSpec) -> LayerSpec:
     """The layer as transformers' code computes it."""
     block = layer.feed_forward
-    return replace(layer, feed_forward=replace(block, limits=None)) if isinstance(block, MoESpec) else layer
+    if not isinstance(block, MoESpec) or block.activation == "clamped":  # transformers has the limits of these
+        return layer
+    return replace(layer, feed_forward=replace(block, limits=None))
 
 
 def _check_room(spec: ModelSpec) -> None:
@@ -277,6 +279,8 @@ def _positions(most: int) -> list[int]:
 def _logit_difference(model: Decoder, module: Any) -> float:
     """The largest difference of the logits of a token, relative to their standard deviation."""
     positions = torch.tensor(_positions(model.spec.max_positions))
+    if model.spec.indexed_layers:  # transformers counts the blocks of a context by positions
+        positions = torch.arange(len(positions))
     ids = torch.randint(0, model.spec.vocab, positions.shape, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         # The mask makes all positions one row: transformers takes a gap for the start of another row.
@@ -313,7 +317,8 @@ def _logits(model: Decoder, ids: torch.Tensor, positions: torch.Tensor) -> torch
 
 def _other_windows(model: Decoder, module: Any) -> str:
     """The differences in windows of transformers' layers; empty without any."""
-    if any(isinstance(layer.mixer, LatentSpec) and layer.mixer.indexer for layer in model.spec.layers):
+    latent = (layer.mixer for layer in model.spec.layers if isinstance(layer.mixer, LatentSpec))
+    if model.spec.indexed_layers or any(mixer.indexer for mixer in latent):
         return ""  # transformers' classes with indexers have none, and their attention cannot be probed
     with torch.inference_mode():
         theirs = [facts.window for facts in probe_layers(module, model.spec.vocab).values()]

@@ -453,6 +453,8 @@ def latent_attention(rows: int) -> Iterator[Case]:
         yield f"latent attention, {heads} heads", run
     indexed = (empty(rows, 65, 128)[:, :64], floats(rows, 64), empty(64, PAGE, 1, 128), table, lens)
     yield "latent attention, scores of an indexer", lambda: index_scores(*indexed)
+    by_head = (empty(rows, 1, 128), floats(rows, 1), empty(64, PAGE, 1, 128), table, lens)
+    yield "scores of an indexer with a choice for each KV head", lambda: index_scores(*by_head, relu=False)
 
 
 def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:

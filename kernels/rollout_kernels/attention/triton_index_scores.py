@@ -39,6 +39,7 @@ def _index_scores_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    RELU: tl.constexpr,
 ):
     tile = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
@@ -61,7 +62,9 @@ def _index_scores_kernel(
             q_HD = tl.load(q, mask=(h < H)[:, None] & (d < D)[None, :], other=0.0)
             weight = tl.load(weights_ptr + t * H + h, mask=h < H, other=0.0)
             products = dot(q_HD, tl.trans(keys_ND), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
-            total += tl.sum(tl.maximum(products, 0.0) * weight[:, None], 0)
+            if RELU:
+                products = tl.maximum(products, 0.0)
+            total += tl.sum(products * weight[:, None], 0)
         tl.store(out, tl.where(live, total, float("-inf")), mask=n < width)
 
 
@@ -71,6 +74,7 @@ def index_scores(
     keys_PS1D: torch.Tensor,
     table_TP: torch.Tensor,
     positions_T: torch.Tensor,
+    relu: bool = True,
 ) -> torch.Tensor:
     """See `rollout_kernels.attention.index_scores`."""
     tokens, heads, dim = q_THD.shape
@@ -96,6 +100,7 @@ def index_scores(
         BLOCK_H=min(_MOST_HEADS, max(16, triton.next_power_of_2(heads))),
         BLOCK_N=_TILE,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        RELU=relu,
         num_warps=4,
         **follow_options(q_THD.device),
     )

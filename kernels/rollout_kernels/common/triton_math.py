@@ -30,9 +30,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
-#: Activations that the kernels have: SiLU, GELU with tanh in the place of erf, and, of values without a gate, the
-#: squared ReLU.
-Activation = Literal["silu", "gelu_tanh", "relu2"]
+#: Activations that the kernels have: SiLU, GELU with tanh in the place of erf, of values without a gate the squared
+#: ReLU, and of gates and values together, in experts, `rollout_kernels.norm_rope.elementwise.clamped`.
+Activation = Literal["silu", "gelu_tanh", "relu2", "clamped"]
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 NANS = tl.constexpr(tl.PropagateNan.ALL)  # Bounds without it turn NaN into themselves on a GPU.
@@ -157,6 +157,8 @@ def activated(gate, ACTIVATION: tl.constexpr):
 @triton.jit
 def gated(gate, up, limit, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr):
     """`rollout_kernels.gated` of float32 gates and values; without a limit `limit` has no meaning."""
+    if ACTIVATION == "clamped":
+        return clamped_glu(gate, up, 1.702, limit)
     gate = activated(gate, ACTIVATION)
     if LIMITED:
         gate, up = tl.minimum(gate, limit, NANS), tl.clamp(up, -limit, limit, NANS)

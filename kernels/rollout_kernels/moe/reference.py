@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels.norm_rope.elementwise import silu_mul
+from rollout_kernels.norm_rope.elementwise import clamped, silu_mul
 
 
 def route(logits_TE: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,13 +30,9 @@ def route(logits_TE: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch
 
 
 def clamped_glu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """`g sigmoid(alpha g) (u + 1)` for `gate_up` [..., 2 I], where gates g and values u alternate; returns [..., I].
-
-    Gates are at most `limit`, values from `-limit` to `limit`. Source: the GLU of gpt-oss (arXiv 2508.10925).
-    """
+    """`clamped` for `gate_up` [..., 2 I], where gates and values alternate; returns [..., I]."""
     gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(gate * alpha) * (up + 1)
+    return clamped(gate, up, alpha, limit)
 
 
 def moe_experts(

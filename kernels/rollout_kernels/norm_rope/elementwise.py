@@ -111,24 +111,36 @@ def rotate_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Te
 
 def gated(
     gate_up: torch.Tensor,
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped"] = "silu",
     limit: float | None = None,
 ) -> torch.Tensor:
     """`activation(gate) * up` for `gate_up` [..., 2 I], where gate comes first; returns [..., I] in the same dtype.
 
     `relu2` has no gate: it is the square of relu of [..., I]. A limit bounds the activated gate from above, and the
-    values on both sides.
+    values on both sides. `clamped` needs a limit: it is `clamped` with an alpha of 1.702.
     """
     if activation == "relu2":
         return F.relu(gate_up).square()
     if activation == "silu" and limit is None:
         return silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "clamped":
+        assert limit is not None
+        return clamped(gate, up, 1.702, limit)
     if activation == "silu":
         gate = F.silu(gate)
     else:
         gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
     return gate.mul_(up) if limit is None else gate.clamp_(max=limit).mul_(up.clamp(-limit, limit))
+
+
+def clamped(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """`g sigmoid(alpha g) (u + 1)`: gates are at most `limit`, values from `-limit` to `limit`.
+
+    Source: the GLU of gpt-oss (arXiv 2508.10925).
+    """
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gate * alpha) * (up + 1)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

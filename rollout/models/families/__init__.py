@@ -19,5 +19,5 @@ _LINEAGES = (llama, llama4, mistral, qwen, glm, deepseek, gemma, granite, olmo, 
 #: Families by their name in the `architectures` of a config.json.
 FAMILIES: dict[str, Family] = {name: family for lineage in _LINEAGES for name, family in lineage.FAMILIES.items()}
 MULTIMODAL: dict[str, Multimodal] = {
-    name: whole for lineage in (mistral, qwen, deepseek, gemma) for name, whole in lineage.MULTIMODAL.items()
+    name: whole for lineage in (mistral, qwen, deepseek, gemma, mixtures) for name, whole in lineage.MULTIMODAL.items()
 }

@@ -232,6 +232,14 @@ def limits_by_layer(config: Any) -> tuple[Limits | None, ...]:
     )
 
 
+@by_layer(swiglu_alpha=NUMBER, swiglu_limit=NUMBER)
+def same_limits(config: Any) -> tuple[Limits | None, ...]:
+    """One bound for the clamped activations of all experts."""
+    if config.swiglu_alpha != 1.702:
+        raise ValueError(f"swiglu_alpha ({config.swiglu_alpha}) other than 1.702 is not supported")
+    return (Limits(config.swiglu_limit, config.swiglu_limit),) * config.num_hidden_layers
+
+
 @by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
@@ -404,6 +412,27 @@ class IndexerFamily:
     kinds: ByLayer[str] = all_indexed  # "full": it has an indexer; "shared": it uses the choice of the last one
 
 
+@by_layer(layer_types=layer_list(str))
+def blocks_by_type(config: Any) -> tuple[bool, ...]:
+    """The config names the layers that attend to chosen blocks."""
+    for kind in config.layer_types:
+        if kind not in ("full_attention", "minimax_m3_sparse"):
+            raise ValueError(f"layer type {kind!r:.80} is not supported; supported: full_attention, minimax_m3_sparse")
+    return tuple(kind == "minimax_m3_sparse" for kind in config.layer_types)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksFamily:
+    """The choice of blocks in the attention of a family."""
+
+    heads: Key = declared(integer(1, 4096), Key("index_n_heads"))
+    dim: Key = declared(integer(2, 8192), Key("index_head_dim"))
+    size: Key = declared(integer(1, 1 << 20), Key("index_block_size"))
+    top_k: Key = declared(integer(1, 1 << 16), Key("index_topk_blocks"))
+    nearest: Key = declared(integer(1, 1 << 16), Key("index_local_blocks"))
+    kinds: ByLayer[bool] = blocks_by_type
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentFamily:
     """The latent attention of a family."""
@@ -438,7 +467,16 @@ class MTPFamily:
 
 
 #: Parts of the declaration of a family.
-PartFamily = MoEFamily | DeltaNetFamily | KimiDeltaFamily | Mamba2Family | LatentFamily | IndexerFamily | MTPFamily
+PartFamily = (
+    MoEFamily
+    | DeltaNetFamily
+    | KimiDeltaFamily
+    | Mamba2Family
+    | LatentFamily
+    | IndexerFamily
+    | BlocksFamily
+    | MTPFamily
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,6 +490,7 @@ class Family:
     other_types: tuple[str, ...] = ()
     eps: Key = declared(NUMBER, Key("rms_norm_eps"))  # epsilon of norms
     activation: Key = declared(TEXT, Key("hidden_act"))
+    limit: Key | None = declared(NUMBER, None)  # all activations are clamped; those of dense blocks by this
     layer_configs: ByLayer[Any] | None = None  # configs of layers that have other heads than the model's config says
     kv: ByLayer[KVSource] = own_kv
     value_norm: bool = False
@@ -500,6 +539,7 @@ class Family:
     attention_softcap: Key | None = declared(NUMBER, None)
     linear: DeltaNetFamily | KimiDeltaFamily | Mamba2Family | None = None
     latent: LatentFamily | None = None  # all layers have it
+    blocks: BlocksFamily | None = None
     norms: NormPlace = "before"
     unit_offset: bool = False
     residual_scale: float | Key = declared(NUMBER, 1.0)
@@ -519,7 +559,8 @@ class Family:
     unused: tuple[str, ...] = (
         *("mtp.", "visual.", "vision_tower.", "multi_modal_projector."),
         *("model.visual.", "model.vision_tower.", "model.multi_modal_projector."),
-        *("mm_projector.", "model.mm_projector.", "model.embed_vision.", "model.embed_audio.", "model.audio_tower."),
+        *("mm_projector.", "model.mm_projector.", "patch_merge_mlp."),
+        *("model.embed_vision.", "model.embed_audio.", "model.audio_tower."),
     )
     mtp: MTPFamily | None = None  # layers for the prediction of several tokens at once, where they can draft
     names: ModelNames = ModelNames()

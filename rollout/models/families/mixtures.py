@@ -4,17 +4,21 @@ from dataclasses import replace
 
 from rollout.models.families.declare import (
     ATTENTION_BIAS,
+    INSIDE_LLAVA,
     NORMS_AFTER,
     SHARED_EXPERTS,
+    BlocksFamily,
     Family,
     If,
     Key,
     MoEFamily,
+    Multimodal,
     Power,
     deepseek_moe,
     ropes_by_type,
     ropes_in_windows,
     ropes_in_windows_if_any,
+    same_limits,
     sparse_by_interval,
     sparse_by_type,
     sparse_from,
@@ -146,6 +150,49 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
     ),
+    "MiniMaxM3VLForCausalLM": Family(
+        model_type="minimax_m3_vl_text",
+        models="MiniMax-M3, text",
+        limit=Key("swiglu_limit"),
+        qk_norm="head",
+        unit_offset=True,
+        partial_rope=True,
+        rope_width=Key("rotary_dim"),  # transformers 5.24 reads a factor alone
+        blocks=BlocksFamily(),
+        intermediate=Key("dense_intermediate_size"),
+        dense_names=DenseNames(joined="mlp.gate_up_proj"),
+        moe=MoEFamily(
+            experts=Key("num_local_experts"),
+            intermediate=Key("intermediate_size"),
+            renormalize=True,
+            scoring="sigmoid",
+            router_bias=True,
+            scale=Key("routed_scaling_factor"),
+            shared_intermediate=Key("shared_intermediate_size"),
+            sparse=sparse_by_type,
+            limits=same_limits,
+            names=MoENames(
+                router=("block_sparse_moe.gate",),
+                router_bias=("block_sparse_moe.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+                gate="block_sparse_moe.experts.{}.w1",
+                up="block_sparse_moe.experts.{}.w3",
+                down="block_sparse_moe.experts.{}.w2",
+                stacked_gate_up="block_sparse_moe.experts.gate_up_proj",
+                stacked_down="block_sparse_moe.experts.down_proj",
+                shared=DenseNames(
+                    ("block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"),
+                    "block_sparse_moe.shared_experts.down_proj",
+                    "block_sparse_moe.shared_experts.gate_up_proj",
+                ),
+            ),
+        ),
+        names=ModelNames(
+            parts=(
+                (".block_sparse_moe.", (".block_sparse_moe.", ".mlp.")),
+                (".self_attn.index_", (".self_attn.index_", ".self_attn.indexer.")),
+            )
+        ),
+    ),
     "AfmoeForCausalLM": Family(
         model_type="afmoe",
         models="AFMoE (Trinity)",
@@ -189,5 +236,14 @@ FAMILIES: dict[str, Family] = {
             clamp_limit=Key("swiglu_limit", 7.0),
             names=MoENames(router=("mlp.router",)),
         ),
+    ),
+}
+
+MULTIMODAL: dict[str, Multimodal] = {
+    "MiniMaxM3SparseForConditionalGeneration": Multimodal(
+        model_type="minimax_m3_vl",
+        models="MiniMax-M3 (its language model)",
+        language_models=("MiniMaxM3VLForCausalLM",),
+        beginnings=INSIDE_LLAVA,
     ),
 }

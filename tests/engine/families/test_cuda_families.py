@@ -16,7 +16,7 @@ from tests.support.models.every_family import EVERY_FAMILY
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no measured plan")]
 TINY = (
     *("DeepseekV32", "GlmMoeDsa", "KimiLinear", "BailingHybrid", "GraniteMoeHybrid", "GraniteMoeHybrid dense"),
-    *("NemotronH", "NemotronH latent", "Llama4", "Gemma4", "Gemma4 alike", "Gemma4 experts"),
+    *("MiniMaxM3VL", "NemotronH", "NemotronH latent", "Llama4", "Gemma4", "Gemma4 alike", "Gemma4 experts"),
 )
 VOCAB = 4001
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
@@ -71,6 +71,14 @@ REAL: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 4,
         "num_experts_per_tok": 1, "moe_layers": [1, 3], "no_rope_layers": [1, 1, 1, 0], "attention_chunk_size": 512,
         "rope_parameters": _ROPE,
+    },
+    # MiniMax-M3
+    "MiniMaxM3VL": {
+        "hidden_size": 6144, "intermediate_size": 3072, "dense_intermediate_size": 12288, "num_hidden_layers": 2,
+        "shared_intermediate_size": 3072, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+        "num_local_experts": 8, "num_experts_per_tok": 4, "routed_scaling_factor": 2.0,
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"],
+        "index_topk_blocks": 4, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
     },
     # Gemma 4 E4B
     "Gemma4": {

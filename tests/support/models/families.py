@@ -138,12 +138,13 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
         if hasattr(module, "limit") and hasattr(model.config, "swiglu_limit"):
             module.limit = model.config.swiglu_limit
     generator = torch.Generator().manual_seed(seed)
+    least = -0.5 if stem == "MiniMaxM3VL" else 0.5  # its norms have weights less 1; larger ones would multiply rounding
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if (name.endswith(".weight") and "norm" in name.split(".")[-2]) or name.endswith(
                 ("router.scale", "_scale")
             ):
-                parameter.uniform_(0.5, 1.5, generator=generator)
+                parameter.uniform_(least, least + 1.0, generator=generator)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3, generator=generator)
             else:

@@ -77,6 +77,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
         {"projection_hidden_size": 16, "tie_word_embeddings": False},
     ),
+    "MiniMax-M3": (
+        "MiniMaxM3Sparse",
+        {
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "num_local_experts": 6,
+            "mlp_layer_types": ["dense", "sparse", "sparse"], "dense_intermediate_size": 64, "intermediate_size": 20,
+            "shared_intermediate_size": 24, "num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 12,
+            "index_block_size": 8, "index_topk_blocks": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+        _VISION | {"hidden_size": 48},
+        {"projector_hidden_size": 16, "tie_word_embeddings": False},
+    ),
     "Qwen3.5": ("Qwen3_5", _QWEN, _QWEN_VISION, {"tie_word_embeddings": False}),
     "Qwen3.5-MoE": ("Qwen3_5Moe", _QWEN | _EXPERTS, _QWEN_VISION, {"tie_word_embeddings": False}),
 }  # fmt: skip

@@ -33,6 +33,8 @@ class PagedRunner:
         self.forward = forward or model  # runs the steps
         if isinstance(model, Decoder) and any(getattr(layer.mixer, "chunk", None) for layer in model.spec.layers):
             page_size = 8  # chunks of positions are whole pages
+        if isinstance(model, Decoder) and model.spec.indexed_layers:
+            page_size = 8  # so are blocks
         of = {model.spec.split: model.spec.shard} if isinstance(model, Decoder) else {}
         split = of.get("context", WHOLE)
         if page_size % split.size:

@@ -116,6 +116,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_scale": 0.3,
         },
     ),
+    # Chosen blocks; a clamped GLU in experts, in the shared one and in dense blocks.
+    "minimax_m3": (
+        "MiniMaxM3VL",
+        {
+            **_EVEN,
+            "vocab_size": 71,
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_hidden_layers": 2,
+            "dense_intermediate_size": 96,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 0.9,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_block_size": 8,
+            "index_topk_blocks": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     # Layers of one block; experts without a gate, on a narrower state.
     "nemotron_h": (
         "NemotronH",

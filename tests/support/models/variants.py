@@ -101,6 +101,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         # Published configs have `rotary_dim` alone, which transformers 5.17 does not read.
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
+    "MiniMaxM3VL": {
+        "num_hidden_layers": 3, "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "dense_intermediate_size": 64, "intermediate_size": 20,
+        "shared_intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
+        "routed_scaling_factor": 1.7, "swiglu_limit": 0.9, "bos_token_id": 1, "eos_token_id": 2,
+        # Prompts have several times the blocks that a token attends to.
+        "index_n_heads": 2, "index_head_dim": 12, "index_block_size": 16, "index_topk_blocks": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "Afmoe": EXPERTS | {
         "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True, "head_dim": 12,
         "sliding_window": 6, "layer_types": LAYER_TYPES,

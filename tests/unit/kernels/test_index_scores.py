@@ -42,21 +42,22 @@ SPANS = """
 """
 
 
-def exact(q_THD, weights_TH, keys_PS1D, table_TP, positions_T):
+def exact(q_THD, weights_TH, keys_PS1D, table_TP, positions_T, relu):
     """Token by token and position by position."""
     size = keys_PS1D.shape[1]
     out = torch.full((len(q_THD), table_TP.shape[1] * size), -torch.inf, dtype=torch.float64)
     for t, position in enumerate(positions_T.tolist()):
         for n in range(position + 1):
             key = keys_PS1D[table_TP[t, n // size], n % size, 0].double().cpu()
-            out[t, n] = ((q_THD[t].double().cpu() @ key).relu() * weights_TH[t].double().cpu()).sum()
+            products = q_THD[t].double().cpu() @ key
+            out[t, n] = ((products.relu() if relu else products) * weights_TH[t].double().cpu()).sum()
     return out
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("shared", "relu"), [(False, True), (True, True), (False, False)])
 @pytest.mark.parametrize(("heads", "dim", "page_size", "pages"), [(4, 12, 7, 30), (20, 32, 16, 9), (70, 16, 16, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_are_those_of_float64(heads, dim, page_size, pages, shared, dtype):
+def test_scores_are_those_of_float64(heads, dim, page_size, pages, shared, relu, dtype):
     """Rows of their own, or tokens of one row; the queries lie apart, and what no token sees is not a number."""
     torch.manual_seed(heads)
     tokens, width = 3, pages * page_size
@@ -68,10 +69,10 @@ def test_scores_are_those_of_float64(heads, dim, page_size, pages, shared, dtype
     if shared:
         table_TP = table_TP[:1].expand(tokens, -1)
     keys_PS1D[table_TP[-1, -1], -1] = torch.nan
-    expected = exact(q_THD, weights_TH, keys_PS1D, table_TP, positions_T)
+    expected = exact(q_THD, weights_TH, keys_PS1D, table_TP, positions_T, relu)
     seen = torch.arange(width) <= positions_T.cpu()[:, None]
     for op in (index_scores, twin.index_scores):
-        got = op(q_THD, weights_TH, keys_PS1D, table_TP, positions_T).cpu()
+        got = op(q_THD, weights_TH, keys_PS1D, table_TP, positions_T, relu).cpu()
         assert got.dtype == torch.float32 and torch.equal(got > -torch.inf, seen)
         torch.testing.assert_close(got[seen].double(), expected[seen], rtol=1e-4, atol=1e-4)
 

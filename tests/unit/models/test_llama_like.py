@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 #: One for each mechanism that the fused kernels meet here: rotary embeddings of each kind, windows by layer, layers
 #: without positions, queries that grow, modules in one tensor, norms of queries and keys, biases, sinks, routers; norms
 #: after blocks, factors, bounds, gates of the output.
-STEPS_BY_KERNELS = {"Phi3 long", "Ministral", "Ministral3", "SmolLM3", "Glm4Moe", "MiniMaxM2", "GptOss"}
+STEPS_BY_KERNELS = {"Phi3 long", "Ministral", "Ministral3", "SmolLM3", "Glm4Moe", "MiniMaxM2", "MiniMaxM3VL", "GptOss"}
 STEPS_BY_KERNELS |= {"Glm4", "Gemma2", "Gemma3", "Gemma4", "Granite", "Olmo2", "Olmo3", "Afmoe"}
 #: `test_lora_models.py` has separate modules.
 ADAPTERS_BY_KERNELS = {"Phi3 long", "Gemma3", "Olmo2"}
@@ -69,7 +69,7 @@ def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, kernels: b
     check(loaded, exact, slots, atol=1e-3, fused=kernels)  # merged weights round otherwise
 
 
-@pytest.mark.parametrize("stem", ["Glm4Moe", "MiniMaxM2", "Afmoe", "GptOss"])
+@pytest.mark.parametrize("stem", ["Glm4Moe", "MiniMaxM2", "MiniMaxM3VL", "Afmoe", "GptOss"])
 def test_a_trainers_parameters_are_a_whole_update(stem: str, tmp_path: Path) -> None:
     """`named_parameters()` has no buffers; tensors of layers for further tokens may come with them."""
     reference = make_variant(stem, tmp_path)

@@ -96,7 +96,7 @@ class Case:
 NAMES = [*FAMILIES, *CONFIGS, *HYBRIDS, *LATENT, "qwen3_moe wide", "mixtral wide", "GptOss wide", "Glm4Moe wide"]
 #: Those that differ in how they are cut run with two ranks every time; all of them, and four ranks, at night.
 QUICK = {"llama", "qwen2", "qwen3_moe", "olmoe", "Phi3", "Glm4Moe", "GptOss", "Olmo3", "Gemma2", "Afmoe", "Qwen2Moe"}
-QUICK |= {*HYBRIDS, "DeepseekV3", "DeepseekV3 moonlight", "Glm4MoeLite", "Gemma4"}
+QUICK |= {*HYBRIDS, "MiniMaxM3VL", "DeepseekV3", "DeepseekV3 moonlight", "Glm4MoeLite", "Gemma4"}
 CASES = [
     pytest.param(name, size, marks=[] if size == 2 and name.removesuffix(" wide") in QUICK else [pytest.mark.nightly])
     for name in NAMES
@@ -145,7 +145,7 @@ def test_eight_ranks_compute_what_one_does(family: str, tmp_path: Path, start_ra
 
 #: Models whose rows can be dealt: they differ in norms of heads, biases, sinks, windows, chunks, latents and indexers.
 DEALT = ["qwen3_moe", "olmoe", "mixtral", "Glm4Moe", "GptOss", "Afmoe", "DeepseekV3", "DeepseekV3 moonlight"]
-DEALT += ["Glm4MoeLite", "Qwen2Moe", "qwen3_moe wide"]
+DEALT += ["Glm4MoeLite", "Qwen2Moe", "qwen3_moe wide", "MiniMaxM3VL"]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_contexts_split_over_ranks_have_the_logits_of_one_rank(
     _check_shards(tmp_path, start_ranks(size), 0.85 if size == 2 else 0.75, "context")
 
 
-@pytest.mark.parametrize("name", ["GptOss", "Afmoe", "DeepseekV32"])
+@pytest.mark.parametrize("name", ["GptOss", "Afmoe", "DeepseekV32", "MiniMaxM3VL"])
 def test_contexts_of_other_models_are_not_split(name: str, tmp_path: Path) -> None:
     Case(name, tmp_path)
     with pytest.raises(ValueError, match="attention_split = context is not for .*: use heads"):
