@@ -467,16 +467,8 @@ class MTPFamily:
 
 
 #: Parts of the declaration of a family.
-PartFamily = (
-    MoEFamily
-    | DeltaNetFamily
-    | KimiDeltaFamily
-    | Mamba2Family
-    | LatentFamily
-    | IndexerFamily
-    | BlocksFamily
-    | MTPFamily
-)
+StateFamily = DeltaNetFamily | KimiDeltaFamily | Mamba2Family
+PartFamily = MoEFamily | StateFamily | LatentFamily | IndexerFamily | BlocksFamily | MTPFamily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -537,7 +529,7 @@ class Family:
     grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
     attention_scale: float | Key | Power | None = declared(NUMBER, None)
     attention_softcap: Key | None = declared(NUMBER, None)
-    linear: DeltaNetFamily | KimiDeltaFamily | Mamba2Family | None = None
+    linear: StateFamily | None = None
     latent: LatentFamily | None = None  # all layers have it
     blocks: BlocksFamily | None = None
     norms: NormPlace = "before"
@@ -604,6 +596,22 @@ SHARED_EXPERTS = DenseNames(
     ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
 )
 GATE_UP = DenseNames(gate_up=("mlp.gate_up_proj",))
+#: Names of experts in files since Mixtral; transformers' modules have another beginning.
+BLOCK_SPARSE = MoENames(
+    router=("block_sparse_moe.gate",),
+    router_bias=("block_sparse_moe.e_score_correction_bias", "block_sparse_moe.gate.e_score_correction_bias"),
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+    stacked_gate_up="block_sparse_moe.experts.gate_up_proj",
+    stacked_down="block_sparse_moe.experts.down_proj",
+    shared=DenseNames(
+        ("block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"),
+        "block_sparse_moe.shared_experts.down_proj",
+        joined="block_sparse_moe.shared_experts.gate_up_proj",
+    ),
+)
+IN_BLOCK_SPARSE = (".block_sparse_moe.", (".block_sparse_moe.", ".mlp."))
 
 
 def deepseek_moe(sparse: ByLayer[bool]) -> MoEFamily:

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 from rollout.models.families.declare import (
+    BLOCK_SPARSE,
+    IN_BLOCK_SPARSE,
     INSIDE_LLAVA,
     SHARED_EXPERTS,
     Family,
@@ -20,7 +22,7 @@ from rollout.models.families.declare import (
     sparse_by_type,
     sparse_from,
 )
-from rollout.models.spec import DenseNames, KimiDeltaNames, ModelNames, MoENames
+from rollout.models.spec import KimiDeltaNames, ModelNames, MoENames
 
 
 def _in_forget_gate(*names: str) -> tuple[tuple[str, tuple[str, str]], ...]:
@@ -56,23 +58,11 @@ FAMILIES: dict[str, Family] = {
         moe=replace(
             deepseek_moe(sparse_by_type),
             experts=Key("num_local_experts"),
-            names=MoENames(
-                router=("block_sparse_moe.gate",),
-                router_bias=("block_sparse_moe.gate.e_score_correction_bias",),
-                gate="block_sparse_moe.experts.{}.w1",
-                up="block_sparse_moe.experts.{}.w3",
-                down="block_sparse_moe.experts.{}.w2",
-                stacked_gate_up="block_sparse_moe.experts.gate_up_proj",
-                stacked_down="block_sparse_moe.experts.down_proj",
-                shared=DenseNames(
-                    ("block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"),
-                    "block_sparse_moe.shared_experts.down_proj",
-                ),
-            ),
+            names=BLOCK_SPARSE,
         ),
         names=ModelNames(
             parts=(
-                (".block_sparse_moe.", (".block_sparse_moe.", ".mlp.")),
+                IN_BLOCK_SPARSE,
                 (".mlp.", (".mlp.", ".block_sparse_moe.")),  # transformers saves dense blocks as the second
                 *_in_forget_gate("f_a_proj", "f_b_proj", "A_log", "dt_bias"),
             )

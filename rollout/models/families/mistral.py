@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 from rollout.models.families.declare import (
+    BLOCK_SPARSE,
+    IN_BLOCK_SPARSE,
     INSIDE_LLAVA,
     Family,
     Key,
@@ -14,7 +16,7 @@ from rollout.models.families.declare import (
     sparse_from,
     windows_by_type,
 )
-from rollout.models.spec import MoENames
+from rollout.models.spec import ModelNames
 
 FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
@@ -25,13 +27,9 @@ FAMILIES: dict[str, Family] = {
             experts=Key("num_local_experts"),
             intermediate=Key("intermediate_size"),
             renormalize=True,
-            names=MoENames(
-                router=("block_sparse_moe.gate", "mlp.gate"),
-                gate="block_sparse_moe.experts.{}.w1",
-                up="block_sparse_moe.experts.{}.w3",
-                down="block_sparse_moe.experts.{}.w2",
-            ),
+            names=BLOCK_SPARSE,
         ),
+        names=ModelNames(parts=(IN_BLOCK_SPARSE,)),
     ),
     "MistralForCausalLM": Family(
         model_type="mistral",

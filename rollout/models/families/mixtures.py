@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from rollout.models.families.declare import (
     ATTENTION_BIAS,
+    BLOCK_SPARSE,
+    IN_BLOCK_SPARSE,
     INSIDE_LLAVA,
     NORMS_AFTER,
     SHARED_EXPERTS,
@@ -141,14 +143,9 @@ FAMILIES: dict[str, Family] = {
             renormalize=True,
             scoring="sigmoid",
             router_bias=True,
-            names=MoENames(
-                router=("block_sparse_moe.gate", "mlp.gate"),
-                router_bias=("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
-                gate="block_sparse_moe.experts.{}.w1",
-                up="block_sparse_moe.experts.{}.w3",
-                down="block_sparse_moe.experts.{}.w2",
-            ),
+            names=BLOCK_SPARSE,
         ),
+        names=ModelNames(parts=(IN_BLOCK_SPARSE,)),
     ),
     "MiniMaxM3VLForCausalLM": Family(
         model_type="minimax_m3_vl_text",
@@ -171,27 +168,9 @@ FAMILIES: dict[str, Family] = {
             shared_intermediate=Key("shared_intermediate_size"),
             sparse=sparse_by_type,
             limits=same_limits,
-            names=MoENames(
-                router=("block_sparse_moe.gate",),
-                router_bias=("block_sparse_moe.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
-                gate="block_sparse_moe.experts.{}.w1",
-                up="block_sparse_moe.experts.{}.w3",
-                down="block_sparse_moe.experts.{}.w2",
-                stacked_gate_up="block_sparse_moe.experts.gate_up_proj",
-                stacked_down="block_sparse_moe.experts.down_proj",
-                shared=DenseNames(
-                    ("block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"),
-                    "block_sparse_moe.shared_experts.down_proj",
-                    "block_sparse_moe.shared_experts.gate_up_proj",
-                ),
-            ),
+            names=BLOCK_SPARSE,
         ),
-        names=ModelNames(
-            parts=(
-                (".block_sparse_moe.", (".block_sparse_moe.", ".mlp.")),
-                (".self_attn.index_", (".self_attn.index_", ".self_attn.indexer.")),
-            )
-        ),
+        names=ModelNames(parts=(IN_BLOCK_SPARSE, (".self_attn.index_", (".self_attn.index_", ".self_attn.indexer.")))),
     ),
     "AfmoeForCausalLM": Family(
         model_type="afmoe",
