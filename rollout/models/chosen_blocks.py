@@ -34,7 +34,7 @@ from rollout.models.spec import AttentionSpec, BlocksSpec
 class ChosenPages(NamedTuple):
     """The pages that each token's KV heads read."""
 
-    pages_XN: torch.Tensor  # int32: as `_pages_of_heads` numbers them
+    pages_XN: torch.Tensor  # int32: as `pages_of_heads` numbers them
     lens_X: torch.Tensor  # int32: the tokens in them, the first ones
 
 
@@ -119,7 +119,7 @@ class BlockAttention(Attention):
 
     def _read(self, chosen: ChosenPages, q_TQD: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
         """Attention of a step's queries to chosen blocks, [T, Q, D]."""
-        k_PS1D, v_PS1D = _pages_of_heads(cache.k_PSGD), _pages_of_heads(cache.v_PSGD)
+        k_PS1D, v_PS1D = pages_of_heads(cache.k_PSGD), pages_of_heads(cache.v_PSGD)
         q_XRD = q_TQD.unflatten(1, (self.spec.kv_heads, -1)).flatten(0, 1)
         most = self.blocks.top_k * self.blocks.size
         bytes_of_one = 2 * most * q_TQD.shape[2] * k_PS1D.element_size()
@@ -141,7 +141,7 @@ class BlockAttention(Attention):
         return regions + [one_name(f"{prefix}{name}.weight", weight) for name, weight in norms]
 
 
-def _pages_of_heads(cache_PSGD: torch.Tensor) -> torch.Tensor:
+def pages_of_heads(cache_PSGD: torch.Tensor) -> torch.Tensor:
     """A view of the cache in which each KV head of a page is a page: head g of page p is number p S G + g."""
     pages, size, heads, dim = cache_PSGD.shape
     assert cache_PSGD.is_contiguous()

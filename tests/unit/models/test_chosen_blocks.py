@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rollout_kernels.attention import triton_index_scores
 from rollout_kernels.attention.triton_decode import decode_attention
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 
@@ -15,9 +14,10 @@ from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.model_checks import check_model
 from rollout.engine.sizing import kv_dtype
 from rollout.models import load_model
-from rollout.models.chosen_blocks import BlockAttention
+from rollout.models.chosen_blocks import pages_of_heads
 from rollout.models.config_spec import spec_from_config
 from rollout.models.deterministic import CONFIG
+from tests.support.models.both_ways import edit
 from tests.support.models.paged import PagedRunner
 from tests.support.models.variants import CONFIGS, SIZES, make_variant
 from tests.support.settings import settings_of
@@ -50,32 +50,30 @@ def _difference(loaded: Any, reference: Any) -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, exact, strict=True))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-def test_the_kernels_read_chosen_blocks(made: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-
-    def plan(
-        pages: torch.Tensor, lens: torch.Tensor, cache: torch.Tensor, *, heads: int, window: None, **_: Any
-    ) -> Any:
-        return plan_decode_work(lens, 1, group=heads, window=window, config=CONFIG, max_context=16)
-
-    def attend(q: torch.Tensor, *given: torch.Tensor, plan: Any, max_context: int, **how: Any) -> torch.Tensor:
-        runs.append(max_context)
-        return decode_attention(q, *given, work=plan, **how)
-
-    monkeypatch.setattr("rollout.models.chosen_blocks.index_scores", triton_index_scores.index_scores)
-    monkeypatch.setattr("rollout.models.chosen_blocks.plan_paged_decode", plan)
-    monkeypatch.setattr("rollout.models.chosen_blocks.paged_decode_attention", attend)
+def test_a_block_more_or_less_is_seen(made: tuple[Any, Any], tmp_path: Path) -> None:
     assert _difference(*made) < 1e-4
-    assert set(runs) == {16}
+    for count in (1, 3):
+        made[1].save_pretrained(tmp_path)
+        edit(tmp_path, lambda content, count=count: content.update(index_topk_blocks=count))
+        assert _difference(load_model(ModelSettings(path=str(tmp_path)), CPU), made[1]) > 0.1
 
 
-def test_a_block_more_or_less_is_seen(made: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, reference = made
-    block = next(module for module in loaded.model.modules() if isinstance(module, BlockAttention))
-    for other in (1, 3):
-        monkeypatch.setattr(block, "blocks", block.blocks._replace(top_k=other))
-        assert _difference(loaded, reference) > 0.1
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+def test_the_kernel_reads_pages_of_heads() -> None:
+    """Each row has pages of one KV head, in any order, of which the last one is not full."""
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 7, 4, 3, 16)
+    pages = torch.stack([torch.randperm(7)[:5] for _ in range(6)])
+    lens, heads = torch.tensor([17, 1, 8, 20, 13, 5]), torch.arange(3).repeat(2)
+    q = torch.randn(6, 2, 16)
+    work = plan_decode_work(lens, 1, group=2, window=None, config=CONFIG, max_context=20)
+    views = [pages_of_heads(cache) for cache in (k, v)]
+    numbers = (pages * 12 + heads[:, None]).int()
+    got = decode_attention(q, *views, numbers, lens, scale=0.3, window=None, work=work)
+    for row, head in enumerate(heads):
+        keys, values = (cache[pages[row], :, head].flatten(0, 1)[: lens[row]].double() for cache in (k, v))
+        exact = torch.softmax(q[row].double() @ keys.T * 0.3, -1) @ values
+        torch.testing.assert_close(got[row].double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
