@@ -1,13 +1,14 @@
 """Measures the Triton attention kernels on a CUDA machine: microseconds per layer, the floor, and tuning sweeps.
 
     PYTHONPATH=.:kernels python -m scripts.bench.attention FILE [--sweep]
-        [--kinds decode prefill] [--heads 32/8 32/4] [--shapes 1x256 32x4K mix] [--page-size 16] [--window 4096] [--fp8]
-        [--min-tiles 0 1 8]
+        [--kinds decode prefill] [--heads 32/8 32/4] [--shapes 1x256 32x4K 32x4Kx8 mix] [--page-size 16]
+        [--window 4096] [--fp8] [--min-tiles 0 1 8]
 
 Decode: one query per row over `rows x context` tokens of KV in shuffled pages, in bf16 or as e4m3 codes with scales. A
 captured graph rotates over the caches of several layers, so that no KV is read from the L2 cache. The floor of a layer
 is the bytes of the visible keys and values over the read bandwidth of the same run. `mix` is 32 rows of log-normal
-lengths. The plan, one for all layers of a step, is timed separately. Prefill: chunks over a cached prefix, compared
+lengths; in 32x4Kx8, groups of 8 rows share all but their last 40 positions. The plan, one for all layers of a step, is
+timed separately. Prefill: chunks over a cached prefix, compared
 with the matrix rate of a large product.
 
 Every configuration is first checked against float64; decode also in a graph whose lengths change between replays.
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from rollout_kernels.attention.segments import make_segments
 from rollout_kernels.attention.triton_decode import decode_attention, default_decode_config
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, plan_decode_work
 from rollout_kernels.attention.triton_prefill import PrefillConfig, default_prefill_config, prefill_attention
@@ -42,6 +44,7 @@ PREFILL_SHAPES = {
     "32 over 4K": [(32, 4096)],
 }
 _ROTATED_BYTES = 240e6  # KV of all layers together, four times the L2 cache
+_OWN = 40  # positions that a row of a group has alone
 
 
 def lengths(shape: str) -> list[int]:
@@ -49,17 +52,33 @@ def lengths(shape: str) -> list[int]:
     if shape == "mix":
         normal = torch.randn(32, generator=torch.Generator().manual_seed(0)).mul(0.8).add(math.log(3000)).exp()
         return [min(16384, int(n)) for n in normal]
-    rows, context = shape.split("x")
+    rows, context = shape.split("x")[:2]
     tokens = int(context.removesuffix("K")) * (1024 if context.endswith("K") else 1)
     return [tokens] * int(rows)
 
 
+def common_positions(shape: str, page_size: int) -> list[int]:
+    """For each row of a decode shape but the last, how many first positions it shares with the next one."""
+    lens = lengths(shape)
+    together = int(shape.split("x")[2]) if shape.count("x") == 2 else 1
+    shared = (lens[0] - _OWN) // page_size * page_size
+    return [shared if row % together else 0 for row in range(1, len(lens))]
+
+
 class Problem:
-    """Caches of several layers in shuffled pages, one page table, and lengths."""
+    """Caches of several layers in shuffled pages, one page table, and lengths. `common` says what neighbours share."""
 
     def __init__(
-        self, lens: list[int], heads: int, kv_heads: int, page_size: int, layers: int, fp8: bool = False
+        self,
+        lens: list[int],
+        heads: int,
+        kv_heads: int,
+        page_size: int,
+        layers: int,
+        fp8: bool = False,
+        common: Sequence[int] = (),
     ) -> None:
+        self.common = common
         width = -(-max(lens) // page_size)
         pages = len(lens) * width + 1
         shape = (pages, page_size, kv_heads, DIM)
@@ -71,6 +90,8 @@ class Problem:
             scales = [scales.view(shape[:3]).transpose(1, 2) for _, scales in coded]
             self.scales[layer] = torch.stack(scales, dim=1).contiguous()
         self.table = (torch.randperm(pages - 1, device="cuda") + 1).int().view(len(lens), width)
+        for row, positions in enumerate(common, start=1):
+            self.table[row, : positions // page_size] = self.table[row - 1, : positions // page_size]
         self.lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
         self.heads, self.kv_heads = heads, kv_heads
         self.scale = DIM**-0.5
@@ -78,6 +99,12 @@ class Problem:
     def queries(self, count: int) -> torch.Tensor:
         """Random queries, wide enough for scores that differ."""
         return torch.randn(count, self.heads, DIM, device="cuda", dtype=torch.bfloat16) * 2
+
+    def segments(self, config: DecodeConfig) -> torch.Tensor | None:
+        """The positions that rows share, as the plan takes them."""
+        at_once = config.rows_at_once(self.heads // self.kv_heads)
+        segments_SW = make_segments(self.common, len(self.lens), at_once, _OWN)
+        return None if segments_SW is None else torch.from_numpy(segments_SW).cuda()
 
     def exact(self, q_HD: torch.Tensor, row: int, position: int, window: int | None, layer: int = 0) -> torch.Tensor:
         """Float64 attention of the query at `position` of a row."""
@@ -151,14 +178,14 @@ def check_decode(
 
 def time_decode(problem: Problem, config: DecodeConfig, window: int | None) -> tuple[float, float]:
     """Microseconds of a layer, and of the plan."""
-    q = problem.queries(len(problem.lens))
+    q, segments_SW = problem.queries(len(problem.lens)), problem.segments(config)
 
     def make_plan():
         most = int(problem.table.shape[1]) * problem.kv[0][0].shape[1]
-        group = problem.heads // problem.kv_heads
         return plan_decode_work(
-            problem.lens, problem.kv_heads, group=group, window=window, config=config, max_context=most
-        )
+            problem.lens, problem.kv_heads, group=problem.heads // problem.kv_heads, window=window, config=config,
+            max_context=most, segments_SW=segments_SW,
+        )  # fmt: skip
 
     work = make_plan()
 
@@ -195,8 +222,11 @@ def usable(configs: list, compile_one: Callable, check: Callable) -> list:
 def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_heads: int) -> list[dict]:
     """Time all shapes for one number of heads."""
     group = heads // kv_heads
-    bases = [default_decode_config(DIM, torch.bfloat16, rows, args.fp8, group=group) for rows in (1, 32)]
-    chunked = dataclasses.replace(bases[1], chunk=1024)
+    bases = [
+        default_decode_config(DIM, torch.bfloat16, rows, args.fp8, shared, group)
+        for rows, shared in itertools.product((1, 32, 128), (False, True))
+    ]
+    chunked = dataclasses.replace(bases[-2], chunk=1024)
     configs = [*dict.fromkeys([*bases, *decode_candidates()])] if args.sweep else [*bases, chunked]
     tiny = Problem([700], heads, kv_heads, args.page_size, 1, args.fp8)
 
@@ -214,10 +244,11 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
     rows = []
     for shape in args.shapes or DECODE_SHAPES:
         lens = lengths(shape)
-        seen = sum(min(n, args.window or n) for n in lens)
+        common = common_positions(shape, args.page_size)
+        seen = sum(min(n, args.window or n) for n in lens) - sum(common)
         kv_bytes = seen * kv_heads * 2 * (DIM + 4 if args.fp8 else DIM * 2)
         layers = min(64, max(2, math.ceil(_ROTATED_BYTES / kv_bytes)))
-        problem = Problem(lens, heads, kv_heads, args.page_size, layers, args.fp8)
+        problem = Problem(lens, heads, kv_heads, args.page_size, layers, args.fp8, common)
         timed = []
         for config, error in good:
             several = ((1, 2, 3, 4, 6, 8), (0, 1, 2, 4)) if args.sweep else ((config.programs_per_sm,), args.min_tiles)
@@ -228,7 +259,7 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
         timed.sort(key=lambda entry: entry["us"])
         floor_us = kv_bytes / bandwidth * 1e6
         best = timed[0]
-        base = default_decode_config(DIM, torch.bfloat16, len(lens), args.fp8, group=group)
+        base = default_decode_config(DIM, torch.bfloat16, len(lens), args.fp8, any(common), group)
         default = min((t for t in timed if _same(t, base)), key=lambda t: t["us"], default=best)
         row = {"kind": "decode", "heads": f"{heads}/{kv_heads}", "shape": shape, "floor_us": floor_us}
         rows.append({**row, "default": default, "best": best})

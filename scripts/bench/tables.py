@@ -903,6 +903,21 @@ def _kernels() -> list[Table]:
             "The first lines have KV in bf16, the others in fp8.",
             kind="decode",
         ),
+        columns(
+            "Attention of rows in groups, one layer, us",
+            "attention_groups_h200",
+            {
+                "rows x context x group": "shape",
+                "heads": "heads",
+                "floor": "floor_us",
+                "before": "before_us",
+                "us": lambda found: found["default"]["us"],
+                "tiles of 64": lambda found: found.get("tall_us"),
+            },
+            "The kernel alone. Before, the last program of a row combined its parts. Tiles of 64 heads read a group of "
+            "8 once, but 128 rows of 300 that share nothing are slower with them: 32.9 us, not 28.3 (32/4 heads).",
+            kind="decode",
+        ),
         across(
             columns(
                 "Plans of experts, us a layer",

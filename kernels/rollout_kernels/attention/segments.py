@@ -35,8 +35,8 @@ class SharedTile:
 #: 2K positions in groups of 8, of 32 query heads over 8 KV heads, take 0.27 of their time alone in tiles of 32 and 0.38
 #: in tiles of 16; rows that share nothing lose 1 to 2%. With codes, tiles of 32 need more registers than there are:
 #: on an H200, 80 rows with a system prompt of 1,536 positions lose 60%.
-#: Groups of 8 rows with 8 query heads to a KV head would fit in `SharedTile(64, num_warps=4)`. On an H100, steps of
-#: Qwen3-30B-A3B are 7% slower with it than with tiles of 32, which read shared pages twice.
+#: Groups of 8 rows with 8 query heads to a KV head would fit in `SharedTile(64, num_warps=4)`. On an H200, 32 rows of
+#: 4K would take 24 us a layer in place of 29, but 128 rows of 300 that share nothing 33 in place of 28.
 SHARED_TILES = {False: SharedTile(32), True: SharedTile(16)}
 
 
