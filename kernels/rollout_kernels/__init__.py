@@ -2,7 +2,8 @@
 
 A folder holds one kind of operation: the op, its torch twin, and its Triton kernel (a module named `triton_*` or
 `gluon_*`). The twin is the CPU path and defines what the kernel must compute. Modules with kernels are imported where
-they are used, so a machine without Triton can run the twins.
+they are used, so a machine without Triton can run the twins. The arguments of a kernel stand in rows by kind: pointers,
+numbers, strides, constants.
 
     attention   over a paged KV cache: decode, prefill, writing keys and values
     linear      matrix products with few rows

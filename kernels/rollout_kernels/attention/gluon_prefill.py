@@ -60,22 +60,12 @@ def _snake(step, programs, program):
 
 @gluon.jit
 def _produce(
-    q_desc,
-    k_desc,
-    v_desc,
-    q_smem,
-    k_smem,
-    v_smem,
-    q_bars,
-    k_bars,
-    v_bars,
+    q_desc, k_desc, v_desc,
+    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars,
     items_ptr,
-    blocks,
-    rows,
-    group,
-    H: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    blocks, rows, group,
+    H: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     D: gl.constexpr = k_smem.shape[2]
@@ -104,17 +94,9 @@ def _produce(
 
 @gluon.jit
 def _soften(
-    score,
-    peak,
-    total,
-    scale_log2,
-    tile,
-    position,
-    window,
-    HAS_WINDOW: gl.constexpr,
-    MASKED: gl.constexpr,
-    HALF: gl.constexpr,
-):
+    score, peak, total, scale_log2, tile, position, window,
+    HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
     """Weights of a tile in float32, the new peak and total, and the factor of earlier sums."""
     S: gl.constexpr = score.type.layout
     if MASKED:
@@ -149,27 +131,10 @@ def _end_products(pingpong_bars, PINGPONG: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def _advance(
-    q_tile,
-    k_smem,
-    v_smem,
-    k_bars,
-    v_bars,
-    pingpong_bars,
-    count,
-    weight,
-    acc,
-    peak,
-    total,
-    scale_log2,
-    tile,
-    position,
+    q_tile, k_smem, v_smem, k_bars, v_bars, pingpong_bars, count, weight, acc, peak, total, scale_log2, tile, position,
     window,
-    HAS_WINDOW: gl.constexpr,
-    MASKED: gl.constexpr,
-    HALF: gl.constexpr,
-    STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr,
-):
+    HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+):  # fmt: skip
     """Scores of the tile `count`, and meanwhile the sums of the tile before it, whose weights are `weight`."""
     S: gl.constexpr = acc.type.layout
     stage = count % STAGES
@@ -193,24 +158,11 @@ def _advance(
 
 @gluon.jit
 def _consume(
-    q_smem,
-    k_smem,
-    v_smem,
-    q_bars,
-    k_bars,
-    v_bars,
-    pingpong_bars,
-    out_ptr,
-    items_ptr,
-    blocks,
-    window,
-    scale_log2,
-    HALF: gl.constexpr,
-    H: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
-    STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr,
-):
+    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, pingpong_bars,
+    out_ptr, items_ptr,
+    blocks, window, scale_log2,
+    HALF: gl.constexpr, H: gl.constexpr, HAS_WINDOW: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     D: gl.constexpr = k_smem.shape[2]
@@ -279,22 +231,10 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["blocks", "rows", "window", "group"])
 def _attention_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_ptr,
-    items_ptr,
-    blocks,
-    rows,
-    window,
-    scale_log2,
-    group,
-    H: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
-    STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr,
-    num_warps: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, out_ptr, items_ptr,
+    blocks, rows, window, scale_log2, group,
+    H: gl.constexpr, HAS_WINDOW: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
@@ -376,18 +316,8 @@ def gathered_attention(
     _attention_kernel[(programs,)](
         TensorDescriptor.from_tensor(q_THD.view(tokens, heads * dim), [64, dim], layout),
         TensorDescriptor.from_tensor(k_GND.view(kv_heads * rows, dim), [TILE, dim], layout),
-        TensorDescriptor.from_tensor(v_GND.view(kv_heads * rows, dim), [TILE, dim], layout),
-        out_THD,
-        items_BW,
-        items_BW.shape[0],
-        rows,
-        window or 0,
-        scale * math.log2(math.e),
-        heads // kv_heads,
-        H=heads,
-        HAS_WINDOW=window is not None,
-        STAGES=stages,
-        PINGPONG=pingpong,
-        num_warps=4,
-    )
+        TensorDescriptor.from_tensor(v_GND.view(kv_heads * rows, dim), [TILE, dim], layout), out_THD, items_BW,
+        items_BW.shape[0], rows, window or 0, scale * math.log2(math.e), heads // kv_heads,
+        H=heads, HAS_WINDOW=window is not None, STAGES=stages, PINGPONG=pingpong, num_warps=4,
+    )  # fmt: skip
     return out_THD

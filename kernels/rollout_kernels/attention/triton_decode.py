@@ -73,38 +73,13 @@ class _Inputs(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows", "window", "stride_table"])
 def _decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    sinks_ptr,
-    table_ptr,
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    log_sum_ptr,
-    items_ptr,
-    first_ptr,
-    slots_ptr,
-    arrivals_ptr,
-    lens_ptr,
-    rows,
-    scale_log2,
-    softcap_log2,
-    window,
-    stride_q_row,
-    stride_q_head,
-    stride_page,
-    stride_slot,
-    stride_kv_head,
-    stride_table,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_OWN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, log_sum_ptr, items_ptr, first_ptr, slots_ptr,
+    arrivals_ptr, lens_ptr,
+    rows, scale_log2, softcap_log2, window,
+    stride_q_row, stride_q_head, stride_page, stride_slot, stride_kv_head, stride_table,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_OWN: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
@@ -128,18 +103,10 @@ def _decode_kernel(
 
 @triton.jit
 def _attend(
-    given,
-    to,
-    item,
-    sharing,
-    kv_head,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    given, to, item, sharing, kv_head,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `ResultPointers`."""
     D: tl.constexpr = HEADS.D
     GROUP: tl.constexpr = HEADS.GROUP
@@ -239,24 +206,11 @@ def decode_attention(
     sinks_H: torch.Tensor | None = None,
     log_sum_BH: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, D].
+    """Like `rollout_kernels.paged_decode_attention`, its twin on a CPU. Returns [B, H, D]; zeros for a row of length 0.
 
-    The twin is `rollout_kernels.paged_decode_attention` on a CPU.
-
-    Args:
-        q_BHD: float32, float16 or bfloat16, contiguous in D. H is a multiple of G; head h reads KV head `h // (H / G)`.
-        k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`; contiguous in D.
-        v_cache_PSGD: likewise, with the same strides.
-        page_table_BP: int32, contiguous in P.
-        context_lens_B: int32 or int64. A row of length 0 gives zeros.
-        scale: factor of the scores.
-        window: how many positions a query sees, or None for all.
-        scales_P2GS: float32, contiguous: scales of keys, then of values.
-        work: the result of `plan_decode_work` for the same lengths and window; computed here if None. Launches that
-            share a plan must follow each other on one stream.
-        softcap: bounds the scaled scores; None with e4m3 codes.
-        sinks_H: a score of each head that takes part in the softmax and has no value, contiguous; None with e4m3 codes.
-        log_sum_BH: as in the twin.
+    Tensors are contiguous in their last dimension, scales and sinks contiguous; both caches have the same strides.
+    `work` is the result of `plan_decode_work` for the same lengths and window; computed here if None. Launches that
+    share a plan must follow each other on one stream. With e4m3 codes `softcap` and `sinks_H` are None.
     """
     rows, heads, dim = q_BHD.shape
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
@@ -288,29 +242,10 @@ def decode_attention(
     else:
         variants = {"SOFTCAP": softcap is not None}
     (decode_codes_kernel if coded else _decode_kernel)[(kv_heads, shares)](
-        q_BHD,
-        *caches,
-        third,
-        page_table_BP,
-        *work_arguments(results, work),
-        context_lens_B,
-        rows,
-        *factors,
-        window or 0,
-        q_BHD.stride(0),
-        q_BHD.stride(1),
-        *caches[0].stride()[:3],
-        page_table_BP.stride(0),
-        HEADS=sizes,
-        PAGE_SIZE=page_size,
-        HAS_WINDOW=window is not None,
-        BLOCK_M=max(config.block_m, block_g),
-        BLOCK_OWN=max(config.block_own or config.block_m, block_g),
-        BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        maxnreg=config.max_registers,
-        **follow_options(q_BHD.device),
-        **variants,
-    )
+        q_BHD, *caches, third, page_table_BP, *work_arguments(results, work), context_lens_B, rows, *factors,
+        window or 0, q_BHD.stride(0), q_BHD.stride(1), *caches[0].stride()[:3], page_table_BP.stride(0),
+        HEADS=sizes, PAGE_SIZE=page_size, HAS_WINDOW=window is not None, BLOCK_M=max(config.block_m, block_g),
+        BLOCK_OWN=max(config.block_own or config.block_m, block_g), BLOCK_N=config.block_n, num_warps=config.num_warps,
+        num_stages=config.num_stages, maxnreg=config.max_registers, **follow_options(q_BHD.device), **variants,
+    )  # fmt: skip
     return combine_parts(results, sizes, work)

@@ -113,37 +113,13 @@ def _queries(at, is_q, unit_1M, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "window", "stride_table"])
 def decode_codes_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    scales_ptr,
-    table_ptr,
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    log_sum_ptr,
-    items_ptr,
-    first_ptr,
-    slots_ptr,
-    arrivals_ptr,
-    lens_ptr,
-    rows,
-    scale_log2,
-    window,
-    stride_q_row,
-    stride_q_head,
-    stride_page,
-    stride_slot,
-    stride_kv_head,
-    stride_table,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_OWN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    INT8: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, scales_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, log_sum_ptr, items_ptr, first_ptr,
+    slots_ptr, arrivals_ptr, lens_ptr,
+    rows, scale_log2, window,
+    stride_q_row, stride_q_head, stride_page, stride_slot, stride_kv_head, stride_table,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_OWN: tl.constexpr, BLOCK_N: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
     """Like `_decode_kernel`, but `k_ptr`, `v_ptr` and their strides count words. INT8: values are int8."""
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
@@ -167,18 +143,10 @@ def decode_codes_kernel(
 
 @triton.jit
 def _attend(
-    given,
-    to,
-    item,
-    sharing,
-    kv_head,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    INT8: tl.constexpr,
-):
+    given, to, item, sharing, kv_head,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
     """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `ResultPointers`."""
     H: tl.constexpr = HEADS.H
     D: tl.constexpr = HEADS.D

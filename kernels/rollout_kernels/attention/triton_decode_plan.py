@@ -96,29 +96,12 @@ class DecodeWork:
 
 @triton.jit(do_not_specialize=["rows", "shares", "window", "min_tiles", "chunk_tiles"])
 def _plan_kernel(
-    lens_ptr,
-    segments_ptr,
-    counts_ptr,
-    items_ptr,
-    first_ptr,
-    slots_ptr,
-    arrivals_ptr,
-    rows,
-    shares,
-    window,
-    min_tiles,
-    chunk_tiles,
-    COMBINED: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr,
-    SHARED: tl.constexpr,
+    lens_ptr, segments_ptr, counts_ptr, items_ptr, first_ptr, slots_ptr, arrivals_ptr,
+    rows, shares, window, min_tiles, chunk_tiles,
+    COMBINED: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_S: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SHARED: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
-):
+):  # fmt: skip
     b = tl.arange(0, BLOCK_B)
     is_row = b < rows
     follow()
@@ -268,29 +251,10 @@ def plan_decode_work(
         counts = torch.empty(2 * rows, dtype=torch.int32, device=device)
     block_b = max(config.plan_rows, triton.next_power_of_2(rows * (1 + shared)))
     _plan_kernel[(1,)](
-        context_lens_B,
-        first if segments_SW is None else segments_SW,
-        counts,
-        items,
-        first,
-        slots_2B,
-        arrivals_BG,
-        rows,
-        shares,
-        window or 0,
-        config.min_tiles,
-        (config.chunk or 0) // config.block_n,
-        COMBINED=config.heads_combined(group, rows),
-        KV_HEADS=kv_heads,
-        BLOCK_N=config.block_n,
-        BLOCK_B=block_b,
-        BLOCK_I=min(max(1024 // block_b, 1), 16),
-        BLOCK_S=256,
-        HAS_WINDOW=window is not None,
-        CHUNKED=config.chunk is not None,
-        SHARED=shared,
-        ROWS_AT_ONCE=together,
-        num_warps=4,
-        **follow_options(device),
-    )
+        context_lens_B, first if segments_SW is None else segments_SW, counts, items, first, slots_2B, arrivals_BG,
+        rows, shares, window or 0, config.min_tiles, (config.chunk or 0) // config.block_n,
+        COMBINED=config.heads_combined(group, rows), KV_HEADS=kv_heads, BLOCK_N=config.block_n, BLOCK_B=block_b,
+        BLOCK_I=min(max(1024 // block_b, 1), 16), BLOCK_S=256, HAS_WINDOW=window is not None,
+        CHUNKED=config.chunk is not None, SHARED=shared, ROWS_AT_ONCE=together, num_warps=4, **follow_options(device),
+    )  # fmt: skip
     return DecodeWork(items, first, slots_2B, slots, arrivals_BG, window, config)

@@ -39,27 +39,12 @@ def first_row(lens_ptr, chunk, chunks, BLOCK_C: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit(do_not_specialize=["chunks", "rows", "stride_table"])
 def _gather_kernel(
-    k_ptr,
-    v_ptr,
-    scales_ptr,
-    table_ptr,
-    lens_ptr,
-    k_out_ptr,
-    v_out_ptr,
-    chunks,
-    rows,
-    stride_page,
-    stride_slot,
-    stride_kv_head,
-    stride_table,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    CODED: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    k_ptr, v_ptr, scales_ptr, table_ptr, lens_ptr, k_out_ptr, v_out_ptr,
+    chunks, rows,
+    stride_page, stride_slot, stride_kv_head, stride_table,
+    G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, CODED: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0) * TILE
     head = tl.program_id(1)
     chunk = tl.program_id(2)
@@ -115,24 +100,9 @@ def gather_kv(
     assert k_cache_PSGD.stride() == v_cache_PSGD.stride() and k_cache_PSGD.stride(3) == 1
     k_GND, v_GND = (torch.empty(kv_heads, rows, dim, dtype=dtype, device=k_cache_PSGD.device) for _ in "kv")
     _gather_kernel[(triton.cdiv(most, TILE), kv_heads, chunks)](
-        k_cache_PSGD,
-        v_cache_PSGD,
-        scales_P2GS,
-        page_table_CP,
-        context_lens_C,
-        k_GND,
-        v_GND,
-        chunks,
-        rows,
-        *k_cache_PSGD.stride()[:3],
-        page_table_CP.stride(0),
-        G=kv_heads,
-        D=dim,
-        PAGE_SIZE=page_size,
-        CODED=scales_P2GS is not None,
-        TILE=TILE,
-        BLOCK_D=triton.next_power_of_2(dim),
-        BLOCK_C=MOST_CHUNKS,
-        num_warps=8,
-    )
+        k_cache_PSGD, v_cache_PSGD, scales_P2GS, page_table_CP, context_lens_C, k_GND, v_GND, chunks, rows,
+        *k_cache_PSGD.stride()[:3], page_table_CP.stride(0),
+        G=kv_heads, D=dim, PAGE_SIZE=page_size, CODED=scales_P2GS is not None, TILE=TILE,
+        BLOCK_D=triton.next_power_of_2(dim), BLOCK_C=MOST_CHUNKS, num_warps=8,
+    )  # fmt: skip
     return k_GND, v_GND

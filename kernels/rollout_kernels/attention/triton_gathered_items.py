@@ -30,15 +30,10 @@ def block_count(queries: Sequence[int]) -> int:
 @triton.jit
 def _describe(
     block_N,
-    starts_ptr,
-    lens_ptr,
-    chunks,
-    window,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    starts_ptr, lens_ptr,
+    chunks, window,
+    HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """The words of some blocks, counted chunk by chunk; anything for blocks that do not exist."""
     at = tl.arange(0, BLOCK_C)
     live = at < chunks
@@ -65,19 +60,11 @@ def _describe(
 
 @triton.jit(do_not_specialize=["chunks", "blocks", "window"])
 def _items_kernel(
-    starts_ptr,
-    lens_ptr,
-    items_ptr,
-    chunks,
-    blocks,
-    window,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    WORDS: tl.constexpr,
+    starts_ptr, lens_ptr, items_ptr,
+    chunks, blocks, window,
+    HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr, WORDS: tl.constexpr,
     N: tl.constexpr,
-):
+):  # fmt: skip
     mine_N = tl.program_id(0) * N + tl.arange(0, N)
     token_N, count_N, position_N, row_N, begin_N, end_N = _describe(
         mine_N, starts_ptr, lens_ptr, chunks, window, HAS_WINDOW, BLOCK, TILE, BLOCK_C
@@ -119,18 +106,8 @@ def prefill_items(
     items_BW = torch.empty(blocks, ITEM_WORDS, dtype=torch.int32, device=context_lens_C.device)
     block_n = 32
     _items_kernel[(triton.cdiv(blocks, block_n),)](
-        query_starts_C1,
-        context_lens_C,
-        items_BW,
-        chunks,
-        blocks,
-        window or 0,
-        HAS_WINDOW=window is not None,
-        BLOCK=BLOCK,
-        TILE=TILE,
-        BLOCK_C=MOST_CHUNKS,
-        WORDS=ITEM_WORDS,
-        N=block_n,
+        query_starts_C1, context_lens_C, items_BW, chunks, blocks, window or 0,
+        HAS_WINDOW=window is not None, BLOCK=BLOCK, TILE=TILE, BLOCK_C=MOST_CHUNKS, WORDS=ITEM_WORDS, N=block_n,
         num_warps=4,
-    )
+    )  # fmt: skip
     return items_BW

@@ -24,23 +24,12 @@ _MOST_HEADS = 64  # heads that are multiplied at once
     do_not_specialize_on_alignment=["q_ptr", "weights_ptr", "table_ptr", "positions_ptr"],
 )
 def _index_scores_kernel(
-    q_ptr,
-    weights_ptr,
-    keys_ptr,
-    table_ptr,
-    positions_ptr,
-    out_ptr,
+    q_ptr, weights_ptr, keys_ptr, table_ptr, positions_ptr, out_ptr,
     width,
-    stride_q,
-    stride_table,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    RELU: tl.constexpr,
-):
+    stride_q, stride_table,
+    H: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -85,23 +74,9 @@ def index_scores(
     assert table_TP.stride(1) == 1 and positions_T.is_contiguous()
     out_TC = torch.empty(tokens, width, dtype=torch.float32, device=q_THD.device)
     _index_scores_kernel[(triton.cdiv(width, _TILE), tokens)](
-        q_THD,
-        weights_TH,
-        keys_PS1D,
-        table_TP,
-        positions_T,
-        out_TC,
-        width,
-        q_THD.stride(0),
-        table_TP.stride(0),
-        H=heads,
-        D=dim,
-        PAGE_SIZE=page_size,
-        BLOCK_H=min(_MOST_HEADS, max(16, triton.next_power_of_2(heads))),
-        BLOCK_N=_TILE,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        RELU=relu,
-        num_warps=4,
+        q_THD, weights_TH, keys_PS1D, table_TP, positions_T, out_TC, width, q_THD.stride(0), table_TP.stride(0),
+        H=heads, D=dim, PAGE_SIZE=page_size, BLOCK_H=min(_MOST_HEADS, max(16, triton.next_power_of_2(heads))),
+        BLOCK_N=_TILE, BLOCK_D=max(16, triton.next_power_of_2(dim)), RELU=relu, num_warps=4,
         **follow_options(q_THD.device),
-    )
+    )  # fmt: skip
     return out_TC

@@ -39,31 +39,12 @@ _MOST_HEADS = 16
 
 @triton.jit(do_not_specialize=["rows", "stride_table"])
 def _latent_kernel(
-    q_ptr,
-    cache_ptr,
-    table_ptr,
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    log_sum_ptr,
-    items_ptr,
-    first_ptr,
-    slots_ptr,
-    arrivals_ptr,
-    rows,
-    scale_log2,
-    stride_q_row,
-    stride_q_head,
-    stride_page,
-    stride_slot,
-    stride_table,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    q_ptr, cache_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, log_sum_ptr, items_ptr, first_ptr, slots_ptr, arrivals_ptr,
+    rows, scale_log2,
+    stride_q_row, stride_q_head, stride_page, stride_slot, stride_table,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     R: tl.constexpr = HEADS.D
     BLOCK_R: tl.constexpr = HEADS.BLOCK_D
     GROUP: tl.constexpr = HEADS.GROUP
@@ -143,17 +124,10 @@ def decode_latents(
     work: DecodeWork,
     log_sum_BH: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sums of latents for one absorbed query a row, [B, H, R]. The twin is `latent_decode_attention` on a CPU.
+    """Like `latent_decode_attention`, its twin on a CPU. Returns [B, H, R]; zeros for a row of length 0.
 
-    Args:
-        q_BHL: float32, float16 or bfloat16, contiguous in L.
-        cache_PS1L: the queries' dtype; contiguous in L.
-        page_table_BP: int32, contiguous in P.
-        context_lens_B: int32 or int64; those of the plan. A row of length 0 gives zeros.
-        rank: R.
-        scale: factor of the scores.
-        work: the result of `plan_latent_work`. Launches that share a plan must follow each other on one stream.
-        log_sum_BH: as in the twin.
+    Tensors are contiguous in their last dimension. `work` is the result of `plan_latent_work` for the same lengths;
+    launches that share a plan must follow each other on one stream.
     """
     rows, heads, width = q_BHL.shape
     group, config = heads_at_once(heads), work.config
@@ -165,25 +139,10 @@ def decode_latents(
     sizes = DecodeHeads(heads, rank, group, block_g, block_r, 1, config.fused)
     results = empty_results(q_BHL, sizes, work, log_sum_BH)
     _latent_kernel[(blocks, work.first.shape[0] - 1)](
-        q_BHL,
-        cache_PS1L,
-        page_table_BP,
-        *work_arguments(results, work),
-        rows,
-        score_factors(scale, None)[0],
-        q_BHL.stride(0),
-        q_BHL.stride(1),
-        cache_PS1L.stride(0),
-        cache_PS1L.stride(1),
-        page_table_BP.stride(0),
-        HEADS=sizes,
-        D=width - rank,
-        PAGE_SIZE=cache_PS1L.shape[1],
-        BLOCK_M=_MOST_HEADS,
-        BLOCK_N=config.block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(width - rank)),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        q_BHL, cache_PS1L, page_table_BP, *work_arguments(results, work), rows, score_factors(scale, None)[0],
+        q_BHL.stride(0), q_BHL.stride(1), cache_PS1L.stride(0), cache_PS1L.stride(1), page_table_BP.stride(0),
+        HEADS=sizes, D=width - rank, PAGE_SIZE=cache_PS1L.shape[1], BLOCK_M=_MOST_HEADS, BLOCK_N=config.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(width - rank)), num_warps=config.num_warps, num_stages=config.num_stages,
         **follow_options(q_BHL.device),
-    )
+    )  # fmt: skip
     return combine_parts(results, sizes, work)

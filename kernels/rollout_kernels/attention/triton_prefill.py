@@ -40,33 +40,13 @@ class PrefillConfig:
 
 @triton.jit
 def _attend(
-    q,
-    peak,
-    total,
-    acc,
-    k_base,
-    v_base,
-    scale_base,
-    table,
-    begin,
-    end,
-    position,
-    limit,
-    window,
-    scale_log2,
-    softcap_log2,
-    stride_page,
-    stride_slot,
-    D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    V_SCALES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q, peak, total, acc,
+    k_base, v_base, scale_base,
+    table, begin, end, position, limit, window, scale_log2, softcap_log2,
+    stride_page, stride_slot,
+    D: tl.constexpr, PAGE_SIZE: tl.constexpr, V_SCALES: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Add the tiles begin .. end - 1 to the running softmax of BLOCK_M queries, the first of them at `position`.
 
     No position from `limit` on is read. V_SCALES is the distance from a key's scale to its value's scale, or 0 if the
@@ -122,35 +102,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    scales_ptr,
-    sinks_ptr,
-    table_ptr,
-    starts_ptr,
-    lens_ptr,
-    out_ptr,
-    scale_log2,
-    softcap_log2,
-    window,
-    stride_q_token,
-    stride_q_head,
-    stride_page,
-    stride_slot,
-    stride_kv_head,
-    stride_table,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, scales_ptr, sinks_ptr, table_ptr, starts_ptr, lens_ptr, out_ptr,
+    scale_log2, softcap_log2, window,
+    stride_q_token, stride_q_head, stride_page, stride_slot, stride_kv_head, stride_table,
+    H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, FP8: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0)
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     chunk = tl.program_id(2)
@@ -233,28 +190,11 @@ def prefill_attention(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of chunks of prompts over their rows' contexts, which include this step's keys.
+    """Like `rollout_kernels.paged_prefill_attention`, its twin on a CPU, for at most `max_query` queries of a chunk.
 
-    The twin is `rollout_kernels.paged_prefill_attention` on a CPU.
-
-    Args:
-        q_THD: float32, float16 or bfloat16, contiguous in D. The queries of chunk c are
-            `q_THD[query_starts_C1[c] : query_starts_C1[c + 1]]`, at the last positions of its context.
-        k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`; contiguous in D.
-        v_cache_PSGD: likewise, with the same strides.
-        page_table_CP: int32, contiguous in P.
-        query_starts_C1: int32 or int64, C + 1 numbers, contiguous.
-        context_lens_C: int32 or int64, contiguous.
-        max_query: upper bound on the queries of a chunk.
-        scale: factor of the scores.
-        window: how many positions a query sees, or None for all.
-        scales_P2GS: float32, contiguous: scales of keys, then of values.
-        config: launch configuration; by default the measured one.
-        softcap: bounds the scaled scores, or None.
-        sinks_H: a score of each head that takes part in the softmax and has no value, contiguous, or None.
-
-    Returns:
-        [T, H, D] in the queries' dtype; undefined for tokens that belong to no chunk.
+    The queries of chunk c are `q_THD[query_starts_C1[c] : query_starts_C1[c + 1]]`. Caches and page table are
+    contiguous in their last dimension, the other tensors contiguous; both caches have the same strides. Returns
+    [T, H, D], undefined for tokens that belong to no chunk. The default `config` is the measured one.
     """
     tokens, heads, dim = q_THD.shape
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
@@ -270,32 +210,11 @@ def prefill_attention(
         config = default_prefill_config(dim, q_THD.dtype, max_query)
     out_THD = torch.empty(tokens, heads, dim, dtype=q_THD.dtype, device=q_THD.device)
     _prefill_kernel[(heads, triton.cdiv(max_query, config.block_m), chunks)](
-        q_THD,
-        k_cache_PSGD,
-        v_cache_PSGD,
-        scales_P2GS,
-        sinks_H,
-        page_table_CP,
-        query_starts_C1,
-        context_lens_C,
-        out_THD,
-        *score_factors(scale, softcap),
-        window or 0,
-        q_THD.stride(0),
-        q_THD.stride(1),
-        *k_cache_PSGD.stride()[:3],
-        page_table_CP.stride(0),
-        H=heads,
-        D=dim,
-        GROUP=heads // kv_heads,
-        PAGE_SIZE=page_size,
-        HAS_WINDOW=window is not None,
-        SOFTCAP=softcap is not None,
-        FP8=scales_P2GS is not None,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        q_THD, k_cache_PSGD, v_cache_PSGD, scales_P2GS, sinks_H, page_table_CP, query_starts_C1, context_lens_C,
+        out_THD, *score_factors(scale, softcap), window or 0, q_THD.stride(0), q_THD.stride(1),
+        *k_cache_PSGD.stride()[:3], page_table_CP.stride(0),
+        H=heads, D=dim, GROUP=heads // kv_heads, PAGE_SIZE=page_size, HAS_WINDOW=window is not None,
+        SOFTCAP=softcap is not None, FP8=scales_P2GS is not None, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)), num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return out_THD

@@ -123,15 +123,9 @@ def add_products(acc, w, x, scale, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def load_scales(
     scale_ptr,
-    row0,
-    k0,
-    OUTPUTS,
-    INPUTS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    R: tl.constexpr,
-    A: tl.constexpr,
-    STEP: tl.constexpr = 1,
-):
+    row0, k0, OUTPUTS,
+    INPUTS: tl.constexpr, FORMAT: tl.constexpr, R: tl.constexpr, A: tl.constexpr, STEP: tl.constexpr = 1,
+):  # fmt: skip
     """Scales [R, A] of R rows from `row0` and A threads from code `k0`. `scale_ptr` points to the expert (or half).
 
     Rows are every STEP-th one of the matrix.

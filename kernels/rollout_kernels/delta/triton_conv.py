@@ -28,19 +28,11 @@ def silu(x):
 
 @triton.jit
 def _conv_step_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,  # None for none
-    state_ptr,
-    places_ptr,
-    positions_ptr,
-    out_ptr,
+    x_ptr, weight_ptr, bias_ptr,  # None for none
+    state_ptr, places_ptr, positions_ptr, out_ptr,
     stride_x,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAST: tl.constexpr,
-):
+    C: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, PAST: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = c < C
@@ -71,21 +63,11 @@ def input_or_state(x_ptr, state, at, known, live, stride_x, c, W: tl.constexpr):
 
 @triton.jit
 def _conv_spans_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,  # None for none
-    state_ptr,
-    places_ptr,
-    positions_ptr,
-    starts_ptr,
-    out_ptr,
+    x_ptr, weight_ptr, bias_ptr,  # None for none
+    state_ptr, places_ptr, positions_ptr, starts_ptr, out_ptr,
     stride_x,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAST: tl.constexpr,
-):
+    C: tl.constexpr, W: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PAST: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1)
     first = tl.program_id(2) * TOKENS
     start = tl.load(starts_ptr + row).to(tl.int64)
@@ -129,38 +111,14 @@ def short_conv(
     out_TC = torch.empty(count, channels, dtype=x_TC.dtype, device=x_TC.device)
     if spans.lengths is None:
         _conv_step_kernel[(triton.cdiv(channels, CHANNELS), count)](
-            x_TC,
-            weight_CW,
-            bias_C,
-            state_NCW,
-            spans.places_B,
-            spans.positions_T,
-            out_TC,
-            x_TC.stride(0),
-            C=channels,
-            W=width,
-            BLOCK=CHANNELS,
-            PAST=triton.next_power_of_2(width - 1),
-            num_warps=4,
-        )
+            x_TC, weight_CW, bias_C, state_NCW, spans.places_B, spans.positions_T, out_TC, x_TC.stride(0),
+            C=channels, W=width, BLOCK=CHANNELS, PAST=triton.next_power_of_2(width - 1), num_warps=4,
+        )  # fmt: skip
         return out_TC
     grid = (triton.cdiv(channels, _PREFILL_CHANNELS), len(spans.lengths), triton.cdiv(max(spans.lengths), _TOKENS))
     _conv_spans_kernel[grid](
-        x_TC,
-        weight_CW,
-        bias_C,
-        state_NCW,
-        spans.places_B,
-        spans.positions_T,
-        spans.starts_B1,
-        out_TC,
-        x_TC.stride(0),
-        C=channels,
-        W=width,
-        TOKENS=_TOKENS,
-        BLOCK=_PREFILL_CHANNELS,
-        PAST=triton.next_power_of_2(width - 1),
-        num_warps=4,
-        enable_fp_fusion=not spans.one_by_one,
-    )
+        x_TC, weight_CW, bias_C, state_NCW, spans.places_B, spans.positions_T, spans.starts_B1, out_TC, x_TC.stride(0),
+        C=channels, W=width, TOKENS=_TOKENS, BLOCK=_PREFILL_CHANNELS, PAST=triton.next_power_of_2(width - 1),
+        num_warps=4, enable_fp_fusion=not spans.one_by_one,
+    )  # fmt: skip
     return out_TC

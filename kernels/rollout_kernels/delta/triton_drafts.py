@@ -44,24 +44,12 @@ from rollout_kernels.delta.triton_states import advance_ready, ready_token
 
 @triton.jit
 def _conv_kernel(
-    x_ptr,
-    weight_ptr,
-    state_ptr,
-    places_ptr,
-    positions_ptr,
-    behind_ptr,
-    bias_ptr,  # None for none
-    out_ptr,
-    inputs_ptr,
-    mixed_ptr,  # None where the rule keeps what it makes of the outputs
+    x_ptr, weight_ptr, state_ptr, places_ptr, positions_ptr, behind_ptr, bias_ptr,  # None for none
+    out_ptr, inputs_ptr, mixed_ptr,  # None where the rule keeps what it makes of the outputs
     first,
     stride_x,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAST: tl.constexpr,
-    ONE_BY_ONE: tl.constexpr,
-):
+    C: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, PAST: tl.constexpr, ONE_BY_ONE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     length = tl.load(behind_ptr + row) + 1
     if length > 0:
@@ -107,25 +95,13 @@ def _conv_kernel(
 
 @triton.jit
 def _rule_kernel(
-    mixed_ptr,
-    b_ptr,
-    a_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
-    state_ptr,
-    places_ptr,
-    positions_ptr,
-    behind_ptr,
-    out_ptr,
+    mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, state_ptr, places_ptr, positions_ptr, behind_ptr, out_ptr,
     gates_ptr,
     first,
-    stride_b,
-    stride_a,
-    scale,
-    beta_scale,
-    HEADS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    stride_b, stride_a,
+    scale, beta_scale,
+    HEADS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     length = tl.load(behind_ptr + row) + 1
     if length > 0:
@@ -147,29 +123,12 @@ def _rule_kernel(
 
 @triton.jit
 def _catch_up_kernel(
-    state_ptr,
-    conv_ptr,
-    inputs_ptr,
-    mixed_ptr,
-    gates_ptr,
-    verified_ptr,
-    rows_ptr,
-    accepted_ptr,
-    first,
-    places,
-    drafts,
-    HEADS: tl.constexpr,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    MIXED: tl.constexpr,
-    GATES: tl.constexpr,
-    READY: tl.constexpr,
-    CORRECTS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    SHARE: tl.constexpr,
+    state_ptr, conv_ptr, inputs_ptr, mixed_ptr, gates_ptr, verified_ptr, rows_ptr, accepted_ptr,
+    first, places, drafts,
+    HEADS: tl.constexpr, C: tl.constexpr, W: tl.constexpr, MIXED: tl.constexpr, GATES: tl.constexpr,
+    READY: tl.constexpr, CORRECTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, SHARE: tl.constexpr,
     PAST: tl.constexpr,
-):
+):  # fmt: skip
     m, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     row, step_place = tl.load(verified_ptr + 4 * m), tl.load(verified_ptr + 4 * m + 1)
     accepted = tl.load(accepted_ptr + step_place)
@@ -220,26 +179,11 @@ def drafted_conv(
     assert kept.inputs_DC.is_contiguous() and kept.mixed_DX.is_contiguous()
     out_TC = torch.empty(count, channels, dtype=x_TC.dtype, device=x_TC.device)
     _conv_kernel[(triton.cdiv(channels, CHANNELS), count)](
-        x_TC,
-        weight_CW,
-        state_NCW,
-        spans.places_B,
-        spans.positions_T,
-        spans.behind_B,
-        bias_C,
-        out_TC,
-        kept.inputs_DC,
-        kept.mixed_DX if kept.rule == "gated" else None,
-        kept.first,
-        x_TC.stride(0),
-        C=channels,
-        W=width,
-        BLOCK=CHANNELS,
-        PAST=triton.next_power_of_2(width - 1),
-        ONE_BY_ONE=spans.one_by_one,
-        num_warps=4,
-        enable_fp_fusion=not spans.one_by_one,
-    )
+        x_TC, weight_CW, state_NCW, spans.places_B, spans.positions_T, spans.behind_B, bias_C, out_TC, kept.inputs_DC,
+        kept.mixed_DX if kept.rule == "gated" else None, kept.first, x_TC.stride(0),
+        C=channels, W=width, BLOCK=CHANNELS, PAST=triton.next_power_of_2(width - 1), ONE_BY_ONE=spans.one_by_one,
+        num_warps=4, enable_fp_fusion=not spans.one_by_one,
+    )  # fmt: skip
     return out_TC
 
 
@@ -264,23 +208,10 @@ def drafted_delta(
         tile = SMALL_TILE if spans.one_by_one else step_tile(count * heads, value_dim)
     block_v = min(padded(value_dim), tile.values)
     _rule_kernel[(triton.cdiv(value_dim, block_v), heads, count)](
-        mixed_TC,
-        *gates,
-        state_NHKV,
-        spans.places_B,
-        spans.positions_T,
-        spans.behind_B,
-        out_THV,
-        kept.gates_DX,
-        kept.first,
-        *strides,
-        key_dim**-0.5,
-        beta_scale,
-        HEADS=sizes,
-        BLOCK_V=block_v,
-        num_warps=tile.num_warps,
-        enable_fp_fusion=not spans.one_by_one,
-    )
+        mixed_TC, *gates, state_NHKV, spans.places_B, spans.positions_T, spans.behind_B, out_THV, kept.gates_DX,
+        kept.first, *strides, key_dim**-0.5, beta_scale,
+        HEADS=sizes, BLOCK_V=block_v, num_warps=tile.num_warps, enable_fp_fusion=not spans.one_by_one,
+    )  # fmt: skip
     return out_THV
 
 
@@ -303,26 +234,9 @@ def catch_up(
     parts = heads * triton.cdiv(value_dim, block_v)
     share = triton.cdiv(channels, parts)
     _catch_up_kernel[(parts, rows, layers)](
-        state_LNHKV,
-        conv_LNCW,
-        *kept[:3],
-        verified_M4,
-        rows_S,
-        accepted_S,
-        kept.first,
-        places,
-        kept.inputs_DC.shape[1],
-        HEADS=head_sizes(channels, heads, key_dim, value_dim),
-        C=channels,
-        W=past + 1,
-        MIXED=kept.mixed_DX.shape[2],
-        GATES=kept.gates_DX.shape[2],
-        READY=kept.rule != "gated",
-        CORRECTS=kept.rule != "plain",
-        BLOCK_V=block_v,
-        BLOCK_C=triton.next_power_of_2(share),
-        SHARE=share,
-        PAST=triton.next_power_of_2(past),
-        num_warps=tile.num_warps,
+        state_LNHKV, conv_LNCW, *kept[:3], verified_M4, rows_S, accepted_S, kept.first, places, kept.inputs_DC.shape[1],
+        HEADS=head_sizes(channels, heads, key_dim, value_dim), C=channels, W=past + 1, MIXED=kept.mixed_DX.shape[2],
+        GATES=kept.gates_DX.shape[2], READY=kept.rule != "gated", CORRECTS=kept.rule != "plain", BLOCK_V=block_v,
+        BLOCK_C=triton.next_power_of_2(share), SHARE=share, PAST=triton.next_power_of_2(past), num_warps=tile.num_warps,
         enable_fp_fusion=not one_by_one,
-    )
+    )  # fmt: skip

@@ -176,22 +176,11 @@ def one_token(state, mixed_ptr, gates, token, head, v, scale, HEADS: tl.constexp
 
 @triton.jit
 def _step_kernel(
-    mixed_ptr,
-    b_ptr,
-    a_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
-    state_ptr,
-    places_ptr,
-    positions_ptr,
-    out_ptr,
-    stride_b,
-    stride_a,
-    scale,
-    beta_scale,
-    HEADS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, state_ptr, places_ptr, positions_ptr, out_ptr,
+    stride_b, stride_a,
+    scale, beta_scale,
+    HEADS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     k = tl.arange(0, HEADS.BLOCK_K)
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -205,23 +194,11 @@ def _step_kernel(
 
 @triton.jit
 def _walk_kernel(
-    mixed_ptr,
-    b_ptr,
-    a_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
-    state_ptr,
-    places_ptr,
-    positions_ptr,
-    starts_ptr,
-    out_ptr,
-    stride_b,
-    stride_a,
-    scale,
-    beta_scale,
-    HEADS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, state_ptr, places_ptr, positions_ptr, starts_ptr, out_ptr,
+    stride_b, stride_a,
+    scale, beta_scale,
+    HEADS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     row, head = tl.program_id(2), tl.program_id(1)
     k = tl.arange(0, HEADS.BLOCK_K)
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -268,24 +245,12 @@ def _decays_between(d, i, j):
 
 @triton.jit
 def _prepare_kernel(
-    mixed_ptr,
-    b_ptr,
-    a_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
-    starts_ptr,
-    w_ptr,
-    u_ptr,
-    scores_ptr,
-    stride_b,
-    stride_a,
-    scale,
-    beta_scale,
-    HEADS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
+    mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, starts_ptr, w_ptr, u_ptr, scores_ptr,
+    stride_b, stride_a,
+    scale, beta_scale,
+    HEADS: tl.constexpr, BLOCK_V: tl.constexpr, I: tl.constexpr,  # noqa: E741
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     H: tl.constexpr = HEADS.H
     G: tl.constexpr = HEADS.G
     K: tl.constexpr = HEADS.K
@@ -332,26 +297,12 @@ def _prepare_kernel(
 
 @triton.jit
 def _scan_kernel(
-    mixed_ptr,
-    b_ptr,
-    a_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
-    w_ptr,
-    u_ptr,
-    scores_ptr,
-    state_ptr,
-    places_ptr,
-    positions_ptr,
-    starts_ptr,
-    out_ptr,
-    stride_b,
-    stride_a,
+    mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, w_ptr, u_ptr, scores_ptr, state_ptr, places_ptr, positions_ptr,
+    starts_ptr, out_ptr,
+    stride_b, stride_a,
     scale,
-    HEADS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
-):
+    HEADS: tl.constexpr, BLOCK_V: tl.constexpr, I: tl.constexpr,  # noqa: E741
+):  # fmt: skip
     H: tl.constexpr = HEADS.H
     G: tl.constexpr = HEADS.G
     K: tl.constexpr = HEADS.K
@@ -432,62 +383,24 @@ def gated_delta(
         block_v = min(padded(value_dim), tile.values)
         kernel, starts = (_walk_kernel, (spans.starts_B1,)) if spans.one_by_one else (_step_kernel, ())
         kernel[(triton.cdiv(value_dim, block_v), heads, rows)](
-            mixed_TC,
-            *gates,
-            state_NHKV,
-            spans.places_B,
-            spans.positions_T,
-            *starts,
-            out_THV,
-            *strides,
-            scale,
+            mixed_TC, *gates, state_NHKV, spans.places_B, spans.positions_T, *starts, out_THV, *strides, scale,
             beta_scale,
-            HEADS=sizes,
-            BLOCK_V=block_v,
-            num_warps=tile.num_warps,
-            enable_fp_fusion=not spans.one_by_one,
-        )
+            HEADS=sizes, BLOCK_V=block_v, num_warps=tile.num_warps, enable_fp_fusion=not spans.one_by_one,
+        )  # fmt: skip
         return out_THV
     w_THK = torch.empty(count, heads, key_dim, dtype=torch.float32, device=mixed_TC.device)
     u_THV = torch.empty(count, heads, value_dim, dtype=torch.float32, device=mixed_TC.device)
     scores_THI = torch.empty(count, heads, CHUNK, dtype=torch.float32, device=mixed_TC.device)
     _prepare_kernel[(heads, rows, triton.cdiv(max(spans.lengths), CHUNK))](
-        mixed_TC,
-        *gates,
-        spans.starts_B1,
-        w_THK,
-        u_THV,
-        scores_THI,
-        *strides,
-        scale,
-        beta_scale,
-        HEADS=sizes,
-        BLOCK_V=padded(value_dim),
-        I=CHUNK,
-        BLOCK=_BLOCK,
-        num_warps=8,
-        num_stages=1,
-    )
+        mixed_TC, *gates, spans.starts_B1, w_THK, u_THV, scores_THI, *strides, scale, beta_scale,
+        HEADS=sizes, BLOCK_V=padded(value_dim), I=CHUNK, BLOCK=_BLOCK, num_warps=8, num_stages=1,
+    )  # fmt: skip
     block_v = min(padded(value_dim), _SCAN_VALUES)
     _scan_kernel[(triton.cdiv(value_dim, block_v), heads, rows)](
-        mixed_TC,
-        *gates,
-        w_THK,
-        u_THV,
-        scores_THI,
-        state_NHKV,
-        spans.places_B,
-        spans.positions_T,
-        spans.starts_B1,
-        out_THV,
-        *strides,
-        scale,
-        HEADS=sizes,
-        BLOCK_V=block_v,
-        I=CHUNK,
-        num_warps=8,
-        num_stages=1,
-    )
+        mixed_TC, *gates, w_THK, u_THV, scores_THI, state_NHKV, spans.places_B, spans.positions_T, spans.starts_B1,
+        out_THV, *strides, scale,
+        HEADS=sizes, BLOCK_V=block_v, I=CHUNK, num_warps=8, num_stages=1,
+    )  # fmt: skip
     return out_THV
 
 
@@ -511,15 +424,7 @@ def gated_norm(out_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tenso
     assert out_THV.is_contiguous() and z_THV.stride(1) == width and z_THV.stride(2) == 1
     result_TV = torch.empty(tokens, heads * width, dtype=z_THV.dtype, device=z_THV.device)
     _gated_norm_kernel[(tokens * heads,)](
-        out_THV,
-        z_THV,
-        weight_V,
-        result_TV,
-        z_THV.stride(0),
-        eps,
-        H=heads,
-        V=width,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=1,
-    )
+        out_THV, z_THV, weight_V, result_TV, z_THV.stride(0), eps,
+        H=heads, V=width, BLOCK=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
     return result_TV

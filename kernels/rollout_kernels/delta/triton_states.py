@@ -41,23 +41,11 @@ def advance_ready(state, key, value, beta, decay, CORRECTS: tl.constexpr):
 
 @triton.jit
 def _states_kernel(
-    q_ptr,
-    mixed_ptr,
-    gates_ptr,
-    state_ptr,
-    places_ptr,
-    positions_ptr,
-    behind_ptr,  # None in a step without drafts
-    out_ptr,
-    kept_mixed_ptr,
-    kept_gates_ptr,
+    q_ptr, mixed_ptr, gates_ptr, state_ptr, places_ptr, positions_ptr, behind_ptr,  # None in a step without drafts
+    out_ptr, kept_mixed_ptr, kept_gates_ptr,
     first,
-    HEADS: tl.constexpr,
-    MIXED: tl.constexpr,
-    GATES: tl.constexpr,
-    CORRECTS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    HEADS: tl.constexpr, MIXED: tl.constexpr, GATES: tl.constexpr, CORRECTS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     length = 1
     if behind_ptr is not None:
@@ -101,22 +89,9 @@ def decode_states(
     tile = step_tile(count * heads, value_dim)
     block_v = min(padded(value_dim), tile.values)
     _states_kernel[(triton.cdiv(value_dim, block_v), heads, count)](
-        q_THK.contiguous(),
-        mixed_TX,
-        gates_TX,
-        state_NHKV,
-        spans.places_B,
-        spans.positions_T,
-        spans.behind_B,
-        out_THV,
-        kept_mixed,
-        kept_gates,
-        0 if kept is None else kept.first,
-        HEADS=RuleHeads(heads, heads, key_dim, value_dim, padded(key_dim), 0.0),
-        MIXED=mixed_TX.shape[1],
-        GATES=gates_TX.shape[1],
-        CORRECTS=bool(beta_TH),
-        BLOCK_V=block_v,
-        num_warps=tile.num_warps,
-    )
+        q_THK.contiguous(), mixed_TX, gates_TX, state_NHKV, spans.places_B, spans.positions_T, spans.behind_B, out_THV,
+        kept_mixed, kept_gates, 0 if kept is None else kept.first,
+        HEADS=RuleHeads(heads, heads, key_dim, value_dim, padded(key_dim), 0.0), MIXED=mixed_TX.shape[1],
+        GATES=gates_TX.shape[1], CORRECTS=bool(beta_TH), BLOCK_V=block_v, num_warps=tile.num_warps,
+    )  # fmt: skip
     return out_THV

@@ -140,16 +140,10 @@ def _decoded(w_tile, MMA: gl.constexpr, num_warps: gl.constexpr):
 @gluon.jit
 def _scales(
     scale_ptr,
-    tile,
-    k,
-    N,
-    BLOCK_N: gl.constexpr,
-    GATED: gl.constexpr,
-    SCALE_ROWS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr,
-    K: gl.constexpr,
+    tile, k, N,
+    BLOCK_N: gl.constexpr, GATED: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, K: gl.constexpr,
     LAYOUT: gl.constexpr,
-):
+):  # fmt: skip
     """The scales of a tile's weight rows from column `k`, [BLOCK_N]."""
     r = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
     if GATED:
@@ -161,27 +155,12 @@ def _scales(
 
 @gluon.jit(do_not_specialize=["rows", "items"])
 def _coded_kernel(
-    w_desc,
-    scale_ptr,
-    x_desc,
-    x_scale_ptr,
-    out_ptr,
-    rows,
-    N,
-    items,
-    K: gl.constexpr,
-    SCALE_ROWS: gl.constexpr,
-    SCALE_COLUMNS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SPLIT: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    STAGES: gl.constexpr,
-    BESIDE: gl.constexpr,
-    STAGGER: gl.constexpr,
-    num_warps: gl.constexpr,
-):
+    w_desc, scale_ptr, x_desc, x_scale_ptr, out_ptr,
+    rows, N, items,
+    K: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLIT: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr,
+    BESIDE: gl.constexpr, STAGGER: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
     """Like `_stream_kernel`, for codes."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -274,27 +253,12 @@ def _add_products(totals, scales, w_smem, x_tile, place, zero, up, GATED: gl.con
 
 @gluon.jit(do_not_specialize=["rows", "items"])
 def _block_kernel(
-    w_desc,
-    scale_ptr,
-    x_desc,
-    x_scale_ptr,
-    out_ptr,
-    rows,
-    padded,
-    N,
-    items,
-    K: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SPLIT: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    STAGES: gl.constexpr,
-    BESIDE: gl.constexpr,
-    STAGGER: gl.constexpr,
+    w_desc, scale_ptr, x_desc, x_scale_ptr, out_ptr,
+    rows, padded, N, items,
+    K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_K: gl.constexpr,
+    SPLIT: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, BESIDE: gl.constexpr, STAGGER: gl.constexpr,
     num_warps: gl.constexpr,
-):
+):  # fmt: skip
     """Like `_coded_kernel`, but activations are codes too, and tokens are the rows of the sums."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -352,25 +316,12 @@ def _block_kernel(
 
 @gluon.jit(do_not_specialize=["rows", "items"])
 def _stream_kernel(
-    w_desc,
-    x_desc,
-    out_ptr,
-    rows,
-    N,
-    items,
-    tiles,
-    K: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SPLIT: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    STAGES: gl.constexpr,
-    BESIDE: gl.constexpr,
-    STAGGER: gl.constexpr,
+    w_desc, x_desc, out_ptr,
+    rows, N, items, tiles,
+    K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_K: gl.constexpr,
+    SPLIT: gl.constexpr, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, BESIDE: gl.constexpr, STAGGER: gl.constexpr,
     num_warps: gl.constexpr,
-):
+):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     first_row = gl.program_id(1) * BLOCK_M
@@ -520,15 +471,6 @@ def stream(
     x_desc = TensorDescriptor.from_tensor(x, [block_m, block_k], layout)
     scale_rows, scale_columns = scale_block(coded.format, inputs)
     _coded_kernel[grid](
-        tensor,
-        coded.scales,
-        x_desc,
-        x_scales,
-        out,
-        rows,
-        outputs,
-        items,
-        SCALE_ROWS=scale_rows,
-        SCALE_COLUMNS=scale_columns,
-        **options,
-    )
+        tensor, coded.scales, x_desc, x_scales, out, rows, outputs, items,
+        SCALE_ROWS=scale_rows, SCALE_COLUMNS=scale_columns, **options,
+    )  # fmt: skip

@@ -50,16 +50,9 @@ def code_rows(x_MK: torch.Tensor) -> CodedRows:
     made = empty_rows(rows, inputs, x_MK.device)
     blocks = min(16, triton.next_power_of_2(inputs // BLOCK))
     _code_rows_kernel[(rows, triton.cdiv(inputs, blocks * BLOCK))](
-        x_MK,
-        made.codes_MK.view(torch.uint8),
-        made.scales_BM,
-        len(made.codes_MK),
-        x_MK.stride(0),
-        K=inputs,
-        BLOCKS=blocks,
-        num_warps=4,
-        **follow_options(x_MK.device),
-    )
+        x_MK, made.codes_MK.view(torch.uint8), made.scales_BM, len(made.codes_MK), x_MK.stride(0),
+        K=inputs, BLOCKS=blocks, num_warps=4, **follow_options(x_MK.device),
+    )  # fmt: skip
     return made
 
 

@@ -20,17 +20,11 @@ _COLUMNS = 256
 
 @triton.jit(do_not_specialize=["N"])
 def _decode_kernel(
-    codes_ptr,
-    scales_ptr,
-    out_ptr,
+    codes_ptr, scales_ptr, out_ptr,
     N,
-    K: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    POWERS: tl.constexpr,
-    ROWS: tl.constexpr,
+    K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, POWERS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     live = (n < N)[:, None] & (k < K)[None, :]
@@ -63,15 +57,7 @@ def _decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, weight
     outputs, inputs = codes.shape
     rows, columns = scale_block(weights.format, inputs)
     _decode_kernel[(triton.cdiv(inputs, _COLUMNS), triton.cdiv(outputs, _ROWS))](
-        codes,
-        scales,
-        out,
-        outputs,
-        K=inputs,
-        SCALE_ROWS=rows,
-        SCALE_COLUMNS=columns,
-        POWERS=weights.format == "mxfp8",
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        num_warps=4,
-    )
+        codes, scales, out, outputs,
+        K=inputs, SCALE_ROWS=rows, SCALE_COLUMNS=columns, POWERS=weights.format == "mxfp8", ROWS=_ROWS,
+        COLUMNS=_COLUMNS, num_warps=4,
+    )  # fmt: skip

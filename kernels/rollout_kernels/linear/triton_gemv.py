@@ -50,24 +50,13 @@ class GemvConfig:
 
 @triton.jit
 def _gemv_kernel(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    out_ptr,
+    x_ptr, w_ptr, scale_ptr, out_ptr,
     N,
     stride_x,
     blocks,
-    FORMAT: tl.constexpr,
-    STORED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    NEURONS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    FORMAT: tl.constexpr, STORED: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, NEURONS: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0) % blocks
     split = tl.program_id(0) // blocks
     HALVES: tl.constexpr = 1 if ACTIVATION is None else 2
@@ -158,21 +147,8 @@ def gemv(
         given = (x_MK.view(torch.int32), weights.view(torch.int32), weights)
         packed, width, format = 2, _WIDTH, "plain"
     _gemv_kernel[(blocks * config.split,)](
-        *given,
-        out,
-        outputs,
-        x_MK.stride(0) // packed,
-        blocks,
-        FORMAT=format,
-        STORED=x_MK.shape[1] // packed,
-        TOKENS=x_MK.shape[0],
-        SPLIT=config.split,
-        ACTIVATION=activation,
-        DTYPE=TRITON_DTYPES[x_MK.dtype],
-        ROWS=config.num_warps,
-        NEURONS=config.neurons,
-        AT_ONCE=config.at_once,
-        WIDTH=width,
-        num_warps=config.num_warps,
-        **follow_options(x_MK.device),
-    )
+        *given, out, outputs, x_MK.stride(0) // packed, blocks,
+        FORMAT=format, STORED=x_MK.shape[1] // packed, TOKENS=x_MK.shape[0], SPLIT=config.split, ACTIVATION=activation,
+        DTYPE=TRITON_DTYPES[x_MK.dtype], ROWS=config.num_warps, NEURONS=config.neurons, AT_ONCE=config.at_once,
+        WIDTH=width, num_warps=config.num_warps, **follow_options(x_MK.device),
+    )  # fmt: skip

@@ -48,13 +48,7 @@ def half_rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale_M = torch.empty(rows, dtype=torch.float32, device=x_MK.device)
     width = triton.next_power_of_2(inputs)
     _half_rows_kernel[(rows,)](
-        x_MK,
-        half_MK,
-        scale_M,
-        x_MK.stride(0),
-        K=inputs,
-        WIDTH=width,
-        num_warps=max(4, min(16, width // 512)),
-        **follow_options(x_MK.device),
-    )
+        x_MK, half_MK, scale_M, x_MK.stride(0),
+        K=inputs, WIDTH=width, num_warps=max(4, min(16, width // 512)), **follow_options(x_MK.device),
+    )  # fmt: skip
     return half_MK, scale_M

@@ -61,17 +61,9 @@ class LinearConfig:
 @triton.jit
 def _store_tile(
     out_ptr,
-    acc,
-    tile,
-    split,
-    m,
-    rows,
-    N,
-    BLOCK_M: tl.constexpr,
-    OUT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EVEN_N: tl.constexpr,
-):
+    acc, tile, split, m, rows, N,
+    BLOCK_M: tl.constexpr, OUT: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
     """Write the finished sums of an item, [BLOCK_N, BLOCK_M]; a tile has OUT outputs."""
     if ACTIVATION is not None:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, OUT, BLOCK_M]), [1, 2, 0]))
@@ -129,26 +121,13 @@ def _add(acc, w, x, scale, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K:
 
 @triton.jit(do_not_specialize=["rows", "items"])
 def _linear_kernel(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    out_ptr,
-    rows,
-    N,
+    x_ptr, w_ptr, scale_ptr, out_ptr,
+    rows, N,
     stride_x,
-    items,
-    tiles,
-    K: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    ONE_ITEM: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    items, tiles,
+    K: tl.constexpr, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, EVEN_N: tl.constexpr, ONE_ITEM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     GATED: tl.constexpr = ACTIVATION is not None
@@ -255,28 +234,14 @@ def multiply_into(
     items = tiles * config.split
     w_NK = stored(weights)
     _linear_kernel[(min(items, config.programs), triton.cdiv(rows, block_m))](
-        x_MK,
-        w_NK,
-        weights.scales if isinstance(weights, CodedMatrix) else w_NK,
-        out,
-        rows,
-        outputs,
-        x_MK.stride(0),
-        items,
-        tiles,
-        K=inputs,
-        FORMAT=weights.format if isinstance(weights, CodedMatrix) else "plain",
-        BLOCK_M=block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        SPLIT=config.split,
-        ACTIVATION=activation,
-        EVEN_N=outputs % outputs_a_tile == 0,
-        ONE_ITEM=items <= config.programs,
+        x_MK, w_NK, weights.scales if isinstance(weights, CodedMatrix) else w_NK, out, rows, outputs, x_MK.stride(0),
+        items, tiles,
+        K=inputs, FORMAT=weights.format if isinstance(weights, CodedMatrix) else "plain", BLOCK_M=block_m,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT=config.split, ACTIVATION=activation,
+        EVEN_N=outputs % outputs_a_tile == 0, ONE_ITEM=items <= config.programs,
         STAGES=_stages(config, block_m, x_MK.element_size(), w_NK.element_size(), activation is not None),
-        num_warps=config.num_warps,
-        **follow_options(x_MK.device),
-    )
+        num_warps=config.num_warps, **follow_options(x_MK.device),
+    )  # fmt: skip
 
 
 def linear(

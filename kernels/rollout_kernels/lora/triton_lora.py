@@ -73,21 +73,12 @@ def _shrink_slot(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _shrink_kernel(
-    x_ptr,
-    a_ptr,
-    slots_ptr,
-    low_ptr,
+    x_ptr, a_ptr, slots_ptr, low_ptr,
     tokens,
     stride_x,
-    K: tl.constexpr,
-    A: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SEGMENTED: tl.constexpr,
-    BESIDE: tl.constexpr,
-):
+    K: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, SEGMENTED: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
     tile, split = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
@@ -137,20 +128,11 @@ def _expand_slot(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _expand_kernel(
-    low_ptr,
-    b_ptr,
-    slots_ptr,
-    tiles_ptr,
-    y_ptr,
+    low_ptr, b_ptr, slots_ptr, tiles_ptr, y_ptr,
     tokens,
-    N: tl.constexpr,
-    A: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SEGMENTED: tl.constexpr,
-):
+    N: tl.constexpr, A: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr, SEGMENTED: tl.constexpr,
+):  # fmt: skip
     tile = tiles_ptr + tl.program_id(0) * 3
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     module = tl.load(tile)
@@ -194,22 +176,10 @@ def _shrink(
     block_m, tile, parts = _block_m(tokens, segmented), min(rank, _MOST_RANK_TILE), _parts(inputs, segmented)
     low = torch.empty(parts, tokens, ranks, dtype=torch.float32, device=x_MK.device)
     _shrink_kernel[(ranks // tile * parts, 1 if segmented else slots, triton.cdiv(tokens, block_m))](
-        x_MK,
-        buffers.a_SAK,
-        slots_M,
-        low,
-        tokens,
-        x_MK.stride(0),
-        K=inputs,
-        A=ranks,
-        BLOCK_M=block_m,
-        BLOCK_K=_BLOCK_K,
-        TILE=tile,
-        SPLIT=parts,
-        SEGMENTED=segmented,
-        BESIDE=beside,
-        **_options(rank, block_m, x_MK.device),
-    )
+        x_MK, buffers.a_SAK, slots_M, low, tokens, x_MK.stride(0),
+        K=inputs, A=ranks, BLOCK_M=block_m, BLOCK_K=_BLOCK_K, TILE=tile, SPLIT=parts, SEGMENTED=segmented,
+        BESIDE=beside, **_options(rank, block_m, x_MK.device),
+    )  # fmt: skip
     return low
 
 
@@ -288,18 +258,7 @@ def lora_add(
     low = _shrink(x_MK, buffers, slots_M, segmented, beside=False)
     block_m = _block_m(tokens, segmented)
     _expand_kernel[(len(buffers.tiles_X3), 1 if segmented else slots, triton.cdiv(tokens, block_m))](
-        low,
-        buffers.b_SNR,
-        slots_M,
-        buffers.tiles_X3,
-        y_MN,
-        tokens,
-        N=outputs,
-        A=low.shape[2],
-        R=rank,
-        BLOCK_M=block_m,
-        BLOCK_N=TILE_OUTPUTS,
-        SPLIT=low.shape[0],
-        SEGMENTED=segmented,
-        **_options(rank, block_m, x_MK.device),
-    )
+        low, buffers.b_SNR, slots_M, buffers.tiles_X3, y_MN, tokens,
+        N=outputs, A=low.shape[2], R=rank, BLOCK_M=block_m, BLOCK_N=TILE_OUTPUTS, SPLIT=low.shape[0],
+        SEGMENTED=segmented, **_options(rank, block_m, x_MK.device),
+    )  # fmt: skip

@@ -52,21 +52,12 @@ def _tile_of(tiles_ptr, item, tiles, columns, at_once):
 
 @gluon.jit
 def _produce(
-    x_desc,
-    w_desc,
-    x_smem,
-    w_smem,
-    full,
-    empty,
+    x_desc, w_desc,
+    x_smem, w_smem, full, empty,
     tiles_ptr,
-    tiles,
-    columns,
-    at_once,
-    steps,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    SILU: gl.constexpr,
-):
+    tiles, columns, at_once, steps,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr,
+):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     HALF: gl.constexpr = 64 * BLOCK_K * 2
@@ -110,23 +101,12 @@ def _put(out_desc, out_smem, row, column, value):
 
 @gluon.jit
 def _consume(
-    out_desc,
-    scales_ptr,
-    x_smem,
-    w_smem,
-    out_smem,
-    full,
-    empty,
+    out_desc, scales_ptr,
+    x_smem, w_smem, out_smem, full, empty,
     tiles_ptr,
-    tiles,
-    columns,
-    at_once,
-    steps,
-    HALF: gl.constexpr,
-    STAGES: gl.constexpr,
-    SILU: gl.constexpr,
-    SCALED: gl.constexpr,
-):
+    tiles, columns, at_once, steps,
+    HALF: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -176,21 +156,10 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["columns", "at_once", "steps"])
 def _experts_kernel(
-    x_desc,
-    w_desc,
-    out_desc,
-    scales_ptr,
-    tiles_ptr,
-    total_ptr,
-    columns,
-    at_once,
-    steps,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    SILU: gl.constexpr,
-    SCALED: gl.constexpr,
-    num_warps: gl.constexpr,
-):
+    x_desc, w_desc, out_desc, scales_ptr, tiles_ptr, total_ptr,
+    columns, at_once, steps,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr, SCALED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, 64, BLOCK_K], x_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2, 64, 128], out_desc.layout)
@@ -315,21 +284,11 @@ def _launch(
 ) -> None:
     assert TILE == 2 * ALIGN == 128 and columns % (at_once or columns) == 0
     _experts_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x_RK, [64, _BLOCK_K], _layout(2)),
-        weights,
-        TensorDescriptor.from_tensor(out_RN, [64, 128], _layout(2)),
-        groups.counts_1 if scales is None else scales,
-        groups.tiles_L3,
-        groups.counts_1,
-        columns,
-        at_once or columns,
-        -(-x_RK.shape[1] // _BLOCK_K),
-        BLOCK_K=_BLOCK_K,
-        STAGES=stages,
-        SILU=silu,
-        SCALED=scales is not None,
-        num_warps=4,
-    )
+        TensorDescriptor.from_tensor(x_RK, [64, _BLOCK_K], _layout(2)), weights,
+        TensorDescriptor.from_tensor(out_RN, [64, 128], _layout(2)), groups.counts_1 if scales is None else scales,
+        groups.tiles_L3, groups.counts_1, columns, at_once or columns, -(-x_RK.shape[1] // _BLOCK_K),
+        BLOCK_K=_BLOCK_K, STAGES=stages, SILU=silu, SCALED=scales is not None, num_warps=4,
+    )  # fmt: skip
 
 
 def takes_gated(device: torch.device, dtype: torch.dtype, inputs: int, width: int) -> bool:

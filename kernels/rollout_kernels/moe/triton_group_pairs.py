@@ -51,16 +51,10 @@ def last_pairs() -> list[int]:
 
 @triton.jit(do_not_specialize=["pairs", "limit"])
 def _group_kernel(
-    experts_ptr,
-    pairs_ptr,
-    tiles_ptr,
-    pairs,
-    limit,
-    E: tl.constexpr,
-    E2: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    experts_ptr, pairs_ptr, tiles_ptr,
+    pairs, limit,
+    E: tl.constexpr, E2: tl.constexpr, TILE_ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     mine = tl.program_id(0)
     offset = tl.arange(0, CHUNK)
     bins = tl.arange(0, E2)
@@ -107,16 +101,8 @@ def group_pairs(experts_TK: torch.Tensor, experts: int, tile_rows: int) -> Group
     )
     chunk = pairs_at_once(pairs)
     _group_kernel[(experts,)](
-        experts_TK,
-        groups.pairs_P,
-        groups.tiles_L3,
-        pairs,
-        tiles,
-        E=experts,
-        E2=max(32, triton.next_power_of_2(experts)),
-        TILE_ROWS=tile_rows,
-        CHUNK=chunk,
-        num_warps=1 if chunk < 512 else 4,
-        **follow_options(experts_TK.device),
-    )
+        experts_TK, groups.pairs_P, groups.tiles_L3, pairs, tiles,
+        E=experts, E2=max(32, triton.next_power_of_2(experts)), TILE_ROWS=tile_rows, CHUNK=chunk,
+        num_warps=1 if chunk < 512 else 4, **follow_options(experts_TK.device),
+    )  # fmt: skip
     return groups

@@ -63,15 +63,9 @@ class GroupedConfig:
 @triton.jit
 def _weights(
     w_ptr,
-    row0,
-    row,
-    k,
-    INPUTS: tl.constexpr,
-    BULK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FIRST: tl.constexpr = 0,
-    WIDTH: tl.constexpr = 0,
-):
+    row0, row, k,
+    INPUTS: tl.constexpr, BULK: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr = 0, WIDTH: tl.constexpr = 0,
+):  # fmt: skip
     """Stored weights from row `row0` and column `FIRST + k`; past the end of K they have no meaning.
 
     `row` [N] is clipped to the matrix. Its rows have WIDTH columns, or INPUTS if that is 0.
@@ -111,31 +105,12 @@ def _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M: tl.constexpr, CACHE: tl.constexpr)
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr,
-    x_scale_ptr,
-    w_ptr,
-    scale_ptr,
-    bias_ptr,
-    pairs_ptr,
-    tiles_ptr,
-    h_ptr,
-    alpha,
-    limit,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    LIMITED: tl.constexpr,
-    GATED: tl.constexpr,
-    FORMAT: tl.constexpr,
-    SCALES: tl.constexpr,
-    HALF: tl.constexpr,
-    BULK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, pairs_ptr, tiles_ptr, h_ptr,
+    alpha, limit,
+    H: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
+    GATED: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, HALF: tl.constexpr, BULK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, INNER - 1)
     follow()
@@ -197,27 +172,12 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _down_kernel(
-    h_ptr,
-    h_scale_ptr,
-    w_ptr,
-    scale_ptr,
-    pairs_ptr,
-    tiles_ptr,
-    weights_ptr,
-    parts_ptr,
+    h_ptr, h_scale_ptr, w_ptr, scale_ptr, pairs_ptr, tiles_ptr, weights_ptr, parts_ptr,
     tokens,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    TOP_K: tl.constexpr,
-    FORMAT: tl.constexpr,
-    SCALES: tl.constexpr,
-    HALF: tl.constexpr,
-    BULK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    H: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    HALF: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, H - 1)
     # The tiles were complete before `grouped_gate_up` started; only its activations need a wait. Without a wait the L1
@@ -279,14 +239,9 @@ def narrow_rows(x_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales_R = torch.empty(rows, dtype=torch.float32, device=x_RW.device)
     block = triton.next_power_of_2(width)
     _narrow_kernel[(rows,)](
-        x_RW,
-        half_RW,
-        scales_R,
-        W=width,
-        BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
-        **follow_options(x_RW.device),
-    )
+        x_RW, half_RW, scales_R,
+        W=width, BLOCK=block, num_warps=min(16, max(1, block // 512)), **follow_options(x_RW.device),
+    )  # fmt: skip
     return half_RW, scales_R
 
 
@@ -371,26 +326,13 @@ def grouped_gate_up(
     out = out_PI if out_PI is not None else x_TH.new_empty(groups.pairs_P.numel(), inner)
     factors_TH, x_scales_T = _halved(x_TH, gate_up, config)
     _gate_up_kernel[(triton.cdiv(inner, config.block_n), groups.tiles_L3.shape[0])](
-        factors_TH,
-        factors_TH if x_scales_T is None else x_scales_T,
-        _stored(gate_up, config, glu is not None),
-        _scales(gate_up),
-        None if glu is None else glu.bias_EG,
-        groups.pairs_P,
-        groups.tiles_L3,
-        out,
-        1.0 if glu is None else glu.alpha,
-        (limit or 0.0) if glu is None else glu.limit,
-        H=x_TH.shape[1],
-        INNER=inner,
-        TOP_K=top_k,
-        ACTIVATION=activation,
-        LIMITED=limit is not None,
-        GATED=gate_up.halves == 2,
-        HALF=x_scales_T is not None,
-        BLOCK_M=max(16, groups.tile_rows),
+        factors_TH, factors_TH if x_scales_T is None else x_scales_T, _stored(gate_up, config, glu is not None),
+        _scales(gate_up), None if glu is None else glu.bias_EG, groups.pairs_P, groups.tiles_L3, out,
+        1.0 if glu is None else glu.alpha, (limit or 0.0) if glu is None else glu.limit,
+        H=x_TH.shape[1], INNER=inner, TOP_K=top_k, ACTIVATION=activation, LIMITED=limit is not None,
+        GATED=gate_up.halves == 2, HALF=x_scales_T is not None, BLOCK_M=max(16, groups.tile_rows),
         **_options(gate_up, config, x_TH.device),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -423,22 +365,11 @@ def grouped_down(
         out = torch.empty(top_k, tokens, hidden, dtype=torch.float32, device=h_PI.device)
     factors_PI, h_scales_P = _halved(h_PI, down, config)
     _down_kernel[(triton.cdiv(hidden, config.block_n), groups.tiles_L3.shape[0])](
-        factors_PI,
-        factors_PI if h_scales_P is None else h_scales_P,
-        _stored(down, config),
-        _scales(down),
-        groups.pairs_P,
-        groups.tiles_L3,
-        weights_TK,
-        out,
-        tokens,
-        H=hidden,
-        INNER=h_PI.shape[1],
-        TOP_K=top_k,
-        HALF=h_scales_P is not None,
-        BLOCK_M=max(16, groups.tile_rows),
+        factors_PI, factors_PI if h_scales_P is None else h_scales_P, _stored(down, config), _scales(down),
+        groups.pairs_P, groups.tiles_L3, weights_TK, out, tokens,
+        H=hidden, INNER=h_PI.shape[1], TOP_K=top_k, HALF=h_scales_P is not None, BLOCK_M=max(16, groups.tile_rows),
         **_options(down, config, h_PI.device),
-    )
+    )  # fmt: skip
     return out
 
 

@@ -46,16 +46,7 @@ def keep_experts(routing: Routing, first: int, count: int, experts: int) -> Rout
     kept = Routing(torch.empty_like(experts_TK), torch.empty_like(weights_TK))
     if tokens:
         _keep_kernel[(tokens,)](
-            experts_TK,
-            weights_TK,
-            kept.experts_TK,
-            kept.weights_TK,
-            first,
-            count,
-            experts,
-            K=top_k,
-            BLOCK_K=triton.next_power_of_2(top_k),
-            num_warps=1,
-            **follow_options(experts_TK.device),
-        )
+            experts_TK, weights_TK, kept.experts_TK, kept.weights_TK, first, count, experts,
+            K=top_k, BLOCK_K=triton.next_power_of_2(top_k), num_warps=1, **follow_options(experts_TK.device),
+        )  # fmt: skip
     return kept

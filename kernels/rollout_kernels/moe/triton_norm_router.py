@@ -59,28 +59,14 @@ class NormRouting:
 
 @triton.jit(do_not_specialize=["tokens", "record_stride"])
 def _norm_router_kernel(
-    residual_ptr,
-    parts_ptr,
-    norm_ptr,
-    w_ptr,
-    new_residual_ptr,
-    x_ptr,
-    logits_ptr,
-    arrived_ptr,
-    experts_ptr,
-    weights_ptr,
-    record_ptr,
-    slots_ptr,
+    residual_ptr, parts_ptr, norm_ptr, w_ptr, new_residual_ptr, x_ptr, logits_ptr, arrived_ptr, experts_ptr,
+    weights_ptr, record_ptr, slots_ptr,
     tokens,
     record_stride,
     eps,
-    H: tl.constexpr,
-    H2: tl.constexpr,
-    CHOICE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PARTS: tl.constexpr,
+    H: tl.constexpr, H2: tl.constexpr, CHOICE: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
-):
+):  # fmt: skip
     E: tl.constexpr = CHOICE.E
     ROWS: tl.constexpr = E + CHOICE.GATED
     block = tl.program_id(0)
@@ -156,23 +142,9 @@ def norm_route(
     routing = routing_outputs(tokens, choice, residual_TH.device)
     out = NormRouting(torch.empty_like(residual_TH), torch.empty_like(residual_TH), routing)
     _norm_router_kernel[(triton.cdiv(logits, _BLOCK_E), tokens)](
-        residual_TH,
-        parts_STH,
-        norm_H,
-        router_EH,
-        out.residual_TH,
-        out.x_TH,
-        scratch.logits_TE,
-        scratch.arrived_T,
-        *output_arguments(routing, record, tokens),
-        eps,
-        H=hidden,
-        H2=triton.next_power_of_2(hidden),
-        CHOICE=choice,
-        BLOCK_E=_BLOCK_E,
-        PARTS=parts_STH.shape[0],
-        UNIT_OFFSET=unit_offset,
-        num_warps=warps_of(choice),
-        **follow_options(residual_TH.device),
-    )
+        residual_TH, parts_STH, norm_H, router_EH, out.residual_TH, out.x_TH, scratch.logits_TE, scratch.arrived_T,
+        *output_arguments(routing, record, tokens), eps,
+        H=hidden, H2=triton.next_power_of_2(hidden), CHOICE=choice, BLOCK_E=_BLOCK_E, PARTS=parts_STH.shape[0],
+        UNIT_OFFSET=unit_offset, num_warps=warps_of(choice), **follow_options(residual_TH.device),
+    )  # fmt: skip
     return out

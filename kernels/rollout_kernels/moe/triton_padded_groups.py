@@ -62,20 +62,11 @@ def _count_kernel(experts_ptr, counts_ptr, pairs, E2: tl.constexpr, CHUNK: tl.co
 
 @triton.jit(do_not_specialize=["pairs", "chunks"])
 def _place_kernel(
-    experts_ptr,
-    counts_ptr,
-    rows_ptr,
-    tiles_ptr,
-    total_ptr,
-    pairs,
-    chunks,
-    E2: tl.constexpr,
-    CHUNK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    TILE: tl.constexpr,
+    experts_ptr, counts_ptr, rows_ptr, tiles_ptr, total_ptr,
+    pairs, chunks,
+    E2: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     mine = tl.program_id(0)
     expert = tl.arange(0, E2)
     total = tl.zeros([E2], tl.int32)
@@ -122,21 +113,9 @@ def pad_groups(experts_TK: torch.Tensor, experts: int) -> PaddedGroups:
     )
     _count_kernel[(chunks,)](experts_TK, counts_CE, pairs, E2=bins, CHUNK=_CHUNK, num_warps=4)
     _place_kernel[(chunks,)](
-        experts_TK,
-        counts_CE,
-        groups.rows_P,
-        groups.tiles_L3,
-        groups.counts_1,
-        pairs,
-        chunks,
-        E2=bins,
-        CHUNK=_CHUNK,
-        AT_ONCE=min(_AT_ONCE, _ENTRIES // bins),
-        ALIGN=ALIGN,
-        TILE=TILE,
-        BLOCK=32,
-        num_warps=8,
-    )
+        experts_TK, counts_CE, groups.rows_P, groups.tiles_L3, groups.counts_1, pairs, chunks,
+        E2=bins, CHUNK=_CHUNK, AT_ONCE=min(_AT_ONCE, _ENTRIES // bins), ALIGN=ALIGN, TILE=TILE, BLOCK=32, num_warps=8,
+    )  # fmt: skip
     return groups
 
 
@@ -163,17 +142,9 @@ def spread_rows(x_TH: torch.Tensor, groups: PaddedGroups, top_k: int) -> torch.T
 
 @triton.jit
 def _gather_sum_kernel(
-    parts_ptr,
-    scales_ptr,
-    rows_ptr,
-    weights_ptr,
-    out_ptr,
-    H: tl.constexpr,
-    N: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    parts_ptr, scales_ptr, rows_ptr, weights_ptr, out_ptr,
+    H: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -208,16 +179,8 @@ def gather_sum(
     out_TH = torch.empty(tokens, hidden, dtype=dtype, device=parts_RH.device)
     block = min(1024, triton.next_power_of_2(hidden))
     _gather_sum_kernel[(tokens, triton.cdiv(hidden, block))](
-        parts_RH,
-        parts_RH if scales_RS is None else scales_RS,
-        groups.rows_P,
-        weights_TK,
-        out_TH,
-        H=hidden,
-        N=hidden if scales_RS is None else hidden // scales_RS.shape[1],
-        TOP_K=top_k,
-        SCALED=scales_RS is not None,
-        BLOCK=block,
-        num_warps=4,
-    )
+        parts_RH, parts_RH if scales_RS is None else scales_RS, groups.rows_P, weights_TK, out_TH,
+        H=hidden, N=hidden if scales_RS is None else hidden // scales_RS.shape[1], TOP_K=top_k,
+        SCALED=scales_RS is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return out_TH

@@ -201,17 +201,11 @@ def choose(logits, token, gate, to, CHOICE: tl.constexpr, SHORT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "record_stride"])
 def _choose_kernel(
-    parts_ptr,
-    experts_ptr,
-    weights_ptr,
-    record_ptr,
-    slots_ptr,
+    parts_ptr, experts_ptr, weights_ptr, record_ptr, slots_ptr,
     tokens,
     record_stride,
-    CHOICE: tl.constexpr,
-    PARTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    CHOICE: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0)
     e = tl.arange(0, CHOICE.E2)
     follow()
@@ -224,19 +218,11 @@ def _choose_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "record_stride"])
 def _choose_many_kernel(
-    parts_ptr,
-    experts_ptr,
-    weights_ptr,
-    record_ptr,
-    slots_ptr,
+    parts_ptr, experts_ptr, weights_ptr, record_ptr, slots_ptr,
     tokens,
     record_stride,
-    CHOICE: tl.constexpr,
-    K2: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PARTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    CHOICE: tl.constexpr, K2: tl.constexpr, BLOCK_T: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """Like `choose` for BLOCK_T tokens: in each round the first of the experts that are left."""
     E: tl.constexpr = CHOICE.E
     E2: tl.constexpr = CHOICE.E2

@@ -82,27 +82,13 @@ def _in_best_groups(
 
 @triton.jit(do_not_specialize=["tokens", "record_stride", "least_sum"])
 def _choose_scored_kernel(
-    parts_ptr,
-    logit_bias_ptr,
-    score_bias_ptr,
-    experts_ptr,
-    weights_ptr,
-    record_ptr,
-    slots_ptr,
+    parts_ptr, logit_bias_ptr, score_bias_ptr, experts_ptr, weights_ptr, record_ptr, slots_ptr,
     tokens,
     record_stride,
-    scale,
-    least_sum,
-    CHOICE: tl.constexpr,
-    PARTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    LOGIT_BIAS: tl.constexpr,
-    SCORE_BIAS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUP_BEST: tl.constexpr,
-):
+    scale, least_sum,
+    CHOICE: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, SIGMOID: tl.constexpr, LOGIT_BIAS: tl.constexpr,
+    SCORE_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0)
     E2: tl.constexpr = CHOICE.E2
     e = tl.arange(0, E2)
@@ -165,22 +151,10 @@ def choose_scored(
     assert score_bias_E is None or score_bias_E.dtype == torch.float32
     out = routing_outputs(tokens, choice, parts_STE.device)
     _choose_scored_kernel[(tokens,)](
-        parts_STE,
-        logit_bias_E,
-        score_bias_E,
-        *output_arguments(out, record, tokens),
-        rule.scale,
-        rule.least_sum,
-        CHOICE=choice,
-        PARTS=parts,
-        DTYPE=TRITON_DTYPES[dtype],
-        SIGMOID=rule.scoring == "sigmoid",
-        LOGIT_BIAS=logit_bias_E is not None,
-        SCORE_BIAS=score_bias_E is not None,
-        GROUPS=rule.groups,
-        TOP_GROUPS=rule.top_groups,
-        GROUP_BEST=rule.group_best,
-        num_warps=warps_of(choice),
+        parts_STE, logit_bias_E, score_bias_E, *output_arguments(out, record, tokens), rule.scale, rule.least_sum,
+        CHOICE=choice, PARTS=parts, DTYPE=TRITON_DTYPES[dtype], SIGMOID=rule.scoring == "sigmoid",
+        LOGIT_BIAS=logit_bias_E is not None, SCORE_BIAS=score_bias_E is not None, GROUPS=rule.groups,
+        TOP_GROUPS=rule.top_groups, GROUP_BEST=rule.group_best, num_warps=warps_of(choice),
         **follow_options(parts_STE.device),
-    )
+    )  # fmt: skip
     return out

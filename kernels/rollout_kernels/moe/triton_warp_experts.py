@@ -61,31 +61,12 @@ class WarpConfig:
 
 @triton.jit(do_not_specialize=["pairs"])
 def _gate_up_kernel(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    bias_ptr,
-    experts_ptr,
-    h_ptr,
-    pairs,
-    alpha,
-    limit,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    LIMITED: tl.constexpr,
-    HALVES: tl.constexpr,
-    FORMAT: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    NEURONS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PIECES: tl.constexpr,
-    ACROSS: tl.constexpr,
-    EVICT: tl.constexpr,
-    FENCE: tl.constexpr,
-):
+    x_ptr, w_ptr, scale_ptr, bias_ptr, experts_ptr, h_ptr,
+    pairs, alpha, limit,
+    H: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
+    HALVES: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, NEURONS: tl.constexpr,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, ACROSS: tl.constexpr, EVICT: tl.constexpr, FENCE: tl.constexpr,
+):  # fmt: skip
     # Gate rows come before up rows, or, with a clamped GLU, they alternate; without a gate there are up rows alone.
     CLAMPED: tl.constexpr = bias_ptr is not None
     STEP: tl.constexpr = 2 if CLAMPED else 1
@@ -159,27 +140,12 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _down_kernel(
-    h_ptr,
-    w_ptr,
-    scale_ptr,
-    experts_ptr,
-    weights_ptr,
-    out_ptr,
+    h_ptr, w_ptr, scale_ptr, experts_ptr, weights_ptr, out_ptr,
     tokens,
-    H: tl.constexpr,
-    INNER: tl.constexpr,
-    TOP_K: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    NEURONS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PIECES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    ACROSS: tl.constexpr,
-    EVICT: tl.constexpr,
-):
+    H: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr,
+    SCALES: tl.constexpr, ROWS: tl.constexpr, NEURONS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
+    AT_ONCE: tl.constexpr, ACROSS: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
     STORED: tl.constexpr = INNER // 2 if FORMAT == "plain" else INNER
     SUMS: tl.constexpr = WIDTH if FORMAT == "plain" else WIDTH // THREAD_CODES
     SCALED: tl.constexpr = FORMAT == "fp8_block" or FORMAT == "mxfp8"
@@ -330,33 +296,15 @@ def moe_gate_up(
     stored = hidden // 2 if gate_up.format == "plain" else hidden
     scales = gate_up.scales
     _gate_up_kernel[(tokens * top_k * triton.cdiv(inner, rows * config.neurons),)](
-        _operand(x_TH, gate_up),
-        _operand(gate_up.values_ENK, gate_up),
-        gate_up.values_ENK if scales is None else scales,
-        None if glu is None else glu.bias_EG,
-        experts_TK,
-        out,
-        tokens * top_k,
-        1.0 if glu is None else glu.alpha,
-        (limit or 0.0) if glu is None else glu.limit,
-        H=hidden,
-        INNER=inner,
-        TOP_K=top_k,
-        ACTIVATION=activation,
-        LIMITED=limit is not None,
-        HALVES=gate_up.halves,
-        FORMAT=gate_up.format,
-        SCALES=0 if scales is None else scales[0].numel(),
-        ROWS=rows,
-        NEURONS=config.neurons,
-        WIDTH=width,
-        PIECES=_pieces(triton.cdiv(stored, width), config.at_once),
-        ACROSS=config.across,
-        EVICT="evict_first" if config.once else "",
-        FENCE=config.fence,
-        num_warps=config.num_warps,
+        _operand(x_TH, gate_up), _operand(gate_up.values_ENK, gate_up),
+        gate_up.values_ENK if scales is None else scales, None if glu is None else glu.bias_EG, experts_TK, out,
+        tokens * top_k, 1.0 if glu is None else glu.alpha, (limit or 0.0) if glu is None else glu.limit,
+        H=hidden, INNER=inner, TOP_K=top_k, ACTIVATION=activation, LIMITED=limit is not None, HALVES=gate_up.halves,
+        FORMAT=gate_up.format, SCALES=0 if scales is None else scales[0].numel(), ROWS=rows, NEURONS=config.neurons,
+        WIDTH=width, PIECES=_pieces(triton.cdiv(stored, width), config.at_once), ACROSS=config.across,
+        EVICT="evict_first" if config.once else "", FENCE=config.fence, num_warps=config.num_warps,
         **follow_options(x_TH.device),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -396,27 +344,12 @@ def moe_down(
     stored = inner // 2 if down.format == "plain" else inner
     at_once = _pieces(top_k, config.at_once)
     _down_kernel[(tokens * triton.cdiv(hidden, rows * config.neurons),)](
-        _operand(h_TKI, down),
-        _operand(down.values_ENK, down),
-        down.values_ENK if scales is None else scales,
-        experts_TK,
-        weights_TK,
-        out,
-        tokens,
-        H=hidden,
-        INNER=inner,
-        TOP_K=top_k,
-        FORMAT=down.format,
-        DTYPE=TRITON_DTYPES[h_TKI.dtype],
-        SCALES=0 if scales is None else scales[0].numel(),
-        ROWS=rows,
-        NEURONS=config.neurons,
-        WIDTH=width,
-        PIECES=_pieces(triton.cdiv(stored, width), _MOST_LOADS // (at_once * config.neurons)),
-        AT_ONCE=at_once,
-        ACROSS=config.across,
-        EVICT="evict_first" if config.once else "",
-        num_warps=config.num_warps,
+        _operand(h_TKI, down), _operand(down.values_ENK, down), down.values_ENK if scales is None else scales,
+        experts_TK, weights_TK, out, tokens,
+        H=hidden, INNER=inner, TOP_K=top_k, FORMAT=down.format, DTYPE=TRITON_DTYPES[h_TKI.dtype],
+        SCALES=0 if scales is None else scales[0].numel(), ROWS=rows, NEURONS=config.neurons, WIDTH=width,
+        PIECES=_pieces(triton.cdiv(stored, width), _MOST_LOADS // (at_once * config.neurons)), AT_ONCE=at_once,
+        ACROSS=config.across, EVICT="evict_first" if config.once else "", num_warps=config.num_warps,
         **follow_options(h_TKI.device),
-    )
+    )  # fmt: skip
     return out

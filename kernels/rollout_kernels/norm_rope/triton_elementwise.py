@@ -51,29 +51,11 @@ _EMBED_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm_kernel(
-    parts_ptr,
-    residual_ptr,
-    output_weight_ptr,
-    weight_ptr,
-    factor_ptr,
-    out_ptr,
-    low_ptr,
-    b_ptr,
-    adapters_ptr,
-    rows,
-    eps,
-    scale,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    OUTPUT_NORM: tl.constexpr,
-    SCALED: tl.constexpr,
-    NORM: tl.constexpr,
-    R: tl.constexpr,
-    LOW_PARTS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-):
+    parts_ptr, residual_ptr, output_weight_ptr, weight_ptr, factor_ptr, out_ptr, low_ptr, b_ptr, adapters_ptr,
+    rows, eps, scale,
+    H: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OUTPUT_NORM: tl.constexpr, SCALED: tl.constexpr,
+    NORM: tl.constexpr, R: tl.constexpr, LOW_PARTS: tl.constexpr, AT_ONCE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     live = h < H
@@ -160,46 +142,22 @@ def add_rms_norm(
     warps = max(min(warps, block // 32), 1)
     out_MH = residual_MH if weight_H is None else torch.empty_like(residual_MH)
     _add_rms_norm_kernel[(rows,)](
-        parts_SMH,
-        residual_MH,
-        output_weight_H,
-        weight_H,
-        factor_1,
-        out_MH,
-        rows=rows,
-        eps=eps,
-        scale=scale,
-        H=hidden,
-        BLOCK=block,
-        PARTS=0 if parts_SMH is None else parts_SMH.shape[0],
-        OUTPUT_NORM=output_weight_H is not None,
-        SCALED=scale != 1.0,
-        NORM=weight_H is not None,
-        UNIT_OFFSET=unit_offset,
-        num_warps=warps,
-        **correction_arguments(correction, block),
+        parts_SMH, residual_MH, output_weight_H, weight_H, factor_1, out_MH,
+        rows=rows, eps=eps, scale=scale, H=hidden, BLOCK=block, PARTS=0 if parts_SMH is None else parts_SMH.shape[0],
+        OUTPUT_NORM=output_weight_H is not None, SCALED=scale != 1.0, NORM=weight_H is not None,
+        UNIT_OFFSET=unit_offset, num_warps=warps, **correction_arguments(correction, block),
         **follow_options(residual_MH.device),
-    )
+    )  # fmt: skip
     return out_MH
 
 
 @triton.jit
 def _squares(
-    parts_ptr,
-    bias_ptr,
-    row,
-    rows,
-    blocks,
-    FIRST_HEAD: tl.constexpr,
-    HEADS: tl.constexpr,
-    ALL: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    dtype: tl.constexpr,
-):
+    parts_ptr, bias_ptr,
+    row, rows, blocks,
+    FIRST_HEAD: tl.constexpr, HEADS: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """The sum of squares of HEADS heads of a product, rounded to `dtype`, in `blocks` blocks; of no blocks it is 0."""
     total = tl.zeros([BLOCK_HEADS, 2 * HALF], tl.float32)
     d = tl.arange(0, 2 * HALF)[None, :]
@@ -219,46 +177,15 @@ def _squares(
 
 @triton.jit(do_not_specialize=["rows"])
 def _finish_qkv_kernel(
-    parts_ptr,
-    bias_ptr,
-    norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    slots_ptr,
-    q_ptr,
-    gate_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    scales_ptr,
-    low_ptr,
-    b_ptr,
-    adapters_ptr,
-    rows,
-    eps,
-    clip,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    TURNED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    WHOLE_NORM: tl.constexpr,
-    VALUE_NORM: tl.constexpr,
-    KEYS_ARE_VALUES: tl.constexpr,
-    CLIPPED: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    GATED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FP8: tl.constexpr,
-    R: tl.constexpr,
-    LOW_PARTS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    parts_ptr, bias_ptr, norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, gate_ptr, k_cache_ptr, v_cache_ptr,
+    scales_ptr, low_ptr, b_ptr, adapters_ptr,
+    rows, eps, clip,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WHOLE_NORM: tl.constexpr,
+    VALUE_NORM: tl.constexpr, KEYS_ARE_VALUES: tl.constexpr, CLIPPED: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr, GATED: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, R: tl.constexpr,
+    LOW_PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     d = tl.arange(0, HALF)[None, :]
@@ -486,63 +413,25 @@ def finish_qkv(
     half = triton.next_power_of_2(dim // 2)
     q_MHD = torch.empty(rows, q_heads, dim, dtype=dtype or k_cache_PSGD.dtype, device=parts_SMW.device)
     _finish_qkv_kernel[(rows, triton.cdiv(q_heads + 2 * kv_heads, _BLOCK_HEADS))](
-        parts_SMW,
-        bias_W,
-        q_norm,
-        k_norm,
-        cos_M1T,
-        sin_M1T,
-        slots_M,
-        q_MHD,
-        gates_MHD,
-        k_cache_PSGD,
-        v_cache_PSGD,
+        parts_SMW, bias_W, q_norm, k_norm, cos_M1T, sin_M1T, slots_M, q_MHD, gates_MHD, k_cache_PSGD, v_cache_PSGD,
         scales_P2GS,
-        rows=rows,
-        eps=eps,
-        clip=clip or 0.0,
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        D=dim,
-        TURNED=cos_M1T.shape[-1],
-        BLOCK_HEADS=_BLOCK_HEADS,
-        HALF=half,
-        PARTS=parts,
-        BIAS=bias_W is not None,
-        NORM=norm_2D is not None,
-        WHOLE_NORM=whole_norms is not None,
-        VALUE_NORM=value_norm,
-        KEYS_ARE_VALUES=int(kv == "keys"),
-        CLIPPED=clip is not None,
-        UNIT_OFFSET=unit_offset,
-        INTERLEAVED=interleaved,
-        GATED=int(gates_MHD is not None),
-        PAGE_SIZE=k_cache_PSGD.shape[1],
-        FP8=scales_P2GS is not None,
-        num_warps=8,
-        **correction_arguments(correction, _BLOCK_HEADS * 2 * half),
-        **follow_options(parts_SMW.device),
-    )
+        rows=rows, eps=eps, clip=clip or 0.0, Q_HEADS=q_heads, KV_HEADS=kv_heads, D=dim, TURNED=cos_M1T.shape[-1],
+        BLOCK_HEADS=_BLOCK_HEADS, HALF=half, PARTS=parts, BIAS=bias_W is not None, NORM=norm_2D is not None,
+        WHOLE_NORM=whole_norms is not None, VALUE_NORM=value_norm, KEYS_ARE_VALUES=int(kv == "keys"),
+        CLIPPED=clip is not None, UNIT_OFFSET=unit_offset, INTERLEAVED=interleaved, GATED=int(gates_MHD is not None),
+        PAGE_SIZE=k_cache_PSGD.shape[1], FP8=scales_P2GS is not None, num_warps=8,
+        **correction_arguments(correction, _BLOCK_HEADS * 2 * half), **follow_options(parts_SMW.device),
+    )  # fmt: skip
     return q_MHD
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_kernel(
-    gate_up_ptr,
-    out_ptr,
-    scales_ptr,
-    low_ptr,
-    b_ptr,
-    adapters_ptr,
-    rows,
-    padded,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    R: tl.constexpr,
-    LOW_PARTS: tl.constexpr,
+    gate_up_ptr, out_ptr, scales_ptr, low_ptr, b_ptr, adapters_ptr,
+    rows, padded,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, R: tl.constexpr, LOW_PARTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = i < WIDTH
@@ -600,40 +489,19 @@ def _gate(
     assert gate_up_M2I.is_contiguous()
     block = 1024 if correction is None else 512
     _gated_kernel[(rows, triton.cdiv(width // 2, block))](
-        gate_up_M2I,
-        out_MI,
-        scales_BM,
-        rows=rows,
-        padded=len(out_MI),
-        WIDTH=width // 2,
-        BLOCK=block,
-        ACTIVATION=activation,
-        num_warps=4,
-        **correction_arguments(correction, 2 * block),
-        **follow_options(out_MI.device),
-    )
+        gate_up_M2I, out_MI, scales_BM,
+        rows=rows, padded=len(out_MI), WIDTH=width // 2, BLOCK=block, ACTIVATION=activation, num_warps=4,
+        **correction_arguments(correction, 2 * block), **follow_options(out_MI.device),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _embed_rope_kernel(
-    token_ids_ptr,
-    positions_ptr,
-    embed_ptr,
-    inv_freq_ptr,
-    sign_ptr,
-    residual_ptr,
-    cos_sin_ptr,
-    rows,
-    first_token,
-    tokens,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SHARD: tl.constexpr,
+    token_ids_ptr, positions_ptr, embed_ptr, inv_freq_ptr, sign_ptr, residual_ptr, cos_sin_ptr,
+    rows, first_token, tokens, scale,
+    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SHARD: tl.constexpr,
     SCALED: tl.constexpr,
-):
+):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if part == 0:
@@ -697,25 +565,10 @@ def embed_rope(
     residual_BH = torch.empty(count, hidden, dtype=embed_VH.dtype, device=embed_VH.device)
     cos_sin_2B1D = torch.empty(2, count, 1, dim, dtype=torch.float32, device=embed_VH.device)
     _embed_rope_kernel[(count, 1 + triton.cdiv(hidden, _EMBED_BLOCK))](
-        token_ids_B,
-        positions_B,
-        embed_VH,
-        inv_freq_D,
-        sign_D,
-        residual_BH,
-        cos_sin_2B1D,
-        count,
-        first_token or 0,
-        len(embed_VH),
-        scale,
-        H=hidden,
-        D=dim,
-        SHARD=first_token is not None,
-        SCALED=scale != 1.0,
-        BLOCK=_EMBED_BLOCK,
-        BLOCK_D=triton.next_power_of_2(dim),
-        num_warps=4,
-        **follow_options(embed_VH.device),
-    )
+        token_ids_B, positions_B, embed_VH, inv_freq_D, sign_D, residual_BH, cos_sin_2B1D, count, first_token or 0,
+        len(embed_VH), scale,
+        H=hidden, D=dim, SHARD=first_token is not None, SCALED=scale != 1.0, BLOCK=_EMBED_BLOCK,
+        BLOCK_D=triton.next_power_of_2(dim), num_warps=4, **follow_options(embed_VH.device),
+    )  # fmt: skip
     cos_B1D, sin_B1D = cos_sin_2B1D.unbind(0)
     return residual_BH, (cos_B1D, sin_B1D)

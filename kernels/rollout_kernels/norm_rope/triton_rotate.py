@@ -17,16 +17,11 @@ _BLOCK = 512  # pairs of a token, of a program
 
 @triton.jit(do_not_specialize=["tokens"])
 def _rotate_heads_kernel(
-    heads_ptr,
-    cos_ptr,
-    sin_ptr,
+    heads_ptr, cos_ptr, sin_ptr,
     tokens,
     stride,
-    PAIRS: tl.constexpr,
-    HALF: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    PAIRS: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     live = (t < tokens) & (pair < PAIRS)
@@ -50,14 +45,6 @@ def rotate_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Te
     assert cos_TD.is_contiguous() and sin_TD.is_contiguous() and cos_TD.dtype == sin_TD.dtype == torch.float32
     pairs = heads * dim // 2
     _rotate_heads_kernel[(triton.cdiv(tokens, _TOKENS), triton.cdiv(pairs, _BLOCK))](
-        heads_TAD,
-        cos_TD,
-        sin_TD,
-        tokens,
-        heads_TAD.stride(0),
-        PAIRS=pairs,
-        HALF=dim // 2,
-        TOKENS=_TOKENS,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
+        heads_TAD, cos_TD, sin_TD, tokens, heads_TAD.stride(0),
+        PAIRS=pairs, HALF=dim // 2, TOKENS=_TOKENS, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip

@@ -129,29 +129,11 @@ def _row_at(first_ptr, at, halves, PAIRS: tl.constexpr):
 
 @triton.jit
 def _all_reduce_kernel(
-    parts_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    addresses_ptr,
-    exchanges_ptr,
-    fault_ptr,
-    rows,
-    row_words,
-    most_rows,
-    eps,
-    most_spins,
-    H: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    PAIRS: tl.constexpr,
-    FLAGGED: tl.constexpr,
-    TAIL: tl.constexpr,
-):
+    parts_ptr, residual_ptr, weight_ptr, out_ptr, addresses_ptr, exchanges_ptr, fault_ptr,
+    rows, row_words, most_rows, eps, most_spins,
+    H: tl.constexpr, BLOCK_W: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, PAIRS: tl.constexpr, FLAGGED: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     words: tl.constexpr = H // 2 if PAIRS else H
@@ -246,31 +228,12 @@ def _launch(
     pairs = dtype.itemsize == 2
     block = triton.next_power_of_2(width // 2 if pairs else width)
     _all_reduce_kernel[(rows,)](
-        parts_SMH,
-        residual_MH,
-        weight_H,
-        out_MH,
-        peers.addresses_R,
-        peers.exchanges_M,
-        peers.fault,
-        rows,
-        peers.memory_2RMW.shape[3],
-        peers.rows,
-        eps,
-        most_spins,
-        H=width,
-        BLOCK_W=block,
-        PARTS=parts,
-        RANK=peers.rank,
-        RANKS=peers.size,
-        NORM=residual_MH is not None,
-        UNIT_OFFSET=unit_offset,
-        PAIRS=pairs,
-        FLAGGED=peers.flagged,
-        TAIL=TAIL,
-        num_warps=max(1, min(16, block // 64)),
+        parts_SMH, residual_MH, weight_H, out_MH, peers.addresses_R, peers.exchanges_M, peers.fault, rows,
+        peers.memory_2RMW.shape[3], peers.rows, eps, most_spins,
+        H=width, BLOCK_W=block, PARTS=parts, RANK=peers.rank, RANKS=peers.size, NORM=residual_MH is not None,
+        UNIT_OFFSET=unit_offset, PAIRS=pairs, FLAGGED=peers.flagged, TAIL=TAIL, num_warps=max(1, min(16, block // 64)),
         **follow_options(out_MH.device),
-    )
+    )  # fmt: skip
     return out_MH
 
 

@@ -97,26 +97,11 @@ def _log_sum(logs):
 
 @triton.jit
 def _pass_1(
-    logits_ptr,
-    drawn_ptr,
-    floats_ptr,
-    ints_ptr,
-    rows_ptr,
-    partial_ptr,
-    V,
-    blocks,
-    first_token,
-    INTS: tl.constexpr,
-    FLOATS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    PROMPT: tl.constexpr,
-    SEED: tl.constexpr,
-    TEMPERATURE: tl.constexpr,
-    NOISE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DRAWN: tl.constexpr,
-    SHARD: tl.constexpr,
-):
+    logits_ptr, drawn_ptr, floats_ptr, ints_ptr, rows_ptr, partial_ptr,
+    V, blocks, first_token,
+    INTS: tl.constexpr, FLOATS: tl.constexpr, LENGTH: tl.constexpr, PROMPT: tl.constexpr, SEED: tl.constexpr,
+    TEMPERATURE: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr, SHARD: tl.constexpr,
+):  # fmt: skip
     sampled = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = tl.load(rows_ptr + sampled)
@@ -166,26 +151,12 @@ def _pass_1(
 
 @triton.jit
 def _pass_2(
-    logits_ptr,
-    drawn_ptr,
-    floats_ptr,
-    ints_ptr,
-    rows_ptr,
-    partial_ptr,
-    output_ptr,
+    logits_ptr, drawn_ptr, floats_ptr, ints_ptr, rows_ptr, partial_ptr, output_ptr,
     output_stride,
-    V,
-    blocks,
-    INTS: tl.constexpr,
-    FLOATS: tl.constexpr,
-    LAST: tl.constexpr,
-    LENGTH: tl.constexpr,
-    TEMPERATURE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    DRAWN: tl.constexpr,
-    SHARDS: tl.constexpr,
-    PLANES: tl.constexpr,
-):
+    V, blocks,
+    INTS: tl.constexpr, FLOATS: tl.constexpr, LAST: tl.constexpr, LENGTH: tl.constexpr, TEMPERATURE: tl.constexpr,
+    BLOCKS: tl.constexpr, DRAWN: tl.constexpr, SHARDS: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
     sampled = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + sampled)
     b = tl.arange(0, BLOCKS)
@@ -259,46 +230,16 @@ def draw_and_advance(
     partial_PSB = torch.empty(planes, count, blocks, dtype=torch.float32, device=logits_SV.device)
     sizes = {"INTS": ints_RI.shape[1], "FLOATS": floats_RF.shape[1]}
     _pass_1[(count, blocks)](
-        logits_SV,
-        drawn_SV,
-        floats_RF,
-        ints_RI,
-        rows_S,
-        partial_PSB,
-        vocab,
-        blocks,
+        logits_SV, drawn_SV, floats_RF, ints_RI, rows_S, partial_PSB, vocab, blocks,
         0 if shard is None else shard.first_token,
-        LENGTH=columns["LENGTH"],
-        PROMPT=columns["PROMPT"],
-        SEED=columns["SEED"],
-        TEMPERATURE=columns["TEMPERATURE"],
-        NOISE=columns["NOISE"],
-        BLOCK=_BLOCK,
-        DRAWN=drawn_SV is not None,
-        SHARD=shard is not None,
-        num_warps=4,
-        **sizes,
-    )
+        LENGTH=columns["LENGTH"], PROMPT=columns["PROMPT"], SEED=columns["SEED"], TEMPERATURE=columns["TEMPERATURE"],
+        NOISE=columns["NOISE"], BLOCK=_BLOCK, DRAWN=drawn_SV is not None, SHARD=shard is not None, num_warps=4, **sizes,
+    )  # fmt: skip
     if shard is not None:
         partial_PSB = shard.group.all_gather(partial_PSB)
     _pass_2[(count,)](
-        logits_SV,
-        drawn_SV,
-        floats_RF,
-        ints_RI,
-        rows_S,
-        partial_PSB,
-        output_4S,
-        output_4S.stride(0),
-        vocab,
-        blocks,
-        LAST=columns["LAST"],
-        LENGTH=columns["LENGTH"],
-        TEMPERATURE=columns["TEMPERATURE"],
-        BLOCKS=triton.next_power_of_2(blocks * shards),
-        DRAWN=drawn_SV is not None,
-        SHARDS=shards,
-        PLANES=planes,
-        num_warps=1 if shards == 1 else 4,
-        **sizes,
-    )
+        logits_SV, drawn_SV, floats_RF, ints_RI, rows_S, partial_PSB, output_4S, output_4S.stride(0), vocab, blocks,
+        LAST=columns["LAST"], LENGTH=columns["LENGTH"], TEMPERATURE=columns["TEMPERATURE"],
+        BLOCKS=triton.next_power_of_2(blocks * shards), DRAWN=drawn_SV is not None, SHARDS=shards, PLANES=planes,
+        num_warps=1 if shards == 1 else 4, **sizes,
+    )  # fmt: skip

@@ -179,21 +179,11 @@ def _choose_digit(
 
 @triton.jit
 def _search_kernel(
-    logits_ptr,
-    state_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    k_stride,
-    p_stride,
-    vocab,
-    V,
-    MASS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHARD: tl.constexpr,
-):
+    logits_ptr, state_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    k_stride, p_stride,
+    vocab, V,
+    MASS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, SHARD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, vocab)
     state = state_ptr + row * _WORDS
@@ -229,27 +219,14 @@ def _search_kernel(
 
 @triton.jit
 def _merge_kernel(
-    state_ptr,
-    gathered_ptr,
-    addresses_ptr,
-    exchanges_ptr,
-    fault_ptr,
-    row_words,
-    most_rows,
-    most_spins,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    k_stride,
-    p_stride,
+    state_ptr, gathered_ptr, addresses_ptr, exchanges_ptr, fault_ptr,
+    row_words, most_rows, most_spins,
+    top_k_ptr, top_p_ptr, min_p_ptr,
+    k_stride, p_stride,
     vocab,
-    MASS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BITS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
+    MASS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
     PEERS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, vocab)
     state = state_ptr + row * _WORDS
@@ -328,21 +305,11 @@ def _threshold(state, top_p, best):
 
 @triton.jit
 def _cut_kernel(
-    logits_ptr,
-    state_ptr,
-    ties_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    k_stride,
-    p_stride,
-    vocab,
-    V,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SHARD: tl.constexpr,
-):
+    logits_ptr, state_ptr, ties_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    k_stride, p_stride,
+    vocab, V,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SHARD: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, vocab)
@@ -425,18 +392,7 @@ def _merge(
     for begin in range(0, len(state_SW), at_once):
         part = slice(begin, begin + at_once)
         _merge_kernel[(len(state_SW[part]),)](
-            state_SW[part],
-            gathered_RSD,
-            addresses_R,
-            exchanges_M,
-            fault,
-            words,
-            at_once,
-            most_spins,
+            state_SW[part], gathered_RSD, addresses_R, exchanges_M, fault, words, at_once, most_spins,
             *_limit_arguments(rows, part, shard.vocab),
-            RANK=group.rank,
-            RANKS=group.size,
-            PEERS=peers is not None,
-            num_warps=8,
-            **digit,
-        )
+            RANK=group.rank, RANKS=group.size, PEERS=peers is not None, num_warps=8, **digit,
+        )  # fmt: skip

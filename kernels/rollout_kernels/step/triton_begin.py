@@ -18,22 +18,12 @@ _TABLE_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["stride_out", "columns", "stride_pages", "stride_table"])
 def _begin_kernel(
-    rows_ptr,
-    new_pages_ptr,
-    ints_ptr,
-    pages_ptr,
-    table_ptr,
-    out_ptr,
+    rows_ptr, new_pages_ptr, ints_ptr, pages_ptr, table_ptr, out_ptr,
     stride_out,
     columns,
-    stride_pages,
-    stride_table,
-    INTS: tl.constexpr,
-    LAST: tl.constexpr,
-    LENGTH: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    stride_pages, stride_table,
+    INTS: tl.constexpr, LAST: tl.constexpr, LENGTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0)
     start = tl.program_id(1) * BLOCK
     follow()
@@ -81,22 +71,9 @@ def begin_step(
     stride_out = count + count % 2
     out_4B = torch.empty(4, stride_out, dtype=torch.int64, device=rows_B.device)[:, :count]
     _begin_kernel[(count, triton.cdiv(columns, _TABLE_BLOCK))](
-        rows_B,
-        new_pages_B,
-        ints_RI,
-        pages_RP,
-        table_BP,
-        out_4B,
-        stride_out,
-        columns,
-        pages_RP.stride(0),
+        rows_B, new_pages_B, ints_RI, pages_RP, table_BP, out_4B, stride_out, columns, pages_RP.stride(0),
         table_BP.stride(0),
-        INTS=ints_RI.shape[1],
-        LAST=last,
-        LENGTH=length,
-        PAGE_SIZE=page_size,
-        BLOCK=_TABLE_BLOCK,
-        num_warps=4,
-    )
+        INTS=ints_RI.shape[1], LAST=last, LENGTH=length, PAGE_SIZE=page_size, BLOCK=_TABLE_BLOCK, num_warps=4,
+    )  # fmt: skip
     token_ids_B, positions_B, kv_slots_B, context_lens_B = out_4B.unbind(0)
     return token_ids_B, positions_B, kv_slots_B, context_lens_B, table_BP[:count, :columns]

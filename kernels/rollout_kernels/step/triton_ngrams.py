@@ -14,23 +14,11 @@ _BLOCK = 1024  # places that a program compares at once
 
 @triton.jit(do_not_specialize=["stride_rows", "stride_pages"])
 def _draft_kernel(
-    rows_ptr,
-    ints_ptr,
-    pages_ptr,
-    tokens_ptr,
-    drafts_ptr,
-    stride_rows,
-    stride_pages,
-    INTS: tl.constexpr,
-    LAST: tl.constexpr,
-    LENGTH: tl.constexpr,
-    PAGE: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    DRAFTS_2: tl.constexpr,
-    EQUAL: tl.constexpr,
-    REACH_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows_ptr, ints_ptr, pages_ptr, tokens_ptr, drafts_ptr,
+    stride_rows, stride_pages,
+    INTS: tl.constexpr, LAST: tl.constexpr, LENGTH: tl.constexpr, PAGE: tl.constexpr, DRAFTS: tl.constexpr,
+    DRAFTS_2: tl.constexpr, EQUAL: tl.constexpr, REACH_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.load(rows_ptr + tl.program_id(0) * stride_rows)
     length = tl.load(ints_ptr + row * INTS + LENGTH).to(tl.int32)
     last = tl.load(ints_ptr + row * INTS + LAST).to(tl.int32)
@@ -79,21 +67,7 @@ def draft_by_ngrams(
     assert ints_NI.is_contiguous() and tokens_PS.is_contiguous() and drafts_NG.is_contiguous()
     drafts = drafts_NG.shape[1]
     _draft_kernel[(len(rows_R),)](
-        rows_R,
-        ints_NI,
-        pages_NP,
-        tokens_PS,
-        drafts_NG,
-        rows_R.stride(0),
-        pages_NP.stride(0),
-        INTS=ints_NI.shape[1],
-        LAST=last,
-        LENGTH=length,
-        PAGE=tokens_PS.shape[1],
-        DRAFTS=drafts,
-        DRAFTS_2=triton.next_power_of_2(drafts),
-        EQUAL=most_equal,
-        REACH_TOKENS=reach,
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
+        rows_R, ints_NI, pages_NP, tokens_PS, drafts_NG, rows_R.stride(0), pages_NP.stride(0),
+        INTS=ints_NI.shape[1], LAST=last, LENGTH=length, PAGE=tokens_PS.shape[1], DRAFTS=drafts,
+        DRAFTS_2=triton.next_power_of_2(drafts), EQUAL=most_equal, REACH_TOKENS=reach, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip

@@ -20,27 +20,12 @@ _PAGES = 1024  # columns of a page table that a program copies
 
 @triton.jit(do_not_specialize=["width", "columns", "stride_pages"])
 def _set_up_kernel(
-    drafts_ptr,
-    verified_ptr,
-    paths_ptr,
-    ints_ptr,
-    floats_ptr,
-    pages_ptr,
-    tokens_ptr,
-    adapters_ptr,
-    next_ptr,
-    width,
-    columns,
+    drafts_ptr, verified_ptr, paths_ptr, ints_ptr, floats_ptr, pages_ptr, tokens_ptr, adapters_ptr, next_ptr,
+    width, columns,
     stride_pages,
-    INTS: tl.constexpr,
-    FLOATS: tl.constexpr,
-    LAST: tl.constexpr,
-    LENGTH: tl.constexpr,
-    HAS_ADAPTERS: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    MOST_COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    INTS: tl.constexpr, FLOATS: tl.constexpr, LAST: tl.constexpr, LENGTH: tl.constexpr, HAS_ADAPTERS: tl.constexpr,
+    DRAFTS: tl.constexpr, MOST_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0)
     row, owner = tl.load(drafts_ptr + 4 * n), tl.load(drafts_ptr + 4 * n + 1)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -68,17 +53,9 @@ def _set_up_kernel(
 
 @triton.jit
 def _accept_kernel(
-    verified_ptr,
-    rows_ptr,
-    drawn_ptr,
-    tokens_ptr,
-    ints_ptr,
-    accepted_ptr,
-    INTS: tl.constexpr,
-    LAST: tl.constexpr,
-    LENGTH: tl.constexpr,
-    MOST: tl.constexpr,
-):
+    verified_ptr, rows_ptr, drawn_ptr, tokens_ptr, ints_ptr, accepted_ptr,
+    INTS: tl.constexpr, LAST: tl.constexpr, LENGTH: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
     m = tl.program_id(0)
     row, place, count = (
         tl.load(verified_ptr + 4 * m),
@@ -131,28 +108,12 @@ def set_up_drafts(
     assert all(tensor.is_contiguous() for tensor in (drafts_N4, verified_M4, paths_MW, ints_RI, floats_RF))
     columns = pages_RP.shape[1]
     _set_up_kernel[(len(drafts_N4), triton.cdiv(columns, _PAGES))](
-        drafts_N4,
-        verified_M4,
-        paths_MW,
-        ints_RI,
-        floats_RF,
-        pages_RP,
-        drafts_R,
-        drafts_R if adapters_R is None else adapters_R,
-        next_RG if next_RG.shape[1] else drafts_R,
-        paths_MW.shape[1],
-        columns,
-        pages_RP.stride(0),
-        INTS=ints_RI.shape[1],
-        FLOATS=floats_RF.shape[1],
-        LAST=last,
-        LENGTH=length,
-        HAS_ADAPTERS=adapters_R is not None,
-        DRAFTS=next_RG.shape[1],
-        MOST_COLUMNS=_MOST_COLUMNS,
-        BLOCK=_PAGES,
-        num_warps=4,
-    )
+        drafts_N4, verified_M4, paths_MW, ints_RI, floats_RF, pages_RP, drafts_R,
+        drafts_R if adapters_R is None else adapters_R, next_RG if next_RG.shape[1] else drafts_R, paths_MW.shape[1],
+        columns, pages_RP.stride(0),
+        INTS=ints_RI.shape[1], FLOATS=floats_RF.shape[1], LAST=last, LENGTH=length, HAS_ADAPTERS=adapters_R is not None,
+        DRAFTS=next_RG.shape[1], MOST_COLUMNS=_MOST_COLUMNS, BLOCK=_PAGES, num_warps=4,
+    )  # fmt: skip
 
 
 def accept_drafts(
@@ -179,15 +140,6 @@ def accept_drafts(
         length: as `set_up_drafts`.
     """
     _accept_kernel[(len(verified_M4),)](
-        verified_M4,
-        rows_S,
-        drawn_S,
-        drafts_R,
-        ints_RI,
-        accepted_S,
-        INTS=ints_RI.shape[1],
-        LAST=last,
-        LENGTH=length,
-        MOST=MOST_DRAFTS,
-        num_warps=1,
-    )
+        verified_M4, rows_S, drawn_S, drafts_R, ints_RI, accepted_S,
+        INTS=ints_RI.shape[1], LAST=last, LENGTH=length, MOST=MOST_DRAFTS, num_warps=1,
+    )  # fmt: skip
