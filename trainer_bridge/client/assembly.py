@@ -6,10 +6,12 @@ begin where the last one ended, or that comes after the end, is a `ProtocolError
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.wire.columns import COLUMNS, MARKS, TOKEN_COLUMNS, TOP_COLUMNS, UNKNOWN
 from trainer_bridge.wire.errors import ProtocolError
 from trainer_bridge.wire.prompt_tops import PromptScores
 
@@ -146,20 +148,13 @@ def tail(completion: Completion, start: int) -> Completion:
         if kept > 0:
             runs.append((version, kept))
         position += count
-    drawn = completion.drawn_logprobs
+    rest: dict[str, Any] = {name: column[start:] for name, column in _columns(completion).items()}
+    rest |= {name: [mark for mark in getattr(completion, name) if mark[0] >= start] for name in MARKS}
     return replace(
         completion,
-        token_ids=completion.token_ids[start:],
-        logprobs=completion.logprobs[start:],
-        raw_logprobs=completion.raw_logprobs[start:],
-        drawn_logprobs=None if drawn is None else drawn[start:],
-        top_ids=None if completion.top_ids is None else completion.top_ids[start:],
-        top_logprobs=None if completion.top_logprobs is None else completion.top_logprobs[start:],
+        **rest,
         routing=_last_entries(completion, start),
         versions=runs,
-        recomputed=[mark for mark in completion.recomputed if mark[0] >= start],
-        kv_versions=[run for run in completion.kv_versions if run[0] >= start],
-        adapter_versions=[mark for mark in completion.adapter_versions if mark[0] >= start],
         forced=[place for place in completion.forced if place >= start],
         text=None,
     )
@@ -174,19 +169,14 @@ def _join(parts: list[Completion], index: int, prior: Completion | None) -> Comp
         else:
             runs.append((version, count))
     texts = [part.text for part in parts if part.text is not None]
+    whole: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in TOKEN_COLUMNS}
+    whole |= {name: _tops([getattr(part, name) for part in parts], parts, UNKNOWN[name]) for name in TOP_COLUMNS}
+    whole |= {name: [mark for part in parts for mark in getattr(part, name)] for name in (*MARKS, "forced")}
     return Completion(
         index=index,
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        raw_logprobs=np.concatenate([part.raw_logprobs for part in parts]),
+        **whole,
         drawn_logprobs=_drawn(parts, prior),
-        top_ids=_tops([part.top_ids for part in parts], parts, -1),
-        top_logprobs=_tops([part.top_logprobs for part in parts], parts, np.nan),
         versions=runs,
-        recomputed=[mark for part in parts for mark in part.recomputed],
-        kv_versions=[run for part in parts for run in part.kv_versions],
-        adapter_versions=[mark for part in parts for mark in part.adapter_versions],
-        forced=[place for part in parts for place in part.forced],
         finish_reason=last.finish_reason,
         stop=last.stop,
         text="".join(texts) if texts else None,
@@ -194,6 +184,11 @@ def _join(parts: list[Completion], index: int, prior: Completion | None) -> Comp
         seed=next((part.seed for part in parts if part.seed is not None), None),
         error=last.error,
     )
+
+
+def _columns(completion: Completion) -> dict[str, np.ndarray]:
+    """The columns that a completion has, by name."""
+    return {name: column for name in COLUMNS if (column := getattr(completion, name)) is not None}
 
 
 def _check_routing(chunk: Chunk, parts: list[Completion]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer_bridge.client.media import MediaPrompt
 from trainer_bridge.client.results import Completion
+from trainer_bridge.wire.columns import COLUMNS, MARKS
 from trainer_bridge.wire.near_names import near_name
 from trainer_bridge.wire.sampling_rules import RULES, SamplingFields
 
@@ -302,27 +303,11 @@ def _given_prior(partial: Completion | Mapping[str, Any], prior: Completion) -> 
 
 def prior_fields(prior: Completion) -> dict[str, Any]:
     """`continue_from` for a completion that has a seed."""
-    fields: dict[str, Any] = {
-        "token_ids": prior.token_ids,
-        "seed": prior.seed,
-        "logprobs": prior.logprobs,
-        "raw_logprobs": prior.raw_logprobs,
-        "versions": [list(run) for run in prior.versions],
-    }
-    if prior.recomputed:
-        fields["recomputed"] = [list(mark) for mark in prior.recomputed]
-    if prior.kv_versions:
-        fields["kv_versions"] = [list(run) for run in prior.kv_versions]
-    if prior.adapter_versions:
-        fields["adapter_versions"] = [list(mark) for mark in prior.adapter_versions]
+    fields = given(seed=prior.seed, **{name: getattr(prior, name) for name in (*COLUMNS, "routing")})
+    fields["versions"] = [list(run) for run in prior.versions]
+    fields |= {name: [list(mark) for mark in marks] for name in MARKS if (marks := getattr(prior, name))}
     if prior.forced:
         fields["forced"] = prior.forced
-    if prior.drawn_logprobs is not None:
-        fields["drawn_logprobs"] = prior.drawn_logprobs
-    if prior.routing is not None:
-        fields["routing"] = prior.routing
-    if prior.top_ids is not None:
-        fields |= {"top_ids": prior.top_ids, "top_logprobs": prior.top_logprobs}
     if prior.text is not None:
         fields["text_chars"] = len(prior.text)
     return fields

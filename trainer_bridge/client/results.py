@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer_bridge.wire.codec import JOINED_ARRAYS
+from trainer_bridge.wire.columns import COLUMNS, TOKEN_COLUMNS, TOP_COLUMNS
 from trainer_bridge.wire.errors import ProtocolError
 from trainer_bridge.wire.finish_reasons import FINISH_REASONS, FinishReason
 from trainer_bridge.wire.prompt_tops import PROMPT_FIELDS, PromptScores, PromptTops
@@ -189,7 +189,6 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-_JOINED = dict(zip(JOINED_ARRAYS, (np.int32, np.float32, np.float32), strict=True))
 _RESULT_FIELDS = {
     "v",
     "id",
@@ -247,7 +246,7 @@ def read_chunk(header: Mapping[str, Any]) -> Chunk:
 
 def split_chunks(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The `chunk` replies that a `chunks` reply joins. Raises `ProtocolError`."""
-    start, columns = 0, {name: _array(reply, name, dtype) for name, dtype in _JOINED.items()}
+    start, columns = 0, {name: _array(reply, name, dtype) for name, dtype in TOKEN_COLUMNS.items()}
     for head in _required(reply, "chunks", list):
         if not isinstance(head, dict) or not isinstance(head.get("id"), str):
             raise ProtocolError("a chunk in a reply is not a map with an 'id'")
@@ -303,36 +302,33 @@ def read_completion(fields: Any) -> Completion:
     """The per-completion fields of a reply. Raises `ProtocolError`."""
     if not isinstance(fields, Mapping):
         raise ProtocolError("a completion in a reply is not a map")
-    token_ids = _array(fields, "token_ids", np.int32)
+    columns: dict[str, Any] = {name: _array(fields, name, dtype) for name, dtype in TOKEN_COLUMNS.items()}
+    tokens = len(columns["token_ids"])
     reason = fields.get("finish_reason")
     if reason is not None and reason not in FINISH_REASONS:
         raise ProtocolError(f"a reply has the unknown finish_reason {reason!r:.40}")
-    drawn = None if fields.get("drawn_logprobs") is None else _array(fields, "drawn_logprobs", np.float32)
-    top_ids, top_logprobs = _tops(fields)
+    if fields.get("drawn_logprobs") is not None:
+        columns["drawn_logprobs"] = _array(fields, "drawn_logprobs", np.float32)
+    columns |= zip(TOP_COLUMNS, _tops(fields), strict=True)
     completion = Completion(
         index=_required(fields, "index", int),
-        token_ids=token_ids,
-        logprobs=_array(fields, "logprobs", np.float32),
-        raw_logprobs=_array(fields, "raw_logprobs", np.float32),
-        drawn_logprobs=drawn,
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-        versions=_versions(fields, len(token_ids)),
+        **columns,
+        versions=_versions(fields, tokens),
         finish_reason=reason,
         stop=fields.get("stop"),
         text=fields.get("text"),
         seed=fields.get("seed"),
-        routing=_routing(fields, len(token_ids)),
+        routing=_routing(fields, tokens),
         error=fields.get("error"),
         recomputed=[(position, version) for position, version in _marks(fields, "recomputed")],
         kv_versions=[(position, version, n) for position, version, n in _marks(fields, "kv_versions", "tokens")],
         adapter_versions=[(position, version) for position, version in _marks(fields, "adapter_versions")],
         forced=_positions(fields, "forced"),
     )
-    for name in ("logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs"):
+    for name in COLUMNS:
         values = getattr(completion, name)
-        if values is not None and len(values) != len(token_ids):
-            raise ProtocolError(f"a reply has {len(token_ids)} token_ids but {len(values)} {name}")
+        if values is not None and len(values) != tokens:
+            raise ProtocolError(f"a reply has {tokens} token_ids but {len(values)} {name}")
     return completion
 
 

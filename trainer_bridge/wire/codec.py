@@ -26,8 +26,6 @@ import numpy as np
 
 PROTOCOL_VERSION = 1
 MAX_ID_CHARS = 128
-#: Arrays with an entry for each token that every chunk has; a `chunks` reply has them for all its chunks.
-JOINED_ARRAYS = ("token_ids", "logprobs", "raw_logprobs")
 
 Frame = Any  # bytes, bytearray, memoryview or zmq.Frame
 

@@ -15,6 +15,7 @@ from rollout.service.delivery.expert_records import RoutingColumn
 from rollout.service.delivery.token_columns import ForcedTokens, TokenColumns, marks_between, runs_between
 from rollout.service.delivery.waiters import Position
 from rollout.service.text.stop_strings import StopMatch, StopText
+from trainer_bridge.wire.columns import COLUMNS
 
 
 class Marks(NamedTuple):
@@ -129,15 +130,8 @@ class CompletionDelivery:
             self._shown_chars += self._shown.write(self._text.take())  # `part` has read to the end
 
     def _extend(self, delta: Delta, keep: int) -> None:
-        self._columns.extend(
-            delta.token_ids[:keep],
-            delta.logprobs[:keep],
-            delta.raw_logprobs[:keep],
-            delta.drawn_logprobs[:keep] if delta.drawn_logprobs is not None else None,
-            runs_between(delta.versions, 0, keep),
-            delta.top_ids[:keep] if delta.top_ids is not None else None,
-            delta.top_logprobs[:keep] if delta.top_logprobs is not None else None,
-        )
+        new = {name: column[:keep] for name in COLUMNS if (column := getattr(delta, name)) is not None}
+        self._columns.extend(new, runs_between(delta.versions, 0, keep))
         self._forced.extend(delta.token_ids[:keep])
         if self._routing is not None and delta.routing is not None and (keep or len(delta.routing)):
             self._routing.extend(delta.routing[: len(delta.routing) - (len(delta.token_ids) - keep)])

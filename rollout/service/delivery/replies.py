@@ -10,7 +10,8 @@ import numpy as np
 from rollout.engine.messages.statuses import EngineStatus, SequenceStatus
 from rollout.engine.messages.to_service import RequestDone
 from rollout.service.capabilities import ServedModel
-from trainer_bridge.wire.codec import JOINED_ARRAYS, PROTOCOL_VERSION
+from trainer_bridge.wire.codec import PROTOCOL_VERSION
+from trainer_bridge.wire.columns import TOKEN_COLUMNS
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.errors import error_reply as error_fields
 
@@ -37,9 +38,9 @@ def chunks_reply(chunks: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]
     """
     heads = []
     for request_id, fields in chunks:
-        others = {name: value for name, value in fields.items() if name not in JOINED_ARRAYS}
+        others = {name: value for name, value in fields.items() if name not in TOKEN_COLUMNS}
         heads.append({"id": request_id, "tokens": len(fields["token_ids"])} | others)
-    columns = {name: np.concatenate([fields[name] for _, fields in chunks]) for name in JOINED_ARRAYS}
+    columns = {name: np.concatenate([fields[name] for _, fields in chunks]) for name in TOKEN_COLUMNS}
     return _header("chunks", "") | {"chunks": heads} | columns
 
 

@@ -1,16 +1,15 @@
 """The tokens of one completion with their log-probs and versions, as columns that grow in place."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rollout.constraints.thoughts import Thoughts, forced_places
 from rollout.engine.messages.requests import VersionRuns
+from trainer_bridge.wire.columns import TOKEN_COLUMNS, TOP_COLUMNS, UNKNOWN
 
 _FIRST_CAPACITY = 64
-#: Value in `top_ids` for unknown likeliest tokens.
-UNKNOWN_ID = -1
 
 
 class TokenColumns:
@@ -22,43 +21,28 @@ class TokenColumns:
     def __init__(self, tops: int = 0) -> None:
         self.count = 0
         self.versions: VersionRuns = []
-        self._token_ids = np.empty(_FIRST_CAPACITY, np.int32)
-        self._logprobs = np.empty(_FIRST_CAPACITY, np.float32)
-        self._raw_logprobs = np.empty(_FIRST_CAPACITY, np.float32)
-        self._drawn_logprobs: np.ndarray | None = None
-        self._top_ids = np.empty((_FIRST_CAPACITY, tops), np.int32) if tops else None
-        self._top_logprobs = np.empty((_FIRST_CAPACITY, tops), np.float32) if tops else None
         self._drawn_unknown = 0  # leading tokens without drawn log-probs
+        self._columns = {name: np.empty(_FIRST_CAPACITY, dtype) for name, dtype in TOKEN_COLUMNS.items()}
+        if tops:
+            self._columns |= {name: np.empty((_FIRST_CAPACITY, tops), dtype) for name, dtype in TOP_COLUMNS.items()}
 
-    def extend(
-        self,
-        token_ids: np.ndarray,
-        logprobs: np.ndarray,
-        raw_logprobs: np.ndarray,
-        drawn_logprobs: np.ndarray | None,
-        versions: VersionRuns,
-        top_ids: np.ndarray | None = None,
-        top_logprobs: np.ndarray | None = None,
-    ) -> None:
-        """Add tokens: arrays of one length, and version runs that add up to it.
+    def extend(self, new: Mapping[str, np.ndarray | None], versions: VersionRuns) -> None:
+        """Add tokens: columns of one length by name, and version runs that add up to it.
 
-        `drawn_logprobs` is None if the tokens were drawn from the plain distribution. `top_ids` and `top_logprobs` are
-        None if they are unknown, or if the completion has none.
+        `drawn_logprobs` is None if the tokens were drawn from the plain distribution; likeliest tokens are None if they
+        are unknown, or if the completion has none.
         """
-        assert len(token_ids) == len(logprobs) == len(raw_logprobs) == sum(count for _, count in versions)
-        start, end = self.count, self.count + len(token_ids)
+        count = sum(count for _, count in versions)
+        given = {name: column for name, column in new.items() if column is not None}
+        assert all(len(given[name]) == count for name in TOKEN_COLUMNS)
+        start, end = self.count, self.count + count
         self._reserve(end)
-        self._token_ids[start:end] = token_ids
-        self._logprobs[start:end] = logprobs
-        self._raw_logprobs[start:end] = raw_logprobs
-        if drawn_logprobs is not None and self._drawn_logprobs is None:
-            self._drawn_logprobs = self._logprobs.copy()
-            self._drawn_logprobs[: self._drawn_unknown] = np.nan
-        if self._drawn_logprobs is not None:
-            self._drawn_logprobs[start:end] = logprobs if drawn_logprobs is None else drawn_logprobs
-        if self._top_ids is not None and self._top_logprobs is not None:
-            self._top_ids[start:end] = UNKNOWN_ID if top_ids is None else top_ids
-            self._top_logprobs[start:end] = np.nan if top_logprobs is None else top_logprobs
+        if "drawn_logprobs" in given and "drawn_logprobs" not in self._columns:
+            self._columns["drawn_logprobs"] = self._columns["logprobs"].copy()
+            self._columns["drawn_logprobs"][: self._drawn_unknown] = np.nan
+        others = {**UNKNOWN, "drawn_logprobs": given["logprobs"]}
+        for name, column in self._columns.items():
+            column[start:end] = given[name] if name in given else others[name]
         self.count = end
         for version, count in versions:
             if self.versions and self.versions[-1][0] == version:
@@ -72,30 +56,17 @@ class TokenColumns:
 
     def fields(self, start: int = 0) -> dict[str, Any]:
         """The reply fields of the tokens from `start` on. The arrays are views, valid until the next `extend`."""
-        part = slice(start, self.count)
-        fields: dict[str, Any] = {
-            "token_ids": self._token_ids[part],
-            "logprobs": self._logprobs[part],
-            "raw_logprobs": self._raw_logprobs[part],
-            "versions": [list(run) for run in runs_between(self.versions, start, self.count)],
-        }
-        if self._drawn_logprobs is not None:
-            fields["drawn_logprobs"] = self._drawn_logprobs[part]
-        if self._top_ids is not None and self._top_logprobs is not None:
-            fields |= {"top_ids": self._top_ids[part], "top_logprobs": self._top_logprobs[part]}
-        return fields
+        fields: dict[str, Any] = {name: column[start : self.count] for name, column in self._columns.items()}
+        return fields | {"versions": [list(run) for run in runs_between(self.versions, start, self.count)]}
 
     def _reserve(self, count: int) -> None:
-        capacity = len(self._token_ids)
+        capacity = len(self._columns["token_ids"])
         if count <= capacity:
             return
-        capacity = max(count, capacity * 2)
-        for name in ("_token_ids", "_logprobs", "_raw_logprobs", "_drawn_logprobs", "_top_ids", "_top_logprobs"):
-            old = getattr(self, name)
-            if old is not None:
-                grown = np.empty((capacity, *old.shape[1:]), old.dtype)
-                grown[: self.count] = old[: self.count]
-                setattr(self, name, grown)
+        for name, old in self._columns.items():
+            grown = np.empty((max(count, capacity * 2), *old.shape[1:]), old.dtype)
+            grown[: self.count] = old[: self.count]
+            self._columns[name] = grown
 
 
 def marks_between(marks: Iterable[Sequence[int]], start: int, end: int) -> list[list[int]]:

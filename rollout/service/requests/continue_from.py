@@ -17,8 +17,7 @@ from rollout.service.requests.fields import (
     TopLogprobs,
     VersionRunList,
 )
-
-_MARKS = ("recomputed", "kv_versions", "adapter_versions")
+from trainer_bridge.wire.columns import MARKS
 
 
 class ContinueFrom(BaseModel):
@@ -55,7 +54,7 @@ class ContinueFrom(BaseModel):
         self._check_tops(tokens)
         if self.versions is not None and sum(count for _, count in self.versions) != tokens:
             raise ValueError(f"the counts in 'versions' must add up to {tokens}, the length of 'token_ids'")
-        last = {name: marks[-1][0] for name in _MARKS if (marks := getattr(self, name))}
+        last = {name: marks[-1][0] for name in MARKS if (marks := getattr(self, name))}
         last |= {"forced": self.forced[-1]} if self.forced else {}
         for name, position in last.items():
             if position >= tokens:

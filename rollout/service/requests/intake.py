@@ -38,6 +38,7 @@ from rollout.service.requests.request_media import MediaLimits, check_media, che
 from rollout.service.requests.schema import GenerateMessage, MediaMessage, PrefetchMessage, Sampling
 from rollout.service.text.stop_strings import StopText
 from rollout.text.codec import TextCodec, check_chars
+from trainer_bridge.wire.columns import COLUMNS, TOP_COLUMNS
 from trainer_bridge.wire.errors import BadRequest, TooLong
 from trainer_bridge.wire.prompt_tops import reply_bytes
 
@@ -383,15 +384,11 @@ def _prior_columns(prior: ContinueFrom | None, tops: int = 0) -> TokenColumns:
     columns = TokenColumns(tops)
     if prior is not None and len(prior.token_ids):
         unknown = np.full(len(prior.token_ids), np.nan, np.float32)
-        columns.extend(
-            prior.token_ids,
-            unknown if prior.logprobs is None else prior.logprobs,
-            unknown if prior.raw_logprobs is None else prior.raw_logprobs,
-            prior.drawn_logprobs,
-            [(-1, len(prior.token_ids))] if prior.versions is None else prior.versions,
-            prior.top_ids if prior.tops else None,
-            prior.top_logprobs if prior.tops else None,
-        )
+        known = {name: column for name in COLUMNS if (column := getattr(prior, name)) is not None}
+        if not prior.tops:  # rows of no tokens
+            known = {name: column for name, column in known.items() if name not in TOP_COLUMNS}
+        runs = [(-1, len(prior.token_ids))] if prior.versions is None else prior.versions
+        columns.extend({"logprobs": unknown, "raw_logprobs": unknown} | known, runs)
         if prior.drawn_logprobs is None:
             columns.mark_drawn_unknown()
     return columns

@@ -1,0 +1,14 @@
+"""The columns of a completion in messages: an entry or a row for each token, and marks at some of the tokens."""
+
+import numpy as np
+
+#: Every completion and chunk has these, 1-D; a `chunks` reply has them for all its chunks.
+TOKEN_COLUMNS = {"token_ids": np.int32, "logprobs": np.float32, "raw_logprobs": np.float32}
+#: Likeliest tokens, [tokens, k].
+TOP_COLUMNS = {"top_ids": np.int32, "top_logprobs": np.float32}
+#: All columns with their dtypes.
+COLUMNS = {**TOKEN_COLUMNS, "drawn_logprobs": np.float32, **TOP_COLUMNS}
+#: The value of unknown entries.
+UNKNOWN = {"top_ids": -1, "top_logprobs": np.nan}
+#: Lists of tuples that begin with a position.
+MARKS = ("recomputed", "kv_versions", "adapter_versions")
