@@ -4,7 +4,7 @@
     PYTHONPATH=. python scripts/find_in_picture.py tcp://127.0.0.1:5757 MODEL street.png --ask "all cars"
 
 `--skill point` asks for one point, `detect` for objects with their sizes, `segment` for an outline. The grammars of
-`trainer_bridge.client.spatial` let the model write nothing else, so an untrained model answers in the right form, too.
+`scripts.spatial` let the model write nothing else, so an untrained model answers in the right form, too.
 Each answer is a line of JSON with places in pixels; `--out` gets the picture with all answers drawn into it.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 from transformers import AutoProcessor
 
+from scripts import spatial
 from trainer_bridge import RolloutClient, chat_prompt
-from trainer_bridge.client import spatial
 
 Place = tuple[float, ...]  # x, y and, of an object, its size
 _COLORS = ("red", "lime", "cyan", "yellow", "magenta")

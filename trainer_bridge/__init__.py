@@ -72,7 +72,6 @@ _MOVED = {
     "report": "client.mismatch",
     "results": "client.results",
     "session": "client.blocking",
-    "spatial": "client.spatial",
 }
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604

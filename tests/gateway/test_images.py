@@ -14,6 +14,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from rollout_gateway.http.http_errors import HttpError
 from rollout_gateway.prompts.image_processor import ImageProcessor
+from scripts import spatial
 from scripts.check.fuzz_gateway import batter
 from tests.support.gateway.harness import gateway
 from tests.support.gateway.hostile_images import data_url, encoded, image_part, item_of, png_header, traffic
@@ -21,7 +22,6 @@ from tests.support.gateway.image_folder import END, EOT, START, TURN, add_proces
 from tests.support.models.images import IMAGE, ImagePrompt, Picture, logits_of, make_model, picture, prompt_with
 from tests.support.worker.harness import assert_idle, launch
 from trainer_bridge import MediaItem, MediaPrompt, RolloutClient
-from trainer_bridge.client import spatial
 from trainer_bridge.client.launch import WorkerProcess
 
 LIMITS = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}

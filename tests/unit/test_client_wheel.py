@@ -112,7 +112,7 @@ def test_an_asynchronous_client_works_with_three_libraries(installed: list[str],
 
 @pytest.mark.parametrize(
     "name",
-    ["start_worker", "ClientCurve", "Settled", "Mismatch", "Overloaded", "client.spatial", "client.journal"],
+    ["start_worker", "ClientCurve", "Settled", "Mismatch", "Overloaded", "client.journal"],
 )
 def test_names_of_the_client_load_with_three_libraries(installed: list[str], name: str) -> None:
     load = f"import trainer_bridge.{name}" if "." in name else f"from trainer_bridge import {name}"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from scripts import spatial
 from tests.support.kernels.grids import nightly
 from tests.support.schemas import random_schema
 from tests.support.tokenizer_folder import make_tokenizer_folder
 from tests.support.worker.harness import launch
-from trainer_bridge.client import spatial
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.wire.errors import BadRequest

@@ -18,9 +18,9 @@ from rollout.constraints.spec import ConstraintSpec
 from rollout.process.deadline_thread import DeadlineThread
 from rollout.service.requests.constraint import constraints_for
 from rollout.text.codec import TextCodec, load_text_codec
+from scripts import spatial
 from tests.support.patience import PATIENCE_S
 from tests.support.tokenizer_folder import make_tokenizer_folder
-from trainer_bridge.client import spatial
 
 xgrammar = pytest.importorskip("xgrammar")
 OBJECT = '{"type": "object", "properties": {"k": {"const": 7}}, "required": ["k"]}'
