@@ -20,7 +20,7 @@ from rollout.engine.kv.sessions import SessionCounts, Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.state_prefixes import StatePrefixes
 from rollout.engine.kv.tier import NO_TIER, KVTier
-from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages, NoDisk
+from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages
 from rollout.engine.kv.tiers.host_pages import HostEntryCounts, HostPageBooks
 from rollout.engine.kv.tiers.host_tier import HostTier
 from rollout.engine.kv.tiers.known import KnownBooks
@@ -113,7 +113,7 @@ def allocate_host_states(site: Site) -> HostMemory:
 
 def open_disk(
     engine: EngineSettings, mover: PageMover | None, share: float, again: bool, name: str, orders: GroupOrders
-) -> DiskPages | NoDisk:
+) -> DiskPages:
     """The folder for what leaves the host memory of a mover, if there is one, with a share of `disk_kv_gib`.
 
     `again`: after a fault, if it can still be used. Other ranks that take `orders` have equal parts of it.

@@ -128,6 +128,7 @@ class PageAllocator:
         kv.prefill_tokens = tokens
         kv.copy_source = reusable.copied
         kv.keys = reusable.keys
+        self.tier.in_pool([kv.keys[index] for index in range(len(kv.keys))])
         kv.length, kv.oldest, kv.edition = reusable.tokens, version, seq.group.variant.edition
         if self.prefixes.max_age:
             found = self.prefixes.versions(reusable)
@@ -287,6 +288,7 @@ class PageAllocator:
         self.end_sharing()
         self.prefixes.frontiers.clear()
         self.pool.forget_all()
+        self.tier.pool_emptied()
 
     def check(self) -> None:
         """Assert that the books agree, and that only sessions use pages."""

@@ -2,7 +2,7 @@
 
 A lease is a hint of the client: the KV is needed within that time (`lease_s`). It is no claim: when room is short and
 nothing else gives way, leased KV does, too. What has lost its lease gives way next. Sessions have an order on the
-device, pages on the host.
+device, pages on the host. There, copies of pages that are still on the device are spare: they give way before all.
 """
 
 import heapq
@@ -55,12 +55,18 @@ class EvictionOrder(Generic[K]):
     """The keys of entries that can be evicted. Times are seconds of the scheduler's clock."""
 
     def __init__(self) -> None:
+        self._spare: OrderedDict[K, None] = OrderedDict()
         self._others: OrderedDict[K, None] = OrderedDict()  # least recently used first, as the next
         self._leased: OrderedDict[K, None] = OrderedDict()
         self._ends = EndTimes[K]()  # ends of leases
 
     def __bool__(self) -> bool:
-        return bool(self._others or self._leased)
+        return bool(self._spare or self._others or self._leased)
+
+    @property
+    def spare(self) -> int:
+        """Entries that `put_first` named."""
+        return len(self._spare)
 
     @property
     def first(self) -> K:
@@ -69,7 +75,7 @@ class EvictionOrder(Generic[K]):
 
     def __iter__(self) -> Iterator[K]:
         """The entries in the order of their eviction."""
-        return chain(self._others, self._leased)
+        return chain(self._spare, self._others, self._leased)
 
     def add(self, key: K, until_s: float, now_s: float) -> None:
         """Add an entry that was used just now, with a lease until `until_s`, unless that is over."""
@@ -81,7 +87,22 @@ class EvictionOrder(Generic[K]):
 
     def use(self, key: K) -> None:
         """Note that an entry was used just now."""
-        self._of(key).move_to_end(key)
+        if key in self._spare:
+            del self._spare[key]
+            self._others[key] = None
+        else:
+            self._of(key).move_to_end(key)
+
+    def put_first(self, key: K) -> None:
+        """Have an entry without a lease evicted before all that are in use, until its next `use`."""
+        if key in self._others:
+            del self._others[key]
+            self._spare[key] = None
+
+    def use_spare(self) -> None:
+        """Take back what `put_first` did: these entries were used just now."""
+        self._others.update(self._spare)
+        self._spare.clear()
 
     def drop(self, key: K) -> None:
         """Remove an evicted entry."""
@@ -89,6 +110,7 @@ class EvictionOrder(Generic[K]):
         self._ends.drop(key)
 
     def clear(self) -> None:
+        self._spare.clear()
         self._others.clear()
         self._leased.clear()
         self._ends = EndTimes()
@@ -102,8 +124,9 @@ class EvictionOrder(Generic[K]):
 
     def check(self, keys: Set[K]) -> None:
         """Assert that exactly these entries can be evicted."""
-        assert self._others.keys() | self._leased.keys() == keys, "an entry to evict is not there"
-        assert len(self._others) + len(self._leased) == len(keys), "an entry is in two orders"
+        listed = list(self)
+        assert set(listed) == keys, "an entry to evict is not there"
+        assert len(listed) == len(keys), "an entry is in two orders"
 
     def _of(self, key: K) -> OrderedDict[K, None]:
-        return self._leased if key in self._leased else self._others
+        return next(order for order in (self._leased, self._spare, self._others) if key in order)

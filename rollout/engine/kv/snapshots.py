@@ -47,9 +47,7 @@ class Snapshots:
         self._points: dict[bytes, Counter[int]] = {}  # tokens after the full pages, by the digest of these
         self._soon: dict[int, int] = {}  # place to row: saves of the next step
         self._void: set[int] = set()  # places whose save was given up
-        self._unseen: OrderedDict[int, CachedSnapshot] = (
-            OrderedDict()
-        )  # places not yet returned by `look`, oldest first
+        self._unseen = OrderedDict[int, CachedSnapshot]()  # places not yet returned by `look`, oldest first
         self.copies = Copies()  # copies to the host, by place
 
     # --- places ------------------------------------------------------------------------------------------------------

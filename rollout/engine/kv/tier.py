@@ -81,13 +81,16 @@ class KVTier:
 
     @property
     def room(self) -> int:
-        """Pages that the tier can take without losing others."""
+        """Pages that the tier can take without losing KV."""
         return 0
 
     @property
     def writing(self) -> int:
         """Known pages whose copy to the tier is due or under way: a sequence without a row cannot get them."""
         return 0
+
+    def want(self, pages: int) -> None:
+        """Note that the first sequence of the queue waits for this many pages; 0: it got them."""
 
     @property
     def outgoing(self) -> int:
@@ -118,6 +121,12 @@ class KVTier:
     def fetch(self, room: Room, prefix: TierPrefix, oldest: int, spare: int) -> Fetch | None:
         """The fetch of a known prefix, whatever wants it; else as `fetch_for`."""
         return None
+
+    def in_pool(self, keys: Seq[bytes]) -> None:
+        """Note that a sequence has got pages with these keys, in their order: their copies may give way first."""
+
+    def pool_emptied(self) -> None:
+        """Note that the pool has no known page any more."""
 
     def lease(self, keys: Seq[bytes], until_s: float) -> None:
         """Have what has these keys, in their order in a prefix, give way after others until this time."""

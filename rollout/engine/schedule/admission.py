@@ -30,7 +30,7 @@ def admit(roster: Roster) -> bool:
             return False
         # A page for each running row stays free: otherwise the newcomer is preempted as soon as the rows grow.
         rows = roster.rows_by_rank()
-        if feed.still_misfits(seq, rows, allocator.admissible):
+        if feed.still_misfits(seq, rows):
             return True
         reusable = allocator.find_reusable(seq, roster.version, rows)
         running = rows[seq.kv.rank]
@@ -45,7 +45,8 @@ def admit(roster: Roster) -> bool:
         elif allocator.try_admit(seq, usable, roster.version, spare=running):
             roster.start(seq)
         elif any(rows) or not allocator.sharing:
-            feed.note_misfit(seq, rows, allocator.admissible)  # noted now: sessions may have lost their pages
+            allocator.tier.want(allocator.pages_wanted(seq) + running)
+            feed.note_misfit(seq, rows)  # noted now: sessions may have lost their pages
             return True
         else:
             allocator.close_shared_prompt(allocator.sharing[0])  # nothing runs that could give pages back

@@ -52,7 +52,7 @@ class QueueFeed:
         self._joined: dict[Sequence | Fetch, list[_Joined]] = {}  # key: the fetch or the sequence that prefills
         self._held: list[_Held] = []  # sequences that wait for room among the sessions, in order
         self._allocator = allocator
-        # The last sequence that did not fit, with the running rows and available pages at that time.
+        # The last sequence that did not fit, with the running rows and `_room` at that time.
         self._misfit = _FITS
 
     def enter(self, group: Group, version: int) -> None:
@@ -71,6 +71,7 @@ class QueueFeed:
 
     def take(self, seq: Sequence) -> None:
         """Remove the first sequence of the queue: it gets a row."""
+        self._allocator.tier.want(0)
         self._misfit = _FITS
         self.queue.take(seq)
         self._started(seq)
@@ -85,6 +86,7 @@ class QueueFeed:
 
         If `other` is a fetch, it waits until that has ended.
         """
+        self._misfit = _FITS  # a fetch that ends may leave less room than there was
         self._joined.setdefault(other, []).append(_Joined(seq, tokens, self.queue.withdraw(seq)))
 
     def wait_for_room(self, seq: Sequence, pages: int) -> None:
@@ -124,16 +126,19 @@ class QueueFeed:
         self._allocator.prefixes.drop_frontier(seq)
         self._queue_again(self._joined.pop(seq, []))
 
-    def note_misfit(self, seq: Sequence, rows: list[int], available: list[int]) -> None:
-        """Note that the first sequence did not fit beside these rows with these available pages, both by rank."""
-        self._misfit = seq, rows, available
+    @property
+    def _room(self) -> list[int]:
+        """Pages of each rank, and pages of all that a tier need not copy: sessions give up pages that it has to."""
+        return [*self._allocator.admissible, self._allocator.pool.available - self._allocator.tier.writing]
 
-    def still_misfits(self, seq: Sequence, rows: list[int], available: list[int]) -> bool:
+    def note_misfit(self, seq: Sequence, rows: list[int]) -> None:
+        """Note that the first sequence did not fit beside these rows of each rank."""
+        self._misfit = seq, rows, self._room
+
+    def still_misfits(self, seq: Sequence, rows: list[int]) -> bool:
         """True if this sequence did not fit, and no rank has got more room since."""
-        misfit, least_rows, most_available = self._misfit
-        if misfit is not seq:
-            return False
-        return all(map(operator.ge, rows, least_rows)) and all(map(operator.le, available, most_available))
+        misfit, least_rows, most = self._misfit
+        return misfit is seq and all(map(operator.ge, rows, least_rows)) and all(map(operator.le, self._room, most))
 
     def close_shared_prompts(self, of: Callable[[Group], bool] = lambda group: True) -> None:
         """Close shared prompts of some groups: in each, one member that has not started prefills the prompt again."""

@@ -21,7 +21,7 @@ import torch
 from rollout_kernels.parallel import TensorGroup
 
 from rollout.engine.device.streams import Device, Event
-from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages, NoDisk
+from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages
 from rollout.engine.kv.tiers.page_mover import CopyQueue, PageMover
 from rollout.engine.schedule.step_feature import of_kind
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
@@ -43,8 +43,8 @@ class Movers(NamedTuple):
 
     kv: PageMover | None = None
     states: PageMover | None = None
-    disk: DiskPages | NoDisk = NO_DISK
-    state_disk: DiskPages | NoDisk = NO_DISK
+    disk: DiskPages = NO_DISK
+    state_disk: DiskPages = NO_DISK
 
     @property
     def all(self) -> list[PageMover]:

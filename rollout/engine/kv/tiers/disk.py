@@ -53,49 +53,6 @@ _READS_LOOK_S = 0.5
 _KEYS = 4096
 
 
-class NoDisk:
-    """No folder: nothing is written or found."""
-
-    may_write = may_read = reading = False
-    pages = total = 0
-
-    def has(self, key: bytes, oldest: int) -> bool:
-        return False
-
-    def write(self, key: bytes, page: int, oldest: int, beside: bytes) -> DiskJob:
-        """Never called, since `may_write` is False."""
-        raise AssertionError
-
-    def read(self, key: bytes, page: int, entry: object) -> DiskJob:
-        """Never called, since `may_read` is False."""
-        raise AssertionError
-
-    def finished(self) -> Seq[DiskJob]:
-        """None."""
-        return ()
-
-    def keep(self, job: DiskJob, good: bool) -> None:
-        """No-op."""
-
-    def wait(self, most_s: float) -> None:
-        """No-op."""
-
-    def forget_all(self) -> None:
-        """No-op."""
-
-    def forget_older(self, oldest: int) -> None:
-        """No-op."""
-
-    def check(self) -> None:
-        """No-op."""
-
-    def close(self) -> None:
-        """No-op."""
-
-
-NO_DISK = NoDisk()
-
-
 class DiskPages:
     """Pages of `memory`, at most `most_bytes`, in a subfolder of `folder`.
 
@@ -291,3 +248,18 @@ class DiskPages:
             part = keys[first : first + _KEYS]
             self._orders.give(self._write_lane, "delete", part)
             self._files.delete(part)
+
+
+class NoDisk(DiskPages):
+    """No folder: nothing is written or found."""
+
+    def __init__(self) -> None:
+        self.total = self._most_reads = self._epoch = 0
+        self.failure, self._lock_file = "there is no folder", None
+        self._known, self._reads, self._writes = OrderedDict(), deque(), deque()
+
+    def finished(self) -> Seq[DiskJob]:
+        return ()
+
+
+NO_DISK = NoDisk()

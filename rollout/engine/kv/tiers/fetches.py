@@ -259,6 +259,8 @@ class Fetches:
         for done in reversed(fetch.moves):
             self._forget(done)
             self._pages.host.use(done.key)
+        if not fetch.over:
+            self._pages.host.in_pool([done.key for done in fetch.moves if not done.end.key])
         self._ended.append(fetch)
 
     def _end_state(self, fetch: PrefixFetch) -> None:

@@ -11,8 +11,9 @@ Every page is in exactly one of five states:
 A kept page may be written to disk meanwhile (`disk`); the write is valid if the page stays kept until its end.
 States of linear attention on the host are kept in the same way, by books of their own: a place is a page there.
 
-Preempted sequences come first: kept pages have only the room that these leave. The least recently used kept page gives
-way first; pages of sessions with a lease give way last.
+Preempted sequences come first: kept pages have only the room that these leave. Spare pages give way first: what the
+pool has, too, and will look at again before it evicts the page. Then the least recently used kept page gives way; pages
+of sessions with a lease give way last.
 """
 
 from collections import OrderedDict
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 from rollout.engine.kv.eviction_order import EvictionOrder
 from rollout.engine.kv.pool import Copies
-from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages, NoDisk
+from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages
 
 
 class HostEntry(NamedTuple):
@@ -52,7 +53,7 @@ class HostPageBooks:
         total: int,
         page_bytes: int = 0,
         counts: HostEntryCounts | None = None,
-        disk: DiskPages | NoDisk = NO_DISK,
+        disk: DiskPages = NO_DISK,
     ) -> None:
         self.counts = counts or HostEntryCounts()
         self.total, self.page_bytes, self.disk = total, page_bytes, disk
@@ -69,6 +70,11 @@ class HostPageBooks:
     @property
     def free(self) -> int:
         return len(self._free)
+
+    @property
+    def spare(self) -> int:
+        """Pages that can be handed out now without losing KV."""
+        return len(self._free) + self._order.spare
 
     # --- of preempted sequences ---------------------------------------------------------------------------------------
 
@@ -109,7 +115,16 @@ class HostPageBooks:
 
     def note_evicted(self, key: bytes) -> None:
         """Note that the pool evicts the page with this key."""
-        self.counts.lost += not self.has(key)
+        self.counts.lost += not self.use(key)
+
+    def in_pool(self, keys: Seq[bytes]) -> None:
+        """Note that the pool has the pages with these keys, in their order in a prefix, and will look at them again."""
+        for key in reversed(keys):  # the end of a prefix gives way before its beginning
+            self._order.put_first(key)
+
+    def pool_emptied(self) -> None:
+        """Note that the pool has no known page any more."""
+        self._order.use_spare()
 
     def begin_write(self) -> int:
         """A page for a copy to the host. One must be free."""

@@ -71,6 +71,9 @@ class HostTier(KVTier):
     def writing(self) -> int:
         return self.known.writing
 
+    def want(self, pages: int) -> None:
+        self.known.wanted = pages
+
     @property
     def outgoing(self) -> int:
         return self.offload.outgoing
@@ -131,6 +134,12 @@ class HostTier(KVTier):
         pages = [targets.get(key, page) for key, page in zip(keys, known, strict=True)]
         all_pages = [*first, *(page for page in pages if page), *new[len(missing) :]]
         return fetches.begin(all_pages, list(targets.items()), oldest, end, place)
+
+    def in_pool(self, keys: Seq[bytes]) -> None:
+        self.known.host.in_pool(keys)
+
+    def pool_emptied(self) -> None:
+        self.known.host.pool_emptied()
 
     def lease(self, keys: Seq[bytes], until_s: float) -> None:
         self.known.lease(keys, until_s)

@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.tiers.copy_costs import CopyCosts
-from rollout.engine.kv.tiers.disk import DiskPages, NoDisk
+from rollout.engine.kv.tiers.disk import DiskPages
 from rollout.engine.kv.tiers.fetches import Fetches, KnownMove
 from rollout.engine.kv.tiers.host_pages import HostPageBooks
 from rollout.engine.kv.tiers.moves import MoveBooks
@@ -37,6 +37,8 @@ from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd
 #: Pages are copied to the host while fewer than this part of the pool can be given up without loss. An admission takes
 #: the pages of a whole context at once, and a page is copied once, so a large part costs no more copies.
 _AHEAD = 0.5
+#: The part while each copy costs another page: the host is full, and has no disk below it.
+_AHEAD_IF_FULL = 1 / 8
 #: The most cached pages that one call of `next_pages` looks at.
 _LOOKS = 256
 #: The most states whose copies to the host are due.
@@ -63,7 +65,7 @@ class KnownBooks:
         self._writing_states = 0
         self._pool, self._sessions, self._snapshots = pool, sessions, snapshots
         self._page_size, self._mirrors = sessions.page_size, mirrors
-        self._ahead = int(_AHEAD * pool.total)
+        self.wanted = 0  # pages that the first sequence of the queue waits for
         self._oldest = 0  # oldest weights version of usable KV
         self._half_due: deque[KnownMove] = deque()
         self._states_due: deque[KnownMove] = deque()
@@ -74,7 +76,7 @@ class KnownBooks:
     @property
     def room(self) -> int:
         """Pages that the host can take without losing others."""
-        return 0 if self.closed else self.host.free
+        return 0 if self.closed else self.host.spare
 
     @property
     def busy(self) -> bool:
@@ -113,11 +115,12 @@ class KnownBooks:
     @property
     def writing(self) -> int:
         """Pages that no sequence gets before `next_pages` has looked at them, or before their copy has ended."""
-        return self._writing + (self._pool.unseen if self._short else 0)
+        return self._writing + (self._pool.unseen if self.costs.pays and not self.closed else 0)
 
     @property
     def _pool_short(self) -> bool:
-        return self._pool.available - self._pool.unseen < self._ahead
+        ahead = int((_AHEAD if self.host.spare or self.host.disk.total else _AHEAD_IF_FULL) * self._pool.total)
+        return self._pool.available - self._pool.unseen < max(ahead, self.wanted)
 
     @property
     def _short(self) -> bool:
@@ -211,7 +214,7 @@ class KnownBooks:
                     host.spills.begin(kept.page, disk.write(key, kept.page, kept.oldest, beside))
 
     @property
-    def _reading(self) -> DiskPages | NoDisk | None:
+    def _reading(self) -> DiskPages | None:
         return next((host.disk for host in (self.host, self.states) if host.disk.reading), None)
 
     def wait_for_disk(self, most_s: float) -> None:
