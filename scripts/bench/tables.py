@@ -734,8 +734,8 @@ def _updates() -> list[Table]:
             [f"swap_{file}_h200" for file in works],
             "Applied: from `publish()` until every new token has the new weights. Pause: no step runs; its floor is 2 "
             "x bytes over the copy bandwidth. In place, the pause is the transfer. The trainer of 235B has one layer, "
-            "sent in place of all 94. Sections are slower than whole tensors, which is no aim: trainer and ranks "
-            "waited for each other at every bucket. That wait is mended since, and not measured again.",
+            "sent in place of all 94. Sections are slower than whole tensors, which is no aim: nearly all of the "
+            "time the trainer packs. How it packs has changed since, and is not measured again.",
         ),
         Table(
             "30B-A3B between two GPUs by `nccl`, GB/s",
