@@ -22,7 +22,7 @@ class CopyCosts:
     def copied(self, pages: int, seconds: float) -> None:
         """Note the copy of a piece of this many pages."""
         self._copies.append(seconds / pages)
-        self._compare()
+        self.pays = self._worth(self._copies, self._page_size)
 
     def states_copied(self, states: int, seconds: float) -> None:
         """Note the copy of a piece of this many states."""
@@ -46,9 +46,6 @@ class CopyCosts:
         """Note the time of a step of prompts."""
         self._tokens = 0.9 * self._tokens + tokens
         self._seconds = 0.9 * self._seconds + seconds
-        self._compare()
-
-    def _compare(self) -> None:
         self.pays = self._worth(self._copies, self._page_size)
 
     def _worth(self, copies: deque[float], tokens: int) -> bool:

@@ -167,15 +167,13 @@ class KnownBooks:
     def pages_ended(self, moves: list[KnownMove], failed: bool) -> list[Sequence]:
         """End copies of pages. A page that the pool has evicted meanwhile is not kept; no sequence waits for it."""
         self._writing -= len(moves)
-        good = [move for move in moves if self._is_valid(move) and not failed and not self.closed]
+        half, full = self._pool.half_copies.end, self._pool.end_copy
+        valid = [move for move in moves if (half if move.end.key else full)(move.place, move)]
+        good = [] if failed or self.closed else valid
         for mirror in self._mirrors if good else ():
             mirror.stow([move.place for move in good], [move.host_place for move in good])
         _end_writes(self.host, moves, good)
         return []
-
-    def _is_valid(self, move: KnownMove) -> bool:
-        end = self._pool.half_copies.end if move.end.key else self._pool.end_copy
-        return end(move.place, move)
 
     def next_states(self, most: int) -> list[KnownMove]:
         """Up to `most` states whose copies to the host begin now."""
