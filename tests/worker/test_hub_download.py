@@ -51,27 +51,40 @@ def test_the_bytes_of_a_download_are_told_and_all_there_at_its_end(tmp_path: Pat
 
 
 _REFUSED = """
+import huggingface_hub
 from rollout.checkpoint_folder import resolve_folder
-for path in ("missing/model", "gated/model", "unrevised/model", "broken/model", "a b"):
+def show(path, revision):
     try:
-        resolve_folder(path, "v9", True)
+        print(resolve_folder(path, revision, True))
     except ValueError as error:
         print(error)
+for path in ("missing/model", "gated/model", "unrevised/model", "broken/model", "a b"):
+    show(path, "v9")
+huggingface_hub.constants.HF_HUB_OFFLINE = True
+for path in ("someone/other", "someone/cached"):
+    show(path, None)
 """
 
 
 def test_a_download_that_fails_is_one_sentence_that_says_what_to_change(tmp_path: Path) -> None:
+    repository, commit = tmp_path / "hub/models--someone--cached", "a" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / commit).symlink_to(ONES)
     with fake_hub(ONES, "someone/ones") as endpoint:
         env = subprocess_environment(HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
         ran = subprocess.run([sys.executable, "-c", _REFUSED], capture_output=True, text=True, env=env, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    lines = ran.stdout.splitlines()
+    *lines, cached = ran.stdout.splitlines()
+    assert cached == str(repository / "snapshots" / commit), "without a network it is found in the hub's cache"
     advice = [
         ("missing/model", "HF_TOKEN"),
         ("gated/model", "HF_TOKEN"),
         ("unrevised/model", "v9"),
         ("broken/model", "network"),
         ("a b", "owner/name"),
+        ("someone/other", "the hub does not answer"),
     ]
     assert [
         (path, said in line) for (path, said), line in zip(advice, lines, strict=True) if line.startswith(path)

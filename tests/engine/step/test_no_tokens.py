@@ -6,7 +6,6 @@ import pytest
 from rollout.constraints.matcher import AllowList
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import Cancel
-from rollout.engine.step.sampler import Sampler
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import VOCAB, Bench, load, watch_prefills
 from tests.support.engine.scores import check_prompt, check_prompt_tops, log_softmax_after
@@ -19,16 +18,16 @@ SAMPLED = {"temperature": 0.7, "seed": 3}
 CONTEXT, PAGE = 49, 4  # the last position begins a page of its own
 
 
-@pytest.fixture
-def draws(monkeypatch) -> list[int]:
-    """The rows of every draw of this test."""
-    seen, draw = [], Sampler.__call__
+def watch_draws(bench: Bench) -> list[int]:
+    """A list that gets the rows of every draw from now on."""
+    seen, step = [], bench.engine.executor.step
+    draw = step.sample
 
-    def counted(self, logits_SV, rows_S, *more):
+    def counted(logits_SV, rows_S, *more):
         seen.append(len(rows_S))
-        draw(self, logits_SV, rows_S, *more)
+        draw(logits_SV, rows_S, *more)
 
-    monkeypatch.setattr(Sampler, "__call__", counted)
+    step.sample = counted
     return seen
 
 
@@ -42,13 +41,14 @@ def ended_empty(bench: Bench, name: str, n: int = 1) -> None:
 @pytest.mark.parametrize("depth", [2, *nightly(1)])
 @pytest.mark.parametrize("chunk", [7, *nightly(16, 64)])
 @pytest.mark.parametrize("prefix_cache", [True, *nightly(False)])
-def test_scores_are_transformers_up_to_the_full_context(model, prompt_of, hf_models, draws, depth, chunk, prefix_cache):
+def test_scores_are_transformers_up_to_the_full_context(model, prompt_of, hf_models, depth, chunk, prefix_cache):
     bench = Bench(
         model,
         random_delays(chunk),
         **{"max_context_tokens": CONTEXT, "page_size": PAGE, "kv_pages": 64, "max_rows": 4},
         **{"prefill_chunk_tokens": chunk, "pipeline_depth": depth, "prefix_cache": prefix_cache},
     )
+    draws = watch_draws(bench)
     lengths = (1, 2, 4, 5, 23, CONTEXT - 1, CONTEXT)
     for i, length in enumerate(lengths):
         bench.submit(f"r{i}", prompt_of(length, i), 0, prompt_logprobs=True, prompt_tops=i % 3, sampling=SAMPLED)
@@ -74,8 +74,9 @@ def test_scores_equal_those_of_a_request_that_draws_a_token_bit_for_bit(model, p
 
 
 @pytest.mark.parametrize("length", [8, 9, 21])
-def test_without_scores_it_fills_the_prefix_cache(model, prompt_of, greedy, draws, length):
+def test_without_scores_it_fills_the_prefix_cache(model, prompt_of, greedy, length):
     bench = Bench(model)
+    draws = watch_draws(bench)
     bench.complete("warm", prompt_of(length), 0)
     ended_empty(bench, "warm")
     assert draws == [] and bench.completions["warm", 0].prompt_logprobs is None
@@ -101,8 +102,9 @@ def test_it_runs_beside_rows_that_draw_and_with_constraints_and_drafts(model, pr
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_a_group_has_empty_completions_and_one_score(model, prompt_of, hf_models, draws, rows):
+def test_a_group_has_empty_completions_and_one_score(model, prompt_of, hf_models, rows):
     bench = Bench(model, max_rows=rows, prefill_chunk_tokens=10)
+    draws = watch_draws(bench)
     sizes = watch_prefills(bench)
     bench.submit("g", prompt_of(33), 0, n=5, prompt_logprobs=True)
     bench.complete("k", prompt_of(20, 1), 0, n=4, min_complete=2)
@@ -124,9 +126,10 @@ def test_a_session_holds_the_prompt(model, prompt_of, greedy, prefix_cache):
     assert bench.tokens("second") == greedy(prompt + [7], 8)
 
 
-def test_a_completion_that_has_its_tokens_is_scored_with_them(model, prompt_of, hf_models, draws):
+def test_a_completion_that_has_its_tokens_is_scored_with_them(model, prompt_of, hf_models):
     """`continue_from` with `max_tokens` tokens, up to the full context."""
     bench = Bench(model, max_context_tokens=CONTEXT, prefill_chunk_tokens=8)
+    draws = watch_draws(bench)
     prompt, drawn = prompt_of(CONTEXT - 9), prompt_of(9, 1)
     prior = Prior(np.array(drawn, np.int32), 0, 0)
     bench.complete("a", prompt, 9, prior=prior, prompt_logprobs=True)
@@ -180,10 +183,11 @@ def load_first(model, hf_models):
 
 
 @pytest.mark.parametrize("stem", ["Qwen3_5"])
-def test_states_of_linear_attention_go_on_after_the_prompt(stem, tmp_path, prompt_of, draws):
+def test_states_of_linear_attention_go_on_after_the_prompt(stem, tmp_path, prompt_of):
     reference = make_hybrid(stem, tmp_path, 0)
     model = load(tmp_path)
     bench = Bench(model, prefill_chunk_tokens=8)
+    draws = watch_draws(bench)
     prompt, turn = [token % model.spec.vocab for token in prompt_of(30)], {"session": ("c", "t")}
     bench.submit("score", prompt, 0, prompt_logprobs=True, n=3)
     bench.complete("turn", prompt[:21], 0, session_lease_s=60.0, **turn)

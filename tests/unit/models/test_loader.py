@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -300,21 +299,3 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 def test_path_that_leads_nowhere_is_refused(path: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         _load(path)
-
-
-# --- the hub's cache --------------------------------------------------------------------------------------------------
-
-
-def test_hub_id_is_found_in_the_cache_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    repository, commit = tmp_path / "models--someone--tiny", "a" * 40
-    make_checkpoint("llama", repository / "saved")
-    (repository / "snapshots" / commit).mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-    for file in (repository / "saved").iterdir():
-        (repository / "snapshots" / commit / file.name).symlink_to(file)
-    assert _load("someone/tiny").folder.name == commit
-    with pytest.raises(CheckpointError, match="someone/other is not a local folder, and the hub does not answer"):
-        _load("someone/other")
