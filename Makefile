@@ -4,7 +4,7 @@
 #   PIP_FLAGS  more flags for `pip install`, such as an index or a cache     (none)
 #   ARGS       more arguments for the command that a target runs            (none)
 #   WHEELS     test-gpu: folder of wheels to add to the machine's Python     (none)
-#   JOBS       processes that run the tests                  (cores + 1, at most 8)
+#   JOBS       processes that run the tests                  (cores + 2, at most 8)
 #   SLIME      what pip installs of slime, which is in no index                (its repository, v0.3.1)
 #   FUZZ_SECONDS   fuzz: how long                                            (120)
 
@@ -12,7 +12,8 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 ARGS ?=
 WHEELS ?=
-JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -lt 8 ] && echo $$((n + 1)) || echo 8)
+# Tests wait for processes that they start: two more than there are cores keep these busy.
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -lt 6 ] && echo $$((n + 2)) || echo 8)
 SLIME ?= slime @ git+https://github.com/THUDM/slime@v0.3.1
 FUZZ_SECONDS ?= 120
 

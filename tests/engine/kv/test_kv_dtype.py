@@ -22,7 +22,7 @@ from rollout.models.batch import KVCache
 from rollout.models.spec import KVShape
 from tests.support.engine.harness import Bench, Completion, load
 from tests.support.engine.updates import Mailbox, Update
-from tests.support.kernels.grids import nightly
+from tests.support.kernels.grids import checkered, nightly
 from tests.support.models.families import make_checkpoint
 
 FP8, INT8 = {"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "fp8_int8"}
@@ -87,7 +87,10 @@ def errors(hf_model, prompt: list[int], bench: Bench, name: str) -> torch.Tensor
     return (torch.tensor(done.raw_logprobs) - logprobs).abs()
 
 
-@pytest.fixture(scope="module", params=["qwen3", "mixtral", "llama"])
+FAMILIES = ["qwen3", "mixtral", "llama"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     """With a window, with experts, with one KV head and biases."""
     torch.set_num_threads(1)
@@ -96,7 +99,7 @@ def family(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["e4m3 values", "int8 values"])
+@pytest.mark.parametrize(("family", "int8"), checkered(FAMILIES, [False, True]), indirect=["family"])
 @pytest.mark.parametrize("pages", [75, *nightly(600)], ids=["with preemptions", "roomy"])
 def test_logprobs_are_those_of_transformers_with_the_same_rounding(family, pages, int8):
     """Chunked prompts, decode, prefix hits, group shares, preemption: nothing but the rounding differs.

@@ -19,7 +19,7 @@ from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.streams import InlineDevice, LateDevice, random_delays
 from tests.support.engine.updated import Load, Updated
 from tests.support.engine.updates import Mailbox
-from tests.support.kernels.grids import nightly
+from tests.support.kernels.grids import checkered, nightly
 from tests.support.models.hybrids import make_hybrid
 
 SMALL = 84  # pages: a third of what the agents hold
@@ -135,8 +135,7 @@ def spoil(path: Path, how: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["whole", "lost", "flipped"])
-@pytest.mark.parametrize("of", ["states", "pages"])
+@pytest.mark.parametrize(("how", "of"), checkered(["whole", "lost", "flipped"], ["states", "pages"]))
 def test_a_conversation_goes_on_from_its_state_on_disk_or_is_computed(model, tmp_path, how, of):
     bench, roomy = on_disk(model, tmp_path, states=12), Bench(model, kv_pages=1500, page_size=PAGE)
     talk, other = (Conversation(some, "talk", prompt_of) for some in (bench, roomy))
@@ -235,8 +234,7 @@ def test_a_sleep_does_not_wait_for_what_a_fetch_brings_meanwhile(model, level):
     bench.close(check=False)
 
 
-@pytest.mark.parametrize("direction", ["out", "back"])
-@pytest.mark.parametrize("piece", [0, 4])
+@pytest.mark.parametrize(("direction", "piece"), checkered(["out", "back"], [0, 4]))
 def test_a_state_copy_that_fails_ends_in_computing_again(model, undisturbed, direction, piece):
     bench = hosting(model)
     queue, left = getattr(bench.engine.executor.state_mover, direction), [piece]

@@ -16,7 +16,7 @@ from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import VOCAB, Bench, load
 from tests.support.engine.streams import random_delays
 from tests.support.engine.updates import Mailbox, Update
-from tests.support.kernels.grids import nightly
+from tests.support.kernels.grids import checkered, nightly
 from tests.support.models.hybrids import make_hybrid
 
 STOP, MARK, OTHER = 5, 7, 8
@@ -251,8 +251,7 @@ def test_an_update_between_the_marker_and_the_next_token_keeps_the_kv(folders, p
     assert done.recomputed == () and bench.done["one"].preemptions == 0
 
 
-@pytest.mark.parametrize("host_kv_gib", [0.0, 0.01])
-@pytest.mark.parametrize("when", ["about to draw again", "in flight"])
+@pytest.mark.parametrize(("host_kv_gib", "when"), checkered([0.0, 0.01], ["about to draw again", "in flight"]))
 def test_a_row_is_preempted_where_it_draws_again(model, prompt_of, reference, host_kv_gib, when):
     bench = Bench(model, host_kv_gib=host_kv_gib, host_kv_piece_mib=0.01)
     submit_all(bench, prompt_of, always=False)

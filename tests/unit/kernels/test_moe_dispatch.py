@@ -28,6 +28,7 @@ from rollout_kernels.moe.triton_grouped_experts import GroupedConfig
 from rollout_kernels.moe.triton_router import Routing
 from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
+from tests.support.kernels.grids import checkered
 from tests.support.kernels.moe_cases import DEVICE, exact, layer, relative
 
 QWEN3_30B = MoEShape(experts=128, top_k=8, hidden=2048, inner=768)
@@ -73,8 +74,7 @@ def test_a_layer_may_have_a_clamped_glu_with_biases(plan, hidden, inner, format)
     assert relative(out, expected) < 4e-3
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.path)
+@pytest.mark.parametrize(("plan", "format"), checkered(PLANS, FORMATS))
 @pytest.mark.parametrize(("activation", "limit"), [("gelu_tanh", None), ("relu2", None), ("silu", 0.3)])
 def test_a_layer_has_the_activation_that_is_asked_for(activation, limit, plan, format):
     """`relu2` is one of values without a gate."""

@@ -147,7 +147,7 @@ def test_an_impossible_format_is_refused_before_weights_are_read(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-@pytest.mark.parametrize("begin", [1, 3, 100])
+@pytest.mark.parametrize("begin", [20, *nightly(1, 3, 100)])
 def test_activations_become_codes_from_a_number_of_tokens_on(begin, tmp_path):
     """As in transformers' model, whose products get rounded inputs; with few tokens and with many."""
     sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}

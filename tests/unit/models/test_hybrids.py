@@ -38,14 +38,14 @@ def tokens(count: int, vocab: int, seed: int) -> list[int]:
     return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_chunked_prefill_and_200_decode_steps_give_the_logits_of_transformers(pair: tuple[Any, Any]) -> None:
+def test_chunked_prefill_and_100_decode_steps_give_the_logits_of_transformers(pair: tuple[Any, Any]) -> None:
     model, reference = pair
     vocab = model.spec.vocab
-    ids = [tokens(150 + 200, vocab, 1), tokens(1 + 200, vocab, 2), tokens(9 + 200, vocab, 3)]
-    prompts = [150, 1, 9]
+    prompts, steps = [150, 1, 9], 100
+    ids = [tokens(prompt + steps, vocab, seed) for seed, prompt in enumerate(prompts, 1)]
     # Pieces shorter than the convolution, longer than a chunk of the recurrence, and of several rows at once.
     chunks = ({0: (0, 2), 2: (0, 4)}, {0: (2, 3)}, {2: (4, 9), 1: (0, 1), 0: (3, 90)}, {0: (90, 150)})
-    assert_logits_in_chunks_and_steps(model, reference, ids, prompts, chunks)
+    assert_logits_in_chunks_and_steps(model, reference, ids, prompts, chunks, steps)
 
 
 def test_names_are_those_of_transformers(pair: tuple[Any, Any]) -> None:

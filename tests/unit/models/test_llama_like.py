@@ -55,7 +55,14 @@ def test_steps_and_names_are_those_of_transformers(stem: str, kernels: bool, tmp
     assert buffers - {"lm_head.weight"} <= loaded.kept_if_absent()
 
 
-@pytest.mark.parametrize(("stem", "kernels"), with_kernels(ADAPTERS_BY_KERNELS))
+@pytest.mark.parametrize(
+    ("stem", "kernels"),
+    [
+        *((stem, stem in ADAPTERS_BY_KERNELS) for stem in sorted(STEPS_BY_KERNELS)),
+        *nightly(*((stem, False) for stem in CONFIGS if stem not in STEPS_BY_KERNELS)),
+        *nightly(*((stem, True) for stem in CONFIGS if stem not in ADAPTERS_BY_KERNELS)),
+    ],
+)
 def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, kernels: bool, tmp_path: Path) -> None:
     reference = make_variant(stem, tmp_path)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)

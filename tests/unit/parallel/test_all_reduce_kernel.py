@@ -10,6 +10,7 @@ from rollout_kernels import rms_norm
 from rollout_kernels.parallel import TensorGroup, triton_all_reduce
 from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_reduce_rows
 
+from tests.support.kernels.grids import checkered
 from tests.support.parallel.ranks import Ranks
 from tests.support.parallel.shared_peers import share_buffers
 
@@ -72,11 +73,13 @@ def _norms(
     return found
 
 
-@pytest.mark.parametrize("unit_offset", [False, True])
-@pytest.mark.parametrize(("dtype", "parts"), [(torch.float32, 2), (torch.bfloat16, 1), (torch.bfloat16, 3)])
+@pytest.mark.parametrize(
+    ("inputs", "unit_offset"), checkered([(torch.float32, 2), (torch.bfloat16, 1), (torch.bfloat16, 3)], [False, True])
+)
 def test_the_norm_over_ranks_is_a_sum_and_a_norm_that_follow_each_other(
-    dtype: torch.dtype, parts: int, unit_offset: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
+    inputs: tuple[torch.dtype, int], unit_offset: bool, tmp_path: Path, start_ranks: Callable[[int], Ranks]
 ) -> None:
+    dtype, parts = inputs
     atol = 1e-5 if dtype == torch.float32 else 2e-2  # a sum of three parts may round to another neighbour
     for found in start_ranks(2).run(_norms, tmp_path, 44, dtype, parts, unit_offset):
         for residual, normed in found:

@@ -30,7 +30,7 @@ from tests.support.engine.harness import Bench, load, prompt_of
 from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
-from tests.support.kernels.grids import nightly
+from tests.support.kernels.grids import checkered, nightly
 from tests.support.models.draft_heads import head_config, random_head, save_head
 
 
@@ -83,9 +83,9 @@ with_attention = pytest.mark.parametrize("way", ["host", "heads"], indirect=True
 # --- pages run short, weights change, requests end ---
 
 
-@every_way
-@pytest.mark.parametrize(("host", "wrong"), [(False, 0.0), (True, 0.4)])
-def test_preempted_rows_come_back_as_they_were(way, monkeypatch, host, wrong):
+@pytest.mark.parametrize(("way", "kept"), checkered(["host", "heads", "states"], [0, 1]), indirect=["way"])
+def test_preempted_rows_come_back_as_they_were(way, monkeypatch, kept):
+    host, wrong = [(True, 0.4), (False, 0.0)][kept]
     spec = way.load().spec
     nbytes = max(512 * PAGE * spec.kv_bytes_per_token(torch.float32), 16 * spec.state_bytes(torch.float32))
     fields = {"kv_pages": 40, "page_size": PAGE, "host_kv_gib": host * nbytes / 2**30}
@@ -97,8 +97,10 @@ def test_preempted_rows_come_back_as_they_were(way, monkeypatch, host, wrong):
     assert_same(bench, way.six)
 
 
-@every_way
-@pytest.mark.parametrize(("kv_on_swap", "seed"), [("keep", 0), ("recompute", 1), *nightly(("keep", 2))])
+@pytest.mark.parametrize(
+    ("way", "kv_on_swap"), checkered(["host", "heads", "states"], ["recompute", "keep"]), indirect=["way"]
+)
+@pytest.mark.parametrize("seed", [0, *nightly(1, 2)])
 def test_a_swap_between_verify_steps(way, monkeypatch, kv_on_swap, seed):
     """Each token is the one that its version of the weights draws, over the KV that the completion says it has."""
     prompts = [[token % 83 for token in prompt_of(8 + i, i)] for i in range(3)]
