@@ -45,10 +45,9 @@ from rollout.models import LoadedModel, load_model
 from rollout.models.loader import check_cut, fetch, fetch_draft
 from rollout.network.ports import check_free
 from rollout.process.announce import announce, write_atomically
-from rollout.process.garbage_collection import collect_and_freeze
+from rollout.process.interpreter import collect_and_freeze, hand_over_soon, set_cpu_threads
 from rollout.process.logs import set_up, worker_name
 from rollout.process.progress import advance_both, stage
-from rollout.process.threads import hand_over_soon, set_cpu_threads
 from rollout.process.watchdog import End, Watchdog
 from rollout.ranks.follower_processes import FollowerProcesses
 from rollout.ranks.group_watch import LaneName, LaneProgress

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 
 from rollout.config.gateway_settings import GatewaySettings
 from rollout.process.announce import announce, remove_ready_file, write_atomically
-from rollout.process.garbage_collection import collect_and_freeze
+from rollout.process.interpreter import collect_and_freeze
 from rollout.process.logs import set_up
 from rollout.process.open_files import raise_limit
 from rollout_gateway.app import make_app

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every token of every completion is right."""
-    from rollout.process.garbage_collection import loading_libraries
+    from rollout.process.interpreter import loading_libraries
     from rollout.process.progress import stage
 
     with stage("loading libraries", quiet=True), loading_libraries():

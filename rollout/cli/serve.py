@@ -173,7 +173,7 @@ def _serve(
     for name in os.environ.keys() - worker_environment(os.environ, {}).keys():
         del os.environ[name]  # set by a launcher of ranks; W&B would log into the trainer's run
     set_up(settings.log_level, settings.log_format, worker_name())  # before the imports, which may warn
-    from rollout.process.garbage_collection import loading_libraries
+    from rollout.process.interpreter import loading_libraries
     from rollout.process.progress import stage
     from rollout.ranks.follower_processes import FollowerProcesses
 

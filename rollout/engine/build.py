@@ -21,7 +21,7 @@ from rollout.engine.loop import Engine
 from rollout.engine.messages.to_service import Event
 from rollout.engine.model_checks import check_model
 from rollout.engine.parts import EngineLinks, EngineParts, NoReceiver, Receiver
-from rollout.engine.schedule.refusal import SchedulerLimits
+from rollout.engine.schedule.admission import SchedulerLimits
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.schedule.step_feature import StepFeature

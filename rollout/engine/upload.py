@@ -29,13 +29,16 @@
 The sections of a decode lie first and at the same offset in every upload of its size: captured steps read them there.
 `Header`, words and extras say everything: `execute` needs no other state of the host, so an upload can be sent to a
 process that has a copy of the model, of the KV, of the row state and of what the features keep on the device.
+
+The way back is a `StepOutput`: a slot is read into it, and the scheduler commits it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -210,3 +213,25 @@ def put_prefill(
     staging.put("sampled_at", bounds[1:][samples] - 1)
     staging.put("query_starts", bounds.astype(np.int32))
     return tuple(zip(bounds[:-1].tolist(), lengths.tolist(), ends.tolist(), draws.tolist(), strict=True))
+
+
+Of = TypeVar("Of")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The samples of a step, one entry for each row that drew a token, in the order of the plan."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    drawn_logprobs: list[float]
+    #: In a step with tokens ahead: the number of accepted ones, at the index of the row's own draw.
+    accepted: list[int] = field(default_factory=list)
+    of_features: Mapping[str, object] = field(default_factory=dict)  # results that features pass to their host part
+
+    def of(self, feature: str, kind: type[Of]) -> Of:
+        """The result of a feature that has one in this step."""
+        found = self.of_features[feature]
+        assert isinstance(found, kind)
+        return found

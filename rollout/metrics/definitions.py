@@ -22,10 +22,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Generic, Literal, TypeVar
 
-from rollout.metrics.histogram import SECONDS, TOKENS, Buckets
 from rollout.metrics.idle import IDLE_CAUSES
 from rollout.metrics.mismatch import MismatchSums
-from rollout.metrics.samples import Samples
+from rollout.metrics.samples import SECONDS, TOKENS, Buckets, Samples
 from trainer_bridge.wire.finish_reasons import FINISH_REASONS
 
 #: "gauge": of now, or of the interval. "counter": only grows while the worker runs. "histogram": counts by size.

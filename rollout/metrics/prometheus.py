@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any
 
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, Metric
-from rollout.metrics.histogram import Histogram
+from rollout.metrics.samples import Histogram
 from rollout.metrics.sinks import Report
 from trainer_bridge.wire.address import bare, host_port, resolve
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from rollout.metrics.by_version import VersionRow
 from rollout.metrics.definitions import TOTALS
-from rollout.metrics.histogram import Histogram
+from rollout.metrics.samples import Histogram
 
 log = logging.getLogger(__name__)
 

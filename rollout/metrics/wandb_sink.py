@@ -19,7 +19,7 @@ import numpy as np
 
 from rollout.config import MetricsSettings
 from rollout.metrics.definitions import TOTALS
-from rollout.metrics.histogram import Histogram
+from rollout.metrics.samples import Histogram
 from rollout.metrics.sinks import Report
 from rollout.metrics.wandb_mode import wandb_mode
 from rollout.process.announce import write_atomically

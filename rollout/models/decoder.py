@@ -28,6 +28,7 @@ from rollout.models.layers import (
     Embedding,
     Linear,
     RMSNorm,
+    Rope,
     SparseFeedForward,
     StepContext,
     empty_parameter,
@@ -35,7 +36,6 @@ from rollout.models.layers import (
 )
 from rollout.models.mamba2 import Mamba2
 from rollout.models.names import Region, all_views, one_name, with_spellings
-from rollout.models.rope import Rope
 from rollout.models.spec import (
     DeltaNetSpec,
     FeedForwardSpec,

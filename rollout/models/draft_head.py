@@ -36,6 +36,7 @@ from rollout.models.layers import (
     Embedding,
     Linear,
     RMSNorm,
+    Rope,
     RunExperts,
     SparseFeedForward,
     StepContext,
@@ -44,7 +45,6 @@ from rollout.models.layers import (
     gate_output,
 )
 from rollout.models.names import Region, all_views, one_name, with_spellings
-from rollout.models.rope import Rope
 from rollout.models.spec import DraftNames, DraftSpec, LatentSpec, MoESpec
 
 #: The prefix of the tensors of an EAGLE-3 head in updates.

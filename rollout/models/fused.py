@@ -64,12 +64,12 @@ from rollout.models.layers import (
     DenseFeedForward,
     Linear,
     RMSNorm,
+    Rope,
     SparseFeedForward,
     StepContext,
     gate_output,
 )
 from rollout.models.lora_slots import Product, StepAdapters
-from rollout.models.rope import Rope
 from rollout.models.spec import AttentionSpec, DeltaNetSpec, DenseSpec, FeedForwardSpec, MixerSpec, MoESpec
 
 

@@ -1,11 +1,13 @@
-"""Blocks of the decoder: attention, and dense and sparse feed-forward blocks. Products that share an input are one.
+"""Blocks of the decoder: rotary embeddings, attention, and dense and sparse feed-forward blocks.
 
-A block takes the normalised hidden states and returns its output. The layer that it belongs to owns the norms and the
-residual stream. A shard's block makes a part of its output, which becomes whole by a sum over the ranks of the block's
-tensor group (`Linear.complete`). Parameters are created empty; the loader or the random initialisation fills them. Each
-block names the Hugging Face tensors that its parameters consist of (see `rollout.models.names`).
+A block takes the normalised hidden states and returns its output; products that share an input are one. The layer that
+it belongs to owns the norms and the residual stream. A shard's block makes a part of its output, which becomes whole by
+a sum over the ranks of the block's tensor group (`Linear.complete`). Parameters are created empty; the loader or the
+random initialisation fills them. Each block names the Hugging Face tensors that its parameters consist of (see
+`rollout.models.names`).
 
-Legend: T tokens, H hidden, K inputs, N outputs, Q query heads, G KV heads, D head dimension, I intermediate, E experts.
+Legend: T tokens, H hidden, K inputs, N outputs, Q query heads, G KV heads, D head dimension, I intermediate, E experts,
+F = D / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from rollout_kernels import (
     paged_decode_attention,
     paged_prefill_attention,
     rms_norm,
+    rope_cos_sin,
     route,
     write_kv,
 )
@@ -47,11 +50,52 @@ from rollout.models.spec import (
     LinearSpec,
     MoESpec,
     QueryGrowth,
+    RopeSpec,
     RouterSpec,
     Scoring,
     joined_cut,
 )
 from rollout.models.split_context import attend_split, gathered_chunks, whole_context
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """Radians per position of the dimensions that turn, float32 [F], fastest first."""
+    width = rope.width(head_dim)
+    if rope.kind == "none":
+        return torch.zeros(width // 2)
+    if rope.frequencies:
+        return torch.tensor(rope.frequencies)
+    return 1.0 / rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+
+
+class Rope(nn.Module):
+    """Cosines and sines of a step's positions, computed once for all layers that share it; any position works."""
+
+    def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device) -> None:
+        super().__init__()
+        inv_freq_F = inverse_frequencies(rope, head_dim)
+        sign_F = torch.full_like(inv_freq_F, rope.amplitude)
+        self.inv_freq_D: torch.Tensor
+        self.sign_D: torch.Tensor
+        signs = (-sign_F, sign_F)
+        axes_F = torch.tensor(rope.axes or (0,) * len(inv_freq_F), dtype=torch.int64)
+        axes_D = axes_F.repeat_interleave(2) if rope.interleaved else axes_F.repeat(2)
+        self.axes_D: torch.Tensor
+        self.register_buffer("axes_D", axes_D.to(device), persistent=False)
+        if rope.interleaved:
+            inv_freq_D, sign_D = inv_freq_F.repeat_interleave(2), torch.stack(signs, 1).flatten()
+        else:
+            inv_freq_D, sign_D = inv_freq_F.repeat(2), torch.cat(signs)
+        self.register_buffer("inv_freq_D", inv_freq_D.to(device), persistent=False)
+        self.register_buffer("sign_D", sign_D.to(device), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosines and sines of `apply_rope`. Positions are [T], or [3, T] by axis."""
+        if positions.dim() == 2:
+            positions_TD = positions.index_select(0, self.axes_D).t().contiguous()
+            return rope_cos_sin(positions_TD, self.inv_freq_D, self.sign_D)
+        return rope_cos_sin(positions, self.inv_freq_D, self.sign_D)
+
 
 #: Maps router logits [T, E] and the router's bias [E], float32 or None, to weights and experts of each token, [T, K].
 Route = Callable[[torch.Tensor, torch.Tensor | None, RouterSpec], tuple[torch.Tensor, torch.Tensor]]

@@ -18,7 +18,7 @@ def main() -> None:
     _end_with(int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains, and then ends this process
         signal.signal(number, signal.SIG_IGN)
-    from rollout.process.garbage_collection import loading_libraries
+    from rollout.process.interpreter import loading_libraries
 
     with loading_libraries():
         from rollout.ranks.follower import run_follower

@@ -25,9 +25,8 @@ from rollout.engine.step.slot import Slot
 from rollout.engine.upload import Header, Upload
 from rollout.models import load_model
 from rollout.process.compiling import use_kernels, watch_compilations
-from rollout.process.garbage_collection import collect_and_freeze
+from rollout.process.interpreter import collect_and_freeze, hand_over_soon, set_cpu_threads
 from rollout.process.logs import set_up, worker_name
-from rollout.process.threads import hand_over_soon, set_cpu_threads
 from rollout.ranks.adapters import AdapterCopies
 from rollout.ranks.beat import Beat, DeviceProgress
 from rollout.ranks.copies import FollowerCopies

@@ -44,8 +44,7 @@ from rollout.engine.device.group_orders import GroupMemory
 from rollout.engine.device.releasable import ReleasableMemory, SleepMemory
 from rollout.engine.step.device_feature import OrderSizes
 from rollout.engine.step.masks import StepMasks
-from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import Extra, Header, Upload
+from rollout.engine.upload import Extra, Header, StepOutput, Upload
 from rollout.ranks.group_watch import LANES, LaneName
 from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import RingWriter

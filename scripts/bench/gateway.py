@@ -40,7 +40,7 @@ from rollout.engine.inspect import Inspector
 from rollout.engine.kv.allocator import pages_for
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
-from rollout.process.threads import SWITCH_INTERVAL_S
+from rollout.process.interpreter import SWITCH_INTERVAL_S
 from rollout.service.capabilities import ServedEngine, ServedModel
 from rollout.service.outbox import Outbox
 from rollout.service.server import Server

@@ -43,8 +43,7 @@ from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder
-from rollout.process.garbage_collection import collect_and_freeze
-from rollout.process.threads import SWITCH_INTERVAL_S
+from rollout.process.interpreter import SWITCH_INTERVAL_S, collect_and_freeze
 from rollout.service.capabilities import ServedEngine, ServedModel
 from rollout.service.outbox import Outbox
 from rollout.service.server import ServedText, Server

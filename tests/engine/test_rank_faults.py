@@ -11,7 +11,7 @@ from rollout.engine.build import build_engine
 from rollout.engine.device.streams import DeviceError
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.step_streams import NoOrders
-from rollout.engine.step_output import StepOutput
+from rollout.engine.upload import StepOutput
 from tests.support.engine.harness import Bench
 
 

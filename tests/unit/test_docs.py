@@ -34,7 +34,7 @@ MOST_WORDS_BY_HAND = 21_592
 #: Words of all pages that `scripts.reference_docs` writes, together.
 MOST_WORDS_OF_REFERENCES = 10_500
 #: Lines of the modules in these folders: what is added is paid for by what goes.
-MOST_LINES = {("rollout/engine",): 19_170, ("rollout", "rollout_gateway", "trainer_bridge", "kernels"): 98_698}
+MOST_LINES = {("rollout/engine",): 19_170, ("rollout", "rollout_gateway", "trainer_bridge", "kernels"): 97_000}
 MOST_DRAWINGS, MOST_GLOSSARY_WORDS = 4, 40
 #: Pages that are written by hand; scripts write the other folders of docs.
 BY_HAND = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("design/*.md"))]

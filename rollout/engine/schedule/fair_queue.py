@@ -30,8 +30,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
 
-from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.sequence.variant import Variant
+from rollout.engine.sequence.sequence import Sequence, Variant
 
 _SEQUENCES = 8  # about the number of sequences in a mean of costs
 _PREEMPTED = -1.0  # virtual time of preempted sequences: first in line

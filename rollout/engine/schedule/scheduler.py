@@ -23,16 +23,15 @@ from collections.abc import Callable
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Finish, Rejected
 from rollout.engine.schedule import preemption
-from rollout.engine.schedule.admission import admit
+from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, admit, refusal
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, PromptPart, Span, decode_spans, make_plan
-from rollout.engine.schedule.refusal import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.step_feature import LACKS, AheadPlanner, find_feature, untaken
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence, SequenceState
 from rollout.engine.sequence.sequence_kv import NO_TOKENS, Prefill
-from rollout.engine.step_output import StepOutput
+from rollout.engine.upload import StepOutput
 
 _CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
 

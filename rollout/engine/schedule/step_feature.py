@@ -28,8 +28,7 @@ from rollout.engine.messages.to_engine import Prefetch
 from rollout.engine.messages.to_service import DeltaFields, PromptScoreFields, Rejected
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import UploadStaging
+from rollout.engine.upload import StepOutput, UploadStaging
 
 F = TypeVar("F")
 #: The reason to refuse a request with a field that no feature takes.

@@ -26,9 +26,12 @@ What a sequence has is in a few objects of plain data:
 
     drawn         its tokens and their log-probs and versions           `drawn_tokens`
     kv            its KV: pages, length, versions, offloaded pages      `sequence_kv`
-    variant_use   what it notes of its variant of the weights           `variant`
+    variant_use   what it notes of its variant of the weights
     constraint    how far it is in its constraint
     queued        what the queue and the order of prompts note of it
+
+KV belongs to a weights version and to an edition of a variant: the plain weights, unless a feature has others. The
+queue has a line for each variant, so a variant that is not ready yet delays its own sequences only.
 """
 
 from __future__ import annotations
@@ -44,11 +47,37 @@ import numpy as np
 from rollout.constraints.matcher import NEVER, FreePart, Matcher
 from rollout.engine.messages.requests import NOTHING_BEFORE, Request, RequestKey
 from rollout.engine.messages.to_service import Finish
-from rollout.engine.sequence.drawn_tokens import DrawnTokens
-from rollout.engine.sequence.repetition import repetition_of
+from rollout.engine.sequence.drawn_tokens import DrawnTokens, repetition_of
 from rollout.engine.sequence.row_needs import RowNeeds, needs_of
 from rollout.engine.sequence.sequence_kv import KeptSession, PrefixKeys, SequenceKV
-from rollout.engine.sequence.variant import PLAIN_WEIGHTS, Variant
+
+
+class VariantUse:
+    """Notes of one sequence on its variant. This base class is for the plain weights."""
+
+    __slots__ = ()
+
+    def refused(self, count: int, after: int) -> None:
+        """Note that a step whose tokens begin at `after` refused this many tokens ahead."""
+
+    def dropped(self, token: int) -> None:
+        """Note that the tokens from this one on are discarded, and drawn again."""
+
+
+@dataclass(eq=False, slots=True)
+class Variant:
+    """One variant, which any number of requests may name."""
+
+    edition: int  # a number that no other content of the weights has; 0: the plain weights
+
+    def use(self) -> VariantUse:
+        """The use of a new sequence."""
+        return _NO_USE
+
+
+_NO_USE = VariantUse()
+PLAIN_WEIGHTS = Variant(0)
+
 
 SEED_MASK = (1 << 63) - 1
 _CONSTRAIN = RowNeeds.CONSTRAIN.value

@@ -30,8 +30,7 @@ from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.step_streams import NO_ORDERS, Orders, Streams
-from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import Header, StepInput, Upload
+from rollout.engine.upload import Header, StepInput, StepOutput, Upload
 
 # Flags of an enum are slow to test.
 _CONSTRAIN = RowNeeds.CONSTRAIN.value

@@ -31,8 +31,7 @@ from rollout.engine.device.streams import Device, DeviceError
 from rollout.engine.schedule.step_feature import of_kind
 from rollout.engine.step.device_feature import DeviceFeature, Drawn, LogitsFeature, OutputFeature
 from rollout.engine.step.masks import StepMasks
-from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import Header, StepInput, Upload, UploadStaging
+from rollout.engine.upload import Header, StepInput, StepOutput, Upload, UploadStaging
 
 OUTPUT_FIELDS = 4
 _NO_WORDS = np.zeros(0, np.int32)

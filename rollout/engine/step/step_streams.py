@@ -9,8 +9,7 @@ from typing import Protocol
 from rollout.engine.device.group_orders import GroupOrders, NoGroupOrders
 from rollout.engine.device.streams import Device, DeviceStream
 from rollout.engine.step.masks import StepMasks
-from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import Upload
+from rollout.engine.upload import StepOutput, Upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rollout.config import ServiceSettings
 from rollout.process.logs import request_fields
+from rollout.service.delivery.completion import forced_field, marks_between, runs_between
 from rollout.service.delivery.expert_records import last_entries
-from rollout.service.delivery.token_columns import forced_field, marks_between, runs_between
 from rollout.service.delivery.waiters import Position
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
 from trainer_bridge.wire.prompt_tops import PROMPT_FIELDS

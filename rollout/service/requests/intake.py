@@ -1,7 +1,7 @@
 """Turns a `generate` message into the request of the engine, and its completions as they begin.
 
 The checks of a request, in order: its shape in `schema`; what model and limits rule out, in `check` without the
-prompt's token ids and in `build` with them; the engine's capacity in `rollout/engine/schedule/refusal.py`. `check`
+prompt's token ids and in `build` with them; the engine's capacity in `rollout/engine/schedule/admission.py`. `check`
 and `build` raise `RolloutError` that names the field.
 """
 
@@ -29,9 +29,8 @@ from rollout.engine.messages.requests import (
 )
 from rollout.models.vision_spec import TowerSpec
 from rollout.service.capabilities import ServedModel
-from rollout.service.delivery.completion import NO_MARKS, CompletionDelivery, Marks
+from rollout.service.delivery.completion import NO_MARKS, CompletionDelivery, ForcedTokens, Marks, TokenColumns
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
-from rollout.service.delivery.token_columns import ForcedTokens, TokenColumns
 from rollout.service.requests.constraint import ConstraintFields, Constraints
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.request_media import MediaLimits, check_media, check_pieces, check_placeholders

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollout.process.child_processes import exit_with_parent, import_path, module_command
-from rollout.process.garbage_collection import loading_libraries
+from rollout.process.interpreter import loading_libraries
 from rollout.process.logs import LogFormat, set_up, worker_name
 from rollout.text.codec import PromptEncoder, TextCodec
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode, header_id

@@ -32,8 +32,7 @@ from rollout.engine.step.device_feature import (
     Site,
 )
 from rollout.engine.step.row_state import LENGTH, RowState
-from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import Header, StepInput, UploadStaging
+from rollout.engine.upload import Header, StepInput, StepOutput, UploadStaging
 from rollout.models.batch import KVCache
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench

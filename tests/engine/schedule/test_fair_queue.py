@@ -11,8 +11,7 @@ from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_engine import Cancel, Pause
 from rollout.engine.schedule.fair_queue import WaitingQueue
-from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.sequence.variant import PLAIN_WEIGHTS, Variant
+from rollout.engine.sequence.sequence import PLAIN_WEIGHTS, Group, Sequence, Variant
 from tests.support.engine.harness import Bench
 from tests.support.kernels.grids import nightly
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.messages.requests import Prior, RepetitionRule
-from rollout.engine.sequence.repetition import Repetition
+from rollout.engine.sequence.drawn_tokens import Repetition
 from rollout.engine.sequence.sequence import row_seed
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import Bench

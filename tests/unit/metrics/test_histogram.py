@@ -8,9 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.metrics.definitions import VERSION_METRICS
-from rollout.metrics.histogram import SECONDS, TOKENS, HistogramCounts
 from rollout.metrics.meter import Meter
 from rollout.metrics.prometheus import Health, PrometheusSink
+from rollout.metrics.samples import SECONDS, TOKENS, HistogramCounts
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Report
 from rollout.metrics.step_timing import StepTiming
 from tests.support.clock import Clock

@@ -10,7 +10,7 @@ from rollout_kernels.parallel.peer_buffers import PeerBuffers
 
 from rollout.engine.device.streams import CpuDevice, DeviceStream
 from rollout.engine.step.slot import Slot
-from rollout.engine.step_output import StepOutput
+from rollout.engine.upload import StepOutput
 from rollout.ranks.beat import DeviceProgress
 from rollout.ranks.orders import OrderWriter
 from rollout.ranks.reports import RankReports

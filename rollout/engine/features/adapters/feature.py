@@ -18,8 +18,7 @@ from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.preemption import restart_prompts
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.step_feature import RefusalError, VariantFeature
-from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.sequence.variant import PLAIN_WEIGHTS
+from rollout.engine.sequence.sequence import PLAIN_WEIGHTS, Group, Sequence
 from rollout.engine.upload import UploadStaging
 
 

@@ -12,7 +12,7 @@ from rollout.engine.device.streams import CpuEvent, Event
 from rollout.engine.messages.requests import VERSION_END
 from rollout.engine.messages.statuses import AdapterStatus
 from rollout.engine.schedule.step_feature import RefusalError
-from rollout.engine.sequence.variant import Variant, VariantUse
+from rollout.engine.sequence.sequence import Variant, VariantUse
 from rollout.models.lora_slots import AdapterWeights
 
 

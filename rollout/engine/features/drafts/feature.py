@@ -33,8 +33,7 @@ from rollout.engine.schedule.plan import Plan, Span, VerifyPlan
 from rollout.engine.schedule.step_feature import AheadPlanner
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import UploadStaging
+from rollout.engine.upload import StepOutput, UploadStaging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

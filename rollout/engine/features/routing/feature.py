@@ -15,7 +15,7 @@ from rollout.engine.messages.to_service import DeltaFields
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.step_feature import RequestFeature
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.step_output import StepOutput
+from rollout.engine.upload import StepOutput
 
 
 class RoutingFeature(RequestFeature, PageMirror):

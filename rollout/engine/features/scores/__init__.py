@@ -3,5 +3,4 @@
 feature    what scores add to uploads and commits
 taker      takes them from a step                      device
 buffers    the kernels' side, and the copies to the host
-prompt_rows    the scores of one prompt
 """

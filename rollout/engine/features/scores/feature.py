@@ -8,6 +8,8 @@ Sections:
     wide_chosen                int32 [n, M]: tokens whose log-probs each gives; padded
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,15 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout.engine.features.scores.buffers import WIDE_WORDS, ScoredPrompts, ScoredSpan, Scores, Scoring
-from rollout.engine.features.scores.prompt_rows import PromptScoreRows
 from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, NO_CHOSEN, Request
 from rollout.engine.messages.to_service import DeltaFields, PromptScoreFields
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import RequestFeature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.step_output import StepOutput
-from rollout.engine.upload import Header, UploadStaging
+from rollout.engine.upload import Header, StepOutput, UploadStaging
+from trainer_bridge.wire.prompt_tops import PromptTops
 
 NAME = "scores"
 #: int32 words of a token that is scored: its position in the step and the next token's id.
@@ -269,3 +270,39 @@ def _note_prompt(known: PromptScoreRows, here: slice, scores: ScoredPrompts, fou
         known.chosen[here] = scores.chosen_NM[found, : known.chosen.shape[1]]
     if known.entropy is not None:
         known.entropy[here] = scores.entropy_N[found]
+
+
+@dataclass(slots=True)
+class PromptScoreRows:
+    """The known scores of a prompt. N: scored tokens.
+
+    Row i belongs to token `scored_from` + i; unknown rows are NaN.
+    """
+
+    logprobs: np.ndarray  # float32 [N]
+    tops: PromptTops | None  # top tokens of the same tokens
+    chosen: np.ndarray  # float32 [N, K]: log-probs of the tokens that the request names
+    entropy: np.ndarray | None  # float32 [N], nats
+    version: int | None = None  # weights version of these scores; None if no version is known
+
+    @classmethod
+    def unknown(cls, request: Request, version: int | None = None) -> PromptScoreRows:
+        """Rows for the scores that a request asks for, all unknown."""
+        rows = len(request.prompt) - request.scored_from
+        return cls(
+            np.full(rows, np.nan, np.float32),
+            None if request.prompt_tops is None else PromptTops.unknown(rows, request.prompt_tops),
+            np.full((rows, request.prompt_chosen.shape[-1]), np.nan, np.float32),
+            np.full(rows, np.nan, np.float32) if request.prompt_entropy else None,
+            version,
+        )
+
+    def event_fields(self) -> PromptScoreFields:
+        """The fields of an event, with copies of the present values: later chunks still write to these."""
+        return {
+            "prompt_logprobs": self.logprobs.copy(),
+            "prompt_tops": None if self.tops is None else self.tops.copy(),
+            "prompt_chosen_logprobs": self.chosen.copy() if self.chosen.shape[1] else None,
+            "prompt_entropy": None if self.entropy is None else self.entropy.copy(),
+            "prompt_version": self.version,
+        }

@@ -1,9 +1,31 @@
-"""Garbage collection: none while large libraries such as torch load, and later not of the objects they leave."""
+"""How Python runs a worker: how threads hand its lock over, how many compute on a CPU, and what is no garbage.
+
+Nothing is collected while large libraries such as torch load, and later not the objects that they leave.
+"""
 
 import atexit
 import gc
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+#: The longest time, roughly, that the loop waits for Python's lock while another thread holds it. A chat template holds
+#: it for tens of milliseconds, and Python's default of 5 ms is longer than many a step.
+SWITCH_INTERVAL_S = 0.2e-3
+
+
+def hand_over_soon() -> None:
+    """Have the threads of this process hand Python's lock over to each other in time for a step."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def set_cpu_threads() -> None:
+    """One thread for a tensor operation on a CPU, unless `OMP_NUM_THREADS`, which torch reads, says how many."""
+    import torch
+
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(1)
 
 
 def freeze_heap() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rollout.process.threads import set_cpu_threads
+from rollout.process.interpreter import set_cpu_threads
 
 
 @pytest.fixture(autouse=True)
