@@ -59,7 +59,9 @@ MORE_CASES = {
     "drafts": Case(
         ["dense, 32 rows: set drafts up", "dense, 32 rows: accept drafts"], 32, 90, {"_set_up_kernel", "_accept_kernel"}
     ),
-    "group attention": Case(["dense, 32 rows: group attention"], 32, 90, {"_decode_kernel", "_plan_kernel"}),
+    "group attention": Case(
+        ["dense, 32 rows: group attention"], 32, 90, {"_decode_kernel", "_plan_kernel", "combine_kernel"}
+    ),
     "norms before Hopper": Case(NORM, 8, 80, NORM_KERNELS),
     "adapters": Case(["dense, 32 rows: adapters, rank 16, qkv"], 32, 90, {"_shrink_kernel", "_expand_kernel"}),
     "product": Case(["dense, 32 rows: adapters, product"], 32, 90, {"_stream_kernel"}),
