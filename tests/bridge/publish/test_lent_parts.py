@@ -19,13 +19,21 @@ from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves,
 from tests.support.bridge.lending_trainer import CLOSE_S
 from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.kernels.grids import nightly
-from trainer_bridge.publish.lent_parts import BorrowedParts, LentBuffer, answer, host_number, map_buffers, read_answer
+from trainer_bridge.publish.lent_parts import (
+    BorrowedParts,
+    LentBuffer,
+    answer,
+    buffer_bytes,
+    host_number,
+    map_buffers,
+    read_answer,
+)
 from trainer_bridge.transports.cut import Cut
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shards import Shards
 from trainer_bridge.transports.tensors import copy_rows
 from trainer_bridge.wire.errors import RolloutError
-from trainer_bridge.wire.manifest import pack
+from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES, pack
 
 SMALL = 64
 ROWS = ["rows", "rows", "rows"]
@@ -408,6 +416,12 @@ def test_a_buffer_is_kept_grows_and_is_freed(tmp_path: Path) -> None:
     buffer.lend(memory, 100, host_number())
     buffer.free()  # in the middle of an update: rank 0 may read it
     assert sizes() == [100]
+
+
+def test_a_rank_lends_room_for_two_rounds_which_is_a_gibibyte_at_most() -> None:
+    for nbytes, lent in ((1 << 40, 1 << 30), (3 << 28, 1 << 30), (2 << 28, 2 << 28), (1 << 20, 1 << 20)):
+        manifest = pack(1, [("a", "float32", (nbytes // 4,))], MAX_BUCKET_BYTES)
+        assert buffer_bytes(manifest) == lent
 
 
 def test_no_buffer_stays_mapped_if_one_cannot_be(tmp_path: Path) -> None:
