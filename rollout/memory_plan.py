@@ -74,8 +74,8 @@ GPUS = {
     "h200": Gpu(139.72, (9, 0)),
 }
 #: Memory of steps on a GPU: a part that hardly depends on the model (CUDA, kernels, captured steps), and a multiple of
-#: what the largest steps write. Both are the least squares of eleven KV pools that workers measured, of which the worst
-#: is 6 % off (scripts/bench/results, tests/unit/test_memory_plan.py).
+#: what the largest steps write. Both are the least squares of eleven KV pools that workers measured; the worst is 6 %
+#: off (scripts/bench/results, tests/unit/test_memory_plan.py).
 _STEPS_FIXED, _STEPS_FACTOR = 2 * GIB, 1.6
 
 
@@ -242,8 +242,8 @@ def outline(settings: Settings, folder: Path, draft: Path | None = None) -> Outl
 def steps_estimate(engine: EngineSettings, model: Decoder, target: DeviceTarget) -> StepNeeds:
     """Bytes of the largest steps: an estimate for a GPU, 0 on a CPU, where workers do not count it.
 
-    The largest prefill step has `chunk_tokens` tokens, of which each layer writes the outputs of its products; its
-    logits are float32, for the rows and for 128 scored tokens. The weights of one product of codes are decoded.
+    The largest prefill step has `chunk_tokens` tokens, and each layer writes the outputs of its products; its logits
+    are float32, for the rows and for 128 scored tokens. The weights of one product of codes are decoded.
     """
     if target.kind == "cpu":
         return StepNeeds()

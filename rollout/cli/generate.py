@@ -426,8 +426,8 @@ class TokenLines:
               0   -0.693     13  ' 1'    ' 1' -0.691, ' 2' -0.704
 
     The text of a token is what its chunk added to the text of the completion: nothing while a character is not whole,
-    or while the worker keeps back what may become a stop string. The likeliest tokens come as ids; their texts are
-    those of the model's tokenizer.json, if this machine has it.
+    or while the worker keeps back what may become a stop string. The likeliest tokens come as ids; the model's
+    tokenizer.json gives their texts, if this machine has it.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: Parser) -> None:
-    """Declare the arguments: the folder, and those of `rollout serve`."""
+    """Declare the arguments: the folder, and the arguments of `rollout serve`."""
     serve.add_arguments(parser)
     parser.usage, parser.description = "rollout kernels MODEL --into FOLDER [--SETTING VALUE ...]", DESCRIPTION
     parser.add_argument("--into", metavar="FOLDER", required=True, help="folder for the kernels; created if missing")

@@ -47,7 +47,7 @@ class ServiceConstants(SettingsSection):
     #: Seconds for compiling a constraint: one that never ends must not hold a thread of the compiler.
     max_constraint_s: float = 20.0
     #: Seconds that a session keeps its KV for the next turn, unless the request says otherwise. Later its full pages
-    #: are cached like those of other prompts.
+    #: are cached like any prompt's.
     session_lease_s: float = 300.0
     max_session_lease_s: float = MAX_SESSION_LEASE_S
     #: Images and videos of a request; of some models each frame of a video is one.

@@ -6,8 +6,8 @@ r"""Constraints that begin after a marker, such as `</think>`: before it a compl
 
 A marker is a text or a list of token ids. Token ids are found where these tokens come one after the other. A text is
 found in the bytes of the tokens, however it was cut into tokens: as the one token `</think>`, or as several. Then the
-last one may reach beyond the marker. Its rest is the beginning of the constrained text; a token whose rest cannot begin
-that text is barred, and this is all that is barred in the free part.
+last one may reach beyond the marker. The rest begins the constrained text. In the free part only tokens whose rest
+cannot begin that text are barred.
 
 So a mask is needed after the marker. Before it, a mask is needed only where the text ends with a part of the marker
 after which a token is barred.
@@ -94,7 +94,7 @@ class TextMarker:
         self.reach = len(text)
         beginnings = tuple(text[:part] for part in range(1, len(text)))
         inner = {part[at:] for part in beginnings for at in range(len(part))}
-        # Three passes over the vocabulary, none of which holds Python's lock for long.
+        # Three short passes over the vocabulary: none holds Python's lock for long.
         whole = [token for token, other in enumerate(of) if text in other]
         lasts = tuple(text[part:] for part in range(1, len(text)))
         last = [token for token, other in enumerate(of) if other.startswith(lasts)]

@@ -65,7 +65,7 @@ def build_engine(
     """An engine that is ready to tick.
 
     `memory` is the result of `sleeping_memory`, which is called here if it is absent. `progress` is called with (done,
-    total) while decode steps are captured as CUDA graphs. `lead` is that of the first rank of a tensor group. Raises
+    total) while decode steps are captured as CUDA graphs. `lead` is the lead of a tensor group's first rank. Raises
     ValueError with the numbers when rows, steps or KV do not fit into the device's memory next to the weights.
     """
     version = settings.weights.initial_version

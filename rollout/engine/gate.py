@@ -35,10 +35,10 @@ in every tick.
 
 Threads. Only the loop calls the methods of "the loop's changes". Any thread may ask the questions, and any thread may
 call the methods of "the weight receiver". A lock orders the changes of the hold, which both threads make, and the begin
-of an update against the order to sleep. Every public attribute is one reference that is replaced as a whole, so any
-thread may read it without the lock; it may then be one change old. No method waits, and no callback is called while the
-lock is held. A change by the receiver for which the loop has something to do also calls `notify`, since the loop may
-be waiting for a command.
+of an update against the order to sleep. Every public attribute is one reference and is replaced as a whole, so any
+thread may read it without the lock, perhaps one change late. No method waits, and no callback is called while the lock
+is held. A change by the receiver for which the loop has something to do also calls `notify`, since the loop may be
+waiting for a command.
 """
 
 import threading

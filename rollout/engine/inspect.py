@@ -1,4 +1,4 @@
-"""An engine in numbers: its status, the gauges of its meter, its sequences, and its last steps.
+"""An engine in numbers: status, gauges of the meter, sequences, and last steps.
 
     status, gauges                       on the loop's thread, between two ticks
     sequences, recording, last steps     any thread, also while the loop hangs

@@ -29,12 +29,12 @@ from rollout.models.language_model import LanguageModel
 from rollout.models.spec import LatentSpec
 
 _GIB = 2**30
-#: States on the host for each row, those of known prefixes included.
+#: States on the host for each row, with known prefixes' states.
 _KEPT_STATES = 8
 #: `kv_memory_fraction` on a CPU when it is absent.
 CPU_FRACTION = 0.25
-#: Memory kept free on a GPU without it: this share of what the weights leave, and at least these bytes, but at most
-#: this share, which a sleeping worker keeps: a trainer uses the other memory of the same GPU meanwhile.
+#: Memory kept free on a GPU without that setting: this share of the memory that the weights leave, at least these
+#: bytes, and at most the largest share. With sleep the largest share stays free: a trainer uses the same GPU meanwhile.
 KEPT_SHARE, KEPT_BYTES, KEPT_MOST = 0.05, 3 << 30, 0.15
 #: `prefill_chunk_tokens` when it is absent. Mixtures of experts take more: each expert gets a small share of a chunk.
 GPU_CHUNK, GPU_EXPERTS_CHUNK, CPU_CHUNK = 8192, 16384, 2048
@@ -247,7 +247,7 @@ def host_kv_pages(
     if asked > available_bytes - reserved_bytes:
         left, lower = f"{_gib(available_bytes)} of memory left", "lower it"
         if reserved_bytes:
-            left += f", of which max_adapters = {settings.max_adapters} adapters may take {_gib(reserved_bytes)}"
+            left += f"; max_adapters = {settings.max_adapters} adapters may take {_gib(reserved_bytes)}"
             lower = "lower one of them"
         raise ValueError(f"host_kv_gib = {settings.host_kv_gib}, and this machine has {left}: {lower}")
     return (mine - state_bytes) // page_bytes

@@ -132,7 +132,7 @@ class Meter:
             self._mismatch_is_new = True
 
     def completion(self, length: int, reason: str = "length", version_span: int = 0) -> None:
-        """Count one finished completion: its tokens, its finish reason, its newest minus its oldest version."""
+        """Count one finished completion: tokens, finish reason, and newest minus oldest version."""
         self.add(f"completion/finish_reason/{reason}")
         self.observe("completion/length", length)
         self._fresh.completion(length, version_span)

@@ -4,7 +4,7 @@
     pipelined    green, light green, green ...             the host works while the device does
 
 The host works from the arrival of a step's outputs until it has launched the next step. It waits between a launch and
-the arrival of the outputs that it commits next. The style is that of Hugging Face's "Unlocking asynchronicity in
+the arrival of the outputs that it commits next. The style follows Hugging Face's "Unlocking asynchronicity in
 continuous batching". matplotlib is in the extra `plot`; it is imported when a picture is drawn.
 """
 

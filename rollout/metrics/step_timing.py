@@ -48,7 +48,7 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class SwapTiming:
-    """One swap of the weights: the version that it brought, and the interval in which it held the compute stream."""
+    """One swap of the weights: the new version, and the interval in which the compute stream was held."""
 
     version: int
     start_s: float

@@ -6,8 +6,8 @@ this is taken from its own config, here and nowhere else:
     config.json --rules--> transformers' config class --standardised--> rules again --> CheckpointConfig
 
 A model of transformers standardises its rotary embedding once more when it is made: a key beside the map then wins over
-one inside. So this is done here, too. The config is that of the whole checkpoint: of a model of text and images the
-whole says whether the output layer is tied.
+one inside. So this is done here, too. The config is the whole checkpoint's: for a model of text and images it says
+whether the output layer is tied.
 
 Values are checked before they are used, because a folder is untrusted: transformers makes lists as long as
 `num_hidden_layers` when it reads a config, and the size of a model follows from its config. So a number that no model

@@ -179,7 +179,7 @@ def copy_tensors(
 ) -> None:
     """Copy checked tensors into the model, converted to its dtype; `progress` gets (values done, values in all).
 
-    `scale_views` are those of weights that the model keeps as codes.
+    `scale_views` are the views of weights that the model keeps as codes.
     """
     names = sorted(tensors, key=lambda name: str(tensors[name].file))
     total = sum(tensors[name].values for name in names)

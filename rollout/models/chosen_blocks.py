@@ -4,9 +4,9 @@
     score of a block for a KV head = the largest query . key of its tokens that the token sees
     the `top_k` blocks with the largest scores take part, and always the token's own block and the nearest before it
 
-The choice is exact: it scores the whole context. Up to `top_k` blocks, all take part, and attention is that of other
-layers. Chosen blocks are read where they lie: each token and KV head is a row, whose pages are those of this head.
-The work is bounded by host integers alone, so steps can be captured.
+The choice is exact: it scores the whole context. Up to `top_k` blocks, all take part, and attention is as in other
+layers. Chosen blocks are read where they lie: each token and KV head is a row with this head's pages. The work is
+bounded by host integers alone, so steps can be captured.
 
 Source: MiniMax-M3, as transformers computes it. Legend: T tokens, G KV heads, X = T G, D head dimension, C positions of
 a context, S page size, N pages of chosen blocks.

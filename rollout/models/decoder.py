@@ -251,9 +251,8 @@ def _norm_region(prefix: str, names: tuple[str, str | None], norm: RMSNorm) -> R
 class Decoder(Block):
     """A language model over a paged KV cache. Its parameters are uninitialised until a loader has filled them.
 
-    `format` is that of the weights that may be codes (`rollout.models.coded`); everything else is of `dtype`, save
-    routers' biases (float32).
-    With a spec of a shard, `group` has the ranks of the other shards, which run the same steps.
+    `format` is for the weights that may be codes (`rollout.models.coded`); everything else is of `dtype`, save routers'
+    biases (float32). With a spec of a shard, `group` has the ranks of the other shards, which run the same steps.
     """
 
     def __init__(

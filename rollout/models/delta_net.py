@@ -19,7 +19,7 @@ from rollout.models.state_pool import LayerState, StatePool
 
 
 class StateBlock(Block):
-    """A mixer over the state pool: one product gives all that it needs of a token, and another one its output.
+    """A mixer over the state pool: one product makes all its inputs from a token, and another one its output.
 
     `state_index` counts the layers that have states.
     """

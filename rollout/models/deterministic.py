@@ -4,7 +4,7 @@
     experts       one plan for any number of tokens: the deterministic plan of `moe.dispatch`; the router and the
                   products of a shared expert are such products, too
     attention     a row's context is cut every `CHUNK` positions, whatever the other rows are. A prompt's tokens are
-                  rows of the same kernel as those of a decode step, each with its own context. So a token that is
+                  rows of a decode step's kernel, each with its own context. So a token that is
                   computed again after a preemption, in another chunk or beside a cached prefix, gets the same bits
     states        the recurrence of linear attention takes the tokens of a row one by one, in decode steps and in
                   prefills by one kernel. Chunks aligned to positions would not do: a drawn token that is computed

@@ -3,7 +3,7 @@
     config.json     a Llama config with `draft_vocab_size`; or the same as map `transformer_layer_config`
     *.safetensors   fc, midlayer (or layers.0), norm; maybe lm_head; d2t and t2d where its vocabulary is a part
 
-The folder is untrusted, as that of a model: values and shapes are checked before any memory is taken.
+The folder is untrusted, like a model's: values and shapes are checked before any memory is taken.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from rollout.models.registry import config_rules, family_of
 from rollout.models.spec import AttentionSpec, DenseSpec, DraftSpec, ModelSpec
 
 _KIND, _ARCHITECTURE = "an EAGLE-3 draft model", "LlamaForCausalLM"
-#: The target's embedding is used; those of a checkpoint are copies of it.
+#: The target's embedding is used; a checkpoint's is a copy of it.
 _UNUSED = ("embed_tokens.weight", OFFSETS, FLAGS)
 _NESTED = "transformer_layer_config"
 _TAPS = "eagle_aux_hidden_state_layer_ids"

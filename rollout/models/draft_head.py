@@ -12,9 +12,9 @@ So after the first draft it goes on from its own hidden states. There are two la
     MTP       hidden = the target's last norm;         x = fc([norm(embedding), norm(hidden)]);   x += mixer(norm(x))
     both      x += feed_forward(norm(x));   logits = output layer(norm(x));   MTP passes norm(x) on, EAGLE-3 x
 
-Embedding, and output layer if it has none, are those of the target. Its vocabulary may be a part of the target's. Its
-KV is one more layer of the target's pool, on the same pages. Every rank of a tensor group has the whole draft model. On
-a GPU, in 16 bits, the fused kernels run all that is between its products, and its experts.
+Embedding, and output layer if it has none, are the target's. Its vocabulary may be a part of the target's. Its KV is
+one more layer of the target's pool, on the same pages. Every rank of a tensor group has the whole draft model. On a
+GPU, in 16 bits, the fused kernels run all that is between its products, and its experts.
 
 Legend: T tokens, S selected tokens, H hidden, F width of the hidden states that are read, V vocabulary.
 """
@@ -128,7 +128,7 @@ class DraftHead(Block):
         kv: KVCache,
         run_experts: RunExperts | None = None,
     ) -> torch.Tensor:
-        """Run its layer, which writes its KV; the hidden states that it goes on from, [T, H].
+        """Run the layer, which writes its KV; returns the hidden states for the next draft, [T, H].
 
         `following_T` are the tokens after the positions of `hidden_TH`, `embedding` is the target's.
         `run_experts` runs its sparse block if it is given.

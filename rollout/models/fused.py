@@ -587,7 +587,7 @@ def _gates_many(spec: DenseSpec, device: torch.device, dtype: torch.dtype) -> bo
     return spec.activation == "silu" and gluon_experts.takes_gated(device, dtype, spec.hidden, spec.intermediate)
 
 
-#: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.
+#: Modules of a product, for the kernels that add corrections later to the outputs of each module.
 _MODULES: dict[Product, int] = {"qkv": 3, "q_b": 1, "gate_up": 2, "o": 1, "down": 1}
 
 

@@ -64,7 +64,7 @@ class ExpertPlans:
     """Chooses the kernels of sparse blocks by the number of tokens of a step."""
 
     plan: Callable[..., Plan] = moe_plan
-    #: Norm and router are one launch in a step of so many tokens at most; not above `MOST_TOKENS`.
+    #: Norm and router are one launch in steps of at most this many tokens; not above `MOST_TOKENS`.
     joined_tokens: int = MOST_TOKENS
 
 
@@ -80,7 +80,7 @@ def kernels_take(spec: MoESpec, dtype: torch.dtype) -> bool:
 class FusedExperts:
     """Runs sparse blocks that are alike. They run one after the other and share the memory between their kernels.
 
-    `eps` and `unit_offset` are those of the norms before them.
+    `eps` and `unit_offset` belong to the norms before them.
     """
 
     def __init__(

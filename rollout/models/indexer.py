@@ -32,7 +32,7 @@ from rollout.models.layers import Block, Linear, empty_parameter
 from rollout.models.names import Region, one_name
 from rollout.models.spec import IndexerSpec
 
-#: Scores, or on a CPU latents of chosen tokens, that are in memory at once, bytes; those of one token at least.
+#: Scores, or on a CPU latents of chosen tokens, that are in memory at once, bytes; at least one token's.
 AT_ONCE_BYTES = 256 << 20
 
 

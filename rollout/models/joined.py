@@ -4,8 +4,8 @@
     down     [H, 2 I]                    the same, of the other dimension
     memory   [E + 2, ...]                | ... | expert E | expert E+1 |     one matrix after the other
 
-The output of a gated feed-forward block is a sum over its intermediate width, so the sum of the parts' outputs is that
-of the whole.
+The output of a gated feed-forward block is a sum over its intermediate width, so the parts' outputs add up to the
+whole.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class AbsorbedRows(NamedTuple):
 class LatentAttention(Block):
     """Latent attention over the paged cache; writes what is kept of this step's tokens first.
 
-    `rope` is the index of its rotary embedding among those of the model, `kv_index` counts the layers with KV.
+    `rope` is the index of its rotary embedding in the model, `kv_index` counts the layers with KV.
     """
 
     def __init__(

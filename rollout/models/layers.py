@@ -432,7 +432,7 @@ def grown(q_TQD: torch.Tensor, growth: QueryGrowth | None, batch: AttentionBatch
 class Attention(Block):
     """Grouped-query attention over the paged cache; writes this step's keys and values first.
 
-    `rope` is the index of its rotary embedding among those of the model, `kv_index` counts the layers with KV.
+    `rope` is the index of its rotary embedding in the model, `kv_index` counts the layers with KV.
     """
 
     def __init__(
@@ -689,10 +689,10 @@ class SharedExpert(Block):
 class SparseFeedForward(Block):
     """A mixture of gated feed-forward experts; their weights may be kept as e4m3 codes with scales.
 
-    If a shared expert is as wide as one expert or several, it is stored as that many experts, which every token takes
-    (`stacked_shared` counts them), and its gate as one more row of the router. Then the kernels need no code for it. If
-    it has another width, or if the experts are codes, it is kept apart; it may be coded, too, but its gate is not. For
-    a shard, the widths that its rank keeps count.
+    A shared expert that is as wide as k experts is stored as k more (`stacked_shared`), which every token takes, and
+    its gate as one more row of the router. Then the kernels need no code for it. If it has another width, or if the
+    experts are codes, it is kept apart; it may be coded, too, but its gate is not. For a shard, the widths that its
+    rank keeps count.
 
     `sparse_index` counts the sparse layers: the record of a step has one entry for each of them, without shared
     experts.

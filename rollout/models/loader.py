@@ -54,10 +54,10 @@ from rollout.models.spec import DraftSpec, ModelSpec
 
 log = logging.getLogger(__name__)
 
-#: A format of weights, or `auto`: that of the checkpoint.
+#: A format of weights, or `auto`: the checkpoint's.
 AskedFormat = Format | Literal["auto"]
-#: The use of layers for multi-token prediction, which a checkpoint may have: it may need none of them, draft with
-#: the first one if there is one, or be refused without one.
+#: The use of layers for multi-token prediction: none, drafts by the first layer if the checkpoint has one, or a refusal
+#: of checkpoints without one.
 MTP = Literal["unused", "if_there", "needed"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -126,10 +126,10 @@ def load_model(
     """Load a checkpoint, or its shapes with random weights, onto `device`.
 
     `progress` is called with (values copied, values in all). `folder` is the result of `fetch`, if it was called
-    before. `weights` is the format of the weights that may be codes; auto: that of the checkpoint. With a `group` of
-    several ranks the model is this rank's shard; the views of `trainer_views` still take whole tensors of the
-    checkpoint, and copy the shard's part of them; `split` as in `shard_spec`.
-    `draft` is the folder of a model that drafts for it; without it, `mtp` says whether the checkpoint's own layers do.
+    before. `weights` is the format of the weights that may be codes; auto: the checkpoint's. With a `group` of several
+    ranks the model is this rank's shard; the views of `trainer_views` still take whole tensors of the checkpoint, and
+    copy the shard's part of them; `split` as in `shard_spec`. `draft` is the folder of a model that drafts for it;
+    without it, `mtp` says whether the checkpoint's own layers do.
 
     On the meta device a native model is an outline: it has shapes without memory. Only config.json and the headers of
     the tensors are read. Tensors that config.json ties count as tied, and unknown keys of config.json are not tried
@@ -199,7 +199,7 @@ def _decodes(config: CheckpointConfig, tensors: dict[str, StoredTensor], dtype: 
 
 
 def resolve_format(asked: AskedFormat, config: CheckpointConfig) -> Format:
-    """The format of the weights that may be codes. `auto` keeps those of a checkpoint, and never quantises weights.
+    """The format of the weights that may be codes. `auto` keeps a checkpoint's codes, and never quantises weights.
 
     Experts in MXFP4 are kept in `mxfp8`, which has all their values; other weights of such a checkpoint are not codes.
     """

@@ -1,8 +1,8 @@
 """LongRoPE (arXiv 2402.13753): a model has two sets of factors of its rotary frequencies; a worker uses one of them.
 
 transformers takes the long set for a forward whose farthest position is past the original context, and else the short
-one. All keys of a row turn by the same set. So a row that crosses this border changes the keys of all its tokens, and
-with them the log-probs that its first tokens would have; transformers' `generate` computes its KV again there.
+one. All keys of a row turn by the same set. So at this border the keys of all earlier tokens change, and with them the
+log-probs; transformers' `generate` computes the KV again there.
 
 Here no row crosses a border: one set serves all rows from their first token on, chosen when the worker starts. KV,
 prefixes, sessions and groups then need not know of frequencies.

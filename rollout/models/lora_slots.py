@@ -1,9 +1,9 @@
 """Low-rank adapters on the device: slots for every product that they may correct, and how a step uses them.
 
-A slot has room for one adapter of up to `rank` in all mixers and dense feed-forward blocks; that of a shard for the
-parts of A and B that belong to the inputs and outputs which the shard keeps. Weights are stored in
-the layout of the kernels (`rollout_kernels.lora`): ranks are padded with zeros and scaling is folded into B. So a step
-needs nothing but the slot of each token. Slot 0 means no adapter.
+A slot has room for one adapter of up to `rank` in all mixers and dense feed-forward blocks; a shard's slot for the
+parts of A and B that belong to its inputs and outputs. Weights are stored in the layout of the kernels
+(`rollout_kernels.lora`): ranks are padded with zeros and scaling is folded into B. So a step needs nothing but the slot
+of each token. Slot 0 means no adapter.
 
 Legend: T tokens, K inputs, N outputs, J modules of a product, R rank of a slot, S slots.
 """

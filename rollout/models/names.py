@@ -1,8 +1,8 @@
 """The table between checkpoint names and fused parameters.
 
-A region is a part of the model's parameters. It has one or more alternatives: sets of names that each cover it
-exactly, such as one tensor an expert, or all experts stacked. A set of names is complete when it contains exactly one
-whole alternative of every region, and nothing else.
+A region is a part of the model's parameters. It has one or more alternatives: each is a set of names that covers the
+region exactly, such as one tensor an expert, or all experts stacked. A set of names is complete when it contains
+exactly one whole alternative of every region, and nothing else.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping

@@ -41,7 +41,7 @@ _COMMON: dict[str, Rule] = {
 }
 
 
-#: Keys of which transformers' config classes make others; here these others are read.
+#: Keys that transformers' config classes turn into others; here the others are read.
 _MADE_INTO_OTHERS = frozenset(
     (
         *("rope_parameters", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"),
@@ -50,7 +50,7 @@ _MADE_INTO_OTHERS = frozenset(
         *("mamba_expand",),
     )
 )
-#: Keys of which they make this one.
+#: Keys that they turn into this one.
 _MADE_INTO: dict[str, frozenset[str]] = {
     "mlp_layer_types": frozenset({"first_k_dense_replace"}),
     "per_layer_config": frozenset({"global_head_dim", "num_global_key_value_heads"}),
@@ -175,7 +175,7 @@ def config_rules(family: Family) -> dict[str, Rule]:
 
 
 def known_keys(family: Family) -> frozenset[str]:
-    """The known form of a config: keys that this family reads, and keys of which transformers' forward is independent.
+    """The known form of a config: keys that this family reads, and keys that do not affect transformers' forward.
 
     transformers' name of a key counts, where it knows one by several.
     """

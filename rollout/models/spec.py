@@ -33,7 +33,7 @@ RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope", "p
 #: none; each head alone, with one weight for all heads; each head alone, without weights; all heads together.
 QKNorm = Literal["none", "head", "unit", "full"]
 #: Keys and values of attention: products of the token; values are the keys before their norm; or the KV of the last
-#: layer before it of its kind that has some of its own.
+#: earlier layer of the same kind with KV of its own.
 KVSource = Literal["own", "keys", "shared"]
 #: The activation of a gated feed-forward block: SiLU, GELU, or GELU with tanh in the place of erf. A block with the
 #: squared ReLU has no gate. `clamped` is the GLU of gpt-oss with an alpha of 1.702, and needs a limit.
@@ -88,7 +88,7 @@ class Shard(NamedTuple):
     size: int
 
     def part(self, kept: int) -> tuple[int, int]:
-        """The range of a width of which each rank keeps `kept`."""
+        """The range of a width that this rank keeps: `kept` for each rank."""
         return self.rank * kept, (self.rank + 1) * kept
 
     def cut(self, *kept: int) -> Cut | None:
@@ -178,7 +178,7 @@ class BlockNames(NamedTuple):
 class BlocksSpec(NamedTuple):
     """The choice of the blocks of a context that take part in attention; see `rollout.models.chosen_blocks`."""
 
-    dim: int  # dimensions of its queries and keys, of which the first ones turn
+    dim: int  # dimensions of its queries and keys; the first ones turn
     size: int  # tokens of a block
     top_k: int  # blocks that a token attends to
     nearest: int  # blocks that always take part: the token's own one, and those right before it
@@ -268,7 +268,7 @@ class AttentionSpec:
 
     @property
     def kept_kv_heads(self) -> slice:
-        """The KV heads above among those of the whole model."""
+        """The KV heads above, by their index in the whole model."""
         return slice(0, self.kv_heads) if self.split == "context" else self.own_kv_heads
 
     @property
@@ -344,7 +344,7 @@ class IndexerSpec:
     hidden: int
     q_rank: int  # width of the latent that its queries are made of
     heads: int
-    dim: int  # dimensions of a head, of which the first ones turn
+    dim: int  # dimensions of a head; the first ones turn
     top_k: int  # tokens that a token attends to
     interleaved: bool  # a dimension turns with its neighbour, whatever latent attention does
     eps: float = 1e-6  # epsilon of the norm of keys
@@ -420,7 +420,7 @@ class LatentSpec:
 
     @property
     def output_gate(self) -> LinearSpec | None:
-        """The product that makes gates of the output, if there are any."""
+        """The projection to gates of the output, if the layer has them."""
         if not self.gate:
             return None
         return LinearSpec(self.hidden, (self.names.gate,), (self.heads,), False, self._head_cuts(1))
@@ -841,7 +841,7 @@ class MoENames(NamedTuple):
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
-    #: Tensors of all experts together, the alternative to those of single experts. Biases have these names and "_bias".
+    #: Tensors of all experts together, the alternative to single experts' tensors. Biases have these names and "_bias".
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
     shared: DenseNames = DenseNames(
@@ -1075,7 +1075,8 @@ class DraftSpec:
     hidden: int  # width of the residual stream, as in the other model
     vocab: int  # tokens that it can draft
     eps: float
-    #: The layers of the other model before which its residual stream is read; their number is that after the last one.
+    #: The layers of the other model before which the residual stream is read; the number of layers stands for after the
+    #: last one.
     taps: tuple[int, ...]
     mixer: KVMixerSpec
     feed_forward: FeedForwardSpec

@@ -3,14 +3,14 @@
     page of 8 positions, two ranks    | 0 1 2 3 | 4 5 6 7 |     one number on all ranks; the books count whole pages
 
     decode     q of own heads --gather--> q of all heads --> attention over own positions --> outputs, sums
-               outputs, sums --exchange--> those of own heads, from all ranks --> merged --> output product --> part
+               outputs, sums --exchange--> own heads' from all ranks --> merged --> output product --> part
     prefill    KV of the chunks' contexts --gather--> attention of own heads, as without a split
 
 A prefill gathers KV: that needs no masks of its own, and takes little time beside the products of a chunk. Weights are
-cut by heads, but each rank makes the KV of all KV heads, and keeps that of its positions.
+cut by heads, but each rank makes the KV of all KV heads, and keeps the KV of its positions.
 
-Legend: T tokens, B rows, N ranks, H query heads, Q those of a rank, G KV heads, D head dimension, V that of results, P
-pages, M gathered pages, S positions of a page, C chunks.
+Legend: T tokens, B rows, N ranks, H query heads, Q a rank's query heads, G KV heads, D head dimension, V dimension of
+results, P pages, M gathered pages, S positions of a page, C chunks.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The check at the start of a native model whose config.json is not in the known form: its logits are transformers'.
 
 A key that the family's declaration does not read may change what transformers computes. So the logits of a short prompt
-are compared with those of transformers' own class, before the weights are loaded. Both run in float32 on the CPU, with
-one layer of each kind and the checkpoint's weights:
+are compared with transformers' own class, before the weights are loaded. Both run in float32 on the CPU, with one layer
+of each kind and the checkpoint's weights:
 
     config.json --> spec -------------------> a `Decoder` of these layers, filled from the checkpoint
                 --> transformers' config ---> its class with these layers, whose parameters are views of the same memory
@@ -71,8 +71,8 @@ def check_start(
 ) -> None:
     """Compare a layer of each kind of a model with transformers' own; `spec` is the whole model's.
 
-    `tensors` are those of the checkpoint that are read. If there are none, the weights are random, from `seed`. If host
-    memory has no room for the layers, or transformers has no such model, the log says so, and nothing is compared.
+    `tensors` are the checkpoint's tensors that are read. If there are none, the weights are random, from `seed`. If
+    host memory has no room for the layers, or transformers has no such model, the log says so, and nothing is compared.
 
     Raises UnsupportedVariantError, which names the unknown keys, if logits or windows differ, or if transformers' class
     cannot run.

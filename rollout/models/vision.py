@@ -28,7 +28,7 @@ from rollout.models.vision_spec import Grid, TowerSpec
 #: Backends of attention that need no plan for each number of windows; on Hopper torch takes cuDNN, which does.
 _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _MOST_WINDOW = 256  # patches
-#: The gain of random weights, of which most products have their inputs' scale.
+#: The gain of random weights: most products keep their inputs' scale.
 _GAIN = 1.0
 
 

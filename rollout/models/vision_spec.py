@@ -106,7 +106,7 @@ class TowerSpec:
 def tower_spec(family: TowerFamily, vision: Mapping[str, Any], ids: Mapping[str, Any], config: Any) -> TowerSpec:
     """The spec of a tower. `vision` has the checked keys of its config, with transformers' defaults; `ids` the tokens.
 
-    `config` is that of the language model. Raises ValueError for a tower that does not fit it.
+    `config` is the language model's. Raises ValueError for a tower that does not fit it.
     """
     hidden, layers = config.hidden_size, config.num_hidden_layers
     if vision["out_hidden_size"] != hidden:

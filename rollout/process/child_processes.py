@@ -1,9 +1,9 @@
-"""Children that run a module of this package, and their end: this process ends when the one that launched it does.
+"""Children that run a module of this package, and their end: a child ends with its launcher.
 
 A watcher thread waits for the parent. On Linux it sleeps on a pidfd, which the kernel makes readable the moment the
 parent exits; elsewhere, or where pidfds are not allowed, it compares the parent's id every `poll_s` seconds. Linux'
-`PR_SET_PDEATHSIG` is not used: it fires when the *thread* that forked this process ends, so a trainer that launches
-its worker from a pool thread would lose it.
+`PR_SET_PDEATHSIG` is not used: it fires at the end of the forking *thread*, so a trainer would lose a worker launched
+from a thread of a pool.
 
 On the parent's end the process sends itself SIGTERM, for an orderly end, and `grace_s` seconds later SIGKILL, which
 takes effect even if the main thread hangs.

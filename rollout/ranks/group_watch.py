@@ -38,13 +38,13 @@ SILENT_S = 6.0
 _LEAST_CPU = 0.05  # share of a core; above it the ranks compute
 _CPU_EVERY_S = 1.0
 
-#: Lanes besides that of the orders themselves.
+#: Lanes besides the lane of the orders.
 LaneName = Literal[
     "updates", "adapters", "adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap", "sleep",
     "kv_write", "kv_read", "state_write", "state_read", "update_reads",
 ]  # fmt: skip
 LANES: tuple[LaneName, ...] = get_args(LaneName)
-#: Lanes of copies, of which a follower's main thread reports.
+#: Lanes of copies, reported by a follower's main thread.
 COPY_LANES: tuple[LaneName, ...] = ("adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")
 
 

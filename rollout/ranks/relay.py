@@ -4,12 +4,12 @@
     follower                     taken: 1                  copies its part of each into its own staging memory
 
 There are two such memories. One is shared memory of the host, for pieces that arrive on the host. With GPUs it is
-pinned when it is first used; it is small, so this takes a moment. The other one is on rank 0's GPU, for pieces that
-arrive there: the other ranks read it through the driver's handle, over NVLink if they have it. If a rank cannot, or if
-the GPU has no memory left, these pieces go through the host, too.
+pinned when it is first used; it is small, so this takes a moment. The other ring is on rank 0's GPU, for pieces that
+arrive there: the other ranks read it by the driver's handle, over NVLink if there is one. If a rank cannot, or if the
+GPU has no memory left, these pieces go through the host, too.
 
 A piece's memory is used again when all followers have taken it, and this rank has read it. Pieces are given in the
-order in which they were reserved; one that a device writes is given when its copy is done.
+order of their reservation; a piece that a device writes is given when the copy is done.
 """
 
 import mmap

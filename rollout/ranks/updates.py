@@ -232,7 +232,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
 
     Of several relays it uses the first one that the followers can read. If they can read what a transport offers, each
     rank reads there and checks what it reads: the buckets of its section in the publisher's memory, or the pieces of
-    files of which it keeps something.
+    files that it keeps in part.
     """
 
     def __init__(

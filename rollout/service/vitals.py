@@ -26,7 +26,7 @@ _STATUS_EVERY_S = 0.1
 class Vitals:
     """The parts of a worker, read for its status.
 
-    `restarts` counts the supervisor's restarts of this worker, `ranks` describes those of a tensor group.
+    `restarts` counts the supervisor's restarts of this worker, `ranks` describes the ranks of a tensor group.
     """
 
     def __init__(

@@ -4,9 +4,9 @@
                      places and values --put--> staging memory, which holds the last update --swap--> parameters
                                        --put--> the parameters, in place
 
-The memory that the changes are made in is the *base*. It is known by the name of its content, which an update leaves
-when all of its bytes were verified, and which is forgotten as soon as anything writes there. So codes that are torn,
-repeated or of another base never reach it. What a fault could still do is found:
+The memory that the changes are made in is the *base*. Its name is the name of the content: an update sets it when all
+bytes are verified, and the first write there removes it. So codes that are torn, repeated or of another base never
+reach it. What a fault could still do is found:
 
 - Staged on one rank, the result has the fingerprint that the publisher computed, bucket by bucket.
 - In place, or of several ranks, the base has the fingerprint that it had when it was verified: the publisher's is of

@@ -1,4 +1,4 @@
-"""The bytes of the last update that one rank holds: the base that the next one may change (`rollout.weights.delta`)."""
+"""The bytes of the last update on one rank: the base for the next delta (`rollout.weights.delta`)."""
 
 import contextlib
 from collections.abc import Callable

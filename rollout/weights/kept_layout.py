@@ -1,7 +1,7 @@
 """The layout of an update's tensors in the memory of one rank, and which of their bytes it keeps.
 
-A model on one GPU is a group of one rank, which keeps all of the stream: its memory is laid out as the stream is. A
-rank of several keeps what its shard needs, in the order of its parameters:
+A model on one GPU is a group of one rank that keeps the whole stream: memory and stream have the same layout. A rank of
+several keeps what its shard needs, in the order of its parameters:
 
     stream of whole tensors    |------ a ------|---- b ----|-------- c --------|     comes in pieces, in any order
     the shard's part               |== a ==|     |= b =|      |= c =|   |= c =|

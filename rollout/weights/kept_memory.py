@@ -1,7 +1,7 @@
 """The two kinds of memory that keep an update on one rank: staging memory, or the parameters themselves.
 
-Staging memory is on the device, allocated once, or on the host. There, that of one rank is pinned when the start ends;
-that of several is in blocks, each of which is pinned when its first bytes come. In place, tensors that can only be
+Staging memory is on the device, allocated once, or on the host. On the host one rank's memory is pinned when the start
+ends; for several ranks it is in blocks, each pinned when its first bytes come. In place, tensors that can only be
 copied as a whole, such as quantised ones, have memory of their own. Generation is held meanwhile, and no step runs.
 """
 

@@ -12,8 +12,8 @@ The views of a shard take whole tensors and keep a part of each, so a worker che
 Weights that the worker keeps as codes of blocks may come as codes, too (`float8_e4m3fn`). Then the scales must come
 with them, under the weight's name + "_scale_inv".
 
-Two kinds of tensors need not match: one that an update may leave out keeps its value, and one that the worker has no
-use for is received and dropped (`UpdateNames`).
+Two kinds of tensors need not match (`UpdateNames`): optional tensors that are left out keep their values, and unused
+tensors are received and dropped.
 
 Exact aliases (same memory, shape and strides: tied embeddings) may be sent under one name or under all; in the second
 case their values must be equal, which the receiver checks once they have arrived (`ManifestFit.aliases`).
@@ -189,7 +189,7 @@ class ParameterMap:
         return [e.name for e in manifest.tensors if e.name not in self.names.scales and not self._is_unused(e.name)]
 
     def _with_kept(self, written: np.ndarray, may_lack: frozenset[str]) -> tuple[np.ndarray, list[str]]:
-        """The bytes that are written or keep their value, and the names of parameters that keep it."""
+        """The bytes that are written or keep their values, and the names of unchanged parameters."""
         kept = []
         for name in (name for name in self._runs if name in may_lack):
             if not _overlaps(written, self._runs[name]):  # under this name and under others

@@ -191,7 +191,7 @@ class HostBlocks:
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """Memory that takes pages as it is filled: huge ones if the system has them, which are pinned faster."""
+    """Memory that takes pages as it is filled; huge pages, if the system has some, are pinned faster."""
     pages = mmap.mmap(-1, max(nbytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -1,4 +1,4 @@
-"""One update on its way into use: the phases that it passes from its `begin` to the answer to its `commit`.
+"""One update on its way into use: its phases from `begin` to the answer to `commit`.
 
     staged, adapters    receiving ----------------------------> finishing --> committed
     in place            opening --hold--> receiving ----------> finishing --> committed

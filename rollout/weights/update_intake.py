@@ -14,8 +14,8 @@ Invariants:
 - In place, no byte is written before the loop has granted the hold. After the first byte, generation continues only
   with a whole update.
 - A `begin` that comes while an update is ready or being applied waits: the staging memory holds one update at a time,
-  is allocated once, and is not written while it may be read. Only an update that waits for recomputation gives way, to
-  a newer one of its target that fits. Either the loop takes an update out of `ready` or this thread does.
+  is allocated once, and is not written while it may be read. Only an update that waits for recomputation gives way to a
+  newer one of the same target, if that one fits. Either the loop takes an update out of `ready` or this thread does.
 - An update begins only while the gate admits updates (no sleep is ordered), and counts as active until it is applied or
   dropped.
 - Every control message gets exactly one reply.
@@ -266,7 +266,7 @@ class UpdateIntake:
         self._gate.request_hold(lambda: self._post(granted))
 
     def _say_differences(self, fit: ManifestFit) -> None:
-        """Log once which tensors updates have that are not used, and which ones they leave out."""
+        """Log once the tensors that updates bring in vain, and the tensors that they leave out."""
         if fit.unused:
             self._say_unused(fit.unused)
         if fit.kept and not self._said_kept:

@@ -1,4 +1,4 @@
-"""Fields of a completion that several dialects share, apart from its text: how it ended, its tokens, its versions."""
+"""Fields of a completion that several dialects share, apart from the text: end, tokens, versions."""
 
 import time
 from typing import Any

@@ -132,7 +132,7 @@ def _content(text: str) -> AnswerPiece:
 
 
 def _without_end(piece: AnswerPiece, end: str) -> AnswerPiece:
-    """The piece without the text of the token that ended the completion, if that text is its last one."""
+    """The piece without the text of the token that ended the completion, if the piece ends with it."""
     if piece.parts and isinstance(piece.parts[-1][1], str):
         kind, text = piece.parts.pop()
         piece.add(kind, str(text).removesuffix(end))

@@ -39,9 +39,9 @@ class SearchedRegions:
 class Formats:
     """The formats of a model's answers.
 
-    `tools`, `reasoning`: the names of the formats; None: there is none. `cuts`: the cut of answers without calls, and
-    that of answers with calls. `answer_after`: the text after which a constraint begins, None if it is not known.
-    `thoughts`: the texts with which a thought starts and ends, None if they are not known.
+    `tools`, `reasoning`: the names of the formats; None: there is none. `cuts`: the cuts of answers without and with
+    calls. `answer_after`: the text after which a constraint begins, None if it is not known. `thoughts`: the texts with
+    which a thought starts and ends, None if they are not known.
     """
 
     tools: str | None = None

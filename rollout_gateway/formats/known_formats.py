@@ -1,8 +1,8 @@
 """Formats of answers by name, in the form of transformers' response templates.
 
 A response template is data: where a region of the text begins and ends, and how its content is read
-(`transformers.utils.chat_parsing`). A checkpoint may bring its own as `response_template` of its tokenizer; this table
-is for those that do not. To add a format, add an entry; nothing else changes. Three rules go beyond transformers':
+(`transformers.utils.chat_parsing`). A checkpoint may bring its own as `response_template` of the tokenizer; this table
+is for all other checkpoints. To add a format, add an entry; nothing else changes. Three rules go beyond transformers':
 
 - a field without `close` and with structured content ends where its value ends,
 - a reasoning field that does not repeat opens at the beginning of an answer only,

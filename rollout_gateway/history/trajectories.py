@@ -8,9 +8,9 @@
 A turn keeps only the tokens that it adds to its parent's. A branch is the way from a root to a turn without children:
 one row of tokens, exactly as the engine has read and drawn them.
 
-A turn goes on with the tokens of the longest known conversation with which its messages begin. Of an answer that a
-client sends back, its text without white space at both ends and its calls must be the same; its reasoning only if the
-client sends it, as many clients leave it out. Ids of calls do not count.
+A turn goes on with the tokens of the longest known conversation with which its messages begin. An answer that a client
+sends back must have the same text, apart from white space at both ends, and the same calls. Many clients leave the
+reasoning out; if it is sent, it must be the same. Ids of calls do not count.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ class StoredResponse:
     """A response as it was sent, kept for `previous_response_id`, and to be read again.
 
     `messages`: the conversation up to its answer as chat messages, without instructions. `trajectory`: where its tokens
-    are kept. `size`: bytes of memory, with all messages, although it shares those of the response before: that may be
-    forgotten first.
+    are kept. `size`: bytes of memory, also of messages that it shares with the response before, which may be forgotten
+    first.
     """
 
     shown: dict[str, Any]

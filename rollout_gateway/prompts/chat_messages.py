@@ -1,7 +1,7 @@
 """Chat messages: from OpenAI's form to what chat templates take, and from there to token ids.
 
-Content reaches a template as transformers passes it, a text or a list of parts, where the template takes this form;
-otherwise in the form that it takes. Arguments of tool calls become maps, unless the template takes their text.
+Content reaches a template as in transformers, as a text or a list of parts, if the template takes this form; otherwise
+in the other one. Arguments of tool calls become maps, unless the template takes their text.
 
 The tokens of an earlier answer may be known: the gateway has kept them, or the answer's message carries them
 (`prompt_token_ids`, `generation_token_ids`, as NeMo Gym sends them back). Then the prompt begins with exactly these,

@@ -1,4 +1,4 @@
-"""The model that a gateway serves: its names, its tokenizer, its formats of answers and its image processor."""
+"""The model that a gateway serves: names, tokenizer, formats of answers and image processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request's hints about KV: how long it is needed, the end of its session, and the tokens that it continues.
+"""A request's hints about KV: the time for which it is needed, the end of the session, and the tokens to continue.
 
 `kv_hints` is the envelope of vLLM 0.33 and SGLang 0.5.23: a list of actions with types and versions of their own. As
 there, an action of an unknown type has no effect: it is a hint. `kv.retain` 1 is carried out as a lease.

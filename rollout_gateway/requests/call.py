@@ -1,4 +1,4 @@
-"""One request of a client on its way through the workers: its prompts, and their results or their streams."""
+"""One request of a client on its way through the workers: prompts, and results or streams."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing

@@ -1,4 +1,4 @@
-"""One conversation on its way through the workers, for every dialect of chats: its prompt, its call, its views.
+"""One conversation on its way through the workers, for every dialect of chats: prompt, call and views.
 
 ChatBody --> prompt, which goes on with kept tokens --> call --> views of each completion, which is kept at its end
 """

@@ -1,10 +1,10 @@
-"""The workers of a gateway: requests to them, their states, and the sessions that they hold.
+"""The workers of a gateway: requests to them, their states, and their sessions.
 
     handlers --> Workers --> AsyncRolloutClient, which balances the fleet --> workers
                     +------> WorkerWatch (what is known of each worker)
 
-A request enters by `generate`, `generate_all` or `stream`, which count it, may refuse it (429) or hold it (a pause that
-waits), and cancel it at the worker when the handler's task is cancelled.
+A request enters by `generate`, `generate_all` or `stream`. These count requests, refuse them (429), hold them during a
+pause that waits, and cancel them at the worker if the handler's task is cancelled.
 """
 
 import asyncio

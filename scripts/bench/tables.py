@@ -1290,8 +1290,9 @@ def page(title: str, tables: Sequence[Table]) -> str:
     """
     parts = [
         f"# {title}: tables",
-        "Written by `python -m scripts.bench.charts` from `scripts/bench/results`: do not edit. Words are explained in "
-        "[performance](../performance.md#words); commands have the names that scripts have today.",
+        "For readers who check a figure of [performance](../performance.md), which explains the "
+        "[words](../performance.md#words). `python -m scripts.bench.charts` writes this page from "
+        "`scripts/bench/results`; commands have the names that scripts have today.",
     ]
     known: set[str] = set()
     for table in tables:

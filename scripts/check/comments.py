@@ -1,7 +1,8 @@
-"""Checks that comments and docstrings are sentences or noun phrases: `python -m scripts.check.comments`.
+"""Checks that comments and docstrings name their things: `python -m scripts.check.comments`.
 
 Half a sentence, such as `x: int  # of its upload`, leaves its subject to the reader. A comment that begins with one of
-these words is one, unless it goes on a comment of the line before.
+these words is one, unless it goes on a comment of the line before. So does "that of", "those of" or "of which": the
+noun takes their place.
 """
 
 import ast
@@ -18,17 +19,23 @@ _WORDS = "of by for with which whose that so and or but than to from also"
 #: keeps" stands in place of a noun.
 _CAPITALS = "Of Whose And Or Than What Those As"
 _HALF = re.compile(rf"#?:?\s*(?:{'|'.join(_WORDS.split())}|{'|'.join(_CAPITALS.split())})\b(?!-)")
+_ELLIPSIS = re.compile(r"\b(?:(?:that|those) of|of which)\b")
 
 
 def comments(text: str) -> Iterator[tuple[int, str]]:
-    """The first line of each comment: its line number, and its text from `#` on."""
-    last = -1
+    """The comments, with the lines that follow in one: the number of the first line, and the text from `#` on."""
+    begin, last, lines = 0, -1, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             alone = not token.line[: token.start[1]].strip()
             if not (alone and last == token.start[0] - 1):
-                yield token.start[0], token.string
+                if lines:
+                    yield begin, " ".join(lines)
+                begin, lines = token.start[0], []
+            lines.append(token.string.lstrip("#: ") if lines else token.string)
             last = token.start[0] if alone else -1
+    if lines:
+        yield begin, " ".join(lines)
 
 
 def docstrings(text: str) -> Iterator[tuple[int, str]]:
@@ -41,13 +48,17 @@ def docstrings(text: str) -> Iterator[tuple[int, str]]:
 
 
 def problems(root: Path) -> list[str]:
-    """A line for each comment and docstring that begins in the middle of a sentence."""
+    """A line for each comment and docstring that leaves a noun to the reader."""
     found = []
     for file in (file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))):
         name, text = str(file.relative_to(root)), file.read_text(encoding="utf-8")
         for line, comment in (*comments(text), *docstrings(text)):
             if _HALF.match(comment):
-                found.append(f"{name}:{line}: half a sentence; begin with a noun: {comment.splitlines()[0]}")
+                found.append(f"{name}:{line}: half a sentence; begin with a noun: {comment:.100}")
+            words = " ".join(comment.split())
+            for match in _ELLIPSIS.finditer(words):
+                near = words[max(0, match.start() - 50) : match.end() + 50]
+                found.append(f"{name}:{line}: write the noun in place of '{match[0]}': {near}")
     return found
 
 

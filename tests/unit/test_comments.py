@@ -1,4 +1,4 @@
-"""The rule that a comment is a sentence or a noun phrase."""
+"""The rule that comments and docstrings name their things."""
 
 from pathlib import Path
 
@@ -17,7 +17,11 @@ from scripts.check.comments import problems
         ('"""so it is"""', 1),
         ('def f():\n    """What a step keeps."""', 1),
         ("x = 1\n#: As config.json names it.", 2),
+        ("x = 1  # the row's state, not that of its group", 1),
+        ("x = 1\n# A page is copied with those\n# of its session.", 2),
+        ('def f():\n    """A prompt of\n    which a part is known."""', 1),
         ("x = 1  # bytes of its upload", 0),
+        ("x = 1  # the step, which of all reads most", 0),
         ("# This is a sentence that goes on\n# with its second line.", 0),
         ("# With two ranks, each has a half.", 0),
         ('x = "# of a string"', 0),
@@ -25,7 +29,7 @@ from scripts.check.comments import problems
         ('def f():\n    """Forward of all layers."""', 0),
     ],
 )
-def test_half_a_sentence_is_found(tmp_path: Path, text: str, line: int) -> None:
+def test_a_comment_that_leaves_a_noun_out_is_found(tmp_path: Path, text: str, line: int) -> None:
     (tmp_path / "rollout").mkdir()
     (tmp_path / "rollout/module.py").write_text(f"{text}\n")
     found = problems(tmp_path)

@@ -59,7 +59,7 @@ def check_id(request_id: str, in_flight: Collection[str]) -> None:
 
 
 class KnownMedia:
-    """The images that one worker has been sent, by hash: they are named, unless it says that it needs them."""
+    """The images that one worker has been sent, by hash: requests name them until the worker asks for pixels."""
 
     def __init__(self) -> None:
         self._hashes: dict[str, None] = {}  # oldest first
@@ -611,7 +611,7 @@ class ClientCore(ProcessBound):
         return True
 
     def _send_request(self, call: ClientCall, fields: dict[str, Any]) -> None:
-        """Send the message of a call. Images that its worker has are named; many large ones go ahead, one by one."""
+        """Send the message of a call. Images that the worker has are named; many large ones are sent ahead."""
         if "media" in fields:
             media = self._media[call.endpoint].to_send(fields["media"])
             ahead = [item for item in media if "pixel_values" in item]

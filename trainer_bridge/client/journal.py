@@ -10,8 +10,9 @@
 A process that is killed leaves at most its last record torn; that is cut off when the file is opened again. Damage
 anywhere else is an error, and nothing is cut. Which records an id has is kept in memory, what they hold is not.
 
-One client at a time has the file (a lock that ends with the process); without one, any number may read it. Dropped
-records are cleared out by writing the file anew once they are more than half of it. Nothing in it is ever executed.
+One client at a time has the file, by a lock that ends with the process; any number may read it without a client.
+Dropped records are cleared out by writing the file anew once they are more than half of it. Nothing in it is ever
+executed.
 """
 
 import fcntl

@@ -40,7 +40,7 @@ class _Ended:
 class KnownTokens:
     """The sources that requests of one client can continue.
 
-    `running` are those in flight, in the order of their beginning; `saved` reads those of earlier processes.
+    `running` are the requests in flight, in the order of their beginning; `saved` reads requests of earlier processes.
     """
 
     def __init__(self, running: Mapping[str, ResumedCall], saved: Callable[[str], JournaledRequest | None]) -> None:

@@ -8,8 +8,8 @@
     any other                     the least loaded worker
 
 Load is counted in completions of this client in flight. A worker that was lost or added is a newcomer: it may hold old
-weights. It is used once its weights are as new as those of the other workers; before that only where there is no other
-worker. A worker that is leaving gets no new requests.
+weights. It is used once its weights are as new as the other workers'; before that only if there is no other worker. A
+worker that is leaving gets no new requests.
 
 A worker holds a prompt once a request with it was sent there. New weights drop prefix caches; the next request
 with the prompt then fills the cache again, at the same worker.
@@ -32,7 +32,7 @@ _BLOCK_BYTES = 256
 _DIGEST_BYTES = 16
 _MOST_BLOCKS = 1 << 16  # remembered for a worker
 _MOST_REQUESTS = 1 << 14  # requests with a remembered worker, for requests that continue them
-#: A worker has far more to do than another one with more than this many, and this many times, its completions.
+#: A worker has far more to do than another with more than this many completions, and this many times as many.
 _FAR_MORE, _FAR_TIMES = 16, 1.5
 
 
@@ -246,7 +246,7 @@ def _holders(members: list[FleetMember], blocks: list[bytes]) -> list[FleetMembe
 def prompt_blocks(fields: Mapping[str, Any]) -> list[bytes]:
     """A key for each full block of a request's prompt. It depends on the adapter and on all earlier blocks.
 
-    `fields` are those of a `generate` message. Prompts that begin with the same n blocks have the same first n keys.
+    `fields` belong to a `generate` message. Prompts that begin with the same n blocks have the same first n keys.
     """
     content = memoryview(_prompt_bytes(fields))
     adapter = fields.get("adapter") or ""

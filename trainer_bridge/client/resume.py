@@ -295,7 +295,7 @@ class Resumer:
                 self._send(call, [part], self._with_source(call, plan, [part]))
 
     def _with_source(self, call: ResumedCall, plan: RequestPlan, parts: list[ResumedCompletion]) -> RequestPlan:
-        """The plan of a fork: it names its source if a worker has the tokens; otherwise it contains them."""
+        """The plan of a fork: it names the source if a worker has the tokens, and contains them otherwise."""
         source = call.source
         if source is None:
             return plan

@@ -205,7 +205,7 @@ class ResumedCall(ClientCall):
         # The completions of a worker that gave them back may have ended here: by a cancel, or by their deadline.
         if self.resumes == 0 and len(results) == 1 and _ends(results[0].completions) == _ends(completions):
             return replace(results[0], id=self.id)
-        # A worker that gave a completion back may say its last word after the one that went on has ended.
+        # A worker that gave a completion back may send its last message after the continued one has ended.
         newest = max(self.results, key=lambda leg: leg.started, default=None)
         last = None if newest is None else self.results[newest]
         known = 0 if self.prompt is None else len(self.prompt.token_ids)
@@ -257,7 +257,7 @@ def draw_seed() -> int:
 
 
 def request_seed(plan: RequestPlan) -> int | None:
-    """The seed that a request names: its own, or the seed of the completion that it continues. Raises ValueError."""
+    """The seed of a request, or of the completion that it continues. Raises ValueError."""
     seed = plan.fields.get("sampling", {}).get("seed") if plan.prior is None else plan.prior.seed
     if seed is None:
         return None

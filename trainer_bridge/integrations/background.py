@@ -5,7 +5,7 @@
         ...                                                              # train on an earlier batch
         results = future.result()
 
-The futures are those of `concurrent.futures`.
+The futures come from `concurrent.futures`.
 """
 
 import asyncio

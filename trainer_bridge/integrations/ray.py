@@ -170,7 +170,7 @@ class _WorkerActor:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One worker as the fleet knows it: its bundle, its actor, and what was asked of the actor last."""
+    """One worker of the fleet: bundle, actor, and the last order to the actor."""
 
     group: PlacementGroup
     bundle: int

@@ -10,8 +10,8 @@ Imports nothing of TRL: its trainer asks for methods and attributes, not for typ
 
 - A sample's `old_log_probs` are log-softmax of logits / temperature at the sampled tokens, which is what the trainer
   computes again, at the positions of those tokens; 0 in the prompt.
-- Its `model_version` is that of the oldest weights that drew a token of it, in the trainer's count. It comes from the
-  worker's stamps, not from when something was asked for.
+- Its `model_version` is the version of the oldest weights that drew one of its tokens, in the trainer's count. It comes
+  from the worker's stamps, not from when something was asked for.
 - `send_weights` returns when every worker uses the weights: a version is reported only once it is applied.
 - At most `ahead` samples are in progress or wait for the trainer, so none is made that it would drop as stale.
 - Nothing that was generated is dropped here.

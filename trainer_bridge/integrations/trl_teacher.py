@@ -3,9 +3,9 @@
     teacher = WorkerTeacher("Qwen/Qwen3-8B", worker.endpoints)
     GOLDTrainer(STUDENT, teacher, args, dataset)
 
-These trainers call the teacher as a model, and read the logits of the whole vocabulary. A worker tells up to 256
-log-probs of a position: those of the likeliest tokens. They are exact, as is that of the text's own token. The rest of
-the probability is spread evenly over all other tokens, so each row of the answer is a distribution.
+These trainers call the teacher as a model, and read the logits of the whole vocabulary. A worker returns the log-probs
+of up to 256 likeliest tokens of a position, and of the text's own token. They are exact. The rest of the probability is
+spread evenly over all other tokens, so each row of the answer is a distribution.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The plans by which updates are cut for the ranks of workers: see `transports.sections`.
 
-A worker of several ranks names its cuts once, when a `begin` asks for them. It refuses a plan that is no longer its
-own; one of another release may refuse to be asked.
+A worker of several ranks names its cuts once, when a `begin` asks for them. A worker refuses an outdated plan; a worker
+of another release may refuse the question.
 """
 
 import logging

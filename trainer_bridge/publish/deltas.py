@@ -5,7 +5,7 @@
 
 All buckets are compared before anything is sent, so the trainer may change its tensors as soon as that is done. Workers
 that have the content of update N get the codes; all others get update N+1 whole, from the kept bytes. Each update has a
-random name, its *content*, by which a worker says which bytes it holds. So bytes of another publisher, of an earlier
+random name, its *content*; a worker names the bytes that it holds by it. So bytes of another publisher, of an earlier
 run or of an update that the worker missed are never taken for the base.
 
 Comparing runs where the tensors are: on a GPU by torch, at the speed of its memory. The kept bytes are on that GPU, or

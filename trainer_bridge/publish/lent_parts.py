@@ -148,7 +148,7 @@ def _room(manifest: Manifest) -> int:
 
 
 def _together(manifest: Manifest) -> int:
-    """Buckets of which half a buffer has portions."""
+    """Buckets with portions in half a buffer."""
     return min(_ROUND, max(1, manifest.bucket_count))
 
 

@@ -5,9 +5,9 @@
     pack into half of the slots  -- WSB1 each -->         copied to their places, fingerprints compared
     pack into the other half     <-- WAK1 each --         the slots are free again
 
-A handle is 64 bytes that the driver makes and reads; never a pickle. The messages are those of `shm`, on the socket of
-`zmq`, with the low 32 bits of a bucket's fingerprint, computed on the device, instead of its checksum.
-`begin.options`: `boot_id`, `handles` (hexadecimal), `slot_bytes`; `commit.options` as for `zmq`.
+A handle is 64 bytes that the driver makes and reads; never a pickle. Messages are as in `shm`, on the socket of `zmq`,
+with the low 32 bits of a bucket's fingerprint, computed on the device, instead of its checksum. `begin.options`:
+`boot_id`, `handles` (hexadecimal), `slot_bytes`; `commit.options` as for `zmq`.
 
 Invariants:
 
@@ -211,7 +211,7 @@ def forget_last_error() -> None:
 
 
 def release_each(release: Callable[[_Memory], object], memories: Iterable[_Memory]) -> None:
-    """Release all of them, also after one that fails; then raise its error."""
+    """Release all; raise the first error afterwards."""
     with contextlib.ExitStack() as releases:
         for memory in memories:
             releases.callback(release, memory)

@@ -7,7 +7,7 @@ incomplete one. Any reader of Hugging Face checkpoints can read it. The worker g
 files in `begin`, reads them while it generates, and writes their bytes directly to the staging memory.
 
 A file is read in pieces: its header, then parts of at most `piece_bytes` of each tensor. Each has a checksum, so every
-rank of a worker reads and verifies the pieces of which it keeps something, and no others.
+rank of a worker reads and verifies only pieces that it keeps in part.
 
 Names contain a word of their publisher, which keeps a file with this word locked. The next publisher on the same host
 that writes to the folder removes incomplete updates of a killed publisher, and treats complete ones as its own.
@@ -17,7 +17,7 @@ Invariants of the reader:
 - It opens regular files only, by plain names inside the folder, without following links.
 - It trusts no number in a file: each tensor's dtype, shape and length must be what the manifest says, the tensors
   follow each other without holes, and a file ends where its last tensor ends.
-- It never maps a file: one that shrinks while it is read is an error, not a crash.
+- Files are never mapped: a file that shrinks during the read is an error, not a crash.
 """
 
 import bisect
@@ -109,7 +109,7 @@ class DiskReceiver(TransportReceiver):
         return {}
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
-        """Read one piece of one file, or leave it to the ranks that keep it."""
+        """Read one piece of one file, unless only other ranks keep it."""
         if incoming is None or not incoming.may_land or (self._file is None and not self._todo):
             return False
         try:
@@ -427,7 +427,7 @@ class DiskSender(TransportSender):
             self._mark = None
 
     def _claim(self) -> None:
-        """Say that this publisher lives, and inherit from those on this host that were killed."""
+        """Mark this publisher as alive, and inherit from killed publishers of this host."""
         if self._mark is not None:
             return
         self._root.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""A fingerprint of bytes that is computed where they lie: on a GPU it costs one pass over its memory, and 8 bytes.
+"""A fingerprint of bytes, computed where they lie: on a GPU it costs one pass over the memory, and 8 bytes.
 
     fingerprint = sum over words i of word_i * (2 i + 1) * K    modulo 2^64, words of 32 bits, little-endian
 
-Every word counts with an odd weight of its own, so any change of one word, and any swap of two different ones, changes
-it. Sums of integers don't depend on their order: every device gives the same number. It finds damage; it is no defence
-against a forger.
+Every word has its own odd weight, so any change of a word, and any swap of two different words, changes the
+fingerprint. Sums of integers don't depend on their order: every device gives the same number. It finds damage; it is no
+defence against a forger.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def prepare_fingerprints(device: torch.device) -> None:
 
 
 def _sum(words: torch.Tensor, first: int) -> torch.Tensor:
-    """The sum over words (int32), the first of which has number `first`."""
+    """The sum over words (int32); the first one has number `first`."""
     weights = torch.arange(min(len(words), _WORDS), device=words.device).mul_(2).add_(1).mul_(_K)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, len(words), _WORDS):

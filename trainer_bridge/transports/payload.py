@@ -152,7 +152,7 @@ class Payload:
         self.manifest = manifest
 
     def _part(self, index: int) -> tuple[int, Cut | None]:
-        """The number of the tensor of which entry `index` of the manifest is a part, and the cut."""
+        """The number of the whole tensor of entry `index` of the manifest, and the cut of this part."""
         return (index, None) if self.sections is None else self.sections.parts[index]
 
     @property

@@ -142,8 +142,8 @@ TRANSPORTS: dict[str, Transport] = {
 def auto_order(gpu: bool, parts: bool) -> list[str]:
     """The transports that `auto` tries, in order; the last works between any two hosts. See `transport_choice`.
 
-    `gpu`: the tensors are on a GPU. `parts`: they are spread over several trainer ranks, each of which sends its own
-    parts if they are in a group with the workers.
+    `gpu`: the tensors are on a GPU. `parts`: they are spread over several trainer ranks; each rank sends its own parts
+    if it is in a group with the workers.
     """
     places = {
         name: (parts and not transport.in_group, transport.auto)

@@ -1,4 +1,4 @@
-"""An update that is cut for the ranks of a worker before it is sent: a plan of which bytes go to which rank.
+"""An update that is cut for the ranks of a worker before it is sent: the plan assigns its bytes to ranks.
 
     whole stream      |------ a ------|---- b ----|-------- c --------|          as the update's manifest has it
     rank 0 keeps      |== a ==|       |= b =|     |= c =|   |= c =|
@@ -138,7 +138,7 @@ def cuts_digest(whole: Manifest, ranks: Sequence[RankCuts]) -> str:
 def cuts_to_wire(whole: Manifest, ranks: Sequence[RankCuts]) -> dict[str, Any]:
     """The cuts of an update's tensors as plain data: the different ones, and by rank the number of each tensor's.
 
-    The number is -1 for a tensor of which a rank keeps nothing.
+    The number is -1 for a tensor that a rank does not keep.
     """
     numbers: dict[Cut | None, int] = {None: 0}
     rows = [

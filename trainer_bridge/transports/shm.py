@@ -5,7 +5,7 @@
     pack into slot i                       -- WSB1 -->   slot i copied to its place, checksum of the copy
                                            <-- WAK1 --   slot i is free again
 
-The messages are those of `zmq`, on the same socket, without the bytes. One segment serves all workers of the host.
+Messages are as in `zmq`, on the same socket, without the bytes. One segment serves all workers of the host.
 
 Invariants:
 

@@ -22,7 +22,7 @@ def typed_view(stream: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
 
 class ByteRows(NamedTuple):
-    """`times` rows of `width` bytes, of which the first begins at byte `start` and each next one `step` bytes on."""
+    """`times` rows of `width` bytes; the first begins at byte `start`, and each next one `step` bytes on."""
 
     start: int
     step: int

@@ -11,8 +11,8 @@ Invariants:
   packed once and sent to all workers, from a buffer that is reused when all of them have acknowledged it.
 - Buckets may arrive in any order. A repeated bucket with the same checksum is acknowledged again and not written; with
   another checksum it ends the update.
-- A bucket of another update is never written anywhere. It is refused, so its publisher learns at once that a newer
-  update replaced its own.
+- A bucket of another update is never written anywhere. It is refused, so the publisher learns at once of the newer
+  update.
 - Buckets that arrive before they may land wait in memory: at most `window` of them.
 """
 
@@ -102,7 +102,7 @@ class ZmqReceiver(TransportReceiver):
     def advance(self, incoming: IncomingUpdate | None) -> bool:
         """Take one message; without one, acknowledge the buckets that came.
 
-        While another transport expects buckets in shared memory, that one calls this with its update.
+        While another transport expects buckets in shared memory, it calls this with its update.
         """
         if incoming is None and self._shared is not None:
             return False
@@ -207,7 +207,7 @@ class ZmqReceiver(TransportReceiver):
         return checksums_digest([check for check in self._checksums if check is not None])
 
     def _refuse_bucket(self, sender: bytes, token: bytes, incoming: IncomingUpdate | None) -> None:
-        """Refuse a bucket of another update, so that its publisher learns at once that a newer one replaced it."""
+        """Refuse a bucket of another update: its publisher learns at once of the newer update."""
         if incoming is not None:
             self._acknowledge(incoming)
         self._refused_buckets += 1

@@ -3,7 +3,7 @@
     content   32 hex digits that name the bytes of an update. A worker that has verified them can take changes to them
     delta     {base: the content that is changed, codes: manifest of the changed words, fingerprints: of the result}
 
-The update's own manifest is that of the whole result. The codes have a manifest of their own, and travel as the tensors
+The update's own manifest describes the whole result. The codes have a manifest of their own, and travel as the tensors
 of a whole update do. Their names are BUCKET.PART: the number of a bucket of the whole stream, and a part of its form
 (`transports.changed_words`). Buckets come in ascending order; one that is left out does not change.
 """

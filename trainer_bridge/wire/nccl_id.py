@@ -1,8 +1,7 @@
 """Reading the id of an NCCL communicator that vLLM's trainer side puts into its store, without unpickling it.
 
 The value is a pickle of a ctypes structure with 128 bytes (`ncclUniqueId`). Unpickling runs whatever a pickle names, so
-the opcodes are only listed (`pickletools.genops`, which executes nothing) and must be exactly those of such a
-structure:
+the opcodes are only listed (`pickletools.genops`, which executes nothing) and must be exactly as for such a structure:
 
     _ctypes._unpickle ( ncclUniqueId of vLLM, ( {}, 128 bytes ) )
 """
@@ -17,7 +16,7 @@ _MAX_BYTES = 1024
 _PROTOCOLS = [("PROTO", 4), ("PROTO", 5)]
 _NOTES = {"PROTO", "FRAME", "MEMOIZE"}  # opcodes that add nothing to the value
 _MODULE = "vllm.distributed.device_communicators.pynccl_wrapper"
-#: The opcodes of the structure; that of SHORT_BINBYTES has the id as its argument.
+#: The opcodes of the structure; SHORT_BINBYTES has the id as its argument.
 _SHAPE: list[tuple[str, Any]] = [
     *(("SHORT_BINUNICODE", "_ctypes"), ("SHORT_BINUNICODE", "_unpickle"), ("STACK_GLOBAL", None)),
     *(("SHORT_BINUNICODE", _MODULE), ("SHORT_BINUNICODE", "ncclUniqueId"), ("STACK_GLOBAL", None)),

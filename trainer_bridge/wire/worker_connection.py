@@ -173,8 +173,8 @@ class WorkerConnection:
     def _peer_closed(self) -> bool:
         """Whether the system knows that the worker has closed the connection.
 
-        ZeroMQ reports a loss before it closes its own end. So unless the monitor has a loss to tell after this, the
-        descriptor was still that of the connection.
+        ZeroMQ reports a loss before it closes its own end. So unless the monitor reports a loss after this, the
+        descriptor still belonged to the connection.
         """
         if not (_PEER_CLOSED and self.connected) or self._descriptor is None:
             return False

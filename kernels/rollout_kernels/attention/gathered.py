@@ -4,8 +4,8 @@
     prefill_items        blocks of queries, the longest first
     gathered_attention   tensor cores and copy engine of Hopper
 
-The products run 1.5 to 1.7 times as fast as those of `triton_prefill`, but the copy is extra, and each block of queries
-costs as much as a few of its tiles. So steps whose blocks see few tiles are left to `triton_prefill`.
+The products run 1.5 to 1.7 times as fast as `triton_prefill`, but the copy is extra, and each block of queries costs as
+much as a few of its tiles. So steps whose blocks see few tiles are left to `triton_prefill`.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from rollout_kernels.attention.paged import DecodePlan, paged_decode_attention, 
 if TYPE_CHECKING:
     from rollout_kernels.attention.triton_decode_plan import DecodeWork
 
-#: Spans of so many tokens are absorbed. With R = 512, D = 64 and N = V = 128 both ways compute equally much at 170
-#: tokens; but the kernel for absorbed queries reads a context once for each of them.
+#: Spans of at most this many tokens are absorbed. With R = 512, D = 64 and N = V = 128 both ways compute equally much
+#: at 170 tokens; but the kernel for absorbed queries reads a context once for each of them.
 MOST_ABSORBED = 32
 #: Absorbed queries of prompts that attend at once, which bounds the memory for the parts of their contexts.
 ABSORBED_AT_ONCE = 256
@@ -120,11 +120,11 @@ def expanded_attention(
     Args:
         q_QHX: queries, X = N + D: dimensions without rope, then with.
         cache_PS1L: latents, then what turns.
-        pages_P: int32; those of the context are read.
+        pages_P: int32; the context's pages are read.
         context_len: C, these queries included.
         kv_b_HYR: products of each head with the latent, Y = N + V: of keys, then of values.
         scale: factor of the scores.
-        bytes_at_once: of keys and values that are expanded at once; those of one head at least.
+        bytes_at_once: bytes of keys and values that are expanded at once, at least one head's.
     """
     # Here and not above: it imports torch._dynamo, which takes a second and which nothing else here needs.
     from torch.nn.attention.bias import causal_lower_right

@@ -9,14 +9,14 @@ The page table maps a row's positions to pages: position p lies at offset `p % p
                                       ^ L - W lies in here
 ```
 
-A cache has the queries' dtype, or holds codes and one float32 scale for each token and KV head. Codes are e4m3 (uint8),
-those of values perhaps int8. The scales are one tensor [P, 2, G, S]: index 0 for keys, 1 for values. With a scale for
-each token and head, no token limits another token's precision, no calibration is needed, and a page stays
-self-contained. A head of 128 takes 132 bytes. Scales are float32, because a rounded scale would add its error to every
-code. A head's scales are contiguous within a page, as a tile reads them.
+A cache has the queries' dtype, or holds codes and one float32 scale for each token and KV head. Codes are e4m3 (uint8);
+values may be int8. The scales are one tensor [P, 2, G, S]: index 0 for keys, 1 for values. With a scale for each token
+and head, no token limits another token's precision, no calibration is needed, and a page stays self-contained. A head
+of 128 takes 132 bytes. Scales are float32, because a rounded scale would add its error to every code. A head's scales
+are contiguous within a page, as a tile reads them.
 
-Two variants of the softmax: a softcap bounds the scaled scores s by `softcap tanh(s / softcap)`; a sink is a score that
-a query head has beside those of the context: it takes its share of the softmax and adds no value.
+Two variants of the softmax: a softcap bounds the scaled scores s by `softcap tanh(s / softcap)`; a sink is one more
+score of a query head: it takes its share of the softmax and adds no value.
 
 The host never reads a tensor's values here. A masked position gets a large negative score instead of minus infinity,
 so a row without context (padding) gives a finite result. Page positions after the end of a row's context may hold
@@ -96,7 +96,7 @@ def plan_decode(
         context_lens_B: int32 or int64; a length may be 0.
         page_size: S.
         window: W, or None for full attention.
-        max_context: upper bound on the context lengths, except those of padding rows.
+        max_context: upper bound on the context lengths, without padding rows.
         dtype: of the queries.
     """
     table_pages = page_table_BP.shape[1]
@@ -183,8 +183,8 @@ def paged_decode_attention(
         scales_P2GS: float32 scales of e4m3 codes, or None.
         softcap: bound of the scores, or None.
         sinks_H: the sink of each query head, or None.
-        plan: the result of `plan_paged_decode` for the same rows and window; computed here if None. Where there is no
-            kernel, it must be that of `plan_decode`.
+        plan: the result of `plan_paged_decode` for the same rows and window; computed here if None. Without a kernel it
+            must be `plan_decode`'s result.
         log_sum_BH: float32, gets the logarithm, in base 2, of the sum of each head's exponentials: by it parts of
             a context are merged. That of a row without context is meaningless.
     """

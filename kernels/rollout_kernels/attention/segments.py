@@ -102,7 +102,7 @@ def _blocks(common: Sequence[int], first: int, end: int, deep: int, most: int) -
 
 
 def _add(segments: np.ndarray, used: int, first: int, end: int, positions: int) -> int:
-    """Add a segment after the segments that its rows have so far; their own segments now begin after it."""
+    """Add a segment after the earlier segments of its rows; the rows' own segments now begin after it."""
     _, _, begin, _, before = segments[first]
     segments[used] = first, end - first, begin, positions, before
     segments[first:end, 2] = positions

@@ -46,9 +46,10 @@ from rollout_kernels.common.triton_math import dot, follow, follow_options, narr
 _COMBINED_VALUES, _COMBINED_PARTS = 3072, 8
 #: Up to this many rows, latency dominates the time of attention.
 _FEW_ROWS = 4
-#: From so many query heads to a KV head on, a second kernel combines the parts of up to `ROWS_BY_HEAD` rows: the last
-#: program of a row would combine all its heads, and that of a group its rows one by one. On an H200, 32 rows of 4K in
-#: groups of 8 take 29 us a layer in place of 42 (32 query heads over 4 KV heads), and one row of 16K 19 in place of 25.
+#: With at least this many query heads to a KV head, a second kernel combines the parts of up to `ROWS_BY_HEAD` rows: a
+#: row's last program would combine all its heads, and a group's last program its rows one by one. On an H200, 32 rows
+#: of 4K in groups of 8 take 29 us a layer in place of 42 (32 query heads over 4 KV heads), and one row of 16K 19 in
+#: place of 25.
 _HEADS_APART = 4
 
 

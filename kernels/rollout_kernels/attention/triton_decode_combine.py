@@ -225,7 +225,8 @@ def _store_own(to, item, kv_head, result_MD, lse_M, HEADS: tl.constexpr, BLOCK_M
         tl.store(to.lse_ptr + slot * H + head + m, lse_M, mask=m < GROUP)
         if HEADS.FUSED:
             arrival = to.arrivals_ptr + row * (H // GROUP) + kv_head
-            # All threads have written before one of them counts this part; it then sees the other programs' parts.
+            # All threads have written before one thread counts this part; the counting thread then sees the other
+            # programs' parts.
             tl.debug_barrier()
             arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
             if arrived == item.count - 1:

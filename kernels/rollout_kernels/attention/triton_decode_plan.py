@@ -7,9 +7,9 @@ each program. So one row of 32K and 128 rows of 1K use the chip equally well, an
     shares   |------ 0 ------|------ 1 ------|------ 2 ------|-3-|
     items    |------ 0 ------|----- 1 -----|2|--- 3 ---|--4--|-5-|
 
-An item is the intersection of a share and a row. The items of a row are consecutive, and so are those of a share. If a
-row has one item, the item writes the output. If it has several, programs combine their results in order, each those of
-some query heads. On an H200, combining takes about 0.03 us for each item and query head, and an item itself 0.02 us a
+An item is the intersection of a share and a row. The items of a row are consecutive, and so are a share's items. If a
+row has one item, the item writes the output. If it has several, programs combine their results in order, each for some
+query heads. On an H200, combining takes about 0.03 us for each item and query head, and an item itself 0.02 us a
 position. So sqrt(1.5 * query heads of a program * context) positions an item are best, if there are enough programs.
 
 The plan depends only on the lengths, so all layers with the same window share it. In deterministic mode, where results
@@ -26,8 +26,8 @@ What rows have alone are the first segments, the shared ones follow. An item giv
 a row lie in its slots, in the order of its positions.
 
 An item takes some time however short it is. A row's own part after a shared segment may be a single tile, and a
-share of many such items would take several times as long as the others. So in the cut such a segment counts as if it
-had `_SHORT_TILES` more, before its first: shares that begin there begin with its first tile.
+share of many such items would take several times as long as the others. So for the cut such a segment has
+`_SHORT_TILES` more tiles before its first: shares that begin there begin with the first tile.
 
 Legend: B rows, G KV heads, I items, W words of an item, S1 shares + 1, S segments.
 """

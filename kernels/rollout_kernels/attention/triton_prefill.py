@@ -1,10 +1,10 @@
 """Paged prefill attention in Triton: causal attention of chunks of prompts, of any lengths, over their rows' contexts.
 
-A program handles BLOCK_M queries of one chunk and one query head. It loops over the tiles of the context that these
-queries can see: first the tiles that all of them see completely, without a mask, then the tiles on the diagonal, with
-a mask. With a window all tiles are masked. Blocks at the end of a chunk have the most work and start first. The query
-heads of a KV head run at the same time, so the cache is read from memory once. For caches of e4m3 codes, the scale of
-each token and KV head is applied to the products, as in decode.
+A program handles BLOCK_M queries of one chunk and one query head. It loops over the context's visible tiles: first,
+without a mask, the tiles that all queries see completely, then, with a mask, the tiles on the diagonal. With a window
+all tiles are masked. Blocks at the end of a chunk have the most work and start first. The query heads of a KV head run
+at the same time, so the cache is read from memory once. For caches of e4m3 codes, the scale of each token and KV head
+is applied to the products, as in decode.
 
 The host reads nothing: the grid follows from the number of chunks and an upper bound on their lengths.
 

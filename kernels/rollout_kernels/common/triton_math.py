@@ -8,9 +8,9 @@ Launches overlap by programmatic dependent launch (Hopper and later), within one
     kernel B        starts, prefetches weights, waits | reads A's results ... writes its own
                     ^ A has called `let_next_begin`   ^ `wait_for_last` of B returns
 
-Before its wait, a kernel may prefetch only data that no kernel writes (weights), or that was complete before its
-predecessor could start; the latter it reads past the L1 cache. It writes nothing before its wait. A kernel that calls
-`let_next_begin` before its own wait (norms, streamed products) leaves its successor only weights to prefetch.
+Before its wait, a kernel may prefetch only data that no kernel writes (weights), or data that was complete before the
+predecessor could start, past the L1 cache. It writes nothing before its wait. A kernel that calls `let_next_begin`
+before its own wait (norms, streamed products) leaves its successor only weights to prefetch.
 
 Related kernels take their compile-time values as one constant, a named tuple such as `RouterConstants`, and pass
 pointers to device functions in named tuples that they make themselves. Triton 3.6 sets two limits on a constant:

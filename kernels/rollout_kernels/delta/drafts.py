@@ -116,7 +116,7 @@ def catch_up(
         conv_LNCW: the last inputs of the convolution, changed in place.
         kept: of all layers, with a dimension L before the others.
         verified_M4: int64: row, place of its own draw, number of drafts, and something else.
-        rows_S: int64 rows of the step; those of the drafts of a row follow it.
+        rows_S: int64 rows of the step; a row's drafts follow it.
         accepted_S: int32 number of accepted drafts at the place of each row with drafts.
         one_by_one: as in `Spans`, of the step.
     """

@@ -48,7 +48,7 @@ def gated_delta(
         a_TH: before the softplus of the decay.
         a_log_H: float32.
         dt_bias_H: float32.
-        state_NHKV: float32 states; those of the step's rows are changed in place.
+        state_NHKV: float32 states; the states of the step's rows are changed in place.
         spans: the rows of the step.
         beta_scale: factor of beta, 1 or 2.
     """

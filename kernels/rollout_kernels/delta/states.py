@@ -30,7 +30,7 @@ def state_rule(
 
     Args:
         tokens: queries, keys [T, H, K], values [T, H, V], g [T, H, X] and, if the rule has it, beta [T, H]: float32.
-        state_NHKV: float32 states; those of the step's rows are changed in place.
+        state_NHKV: float32 states; the states of the step's rows are changed in place.
         spans: the rows of the step.
         one_chunk: the rule for tokens of a prefill that follow each other.
         kept: in a step with drafts, receives the rule's inputs of each draft.

@@ -7,9 +7,9 @@
     catch up    a program for each row with drafts, layer, value head and block of values; it ends at once if nothing
                 was accepted. Each also moves a share of the convolution's inputs
 
-Programs of draft rows end at once. A token's arithmetic is that of the kernels for steps without drafts, with the same
-tiles: where these give a row the same bits in every step, so does a step with drafts. That is where tokens come one by
-one, and products are rounded before they are added.
+Programs of draft rows end at once. A token is computed as in steps without drafts, with the same tiles: where these
+give a row the same bits in every step, so does a step with drafts. This holds where tokens come one by one, and
+products are rounded before the sum.
 
 Legend: as in `drafts`.
 """

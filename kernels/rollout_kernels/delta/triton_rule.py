@@ -17,9 +17,9 @@ Programs that start together read memory that lies together: the first axis of a
 head of a chunk. A program takes pieces of 128 bytes of a state's 64 KB. If the other pieces were read much later, the
 memory would open each of its own pages again.
 
-The system I + A is inverted in blocks of `_BLOCK` tokens by forward substitution, all blocks of a chunk at once: the
-powers of A, of which a product would make the inverse faster, may be too large for float32. Then pairs of blocks are
-joined: for a block diagonal D and what lies below it in pairs, L, the inverse is D - D L D.
+The system I + A is inverted in blocks of `_BLOCK` tokens by forward substitution, all blocks of a chunk at once: a
+product of powers of A would be faster, but they may be too large for float32. Then pairs of blocks are joined: for a
+block diagonal D and what lies below it in pairs, L, the inverse is D - D L D.
 
 The system and its inverse are sums of three tf32 products each, nearly as exact as float32: what is solved for depends
 strongly on them where keys are alike. The other products are tf32, eight times as exact as bf16 inputs, since three of
@@ -52,7 +52,7 @@ class StepTile(NamedTuple):
 
 
 #: The fastest tiles on an H100 in the sizes of Qwen3.5-27B. Few states make more, smaller programs.
-#: Tokens one by one have one tile in all steps, since it decides in which order products are added.
+#: Tokens one by one have one tile in all steps: the tile decides the order in which products are added.
 LARGE_TILE, SMALL_TILE = StepTile(values=64, num_warps=4), StepTile(values=32, num_warps=4)
 _FEW_PROGRAMS = 264
 

@@ -1,7 +1,7 @@
 """The weights of a product as e4m3 codes with scales, in the formats that experts have (`moe.formats`).
 
-A fused product holds several modules, such as q, k and v. Each module is quantised alone: its blocks start at its own
-first row, so its codes and scales are those that a checkpoint has of it.
+A fused product holds several modules, such as q, k and v. Each module is quantised alone: blocks start at its own first
+row, so codes and scales equal a checkpoint's.
 
     codes   |===== q =====|== k ==|== v ==|     uint8 [N, K]
     scales  |-- of q --|- of k -|- of v -|      one row for each block of rows of a module

@@ -4,9 +4,9 @@ The same products and items as in `triton_linear`, written in Gluon, where copie
 loads tiles of weights and of x into a ring of stages in shared memory; the tensor cores read both from there. Gate and
 up rows are loaded alternately, eight of each, so that both sums of an output end in one thread.
 
-Before the kernel waits for its predecessor, which makes x, it fills the ring with weights, which no kernel writes. So
-the memory stays busy while the predecessor ends. The kernel allows its successor to start before its own wait; so the
-successor may read only weights before its own wait. The exception is BESIDE: the successor reads x and runs next to
+Before the kernel waits for its predecessor, which makes x, the ring is filled with weights: no kernel writes weights.
+So the memory stays busy while the predecessor ends. The kernel allows its successor to start before its own wait; so
+the successor may read only weights before its own wait. The exception is BESIDE: the successor reads x and runs next to
 this kernel, so it may start only when x is complete.
 
 Weights may be e4m3 codes with scales of rows or of blocks. A tile of codes goes to registers. It is decoded there
@@ -198,8 +198,8 @@ def _coded_kernel(
             next_scale = _scales(scale_ptr, tile, k, N, BLOCK_N, GATED, SCALE_ROWS, SCALE_COLUMNS, K, MMA)
             mbarrier.wait(full.index(place), step // STAGES & 1)
             total = total + warpgroup_mma_wait(0, deps=(product,)) * scale[:, None]
-            # The product of step - 1 has ended in all warps, so refill its stage. It read the registers of `w_tile`
-            # while it ran, and the barrier keeps loads to these below it.
+            # The product of step - 1 has ended in all warps, so refill its stage. The product read the registers of
+            # `w_tile` while it ran, and the barrier keeps later loads below it.
             meet()
             ahead = step + STAGES - 1
             free = ahead % STAGES
@@ -219,7 +219,7 @@ def _coded_kernel(
 
 @gluon.jit
 def _both_scales(totals, scale_ptr, x_scale_ptr, m, tile, k, padded, N, K: gl.constexpr, GATED: gl.constexpr):
-    """The scales of rows `m` of activations, and those of each block of weights, with gates also of up rows."""
+    """The scales of rows `m` of activations, and of each block of weights, with gates also of up rows."""
     OUT: gl.constexpr = totals[0].shape[1] // 2 if GATED else totals[0].shape[1]
     x_scale = gl.load(x_scale_ptr + k // 128 * padded + m)
     found = totals[:0]

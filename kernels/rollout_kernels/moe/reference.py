@@ -58,7 +58,7 @@ def moe_experts(
         down_EHI: the down projections.
         activation: from [..., 2 I] to [..., I].
         biases: of both projections, [E, 2 I] and [E, H], or None.
-        adds_bias: whether that of the down projection is added.
+        adds_bias: whether the bias of the down projection is added.
     """
     (tokens, top_k), experts = experts_TK.shape, gate_up_EGH.shape[0]
     experts_P = experts_TK.reshape(-1)

@@ -1,8 +1,8 @@
 """The experts of each token that a rank keeps, for kernels that run K experts of each token.
 
-The router's choice is among the experts of all ranks. A choice that another rank keeps is
-replaced by an expert of this rank with weight 0: one that the token has anyway, or the first. It adds nothing, and
-hardly any weights are read for it. Every rank has its part of shared experts, which come after the others.
+The router's choice is among the experts of all ranks. Another rank's choice is replaced by an expert of this rank with
+weight 0: one of the token's own choices, or the first expert. It adds nothing, and hardly any weights are read for it.
+Every rank has its part of shared experts, which come after the others.
 
 Legend: T tokens, K experts a token.
 """

@@ -329,15 +329,15 @@ def moe_route(
 
     Args:
         x_TH: the normalised input of the layer.
-        router_EH: weights of the router; of gated shared experts its last row is that of their gate.
+        router_EH: weights of the router; the last row is the gate of gated shared experts.
         top_k: experts of a token, without shared ones.
         renormalize: True: the weights of a token add up to 1 (Qwen3-MoE with `norm_topk_prob`, Mixtral). False: they
-            are those of the softmax over all experts (OLMoE).
+            are the softmax over all experts (OLMoE).
         record: where to record the experts for replay, or None.
         out: memory for the result, or None to allocate it.
         deterministic: add the products of a logit in one order for every number of tokens, if `linear_config` has a
             configuration for this router.
-        shared: the shared experts, whose numbers begin with that of the others.
+        shared: the shared experts, which are numbered after the others.
         many_tokens: from so many tokens on, a program chooses the experts of several.
     """
     parts_STE = router_logits(x_TH, router_EH, deterministic)

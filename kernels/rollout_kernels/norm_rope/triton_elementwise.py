@@ -303,7 +303,7 @@ def _finish_qkv_kernel(
             x_high = narrow(high * scale, dtype).to(tl.float32) * weight_high
         x_low = narrow(x_low, dtype).to(tl.float32)
         x_high = narrow(x_high, dtype).to(tl.float32)
-    if VALUE_NORM:  # below, `low` and `high` are those of values
+    if VALUE_NORM:  # below, `low` and `high` are of values
         low *= scale
         high *= scale
     cos = tl.load(cos_ptr + row * TURNED + at_low, mask=turns, other=1.0)

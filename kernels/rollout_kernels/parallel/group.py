@@ -1,4 +1,4 @@
-"""The ranks that run one model together, and the three operations by which they exchange tensors.
+"""The ranks of one model, and their three operations to exchange tensors.
 
     all_reduce    the sum over ranks, in float32 and in the order of the ranks: every rank gets the same bits
     all_gather    the tensors of all ranks, in the order of the ranks

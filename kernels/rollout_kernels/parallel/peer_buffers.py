@@ -148,7 +148,7 @@ def on_all(processes: dist.ProcessGroup, device: torch.device, work: Callable[[]
     """The result of `work`, once all ranks have done it. If it raises RuntimeError on one rank, raises it on all.
 
     So no rank waits in the next exchange for one that has given up. Where `work` exchanges something itself, a rank can
-    still wait there for one that fails amid it.
+    still wait there for a rank that fails amid it.
     """
     problem: RuntimeError | None = None
     try:

@@ -9,7 +9,7 @@ The number is in every word, or in a flag that is written after the row (`peer_b
 arrive together, so such an exchange takes one way over the link, and neither a barrier nor a fence. Everything that a
 program reads of its peers is in this GPU's own memory. The sums have the same bits either way.
 
-Rounding is that of `all_reduce` and `add_rms_norm` one after the other. So a step may take either way.
+It rounds like `all_reduce` and `add_rms_norm` one after the other. So a step may take either way.
 
 Waiting is bounded: after `MOST_SPINS` reads of missing numbers a program sets `PeerBuffers.fault` to 1 plus the rank
 that did not send, and no program of this rank waits any more. Missing values are NaN. A program whose row has a missing
@@ -66,7 +66,7 @@ def send_words(at, word, live):
 def receive_words(at, live, number, fault_ptr, most_spins, RANK: tl.constexpr):
     """Words of rank RANK, once they have this number: data as int32, where it came or is not live, 1 if some did not.
 
-    A word is in one of three states: 0, it came; 1, it never will; 2, it may still come.
+    A word has one of three states: 0, arrived; 1, never comes; 2, may still come.
     """
     word = tl.load(at, mask=live, other=0, volatile=True)
     sent = (word >> 32).to(tl.int32)
@@ -245,7 +245,7 @@ def all_reduce_rows(
     Args:
         parts_SMH: contiguous; several parts are added in float32 first.
         peers: with room for M rows of H values.
-        dtype: of the sum, to which each rank rounds its own first; None: that of the parts.
+        dtype: of the sum, to which each rank rounds its own first; None: the parts' dtype.
         most_spins: reads of missing numbers before the fault flag is set.
     """
     out_MH = torch.empty(parts_SMH.shape[1:], dtype=dtype or parts_SMH.dtype, device=parts_SMH.device)

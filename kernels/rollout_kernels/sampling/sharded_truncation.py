@@ -1,8 +1,8 @@
 """Top-k, top-p and min-p where each rank has the logits of a part of the vocabulary: the torch path.
 
-The search is that of `triton_truncate`: it finds the smallest key that stays digit by digit, from histograms over the
-tokens whose higher digits are known. A histogram of the whole vocabulary is the sum of those of the ranks, in whole
-numbers. So these cross instead of the logits, and every rank finds what one rank finds:
+As in `triton_truncate`, the search finds the smallest key that stays digit by digit, from histograms over the tokens
+whose higher digits are known. A histogram of the whole vocabulary is the sum of the ranks' histograms, in whole
+numbers. So histograms cross instead of the logits, and every rank finds what one rank finds:
 
     1 exchange   the largest logit of each rank
     3 exchanges  number of tokens by digit: find the key of the k-th token

@@ -5,13 +5,13 @@
     pass 2   a program for each row: the best of all blocks, and three log-probs. The token goes to the output and
              to the row's state, where the next step reads it
 
-The noise and the order of operations are those of `rollout_kernels.sampling.sample`: same counter, same words.
-Logarithms and exponentials are the GPU's approximate instructions, so noise differs by about 3e-6. Pass 1 is bound by
-arithmetic, not by memory.
+Noise and order of operations are as in `rollout_kernels.sampling.sample`: same counter, same words. Logarithms and
+exponentials are the GPU's approximate instructions, so noise differs by about 3e-6. Pass 1 is bound by arithmetic, not
+by memory.
 
 Each rank of a tensor group draws over its part of the vocabulary: pass 1 runs over that part with the random numbers of
-its tokens, the ranks exchange the results of all blocks, and pass 2 merges them on every rank. If the distribution is
-not that of the logits, the rank has its part of that one, too.
+its tokens, the ranks exchange the results of all blocks, and pass 2 merges them on every rank. If the tokens are drawn
+from another distribution, the rank has its part of that one, too.
 
 Legend: S rows that sample, V vocabulary, P planes of partial results, B blocks, R rows of the state, I and F columns of
 its integers and floats.
@@ -218,7 +218,7 @@ def draw_and_advance(
         floats_RF: float32 row state.
         output_4S: int32 [4, >= S]: token ids, then log-probs, raw log-probs and drawn log-probs as float32 bits.
         columns: columns of LAST, LENGTH, PROMPT, SEED in `ints_RI`, and of TEMPERATURE, NOISE in `floats_RF`.
-        shard: if the logits are those of one rank's part of the vocabulary. All ranks call this.
+        shard: if the logits are one rank's part of the vocabulary. All ranks call this.
     """
     count, vocab = logits_SV.shape
     most, planes, shards = vocab, _PLANES, 1

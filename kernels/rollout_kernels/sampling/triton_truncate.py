@@ -14,9 +14,9 @@ Probabilities are added as integer multiples of 2^-40 of the most likely token's
 on the order of additions nor on the other rows. Rows without a limit are not read. The host reads nothing, so a graph
 can capture all launches.
 
-Each rank of a tensor group has the logits of a part of the vocabulary. Histograms are whole numbers, so those of the
-vocabulary are the sums of those of the ranks: after each of the 6 launches another one, with a program for each row,
-exchanges them and finds the digit, on every rank the same. Logits never cross.
+Each rank of a tensor group has the logits of a part of the vocabulary. Histograms are whole numbers, and add up over
+the ranks: after each of the 6 launches another one, with a program for each row, exchanges them and finds the same
+digit on every rank. Logits never cross.
 
     over peers' memory   the program writes the row's histogram to every peer, as words with the number of the exchange
                          (`peer_buffers`), and waits for theirs; rows without a search exchange nothing. A launch for
@@ -150,8 +150,7 @@ def _choose_digit(
 ):
     """Add the digit at which the bound is reached to the key.
 
-    `digit` is in descending order, `found` is what has these digits, and `before` what of it is on the ranks before
-    this one.
+    `digit` is in descending order, `found` the amount with these digits, and `before` the part of it on earlier ranks.
     """
     search = state + MASS * _SEARCH
     reached = tl.cumsum(found)
@@ -345,7 +344,7 @@ def truncate(
     Args:
         logits_SV: float32, contiguous, already tempered.
         rows: `top_k_S`, `top_p_S` and `min_p_S` are required; the last two have the same stride.
-        shard: if the logits are those of one rank's part of the vocabulary. All ranks call this.
+        shard: if the logits are one rank's part of the vocabulary. All ranks call this.
         most_spins: reads of a peer's missing words before the fault flag is set; then the row becomes NaN.
     """
     assert rows.top_k_S is not None and rows.top_p_S is not None and rows.min_p_S is not None

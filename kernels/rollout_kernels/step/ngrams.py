@@ -33,7 +33,7 @@ def draft_by_ngrams(
         rows_R: int64 rows to draft for.
         ints_NI: int64 row state.
         pages_NP: int32 page tables.
-        tokens_PS: int32 token ids of all pages; those of a row are written up to its length.
+        tokens_PS: int32 token ids of all pages; a row's tokens are written up to its length.
         drafts_NG: int64; receives the drafts of these rows.
         last: column of `ints_NI` with the last token.
         length: column of `ints_NI` with the number of tokens in the pages.

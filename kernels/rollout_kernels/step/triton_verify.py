@@ -131,7 +131,7 @@ def accept_drafts(
 
     Args:
         verified_M4: as `set_up_drafts`; a row has at most `MOST_DRAFTS` drafts.
-        rows_S: int64 rows of the step; those of the drafts of a row follow it.
+        rows_S: int64 rows of the step; a row's drafts follow it.
         drawn_S: int32 tokens drawn, in the order of `rows_S`; at least as many.
         drafts_R: int64 draft of each draft row.
         ints_RI: int64 row state; last token and length of the rows are changed in place.

@@ -56,9 +56,9 @@ class PageAllocator:
     def find_reusable(self, seq: Sequence, version: int, rows: list[int]) -> Reusable:
         """KV that `seq` need not compute, now or after another prefill; none if it has KV of its own to restore.
 
-        Where rows are dealt to ranks, this also chooses the rank of `seq`: among the ranks that can admit it, one that
-        has KV of more than half of its tokens, else the one with the most free pages. A new session first looks for a
-        rank whose idle sessions keep their pages. `rows`: running rows of each rank.
+        Where rows are dealt to ranks, this also chooses the rank of `seq`: of the ranks with room, one with KV of more
+        than half of the tokens, else the one with the most free pages. A new session first looks for a rank whose idle
+        sessions keep their pages. `rows`: running rows of each rank.
         """
         if seq.kv.is_offloaded:
             return Reusable()
@@ -101,8 +101,8 @@ class PageAllocator:
     def try_admit(self, seq: Sequence, reusable: Reusable, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.
 
-        `reusable` was just found for it. On success its `kv` has its pages, their keys, the page to copy, and the
-        number of tokens whose KV is in its pages, or is being copied there.
+        `reusable` was just found for it. On success its `kv` has the pages, their keys, the page to copy, and the
+        number of tokens with KV in the pages or on the way there.
         """
         if seq.kv.is_offloaded:
             return self.tier.restore(self, seq, version, spare)

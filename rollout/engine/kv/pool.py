@@ -17,9 +17,9 @@ digest_{-1} is the weights version and, of a variant, its edition. The content i
 the prompt say about the page's positions (`messages.Prompt.content`), and for generated tokens their ids. So a key
 states which content, at which positions, under which weights.
 
-With an `engine.max_kv_age` over 0 keys lack the weights version. Then each known page has a version of its own: the
-oldest one in its KV, or in the KV that this was computed from. A page that is too old is not found. It is given up when
-its key gets newer KV, or when the pool needs the page.
+With an `engine.max_kv_age` over 0 keys lack the weights version. Then each known page has a version: the oldest version
+in its KV, or in the KV before it. A page that is too old is not found. It is given up when its key gets newer KV, or
+when the pool needs the page.
 
 A tier (`kv/tier.py`) copies the oldest cached pages before they are evicted. It looks at each page once. Pages that it
 has looked at are evicted first, then the other ones, and last the pages that are being copied. A page is copied without

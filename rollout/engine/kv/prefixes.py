@@ -149,7 +149,7 @@ class Prefixes:
     ) -> Iterator[tuple[int, int, PrefixHit]]:
         """Pages of the pool that can be copied after the full ones with `keys`: (page, tokens with KV, source).
 
-        The prompt has this many tokens, of which the last one is computed in any case.
+        The prompt has this many tokens; the last one is computed in any case.
         """
         if len(keys) == (tokens - 1) // self.page_size:
             key, full = self._next_key(content, keys, tokens)

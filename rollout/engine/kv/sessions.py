@@ -1,7 +1,7 @@
 """Sessions: conversations whose KV stays in the pool between their turns.
 
     begin        a turn is submitted
-    match        its tokens against those of the session's KV: how much of it can be used
+    match        its tokens against the session's: how much of the KV can be used
     hand_over    the turn is admitted: the sequence has the pages that match, the session has none
     keep         the turn is settled, no step in flight names it: the session has the KV that the turn leaves
     ... idle, until the next turn, the end of its lease, or until rows or other sessions need the pages
@@ -257,7 +257,7 @@ class Sessions:
             self._pages_of[self.pool.rank_of(page)] += page not in self._refs
             self._refs[page] = self._refs.get(page, 0) + 1
         self._refs_sum += len(pages)
-        # A copy: a view would keep the tokens of a whole prompt of which little was computed.
+        # A copy: a view would keep the tokens of a whole prompt, though little of it was computed.
         snapshots = tuple(snapshot for snapshot in left.snapshots if snapshot.tokens <= count)
         for snapshot in snapshots:
             self.snapshots.retain(snapshot.place)

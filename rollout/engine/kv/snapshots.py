@@ -1,8 +1,8 @@
 """Snapshots: copies of the states of linear attention after known prefixes, and the books of their places.
 
 A place is free, or it has references: of the sequence that saves or loads it, of a group's share, of sessions, and of
-the cache. The cache finds a snapshot by the content of its prefix. It keeps the page in which the prefix ends, because
-its sequence goes on writing there, so another sequence copies it; full pages are found in the page pool.
+the cache. The cache finds a snapshot by the content of its prefix. It keeps the page in which the prefix ends; another
+sequence copies that page, because the first one goes on writing there. Full pages are found in the page pool.
 
     key of a snapshot     the chain of digests of its full pages, then one of the tokens after them (`PrefixKeys.end`)
     point                 a digest of full pages with a number of tokens after them, at which a snapshot is or will be
@@ -10,8 +10,8 @@ its sequence goes on writing there, so another sequence copies it; full pages ar
 A save copies a row's state to a place. It belongs to the step that continues the row, or to the next step whatever it
 does (`save_soon`): that step may begin another sequence in the row, so in a step saves come first, then loads.
 
-A tier copies snapshots to the host before their places are needed: cached ones and those of idle sessions, when their
-sequence is settled.
+A tier copies snapshots to the host before their places are needed: cached snapshots and idle sessions' snapshots, once
+their sequence is settled.
 
 Invariants:
 - A place is written only by the save of the reference that was taken with it, and never again while it has references.
@@ -63,7 +63,7 @@ class Snapshots:
         return bool(self._free) or any(True for _ in self._only_cached())
 
     def take(self) -> int:
-        """A place with one reference, of which there has to be one; evicts the least recently used cached snapshot."""
+        """A place with one reference; evicts the least recently used cached snapshot. There has to be a place."""
         if not self._free:
             self._evict(next(self._only_cached()))
         place = self._free.pop()

@@ -107,7 +107,7 @@ class StatePrefixes(Prefixes):
         return _longest(end for end in reached if end.cached or self.tier.has_end(end.point, end.tokens, oldest))
 
     def longest_awaited(self, ends: list[KnownEnd], seq: Sequence, oldest: int) -> KnownEnd:
-        """The end that a prefill computes next, whose priority is not lower than that of `seq`."""
+        """The end that a prefill computes next with at least the priority of `seq`."""
 
         def comes(other: Sequence | None) -> bool:
             return other is not None and other.priority >= seq.priority and other.kv.oldest >= oldest

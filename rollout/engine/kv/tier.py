@@ -28,7 +28,7 @@ class Fetch:
 
 
 class TierPrefix(NamedTuple):
-    """A known prefix of which some pages, or the state after it, are in a tier alone."""
+    """A known prefix with pages, or a state after it, that are in a tier alone."""
 
     first: list[int]  # pages of the pool
     keys: list[bytes]  # keys of the pages after `first`
@@ -137,7 +137,7 @@ class KVTier:
         """Note that a sequence that leaves its row has KV that is worth keeping."""
 
     def holds_back(self, seq: Sequence) -> bool:
-        """True while copies use the row or the pages of a sequence that leaves them; begins those that it needs."""
+        """True while copies use the row or the pages of a leaving sequence; begins the copies that it needs."""
         return False
 
     def take(self, seq: Sequence) -> bool:

@@ -65,7 +65,7 @@ class Delta(PromptScores):
     kv_versions: tuple[tuple[int, int, int], ...] = ()
     version_span: int = 0  # set with `finish`: newest minus oldest version of the tokens of this worker
     #: Experts of the forwards that produced the tokens, uint8 or uint16 [entries, sparse layers, experts of a token].
-    #: The positions begin after those of the last delta, or at `routing_from`, and end before the newest token.
+    #: The positions begin after the last delta's, or at `routing_from`, and end before the newest token.
     routing: np.ndarray | None = None
     top_ids: np.ndarray | None = None  # int32 [k, tops], likeliest first, if requested
     top_logprobs: np.ndarray | None = None  # float32 [k, tops], of the model's plain distribution

@@ -1,7 +1,7 @@
 """Refuses requests, ends those whose time is over, and gives rows to waiting sequences.
 
-Admission takes the prompt's pages and one more, never those of `max_tokens`. A sequence waits for KV that another one
-computes or that comes back from the host, and a new session for those that were active of late.
+Admission takes the prompt's pages and one more, but none for the rest of `max_tokens`. A sequence waits for KV that
+another one computes or that comes back from the host, and a new session for sessions that were active of late.
 """
 
 import functools
@@ -113,7 +113,7 @@ def newcomer_waits(roster: Roster, seq: Sequence, pages: int) -> bool:
     """True if `seq`, which needs `pages` pages, has to wait although idle sessions could be evicted.
 
     Agents come back: an idle session is one whose tool runs. If every new agent starts at once, each turn takes the
-    pages of a session that comes back next, and that one computes its whole context again. So a turn waits if its
+    pages of the session that comes back next, which then computes its whole context again. So a turn waits if its
     session has no KV (it is the first turn, or the KV gave way) and if the pages that no session has, together with
     free pages on the host, are too few for the turn; where rows are dealt to ranks, on each rank. It takes pages of
     sessions when no row runs, when a session was idle for long, or when the turn itself has waited for long. A turn

@@ -13,8 +13,8 @@ the client computes and generates. This is known only at the end, so `cost` is a
 have ended: of this client if there are any, otherwise of all clients. Its errors do not add up: they move the mean
 until costs and tokens agree.
 
-A preempted sequence, once it is the oldest of its client that waits, is ahead of those that had no row yet. It costs
-nothing: its client has paid.
+A preempted sequence, once it is its client's oldest one in the queue, is ahead of sequences that had no row yet. It
+costs nothing: its client has paid.
 
 The method is self-clocked fair queueing (S. J. Golestani, "A self-clocked fair queueing scheme for broadband
 applications", INFOCOM 1994), with measured costs.
@@ -252,7 +252,7 @@ _NONE_WAIT = SweptHeap[Sequence](_finalized)
 class PromptOrder:
     """Keeps the rows with prompts of a roster in their order: fair between clients, within a client by admission.
 
-    Rows may be free for hundreds of prompts, of which a step computes a few. So a place in the queue is not enough: one
+    Rows may be free for hundreds of prompts, but a step computes only a few. So a place in the queue is not enough: one
     prompt would wait for all that another client sent before. A row is *due* at a time that is counted in tokens. It
     gets this time when it is admitted:
 
@@ -263,9 +263,9 @@ class PromptOrder:
     clients come. A row that was preempted, or whose KV is computed again, costs its client nothing. With one client,
     or without fair queueing, this is the order of admission.
 
-    A sequence may wait for the prefill of another client's row (`QueueFeed.join`). If it would be due earlier itself,
-    the row gets that time, and the client of the sequence pays: it is served as if the sequence computed the prompt
-    itself. This is self-clocked fair queueing, too, here with costs that are known.
+    A sequence may wait for the prefill of another client's row (`QueueFeed.join`). If the sequence would be due
+    earlier, the row gets that time, and the sequence's client pays as if the sequence computed the prompt itself. This
+    is self-clocked fair queueing, too, here with costs that are known.
     """
 
     def __init__(self, prefilling: list[Sequence]) -> None:

@@ -9,7 +9,7 @@ A plan is a list of spans, one for each row of the step:
 
 The two kinds of span differ in the source of their tokens: the device drew the token of a decode row, and the host
 sends the tokens of a prompt (`Span.prompt`). A step whose spans all have one token takes the decode forward, whatever
-their source is. A prompt of which only the last token has no KV is planned as a decode row; the upload sets it up.
+their source is. If only a prompt's last token has no KV, it is planned as a decode row; the upload sets it up.
 
 A feature may put tokens into a row ahead of its draw (`VerifyPlan`). While such a step is in flight, the position of
 the row is not known, and `start` is the highest that it can be.
@@ -55,7 +55,7 @@ class Span(NamedTuple):
 
 
 class TokensAhead(Protocol):
-    """Tokens that go into a decode row after its last one, before they are drawn; a feature expects them.
+    """Tokens that a feature expects next: they go into a decode row after its last token, before they are drawn.
 
     The step draws a token after each. Those before the first one that differs from the token drawn are kept.
     """

@@ -122,7 +122,7 @@ class QueueFeed:
             self._joined[seq] = later
 
     def prefill_stopped(self, seq: Sequence) -> None:
-        """Queue the sequences that waited for a prefill that stops, or whose KV they cannot use."""
+        """Queue the sequences that waited for this prefill: it stops, or its KV is of no use to them."""
         self._allocator.prefixes.drop_frontier(seq)
         self._queue_again(self._joined.pop(seq, []))
 

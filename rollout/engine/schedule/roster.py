@@ -227,7 +227,7 @@ class Roster:
         self.settle(seq)
 
     def draw_again(self, seq: Sequence) -> None:
-        """The row draws the token after its committed ones again: it keeps its KV, and its state is set up anew."""
+        """The row draws the token after the committed ones again: the KV stays, and the state is set up anew."""
         seq.drop_launched()
         if seq.state is not SequenceState.DECODE:
             return  # the sequence leaves its row and will be set up anew in any case

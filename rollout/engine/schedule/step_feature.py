@@ -156,7 +156,7 @@ class AheadPlanner(StepFeature, ABC):
     def plan_decode(self, seqs: list[Sequence], version: int, allocator: PageAllocator, kept: int) -> Plan | None:
         """Called for each step of decode rows: return a plan if a row takes more than one token, or None.
 
-        `version` is that of the weights. The hook may give rows more pages, but must leave `kept` pages free.
+        `version` is the weights'. The hook may give rows more pages, but must leave `kept` pages free.
         """
 
     def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:

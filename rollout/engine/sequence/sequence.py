@@ -19,8 +19,8 @@ Three counters, all in tokens:
 The last two include tokens ahead in flight (`ahead`): they count as accepted until their step is committed, which takes
 the refused ones back.
 
-A constraint may hold from some token on. Until then the row has none. The commit that sees it begin
-drops what was drawn after that without a mask (`drop_launched`), and the row draws it again.
+A constraint may hold from some token on. Until then the row has none. The commit that finds the beginning drops tokens
+drawn after it without a mask (`drop_launched`), and the row draws them again.
 
 What a sequence has is in a few objects of plain data:
 
@@ -230,7 +230,7 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        """The seed of its random numbers; a completion that goes on has that of its beginning."""
+        """The seed of its random numbers; a continued completion keeps its first seed."""
         request = self.group.request
         begins = request.prior is NOTHING_BEFORE
         return row_seed(request.sampling.seed, self.index) if begins else request.sampling.seed

@@ -1,7 +1,7 @@
 """The KV of one sequence, and of a session between its turns: plain data.
 
 `allocator` gives a sequence pages. While a preempted sequence is offloaded, its KV is in a tier (`kv/tier.py`), and it
-has no pages of its own. When it is admitted again it gets pages, and it needs the offloaded ones until its next step is
+has no pages of its own. A new admission gives the sequence pages; the offloaded pages are needed until the next step is
 launched.
 """
 

@@ -157,7 +157,7 @@ class DeviceFeature(Generic[Output]):
     def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """Called for each step that is rehearsed: put the most that a step of `rows` rows with these needs can have.
 
-        `token_ids` are those of a prefill, int64; a decode has none.
+        `token_ids` are a prefill's, int64; a decode has none.
         """
 
 
@@ -184,7 +184,7 @@ class OutputFeature(DeviceFeature[Output]):
     def read(self, words: np.ndarray, header: Header, output: Output) -> object:
         """Called when a step is read: return the entry of `StepOutput.of_features`, or None for none.
 
-        `words` are those of the output, on the host; the copies of `downloads` have arrived, too.
+        `words` are the output's, on the host; the copies of `downloads` have arrived, too.
         """
 
 

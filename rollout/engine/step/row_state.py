@@ -7,16 +7,16 @@
                                  (`FLOAT_RULES`)
     pages   [rows, P]  int32     page table; entries past a row's pages are the dump page
     step_*  [rows, P]  int32     page table of the running decode step, in its order; on a GPU, where it is written in
-                                 place. Entries past a row's context are those of earlier steps
+                                 place. Entries past a row's context are left from earlier steps
     counts  [rows, V]  int32     occurrences of each token, for penalties
     bias_*  [rows, K]            logit bias, padded with id 0 and bias 0
     banned  [rows, K]            stop ids, padded by repeating the first; banned until min_tokens
     columns [rows]     int32     of features, by name
 
 Row 0 is padding. The last rows are for tokens ahead: for one step such a row is a copy of a sequence's row, some
-tokens ahead, and its last token is one of the tokens ahead (`features/drafts`). The first step of a sequence sets its
-row up, from the `init_*` and list sections of that step's upload (`pack.py` writes them); after that the device keeps
-the row current by itself. Everything here runs on the compute stream.
+tokens ahead, and its last token is one of the tokens ahead (`features/drafts`). A sequence's first step sets its row up
+from the `init_*` and list sections of the upload (`pack.py`); after that the device keeps the row current. Everything
+here runs on the compute stream.
 """
 
 from collections.abc import Sequence as Seq

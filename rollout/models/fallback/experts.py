@@ -1,9 +1,9 @@
 """Our experts in transformers' interface for experts.
 
 transformers keeps the experts of a layer as two stacked tensors and calls the function that the config names. Where the
-experts are those that our kernels know (SiLU on the gate, no biases, gate rows first), these run them. Others run as
-transformers runs them: on a GPU by its grouped product, which reads nothing on the host; on a CPU, where that product
-refuses some widths, one expert after the other.
+experts are those that our kernels know (SiLU on the gate, no biases, gate rows first), these run them. Other experts
+run as in transformers: on a GPU by its grouped product, which reads nothing on the host; on a CPU, where the product
+refuses some widths, one after the other.
 
 Legend: T tokens, K experts a token, H hidden, E experts, I intermediate.
 """

@@ -2,8 +2,8 @@
 
 Under the name `PROBE` a mask function and an attention function are registered. The mask function makes a mask as
 transformers does and remembers what it means. The attention function notes the shapes of keys and values, and which of
-these masks it got. A layer whose mask is none of them made one itself, which the paged cache cannot serve. Nor can a
-layer be served that passes more tensors to the function: choices of positions, or biases.
+these masks it got. If a layer's mask is none of them, the layer made its own, and the paged cache cannot serve it. Nor
+can a layer be served that passes more tensors to the function: choices of positions, or biases.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """The pieces of a step that go through a module under a cache of transformers (`ways`), and how one runs.
 
     decode     the tokens of all rows together, or each row alone
-    prefill    a prompt's first piece alone; a later piece alone as well, or token by token, those of all rows together
+    prefill    a prompt's first piece alone; a later piece alone as well, or token by token for all rows together
 
 A piece of several rows has contexts of several lengths. The module gets them with their ends aligned, under a mask that
 hides what lies before a row's first token.
@@ -135,6 +135,6 @@ def _context(batch: AttentionBatch, most: int, page_size: int) -> tuple[torch.Te
     lengths_B1 = batch.context_lens_B.long().clamp_min(1)[:, None]
     positions_BL = torch.arange(most, device=lengths_B1.device) - (most - lengths_B1)
     begun_BL = positions_BL >= 0
-    positions_BL = positions_BL.clamp_min(0)  # hidden values must be numbers: those of the row's first token are
+    positions_BL = positions_BL.clamp_min(0)  # hidden values must be numbers: the row's first token has some
     pages_BL = batch.page_table_BP.long().gather(1, positions_BL // page_size)
     return pages_BL * page_size + positions_BL % page_size, begun_BL

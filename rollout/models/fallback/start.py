@@ -1,9 +1,9 @@
 """The choice of the way in which a fallback model runs: its steps over the paged cache against its own eager forward.
 
-Two rows get their prompts in chunks, then decode together. Their logits are compared with those of the same module
-under transformers' eager attention and experts, on the same device, with the same weights. If layers take into account
-what a way does not pass on, such as biases by position or an earlier state, the model differs there, and the next way
-is tried. A model that is right in no way is refused, and not served wrongly.
+Two rows get their prompts in chunks, then decode together. Their logits are compared with the same module's under
+transformers' eager attention and experts, on the same device, with the same weights. If layers take into account what a
+way does not pass on, such as biases by position or an earlier state, the model differs there, and the next way is
+tried. A model that is right in no way is refused, and not served wrongly.
 
 The tokens are few. If the config names limits, such as windows, a small model is compared in the same way (`limits`).
 """
@@ -25,8 +25,8 @@ from rollout.models.fallback.ways import WAYS
 
 log = logging.getLogger(__name__)
 
-#: Lengths of the two rows: one passes all small limits, the other those that do not count blocks. The tokens come as
-#: prompts, of which the later pieces are these, and as decode steps.
+#: Lengths of the two rows: one passes all small limits, the other the limits that do not count blocks. The tokens come
+#: as prompts with these later pieces, and as decode steps.
 _LENGTHS, _LATER, _DECODED = (33, 12), (9, 4), 4
 _PAGE_SIZE = 4
 #: Largest difference of logits, relative to their standard deviation over the vocabulary.

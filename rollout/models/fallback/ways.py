@@ -1,6 +1,6 @@
 """The ways of running a module of transformers over the paged cache, from the fastest one to the most general one.
 
-A module gets the first way in which its log-probs are those of its own eager forward (`start`).
+A module gets the first way in which its log-probs equal its own eager forward's (`start`).
 
     packed     all tokens of a step side by side, [1, T], without a cache of transformers
     together   a prompt's piece alone, [1, N]; the decoded tokens of all rows together, [B, 1]; with a cache (`cache`)

@@ -1,12 +1,12 @@
 """Views of a module's parameters by the names of the checkpoint.
 
-transformers may rename the tensors of a checkpoint, stack them, or lay them side by side. Its own reverse conversion,
-which it saves checkpoints with, says which part of which parameter a tensor is. It is run here on the parameters
-themselves, without its copies, so that each result is a view: a copy into it changes the module. Files are loaded and
-updates applied through these views.
+transformers may rename the tensors of a checkpoint, stack them, or lay them side by side. The reverse conversion, with
+which it saves checkpoints, gives the parameter of a tensor, and its part. It is run here on the parameters themselves,
+without its copies, so that each result is a view: a copy into it changes the module. Files are loaded and updates
+applied through these views.
 
-A parameter has two sets of names where the two differ: that of the checkpoint, which files and `save_pretrained` have,
-and that of the module, which `named_parameters()` of a trainer's model has.
+A parameter has up to two names: the checkpoint's, in files and from `save_pretrained`, and the module's, from
+`named_parameters()` of a trainer's model.
 """
 
 from collections import defaultdict

@@ -4,7 +4,7 @@ A value is a constant, or a `Key`: the value of that key of config.json. Where a
 declaration names a function from the config to a tuple of values, one a layer.
 
 A family reads no key without a rule: a `Key` has the rule of its field, a function reads the keys that it lists, and
-`registry` has those of all families.
+`registry` has the rules of all families.
 """
 
 import math
@@ -482,7 +482,7 @@ class Family:
     other_types: tuple[str, ...] = ()
     eps: Key = declared(NUMBER, Key("rms_norm_eps"))  # epsilon of norms
     activation: Key = declared(TEXT, Key("hidden_act"))
-    limit: Key | None = declared(NUMBER, None)  # all activations are clamped; those of dense blocks by this
+    limit: Key | None = declared(NUMBER, None)  # all activations are clamped; in dense blocks by this
     layer_configs: ByLayer[Any] | None = None  # configs of layers that have other heads than the model's config says
     kv: ByLayer[KVSource] = own_kv
     value_norm: bool = False
@@ -524,7 +524,7 @@ class Family:
     #: Layers with a window have so many times the KV heads, and with `window_sinks` they alone have sinks.
     window_kv_heads: int = 1
     window_sinks: bool = False
-    chunks: ByLayer[int | None] = no_windows  # positions of a chunk, where a token sees those of its own
+    chunks: ByLayer[int | None] = no_windows  # positions of a chunk; a token sees its own chunk
     growths: ByLayer[QueryGrowth | None] = no_growths
     grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
     attention_scale: float | Key | Power | None = declared(NUMBER, None)

@@ -141,7 +141,7 @@ class CompletionDelivery:
     """Collects the deltas of one completion. `text` is set if text is wanted or there are stop strings.
 
     With `shown_from`, chunks have text from that character on. `routing` is set if the request wants experts. `marks`
-    and `forced` are those of `continue_from`.
+    and `forced` come from `continue_from`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Expert records in requests and replies (`return_routing`).
 
 A forward consumes a token and draws the next one; no forward has consumed the newest token. So a completion of n tokens
-has n - 1 entries, preceded by those of the prompt with `"all"`:
+has n - 1 entries; with `"all"` the prompt's entries come before:
 
     prompt           p0      p1  |  completion      t0      t1      t2
     "all"      entry  0       1                      2       3

@@ -1,8 +1,8 @@
 """Slow work on requests (templates, tokenization, grammars) in background threads, in order for each client.
 
 One thread prepares prompts, or waits for the process that does; the other compiles constraints, which takes longer.
-The outcome continues on the service thread. Requests of one client continue in the order in which they came, even if
-one needs no work and its predecessor does. Clients take turns, however much work one of them has.
+The outcome continues on the service thread. Requests of one client continue in the order of arrival, also if only an
+earlier one needs work. Clients take turns, however much work one of them has.
 """
 
 import threading

@@ -2,8 +2,8 @@
 
     message --check--> [ background: hash, finite values --> store ] --> prompt of the engine's request
 
-A piece travels once: a message brings its pixels, later ones its hash. A message that names pieces which the worker
-does not have (any more) is answered with `media_needed` and their hashes; the client sends it again with these.
+A piece travels once: a message brings its pixels, later ones its hash. If the worker lacks a named piece, it answers
+`media_needed` with the hashes; the client sends the message again with the pixels.
 
 The store has a limit in bytes. Pieces that requests in flight need stay; of the others the least recently used go.
 """

@@ -1,8 +1,8 @@
 """Finds stop strings in the text of one completion: the token that completes one, and the text before it.
 
 The match depends on the tokens only, not on how many arrive at a time. The first token after which the text contains a
-stop string ends the completion. If it completes several, the one that begins first counts, then the one that the
-request names first.
+stop string ends the completion. If a token completes several strings, the one that begins first counts, then the
+request's order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -118,7 +118,7 @@ class StopText:
         self._tail = (self._tail + piece)[-self._reach :] if searched and self._reach else ""
 
     def _replay(self, detokenizer: Detokenizer, token_ids: list[int]) -> None:
-        """Add tokens that contain a match one at a time, to find the one that completes it."""
+        """Add tokens one at a time, to find the token that completes a match."""
         self._detokenizer = detokenizer
         for token in token_ids:
             piece = detokenizer.feed([token])

@@ -1,4 +1,4 @@
-"""A trainer rank's part in one group: a thread that joins it and broadcasts every bucket, and a caller that watches it.
+"""A trainer rank's part in one group: a thread joins and broadcasts every bucket, and a caller watches the thread.
 
     pack bucket i+1 into one buffer | broadcast bucket i from another (on a GPU: several at a time, the host ahead)
 
@@ -32,8 +32,8 @@ class Broadcasts:
     """One rank's part in one group. A thread does the work; `run` waits for it within the bounds of `rules`.
 
     Rank 0 passes the `runs`, the other ranks receive them in the group. `member` names this rank to the others if it
-    gives up. After a run without `error`, `order` lists (bucket, sender) of every broadcast, and `fingerprints` those
-    of this rank's parts, int64 [buckets].
+    gives up. After a run without `error`, `order` lists (bucket, sender) of every broadcast, and `fingerprints` has one
+    for each bucket of this rank's parts, int64 [buckets].
     """
 
     def __init__(

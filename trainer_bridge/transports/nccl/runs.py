@@ -3,7 +3,7 @@
     stream      |--0--|----2----|-0-|----2----|-0-|...     runs: consecutive bytes that one member sends
     a bucket    |--0--|-0-|-0-|    |----2----|----2----|   parts: all runs of one member, sent by one broadcast
 
-A tensor of which members hold columns is one run with a negative sender, -1 minus the number of its `Columns`. Each
+If members hold columns of a tensor, it is one run with a negative sender, -1 minus the number of its `Columns`. Each
 member sends its columns of all rows in the bucket together; what the bucket's ends leave of a row are pieces as above.
 
 Before the buckets rank 0 broadcasts the table of runs: two rows of i64, the starts in the stream and the senders. A

@@ -5,9 +5,9 @@
     join: the store, the seats      == gloo group ==>   reach the store, join, broadcast and receive every bucket
     endings                          <== gloo group ==   success or failure, fingerprints of the parts
 
-Parts that are neither runs of elements nor columns count as rank 0's, which fetches them as for other transports; so do
-columns if a worker is of a release that does not know them. Rank 0 sends everything if ranks share a GPU, which NCCL
-does not support, or if only some ranks are on a GPU.
+Rank 0 fetches and sends other parts than runs of elements and columns, as for other transports, and also columns if a
+worker's release does not know them. Rank 0 sends everything if ranks share a GPU, which NCCL does not support, or if
+only some ranks are on a GPU.
 """
 
 import contextlib

@@ -11,8 +11,8 @@
 
 `begin.options`: `hosts`, `port` of the store, `backend`, `devices` (UUIDs). `grant.kept` names the group that a worker
 has kept, or is "". The value of `member/TOKEN` is JSON, `[group, rank, size, runs]`, or with `columns` at the end for a
-worker that granted `columns`; a worker that has kept this group at this rank goes on in it, others join with `group`
-as the key prefix. `commit.options.fingerprints` is BLAKE2b (16 bytes, hexadecimal) of all fingerprints as i64.
+worker that granted `columns`; a worker that is in this group at this rank stays; others join with `group` as the key
+prefix. `commit.options.fingerprints` is BLAKE2b (16 bytes, hexadecimal) of all fingerprints as i64.
 
 Tensors on a GPU are sent by NCCL from device to device, others by gloo. When a member is lost, the group is dropped and
 the other members meet in a new one.

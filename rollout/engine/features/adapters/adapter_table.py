@@ -6,11 +6,11 @@
 
 Adapters get slots in the order of the queue. Of the adapters whose rows have ended, the least recently used one loses
 its slot; adapters that no sequence waits for go first. While an adapter waits for a slot, sequences of adapters in
-slots pass it, so that all rows are in use. This ends: once a slot has taken its share of all rows, it may be *closed*
-for sequences that come after the waiting one; it is free when its rows have ended. At most a quarter of the slots is
-closed at a time, those with the fewest rows first. Sequences ahead of the waiting one, such as those of a higher
-priority, still take a closed slot. It is then open again, and the next slot to be closed is the one that fewest of
-them took. So no adapter starves: it waits for one closed slot for itself and one for each adapter that waits before it.
+slots pass it, so that all rows are in use. The wait ends: a slot that has taken its share of all rows may be *closed*
+for sequences after the waiting one, and is free when its rows have ended. At most a quarter of the slots is closed at a
+time; slots with the fewest rows come first. Sequences ahead of the waiting one, for example of a higher priority, still
+take a closed slot. It is then open again, and the next slot to be closed is the one that fewest of them took. So no
+adapter starves: it waits for a closed slot, after the adapters before it have got theirs.
 
 Invariants:
 - A slot that a sequence has taken belongs to that adapter until it is given back, together with row and pages
@@ -197,7 +197,7 @@ class AdapterTable:
         self.counts.loaded += 1
 
     def _close_one(self) -> None:
-        """Close a slot that has taken its share: one that few sequences pass, then one with few rows."""
+        """Close a slot that has taken its share: by fewest passing sequences, then by fewest rows."""
         had = [slot for slot in self._slots if slot.refs and slot.taken >= self._share and slot not in self._closed]
         if had:
             self._closed.append(min(had, key=lambda slot: (slot.passed, slot.refs, slot.used)))

@@ -8,7 +8,7 @@ Everything runs on the compute stream, so the next step verifies drafts that the
 host with the tokens of their step, which masks of constraints wait for anyway.
 
     read    all tokens of the step, at their positions: hidden states of the target, and the token that follows each.
-            After a refused draft that token is a wrong one; the position is read again by the step that computes it.
+            After a refused draft that token is wrong; the step that computes the position reads it again.
     draft   from the last position of each row: the token that the row would draw from the draft model's logits, with
             its own noise at that position, temperature, truncation, penalties, biases and bans; the best one for rows
             that take the best. So it is the token that the row draws wherever both models agree well enough.

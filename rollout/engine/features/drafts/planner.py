@@ -159,7 +159,7 @@ class DraftPlanner:
         return DraftChoice(drafts, after)
 
     def launched(self, plan: Plan, after: DraftAfter) -> None:
-        """Note a launched plan: its rows have the drafts that the device makes after it, and no older ones."""
+        """Note a launched plan: its rows now have the drafts that the device makes next, and no older ones."""
         if not self._makes:
             return
         made = self.most if after is DraftAfter.DRAFT else 0

@@ -27,9 +27,9 @@ _UNMEASURED = _Unmeasured()
 class Acceptance:
     """The chance that a draft is accepted if the drafts before it were, for one row or for all rows.
 
-    A row is assumed to be like `all_rows` until its own paths say otherwise. A path is kept until its tokens are
-    committed, and then compared with them: accepted are the equal ones before the first that differs. So a row that
-    does not draft is measured, too, and begins when drafts would pay.
+    A row is assumed to be like `all_rows` until its own paths say otherwise. A path is kept until the row's tokens are
+    committed, and then compared with them: drafts are accepted up to the first difference. So a row that does not draft
+    is measured, too, and begins when drafts would pay.
     """
 
     def __init__(self, all_rows: Acceptance | _Unmeasured = _UNMEASURED) -> None:

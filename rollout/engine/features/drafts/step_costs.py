@@ -4,7 +4,7 @@
 
 `measured` is a table from start-up: steps of this many rows with short contexts. Constant and slope correct it by the
 steps that were run: attention reads the context of each row, and a verify step sets drafts up. Plain and verify steps
-have a correction each. The correction of verify steps starts equal to that of plain steps, and goes back to it while
+have a correction each. The correction of verify steps starts equal to the one of plain steps, and goes back to it while
 only plain steps run, so that old costs do not keep rows from drafting. A context counts again for each draft, unless
 attention reads shared pages once. What the drafter on the device takes after a step is a table of its own, by rows.
 """
@@ -147,5 +147,5 @@ def worthwhile(
     return np.bincount(order[: best + 1] // chances_MK.shape[1], minlength=len(chances_MK)).tolist()
 
 
-#: Speed of a verify step over that of a plain one below which no row drafts: costs and acceptance are estimates.
+#: The gain of a verify step over a plain one below which no row drafts: costs and acceptance are estimates.
 LEAST_GAIN = 1.03

@@ -1,8 +1,8 @@
 """Drafts by suffix matching: what followed the last tokens before, in the same prompt's texts.
 
-A completion is compared with its prompt, with itself, with the other completions of that prompt as they grow (its
-group), and with earlier ones: a trainer comes back to the same prompts at every epoch. Earlier ones are kept by prompt,
-within a number of tokens; the prompt that was used longest ago goes first. A token takes about 300 bytes.
+A completion is compared with its prompt, with itself, with the group's other completions as they grow, and with earlier
+completions: a trainer repeats its prompts at every epoch. Earlier ones are kept by prompt, within a number of tokens;
+the prompt that was used longest ago goes first. A token takes about 300 bytes.
 
     a prompt in use    prompt + running completions | ended ones: kept
     another prompt     prompt + ended ones: kept

@@ -2,10 +2,10 @@
 
     buffer    | block 0 | block 1 | ...       blocks of cells; a cell holds the embeddings of one token
 
-An encoding is needed from the step that makes it to the steps that compute KV of its tokens. All these steps run on one
-stream, so a cell may be given away as soon as no step that is being planned needs it: a later encoding overwrites the
-cell after the earlier steps have read it. So nothing is freed by hand. The least recently used encodings go first.
-If a request needs one again, it is encoded again from the pixels, which requests keep on the host.
+An encoding is needed from its own step to the last step that computes KV of its tokens. All steps run on one stream, so
+a cell is free once no planned step needs it: a later encoding overwrites the cell after the earlier steps have read it.
+So nothing is freed by hand. The least recently used encodings go first. If a request needs one again, it is encoded
+again from the pixels, which requests keep on the host.
 
 Encodings belong to the weights of the tower: an update that changes these drops all of them.
 """
@@ -68,8 +68,8 @@ class EncodingCounts:
 class Encodings:
     """The encodings in the buffer. `plan_begins`, then `fit` for each span, then `take_encodes`: one step.
 
-    `cells` is the size of the buffer, tokens; `most_patches` bounds what one step encodes. `beginnings` are those of
-    the names of the tower's tensors.
+    `cells` is the size of the buffer, tokens; `most_patches` bounds what one step encodes. `beginnings` are the
+    beginnings of the names of the tower's tensors.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The experts of tokens on the host: by page where their KV is, and what one sequence has not sent of its own.
 
 An entry lies where the KV of its token lies: same page, same place in the page. Steps are committed in the order of
-their launch, so `ExpertPages` mirrors the KV pages, one commit late: a sequence that shares, copies, caches or evicts a
-page has the entries of its tokens with it. `record` says how a step records them and how they are packed.
+launch, so `ExpertPages` mirrors the KV pages, one commit late: if a page is shared, copied, cached or evicted, so are
+the entries of its tokens. `record` says how a step records them and how they are packed.
 
 Entries of KV that is on the host (`offload`, `tier`) are kept with it, by its page number there. `feature` says when
 they go back to the pool's pages.

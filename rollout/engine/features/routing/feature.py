@@ -1,7 +1,7 @@
 """Commits the records of steps, and adds experts to what is sent.
 
-Entries of KV that came back from the host go to the pool's pages only when all steps are committed that were launched
-before: one of them may still have to copy from those page numbers.
+Entries of KV from the host go to the pool's pages only when all earlier steps are committed: one of these may still
+have to copy from the same page numbers.
 """
 
 from collections import deque

@@ -6,7 +6,7 @@
 Packed: the numbers of a token's experts in all sparse layers, layer by layer, likeliest first, in 8 or 16 bits, padded
 to a whole word.
 
-Legend: N tokens, T those of a step, L sparse layers, K experts a token, W words of an entry.
+Legend: N tokens, T tokens of a step, L sparse layers, K experts a token, W words of an entry.
 """
 
 from __future__ import annotations

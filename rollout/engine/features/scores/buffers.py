@@ -8,8 +8,8 @@
     chosen    [words] float32                            -D2H->     of prompts with tokens that a request names
     entropy   [chunk tokens] float32                     -D2H->     of prompts whose request asks for it
 
-Prompts are scored in two lists. The narrow one has those that ask for their own tokens and up to 20 likeliest ones;
-nothing of the other one changes its numbers. The wide one has the rest: its steps are as long as `WIDE_WORDS` allows.
+Prompts are scored in two lists. The narrow buffer has positions with their own token and up to 20 likeliest ones; the
+wide buffer does not affect its numbers. The wide one has the rest: its steps are as long as `WIDE_WORDS` allows.
 
 All are log-softmax of the model's own logits: before temperature, penalties, bias, bans and masks. The upload of a step
 says which rows and positions these are; a step without any enqueues nothing of this. Each copy is one contiguous piece:
@@ -17,10 +17,10 @@ CUDA takes a copy with gaps through memory that is not pinned, and the host woul
 
 Where each rank of a tensor group has the logits of a part of the vocabulary, the ranks exchange the largest logit of
 each row, then sums, the likeliest tokens of their part, and how many tokens are likelier than the prompt's. All ranks
-merge them in the order of the ranks and have the same scores; exact sums are those of one rank, bit for bit.
+merge them in the order of the ranks and have the same scores; exact sums equal one rank's, bit for bit.
 
-Legend: S rows that sample, C of them with tops, K tops, N scored positions, P of them at a time, M tokens that a
-request names at a position, V vocabulary or the rank's part of it, R ranks.
+Legend: S rows that sample, C rows with tops, K tops, N scored positions, P positions at a time, M tokens named by a
+request at a position, V vocabulary or the rank's part, R ranks.
 """
 
 from collections.abc import Callable

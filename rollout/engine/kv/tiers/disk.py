@@ -41,7 +41,7 @@ from rollout.process.watchdog import ObservedTime
 
 log = logging.getLogger(__name__)
 
-#: The most jobs of each thread that have not ended; a read takes a page of host memory, of which it may use a quarter.
+#: The most jobs of each thread that have not ended; a read takes a page of host memory, and may use a quarter of it.
 _MOST_JOBS = 64
 #: The longest that the loop waits before it looks for commands again, seconds: a disk may be slow.
 _WAIT_S = 0.02

@@ -1,7 +1,7 @@
 """The tier in host memory, with a folder on disk below it: the engine's interface to this package.
 
-`known` has the books of known prefixes, `offload` those of preempted sequences. Between two steps pages are copied as
-these books say, those of preempted sequences first:
+`known` has the books of known prefixes, `offload` the books of preempted sequences. Between two steps pages are copied
+as these books say, first for preempted sequences:
 
     advance:  account for complete copies --> pages are free, rows can be planned again;  then begin the next copies
 """

@@ -3,7 +3,7 @@
 A known page is found by its prefix key: in the pool (`pool`), on the host (`host_pages`) or on disk (`disk`). This
 module says what leaves the device, and what leaves the host; `fetches` brings it back.
 
-    to the host    the pool gets short: the oldest cached pages, then those of idle sessions, are copied before the pool
+    to the host    the pool gets short: the oldest cached pages, then idle sessions' pages, are copied before the pool
                    needs the room. Once a page is on the host, its eviction loses nothing
     to disk        the host gets short: its oldest pages and states are written in the same way
 
@@ -14,7 +14,7 @@ Admissions wait until the pages that they take are on the host (`writing`). A ro
 page that is not there yet, the page is lost. The next sequence with that prefix computes it again.
 
 Invariants:
-- Only pages that no step in flight writes to are copied to the host: cached ones, those of idle sessions, and those of
+- Only pages that no step in flight writes to are copied to the host: cached pages, idle sessions' pages, and pages of
   ends whose sequence is settled. A state is copied after the steps in flight: one of them may save it.
 - A page or place that is given up during its copy is not kept (`Copies`).
 - After `forget_all`, the results of copies under way are discarded.

@@ -1,12 +1,12 @@
 """Offload: the KV of preempted sequences is copied to the host and back while steps run.
 
-`OffloadBooks` says where each page is; it touches no tensor. In each tick `host_tier` has `page_mover` copy what these
-books name, and those of known pages (`known`). A sequence passes through four calls:
+`OffloadBooks` says where each page is; it touches no tensor. In each tick `host_tier` has `page_mover` copy the pages
+that these books and the books of known pages (`known`) name. A sequence passes through four calls:
 
     take       it has left its row and no step in flight names it: its pages become offloaded pages
     next_out   an offloaded page without other users is copied to the host; then its pool page is free
     restore    it is admitted again: it shares what is still in the pool, the rest is copied into new pool pages
-    drop       its first step is launched, it ends, or its KV is invalid: it no longer needs its offloaded pages
+    drop       its first step is launched, it ends, or its KV is invalid: the offloaded pages are no longer needed
 
 States of an offloaded page, the KV of one page of preempted sequences:
 
