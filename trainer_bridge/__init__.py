@@ -11,52 +11,28 @@ from importlib import import_module, metadata
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-_ERRORS = (
-    *("AccessRefused", "BadMessage", "BadRequest", "ConnectionLost", "Duplicate", "InternalError", "JournalFailed"),
-    *(
-        "MediaNeeded",
-        "NotFound",
-        "Overloaded",
-        "ProtocolError",
-        "ResumeFailed",
-        "RolloutError",
-        "RolloutTimeout",
-        "TooLong",
+#: The public names by module.
+_NAMES = {
+    "client.asynchronous": ("AsyncRolloutClient", "AsyncSession", "AsyncStream"),
+    "client.batch": ("Settled",),
+    "client.blocking": ("RolloutClient", "Session", "Stream"),
+    "client.generate_request": ("AttachFields", "GenerateFields"),
+    "client.launch": ("WorkerFailed", "WorkerProcess", "start_worker"),
+    "client.media": ("MediaItem", "MediaPrompt", "chat_prompt", "processor_prompt", "processor_prompts"),
+    "client.mismatch": ("Mismatch",),
+    "client.results": ("Chunk", "Completion", "GenerateResult"),
+    "integrations.background": ("BackgroundClient",),
+    "publish.handle": ("PublishHandle", "WorkerReport"),
+    "publish.publisher": ("WeightPublisher",),
+    "quantize": ("quantize_fp8_block", "quantize_fp8_row"),
+    "wire.errors": (
+        *("AccessRefused", "BadMessage", "BadRequest", "ConnectionLost", "Duplicate", "InternalError"),
+        *("JournalFailed", "MediaNeeded", "NotFound", "Overloaded", "ProtocolError", "ResumeFailed", "RolloutError"),
+        *("RolloutTimeout", "TooLong", "Unavailable", "WeightsRejected", "WeightsReplaced"),
     ),
-    *("Unavailable", "WeightsRejected", "WeightsReplaced"),
-)
-#: The modules of the public names.
-_MODULES = {
-    "AsyncRolloutClient": "client.asynchronous",
-    "AsyncSession": "client.asynchronous",
-    "AsyncStream": "client.asynchronous",
-    "AttachFields": "client.generate_request",
-    "BackgroundClient": "integrations.background",
-    "Chunk": "client.results",
-    "ClientCurve": "wire.keys",
-    "Completion": "client.results",
-    "GenerateFields": "client.generate_request",
-    "GenerateResult": "client.results",
-    "MediaItem": "client.media",
-    "MediaPrompt": "client.media",
-    "Mismatch": "client.mismatch",
-    "PublishHandle": "publish.handle",
-    "RolloutClient": "client.blocking",
-    "Session": "client.blocking",
-    "Settled": "client.batch",
-    "Stream": "client.blocking",
-    "WeightPublisher": "publish.publisher",
-    "WorkerFailed": "client.launch",
-    "WorkerProcess": "client.launch",
-    "WorkerReport": "publish.handle",
-    "chat_prompt": "client.media",
-    "processor_prompt": "client.media",
-    "processor_prompts": "client.media",
-    "quantize_fp8_block": "quantize",
-    "quantize_fp8_row": "quantize",
-    "start_worker": "client.launch",
-    **dict.fromkeys(_ERRORS, "wire.errors"),
+    "wire.keys": ("ClientCurve",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 #: Modules of release 0.1.0 that have another place now.
 _MOVED = {
     "async_client": "client.asynchronous",

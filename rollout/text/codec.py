@@ -80,19 +80,6 @@ class TextCodec:
         """Token ids of a text prompt, int32 [n], with the special tokens that the tokenizer adds."""
         return self._encode(text, add_special_tokens=True)
 
-    def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> np.ndarray:
-        """Token ids of messages, int32 [n], rendered by the chat template.
-
-        `options` are passed to the template. `add_generation_prompt` defaults to true, or to false with
-        `continue_final_message`. Raises `RolloutError` (`bad_request`) if the template refuses the messages.
-        """
-        return self.encode_rendered(self.render_chat(messages, tools, options))
-
     def encode_rendered(self, text: str) -> np.ndarray:
         """Token ids of rendered messages, int32 [n]. The template has written the special tokens."""
         return self._encode(text, add_special_tokens=False)
@@ -104,9 +91,11 @@ class TextCodec:
         options: dict[str, Any] | None = None,
         template: str | None = None,
     ) -> str:
-        """The rendered text of messages; arguments and errors as in `encode_chat`.
+        """The text of messages, rendered by the chat template.
 
-        `template` replaces the model's chat template. It runs in the sandbox, but may take any time: trust its source.
+        `options` are passed to the template. `add_generation_prompt` defaults to true, or to false with
+        `continue_final_message`. Raises `RolloutError` (`bad_request`) if the template refuses the messages. `template`
+        replaces the model's chat template. It runs in the sandbox, but may take any time: trust its source.
         """
         if not self.has_chat_template and template is None:
             raise BadRequest("this model has no chat template; send a 'prompt' instead", field="messages")

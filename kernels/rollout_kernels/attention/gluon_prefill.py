@@ -302,7 +302,7 @@ def gathered_attention(
         v_GND: likewise.
         items_BW: from `prefill_items`, for the same chunks and window.
         scale: positive factor of the scores.
-        window: how many positions a query sees, or None for all.
+        window: as for `prefill_items`.
         stages: tiles of keys, and of values, in shared memory.
         pingpong: the two consumers start their products alternately.
         programs: multiprocessors to use.

@@ -309,16 +309,7 @@ def grouped_gate_up(
 ) -> torch.Tensor:
     """The gated activations of each pair, [P, I] in x's dtype, in the order of tokens and their experts.
 
-    Args:
-        x_TH: bf16 or f16, contiguous.
-        groups: from `group_pairs`.
-        gate_up: gate rows, then up rows, of all experts (2 halves); without a gate 1 half.
-        top_k: K.
-        config: launch configuration.
-        out_PI: memory for the result, or None to allocate it.
-        glu: for weights whose gate and up rows alternate, not in `fp8_block`; None: `activation`.
-        activation: of the gates, or of the values without a gate.
-        limit: see `rollout_kernels.gated`.
+    `groups` is from `group_pairs`; the other arguments are as for `moe_gate_up`.
     """
     _check(x_TH, gate_up)
     assert glu is None or (gate_up.format != "fp8_block" and gate_up.halves == 2)
@@ -349,13 +340,7 @@ def grouped_down(
     It must be launched directly after the `grouped_gate_up` that computes `h_PI`, because it reads `groups` and
     `weights_TK` before that kernel has ended.
 
-    Args:
-        h_PI: from `grouped_gate_up`.
-        groups: from `group_pairs`.
-        weights_TK: float32 weight of each token's experts.
-        down: the down projections of all experts.
-        config: launch configuration.
-        out_KTH: memory for the result, or None to allocate it.
+    `weights_TK` is float32; the other arguments are as for `moe_down`.
     """
     _check(h_PI, down)
     tokens, top_k = weights_TK.shape

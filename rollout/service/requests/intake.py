@@ -73,9 +73,7 @@ class Intake:
         self._model = model
         self._text = text
         self._constraints = constraints
-        self._media_limits = MediaLimits(
-            self._limits.max_media, self._limits.max_media_patches, model.image_patches, settings.media_store_bytes
-        )
+        self._media_limits = MediaLimits(self._limits.max_media, self._limits.max_media_patches, model.image_patches)
 
     @property
     def tower(self) -> TowerSpec | None:

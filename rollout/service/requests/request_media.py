@@ -62,12 +62,11 @@ class MediaFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Limits of one request, and of the store."""
+    """Limits of one request."""
 
     pieces: int
     patches: int  # most patches of all pieces in a request
     piece_patches: int  # most patches of one piece
-    store_bytes: int
 
 
 def check_media(media: Sequence[MediaFields], prompt: Any, tower: TowerSpec | None, limits: MediaLimits) -> None:
