@@ -26,21 +26,29 @@ class WorkerStatus:
 
     def reply(self, request_id: str, generation: Generation, preparing: int, sequences: int) -> dict[str, Any]:
         """The reply to `status`. `preparing`: requests with the tokenizer. `sequences`: number of rows to list."""
-        receiver, views = self._engine.receiver, self._engine.views
+        receiver, views, status = self._engine.receiver, self._engine.views, self._engine.status()
+        status = replace(
+            status,
+            state="draining" if generation.draining and status.state != "stalled" else status.state,
+            queue_waiting=status.queue_waiting + preparing,
+            queue_max=status.queue_max or self._settings.max_queue,
+            reclaimed=generation.reclaimed,
+        )
+        weights = None
+        if receiver is not None:
+            versions = {"version": status.weights_version, "min_version": self._model.min_version}
+            weights = versions | receiver.summary()
         reply = status_reply(
             request_id,
-            replace(self._engine.status(), reclaimed=generation.reclaimed),
+            status,
             self._model,
-            draining=generation.draining,
-            preparing=preparing,
             results={"stored": len(generation.store), "bytes": generation.store.size},
-            max_queue=self._settings.max_queue,
             max_message_bytes=self._settings.max_message_bytes,
             worker=self._worker.name,
             metrics_url=self._worker.metrics_url,
-            capabilities=self._capabilities,
+            capabilities=list(self._capabilities),
             weights_endpoint=receiver.endpoint if receiver is not None else None,
-            weights=receiver.summary() if receiver is not None else None,
+            weights=weights,
         )
         if sequences == 0 or views is None:
             return reply

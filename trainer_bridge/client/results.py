@@ -190,19 +190,8 @@ def _plain(value: Any) -> Any:
 
 
 _RESULT_FIELDS = {
-    "v",
-    "id",
-    "op",
-    "completions",
-    "prompt_tokens",
-    "cached_tokens",
-    "timing",
-    "preemptions",
-    "worker",
-    "metadata",
-    "media",
-    "prompt_token_ids",
-    *PROMPT_FIELDS,
+    *("v", "id", "op", "completions", "prompt_tokens", "cached_tokens", "timing", "preemptions", "worker", "metadata"),
+    *("media", "prompt_token_ids", *PROMPT_FIELDS),
 }
 
 

@@ -1,7 +1,7 @@
 """The headers of replies; `docs/reference/protocol.md` lists them."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -75,56 +75,16 @@ def result_reply(
     return reply
 
 
-def status_reply(
-    request_id: str,
-    status: EngineStatus,
-    model: ServedModel,
-    *,
-    draining: bool,
-    preparing: int,
-    results: dict[str, int],
-    max_queue: int,
-    max_message_bytes: int,
-    worker: str,
-    metrics_url: str | None,
-    capabilities: Sequence[str],
-    weights_endpoint: str | None,
-    weights: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """The state of the worker. `preparing`: requests with the tokenizer, which count as waiting.
-
-    `weights` describes how updates apply; it is None for a worker without a weight receiver. `metrics_url` is the
-    address of the page for Prometheus, if there is one.
-    """
+def status_reply(request_id: str, status: EngineStatus, model: ServedModel, **facts: Any) -> dict[str, Any]:
+    """The state of the worker: that of its engine, its model, and `facts`, which are more fields."""
     fields = asdict(status)
-    fields["state"] = "draining" if draining and status.state != "stalled" else status.state
-    fields["queue_waiting"] += preparing
-    fields["queue_max"] = status.queue_max or max_queue
     for group in ("rows", "queue", "pages", "slots"):
         names = [name for name in fields if name.startswith(f"{group}_")]
         fields[group] = {name.removeprefix(f"{group}_"): fields.pop(name) for name in names}
     del fields["stale"]  # one of the problems
-    if weights is not None:
-        weights = {"version": status.weights_version, "min_version": model.min_version, **weights}
-    return (
-        _header("status", request_id)
-        | fields
-        | {
-            "model": model.name,
-            "dtype": model.dtype,
-            "worker": worker,
-            "pid": os.getpid(),
-            "metrics_url": metrics_url,
-            "weights_endpoint": weights_endpoint,
-            "weights": weights,
-            "results": results,
-            "capabilities": list(capabilities),
-            "max_context_tokens": model.max_context_tokens,
-            "max_message_bytes": max_message_bytes,
-            "vocab_size": model.vocab_size,
-            "eos_ids": list(model.eos_ids),
-        }
-    )
+    fields |= {"model": model.name, "dtype": model.dtype, "max_context_tokens": model.max_context_tokens}
+    fields |= {"vocab_size": model.vocab_size, "eos_ids": list(model.eos_ids), "pid": os.getpid()}
+    return _header("status", request_id) | fields | facts
 
 
 def sequence_fields(sequence: SequenceStatus) -> dict[str, Any]:
