@@ -8,7 +8,18 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from rollout.config.gateway_settings import GatewaySettings
-from rollout_gateway.dialects import anthropic, openai_chat, openai_completions, own, sglang, trainers, vllm, weights
+from rollout_gateway.dialects import (
+    anthropic,
+    openai_chat,
+    openai_completions,
+    own,
+    sglang,
+    sglang_orders,
+    trainers,
+    vllm,
+    vllm_orders,
+    weights,
+)
 from rollout_gateway.dialects.responses import handlers as responses
 from rollout_gateway.dialects.tinker import handlers as tinker
 from rollout_gateway.http.bodies import Body, Query, decode, read_bytes
@@ -22,7 +33,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *responses.ENDPOINTS,
     *anthropic.ENDPOINTS,
     *vllm.ENDPOINTS,
+    *vllm_orders.ENDPOINTS,
     *sglang.ENDPOINTS,
+    *sglang_orders.ENDPOINTS,
     *trainers.ENDPOINTS,
     *weights.ENDPOINTS,
     *own.ENDPOINTS,

@@ -18,16 +18,14 @@ from pydantic import Field
 from rollout.config.gateway_settings import ExpertFormat
 from rollout_gateway.answers.answer_facts import choice_facts, experts_of, prompt_facts, prompt_ids, usage
 from rollout_gateway.answers.logprobs import LogprobFormat
-from rollout_gateway.http.bodies import Body, Query, Truth
+from rollout_gateway.http.bodies import Body
 from rollout_gateway.http.http_errors import bad_request
-from rollout_gateway.orders.worker_orders import PauseMode
 from rollout_gateway.prompts.chat_messages import Rendering, render_chat
 from rollout_gateway.prompts.kv_hints import ForkField
 from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, MAX_TOP, MOST_IDS, RequestFields, SamplingBody, TokenId
-from rollout_gateway.requests import admin
 from rollout_gateway.requests.call import Call, StreamedChunk, check_stream, fork_fields
 from rollout_gateway.requests.chat_body import Tool
-from rollout_gateway.requests.http_request import GET, POST, Endpoint, HttpRequest
+from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
 from rollout_gateway.workers.workers import TokenRequest
 from trainer_bridge.client.media import MediaItem
 from trainer_bridge.client.results import Completion, GenerateResult
@@ -334,126 +332,9 @@ async def detokenize(request: HttpRequest[DetokenizeBody]) -> dict[str, Any]:
     return {"prompt": await request.gateway.model.text.decode(request.body.tokens)}
 
 
-# --- pauses and sleep -------------------------------------------------------------------------------------------------
-
-
-class PauseQuery(Query):
-    """The parameters of `/pause`."""
-
-    mode: str = "abort"
-    clear_cache: str = ""
-    wait_for_inflight_requests: Truth = False
-
-    @property
-    def order(self) -> PauseMode:
-        """The mode of the pause. Raises `HttpError` for an unknown one."""
-        modes: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
-        mode = "wait" if self.wait_for_inflight_requests else self.mode
-        if mode not in modes:
-            raise bad_request("use abort, wait or keep", "mode")
-        return modes[mode]
-
-
-class SleepQuery(Query):
-    """The parameters of `/sleep`."""
-
-    level: Literal["0", "1", "2"] = "1"
-    mode: str = ""
-    tags: list[str] = []
-
-
-class WakeQuery(Query):
-    """The parameters of `/wake_up`."""
-
-    tags: list[str] = []
-
-
-async def resume(request: HttpRequest[Any]) -> None:
-    """End a pause."""
-    await request.gateway.orders.resume()
-
-
-async def is_paused(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Return whether a worker is paused."""
-    return {"is_paused": await request.gateway.orders.is_paused()}
-
-
-async def sleep(request: HttpRequest[SleepQuery]) -> None:
-    """Release the devices' memory. Level 0 only pauses."""
-    body = request.body
-    if body.level == "0":
-        await request.gateway.orders.pause("keep")
-    else:
-        await request.gateway.orders.sleep(int(body.level), body.tags or None)
-
-
-async def is_sleeping(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Return whether a worker sleeps."""
-    return {"is_sleeping": await request.gateway.orders.is_sleeping()}
-
-
-# --- requests, sessions, caches ---------------------------------------------------------------------------------------
-
-
-class AbortRequestsBody(Body):
-    """The body of `/abort_requests`; without ids all requests end."""
-
-    may_be_empty: ClassVar = True
-
-    request_ids: list[str] | None = None
-
-
-class ResetBody(Body):
-    """The body of `/reset_prefix_cache`."""
-
-    may_be_empty: ClassVar = True
-    ignored: ClassVar = {"reset_running_requests": "see `engine.kv_on_swap`"}
-
-
-class WorldSizeQuery(Query):
-    """The parameters of `/get_world_size`."""
-
-    include_dp: str = ""
-
-
-async def abort_requests(request: HttpRequest[AbortRequestsBody]) -> dict[str, Any]:
-    """End requests with their tokens, by their ids, or all."""
-    ids = request.body.request_ids
-    targets = [None] if ids is None else ids
-    return {"aborted": sum([await request.gateway.orders.abort(target) for target in targets])}
-
-
-async def reset_prefix_cache(request: HttpRequest[ResetBody]) -> dict[str, Any]:
-    """No effect: `engine.max_kv_age` bounds the age of KV."""
-    await request.gateway.workers.ask()
-    return {"success": True}
-
-
-async def get_world_size(request: HttpRequest[WorldSizeQuery]) -> dict[str, Any]:
-    """Count the workers: each is one rank."""
-    return {"world_size": len(request.gateway.workers.pool.endpoints)}
-
-
-async def weight_info(request: HttpRequest[Any]) -> dict[str, Any]:
-    """Return the version that all workers have at least, as an integer."""
-    return {"weight_version": await request.gateway.orders.version()}
-
-
 ENDPOINTS = (
     Endpoint(POST, "/inference/v1/generate", "vLLM", generate, GenerateBody, for_client=True),
     Endpoint(POST, "/skyrl/v1/generate", "SkyRL", generate_with_experts, GenerateBody, for_client=True),
     Endpoint(POST, "/tokenize", "vLLM", tokenize, TokenizeBody),
     Endpoint(POST, "/detokenize", "vLLM", detokenize, DetokenizeBody),
-    Endpoint(GET, "/get_world_size", "vLLM", get_world_size, WorldSizeQuery),
-    Endpoint(POST, "/pause", "vLLM", admin.pause, PauseQuery, {"status": "paused"}, for_client=True),
-    Endpoint(POST, "/resume", "vLLM", resume, answer={"status": "resumed"}),
-    Endpoint(GET, "/is_paused", "vLLM", is_paused),
-    Endpoint(POST, "/sleep", "vLLM", sleep, SleepQuery),
-    Endpoint(POST, "/wake_up", "vLLM", admin.wake_up, WakeQuery),
-    Endpoint(GET, "/is_sleeping", "vLLM", is_sleeping),
-    Endpoint(POST, "/abort_requests", "vLLM", abort_requests, AbortRequestsBody),
-    Endpoint(POST, "/reset_prefix_cache", "vLLM", reset_prefix_cache, ResetBody),
-    Endpoint(POST, "/v1/load_lora_adapter", "vLLM", admin.load_adapter, admin.AdapterBody),
-    Endpoint(POST, "/v1/unload_lora_adapter", "vLLM", admin.unload_adapter, admin.AdapterBody),
-    Endpoint(GET, "/weight_info", "vLLM", weight_info),
 )
