@@ -1,12 +1,15 @@
 """Triton kernels run in Triton's interpreter where there is no CUDA device; it has to be chosen before Triton loads."""
 
 import atexit
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +39,20 @@ if not torch.cuda.is_available():
         from tests.support.quick_interpreter import make_quick
 
         make_quick()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Of several processes each rewrites assertions in its share of the files, and then finds those of the others."""
+    name, count = os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    if not name or sys.dont_write_bytecode:
+        return
+    folders = [session.config.invocation_params.dir / argument for argument in session.config.args]
+    files = sorted({file for folder in folders if folder.is_dir() for file in folder.rglob("test_*.py")})
+    for file in files[int(name.removeprefix("gw")) :: count]:
+        module = file.relative_to(Path(__file__).parents[1]).with_suffix("")
+        with contextlib.suppress(ImportError, pytest.skip.Exception):  # its collection tells
+            importlib.import_module(".".join(module.parts))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
