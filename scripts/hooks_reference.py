@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import rollout.engine
 from rollout.engine.features.all import FEATURES
-from rollout.engine.kv.tiers.page_mirror import PageMirror
+from rollout.engine.kv.tier import PageMirror
 from rollout.engine.schedule.command_feature import CommandFeature
 from rollout.engine.schedule.step_feature import AheadPlanner, RequestFeature, StepFeature, VariantFeature
 from rollout.engine.step.device_feature import AheadFeature, DeviceFeature, LogitsFeature, OutputFeature

@@ -16,7 +16,7 @@ from rollout.engine.device.releasable import HostPages, PermanentMemory, Releasa
 from rollout.engine.device.streams import Device
 from rollout.engine.features.all import FEATURES, MakeFeature
 from rollout.engine.gate import Gate
-from rollout.engine.kv.tiers.page_mirror import PageMirror
+from rollout.engine.kv.tier import PageMirror
 from rollout.engine.loop import Engine
 from rollout.engine.messages.to_service import Event
 from rollout.engine.model_checks import check_model

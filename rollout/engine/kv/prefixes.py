@@ -191,10 +191,11 @@ class Prefixes:
 
         A sequence does not wait for one of lower priority, which may itself wait for long.
         """
-        if not self.frontiers:
+        key = self._next_key(seq.content_between, found.keys, len(tokens))[0] if self.frontiers else b""
+        if key not in self.frontiers:
             return None
-        other = self.frontiers.get(self._next_key(seq.content_between, found.keys, len(tokens))[0])
-        if other is None or other.kv.oldest < oldest or not other.kv.prefilling or other.priority < seq.priority:
+        other = self.frontiers[key]
+        if other.kv.oldest < oldest or not other.kv.prefilling or other.priority < seq.priority:
             return None
         theirs = other.identity(other.kv.prefill_tokens)
         most = min(len(theirs), len(tokens))

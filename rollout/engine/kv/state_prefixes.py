@@ -109,13 +109,14 @@ class StatePrefixes(Prefixes):
     def longest_awaited(self, ends: list[KnownEnd], seq: Sequence, oldest: int) -> KnownEnd:
         """The end that a prefill computes next with at least the priority of `seq`."""
 
-        def comes(other: Sequence | None) -> bool:
-            return other is not None and other.priority >= seq.priority and other.kv.oldest >= oldest
+        def comes(other: Sequence) -> bool:
+            return other.priority >= seq.priority and other.kv.oldest >= oldest
 
-        return _longest(end for end in ends if comes(self.frontiers.get(end.point.key)))
+        expected = (end for end in ends if end.point.key in self.frontiers)
+        return _longest(end for end in expected if comes(self.frontiers[end.point.key]))
 
     def _reusable(self, end: KnownEnd, known: KnownPages, session_tokens: int) -> Reusable:
-        assert end.cached is not None
+        assert end.cached
         pages, keys, (place, half, _, oldest) = known.pages[: end.pages], known.keys.fork(end.pages), end.cached
         return Reusable(pages, half, end.tokens, session_tokens, keys, place=place, hit="prompt_end", oldest=oldest)
 

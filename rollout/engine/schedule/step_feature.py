@@ -14,7 +14,7 @@ Some features have more hooks, by what they are:
     VariantFeature   rows run with variants of the weights, which have to be there first
     AheadPlanner     rows take more than one token in a step
     CommandFeature   it has commands of its own (`command_feature`)
-    PageMirror       it has data for each page of KV (`kv/tiers/page_mirror`)
+    PageMirror       it has data for each page of KV (`kv/tier`)
 """
 
 from abc import ABC, abstractmethod

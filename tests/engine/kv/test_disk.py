@@ -17,11 +17,11 @@ from rollout.engine.device.streams import CpuDevice
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.kv.tiers.copy_costs import CopyCosts
 from rollout.engine.kv.tiers.disk import DiskPages
 from rollout.engine.kv.tiers.disk_files import DiskFiles
 from rollout.engine.kv.tiers.fetches import Fetches
 from rollout.engine.kv.tiers.host_pages import HostPageBooks
+from rollout.engine.kv.tiers.moves import CopyCosts
 from rollout.engine.kv.tiers.page_mover import HostMemory
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.sequence.sequence_kv import PrefixEnd

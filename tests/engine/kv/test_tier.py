@@ -11,9 +11,9 @@ from rollout.engine.kv.pool import PagePool, PrefixEnds
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.tier import TierPrefix
-from rollout.engine.kv.tiers.copy_costs import CopyCosts
 from rollout.engine.kv.tiers.host_pages import HostPageBooks
 from rollout.engine.kv.tiers.known import KnownBooks
+from rollout.engine.kv.tiers.moves import CopyCosts
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.sequence.sequence import SequenceState
 from tests.support.engine.agents import Agents

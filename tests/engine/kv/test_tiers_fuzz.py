@@ -21,7 +21,7 @@ import torch
 from rollout.constraints.matcher import ANYTHING
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.adapters.messages import PutAdapter
-from rollout.engine.kv.tiers.copy_costs import CopyCosts
+from rollout.engine.kv.tiers.moves import CopyCosts
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import Cancel, EndSession, Prefetch, Sleep, WakeUp

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from rollout.engine.features.routing.entries import ExpertPages, SequenceExperts
-from rollout.engine.kv.tiers.page_mirror import PageMirror
+from rollout.engine.kv.tier import PageMirror
 from rollout.engine.messages.to_service import DeltaFields
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.step_feature import RequestFeature

@@ -26,12 +26,10 @@ from dataclasses import dataclass
 
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.kv.tier import Fetch
-from rollout.engine.kv.tiers.copy_costs import CopyCosts
+from rollout.engine.kv.tier import Fetch, PageMirror
 from rollout.engine.kv.tiers.disk_files import DiskJob
 from rollout.engine.kv.tiers.host_pages import HostPageBooks
-from rollout.engine.kv.tiers.moves import Move
-from rollout.engine.kv.tiers.page_mirror import PageMirror
+from rollout.engine.kv.tiers.moves import CopyCosts, Move
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd
 

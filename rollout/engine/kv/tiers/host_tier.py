@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 from rollout.engine.device.streams import DeviceStream
 from rollout.engine.kv.sessions import Sessions
-from rollout.engine.kv.tier import Fetch, KVTier, Room, TierPrefix, TierWaiters
+from rollout.engine.kv.tier import Fetch, KVTier, PageMirror, Room, TierPrefix, TierWaiters
 from rollout.engine.kv.tiers.known import KnownBooks
 from rollout.engine.kv.tiers.moves import Move, MoveBooks
 from rollout.engine.kv.tiers.offload import NO_HOST_STATE, OffloadBooks, in_host_tier
-from rollout.engine.kv.tiers.page_mirror import PageMirror
 from rollout.engine.kv.tiers.page_mover import CopyPiece, CopyQueue, PageMover
 from rollout.engine.messages.statuses import KeptStatus, OffloadStatus
 from rollout.engine.sequence.sequence import Sequence

@@ -24,12 +24,11 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 from rollout.engine.kv.sessions import Sessions
-from rollout.engine.kv.tiers.copy_costs import CopyCosts
+from rollout.engine.kv.tier import PageMirror
 from rollout.engine.kv.tiers.disk import DiskPages
 from rollout.engine.kv.tiers.fetches import Fetches, KnownMove
 from rollout.engine.kv.tiers.host_pages import HostPageBooks
-from rollout.engine.kv.tiers.moves import MoveBooks
-from rollout.engine.kv.tiers.page_mirror import PageMirror
+from rollout.engine.kv.tiers.moves import CopyCosts, MoveBooks
 from rollout.engine.messages.statuses import KeptStatus
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd

@@ -40,9 +40,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.tier import PageMirror
 from rollout.engine.kv.tiers.host_pages import HostPageBooks
 from rollout.engine.kv.tiers.moves import Move, MoveBooks
-from rollout.engine.kv.tiers.page_mirror import PageMirror
 from rollout.engine.messages.statuses import OffloadStatus
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.sequence.sequence_kv import InTier, KVContent
