@@ -291,8 +291,6 @@ class PagePool:
             unused.seen[page] = None
         return valid
 
-    # ------------------------------------------------------------------------------------------------------------------
-
     def forget_all(self) -> None:
         """Forget all prefixes: cached pages become free, used pages can no longer be found."""
         for unused in self._unused:

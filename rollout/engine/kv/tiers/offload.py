@@ -308,6 +308,8 @@ class OffloadBooks:
                 self._free(page)
             elif page.owners == 0:  # the sequence that took the page back writes to it: discard the copy
                 self._unlink(page)
+                if self._pool.refs[page.pool_page] > 1:  # no page is free after the copy
+                    page.outgoing, self.outgoing = False, self.outgoing - page.outgoing
 
     # --- pages -------------------------------------------------------------------------------------------------------
 
@@ -441,8 +443,8 @@ class OffloadBooks:
         for mirror in () if failed else self._mirrors:
             mirror.stow([move.place for move in moves], [move.host_place for move in moves])
         for page in [move.page for move in moves]:
+            self.outgoing -= page.outgoing
             page.outgoing = page.copying = False
-            self.outgoing -= 1
             if page.owners == 0:
                 self._free(page)
             elif not failed:

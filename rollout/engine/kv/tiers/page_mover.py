@@ -29,7 +29,7 @@ import torch
 from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
 from rollout.engine.device.streams import Device, DeviceError, DeviceStream, Event
 
-_PIECES = 2
+_PIECES = 8
 #: The time between two looks at a piece in a wait with a limit.
 _LOOK_S = 0.0002
 #: Pinned memory is taken in blocks of this many bytes: torch rounds each up to a power of two.
