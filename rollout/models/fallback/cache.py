@@ -143,6 +143,20 @@ class _KV(DynamicLayer):
         assert self._layer.indexed is not None, "the layer kept keys when it was tried"
         return _kept(piece.kv.layer(self._layer.indexed).k_PSGD, idx_k, piece)
 
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """The positions of the tokens before the piece, [3, B, tokens]: the code that asks adds those of the piece."""
+        piece = self._piece
+        if not piece.before:
+            return None
+        first_B1 = piece.batch.positions_T.view(len(piece.batch.page_table_BP), -1)[:, :1]
+        earlier_BL = first_B1 - piece.before + torch.arange(piece.before, device=first_B1.device)
+        return earlier_BL.clamp(min=0).expand(3, -1, -1)  # below 0 a row's context has not begun
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, _: torch.Tensor | None) -> None:
+        """Nothing is kept: they follow from the piece."""
+
     def get_seq_length(self) -> int:
         """Tokens before the piece."""
         return self._piece.before
@@ -265,6 +279,7 @@ class _NotedKV(DynamicLayer):
 
     kv: int | None
     indexed: int | None
+    indexer_position_ids: torch.Tensor | None = None
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if self.kv is not None:

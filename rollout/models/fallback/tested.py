@@ -66,6 +66,7 @@ TESTED: dict[str, TestedArchitecture] = {
     "HYV4ForCausalLM": TestedArchitecture("gathered", "transformers'"),
     "MiniMaxM3VLForCausalLM": TestedArchitecture("gathered", "transformers'"),
     "Qwen3ForCausalLM": TestedArchitecture("plain", "none"),
+    "Qwen4ExpForCausalLM": TestedArchitecture("states, gathered", "ours"),
     "SolarOpenForCausalLM": TestedArchitecture("plain", "ours"),
     "StableLmForCausalLM": TestedArchitecture("gathered", "none"),
     "Starcoder2ForCausalLM": TestedArchitecture("windows", "none"),

@@ -105,6 +105,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 3,
         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
     },
+    "Qwen4ExpForCausalLM": {
+        **_HEADS,
+        "layer_types": ["linear_attention", "linear_attention", "indexed_attention"],
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hc_lowrank"), 8),
+        **dict.fromkeys(("num_experts", "num_experts_per_tok"), 4),
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 20),
+        # With so many heads few scores are 0; more tokens than the budget.
+        **{"indexer_n_heads": 24, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": 8, "indexer_compress_ratio": 4, "rms_norm_eps": 1e-2},  # small values are normalised
+    },
     "Lfm2ForCausalLM": {**_HEADS, "layer_types": ["conv", "full_attention", "conv"]},
     "MambaForCausalLM": {**_BASE, "state_size": 4, "time_step_rank": 4},
     "Mamba2ForCausalLM": {**_BASE, "state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8},
