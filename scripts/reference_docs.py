@@ -326,6 +326,10 @@ _REAL: dict[str, dict[str, Any]] = {
     "NemotronHForCausalLM": {"layer_types": ["linear_attention", "moe", "full_attention", "moe"]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    **dict.fromkeys(
+        ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
+        {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
+    ),
 }
 
 
