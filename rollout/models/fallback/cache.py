@@ -145,7 +145,7 @@ class _KV(DynamicLayer):
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
-        """The positions of the tokens before the piece, [3, B, tokens]: the code that asks adds those of the piece."""
+        """The positions of the tokens before the piece, [3, B, tokens]: the code that asks adds its own positions."""
         piece = self._piece
         if not piece.before:
             return None
