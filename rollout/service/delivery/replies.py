@@ -76,7 +76,7 @@ def result_reply(
 
 
 def status_reply(request_id: str, status: EngineStatus, model: ServedModel, **facts: Any) -> dict[str, Any]:
-    """The state of the worker: that of its engine, its model, and `facts`, which are more fields."""
+    """The state of the worker: its engine, its model, and `facts`, which are more fields."""
     fields = asdict(status)
     for group in ("rows", "queue", "pages", "slots"):
         names = [name for name in fields if name.startswith(f"{group}_")]
