@@ -915,7 +915,7 @@ def _kernels() -> list[Table]:
                 "tiles of 64": lambda found: found.get("tall_us"),
             },
             "The kernel alone. Before, the last program of a row combined its parts. Whole steps of 30B-A3B gain less: "
-            "32x4Kx8 10.10 to 9.81 ms, 32x4Kx16 9.08 to 8.77, 1x16K 3.15 to 3.10. Tiles of 64 heads read a group of 8 "
+            "10.1 to 9.81 ms in groups of 8. Tiles of 64 heads read such a group "
             "once, but 128 rows of 300 that share nothing are slower: 32.9 us, not 28.3 (32/4 heads).",
             kind="decode",
         ),
