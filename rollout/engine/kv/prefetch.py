@@ -29,23 +29,24 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, edition: in
         most = end
         break
     here = pages.index(0) if 0 in pages else len(pages)
-    pages = pages[: _fitting(allocator, pages, spare)]
-    first = pages[:here]
-    if len(pages) > here:
-        if tier.fetch(allocator, TierPrefix(first, names[here : len(pages)]), oldest, spare) is None:
-            return here * size
-    else:  # mark the pages as used now, so that they are evicted last, the end before the beginning
-        for page in first:
-            pool.retain(page)
-        for page in reversed(first):
-            pool.release(page)
-    return min(max(here, len(pages)) * size, most)
+    for page in pages[:here]:  # they are used now, so they are evicted last, the end before the beginning
+        pool.retain(page)
+    fetched = pages[here : here + _fitting(allocator, pages[here:], spare)]
+    if fetched:
+        prefix = TierPrefix(pages[:here], names[here : here + len(fetched)])
+        fetched = fetched if tier.fetch(allocator, prefix, oldest, spare) else []
+    for page in reversed(pages[:here]):
+        pool.release(page)
+    return min((here + len(fetched)) * size, most)
 
 
 def _fitting(allocator: PageAllocator, pages: list[int], spare: int) -> int:
-    """Number of first pages that the pool can hold without evicting sessions. 0 in the list: a page in a tier."""
+    """Number of first pages for which the pool has room: no session gives way, and no page that a tier has to copy.
+
+    0 in the list: a page in a tier.
+    """
     pool = allocator.pool
-    room = pool.available - pool.being_copied - spare
+    room = pool.available - allocator.tier.writing - spare
     for index, page in enumerate(pages):
         room -= pool.refs[page] == 0
         if room < 0:

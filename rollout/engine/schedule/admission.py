@@ -101,8 +101,8 @@ def admit(roster: Roster) -> bool:
         elif allocator.try_admit(seq, usable, roster.version, spare=running):
             roster.start(seq)
         elif any(rows) or not allocator.sharing:
-            allocator.tier.want(allocator.pages_wanted(seq) + running)
-            feed.note_misfit(seq, rows)  # noted now: sessions may have lost their pages
+            wanted = allocator.pages_wanted(seq) + running
+            feed.note_misfit(seq, rows, wanted)  # noted now: sessions may have lost their pages
             return True
         else:
             allocator.close_shared_prompt(allocator.sharing[0])  # nothing runs that could give pages back

@@ -71,8 +71,7 @@ class QueueFeed:
 
     def take(self, seq: Sequence) -> None:
         """Remove the first sequence of the queue: it gets a row."""
-        self._allocator.tier.want(0)
-        self._misfit = _FITS
+        self._forget_misfit()
         self.queue.take(seq)
         self._started(seq)
 
@@ -86,7 +85,7 @@ class QueueFeed:
 
         If `other` is a fetch, it waits until that has ended.
         """
-        self._misfit = _FITS  # a fetch that ends may leave less room than there was
+        self._forget_misfit()  # a fetch that ends may leave less room than there was
         self._joined.setdefault(other, []).append(_Joined(seq, tokens, self.queue.withdraw(seq)))
 
     def wait_for_room(self, seq: Sequence, pages: int) -> None:
@@ -131,9 +130,14 @@ class QueueFeed:
         """Pages of each rank, and pages of all that a tier need not copy: sessions give up pages that it has to."""
         return [*self._allocator.admissible, self._allocator.pool.available - self._allocator.tier.writing]
 
-    def note_misfit(self, seq: Sequence, rows: list[int]) -> None:
-        """Note that the first sequence did not fit beside these rows of each rank."""
+    def note_misfit(self, seq: Sequence, rows: list[int], pages: int) -> None:
+        """Note that the first sequence, which needs `pages` pages, did not fit beside these rows of each rank."""
+        self._allocator.tier.want(pages)
         self._misfit = seq, rows, self._room
+
+    def _forget_misfit(self) -> None:
+        self._allocator.tier.want(0)
+        self._misfit = _FITS
 
     def still_misfits(self, seq: Sequence, rows: list[int]) -> bool:
         """True if this sequence did not fit, and no rank has got more room since."""
@@ -142,7 +146,7 @@ class QueueFeed:
 
     def close_shared_prompts(self, of: Callable[[Group], bool] = lambda group: True) -> None:
         """Close shared prompts of some groups: in each, one member that has not started prefills the prompt again."""
-        self._misfit = _FITS
+        self._forget_misfit()
         for group in list(self._allocator.sharing):
             if of(group):
                 self._lead_again(group)
@@ -162,6 +166,8 @@ class QueueFeed:
     def ended(self, seq: Sequence) -> None:
         """Remove a finalized sequence, whatever its state was."""
         group = seq.group
+        if seq is self._misfit[0]:
+            self._forget_misfit()
         if seq is group.leader:
             group.leader = None
             self._next_leader(group)

@@ -89,6 +89,17 @@ def test_a_prefetch_takes_no_page_of_a_session_and_brings_what_fits(model, promp
     assert near.reused == 279
 
 
+def test_a_prefetch_brings_what_fits_without_pages_that_are_only_on_the_device(model, prompt_of):
+    bench = offloading(model, kv_pages=81)
+    host = host_of(bench)
+    bench.complete("far", prompt_of(240, 1), 1)
+    push_out(bench, prompt_of)
+    pool = bench.engine.roster.allocator.pool
+    assert (pool.available, pool.unseen) == (80, 40), "half of the pool is on the host, too"
+    assert prefetch(bench, prompt_of(240, 1)) == 40 * 4 and host.counts.lost == 0
+    assert prefetch(bench, prompt_of(240, 1)) == 60 * 4, "what was brought need not be copied again"
+
+
 def test_rows_that_run_keep_a_page_each(model, prompt_of, greedy):
     bench = offloading(model, kv_pages=81)
     host_of(bench)

@@ -492,6 +492,20 @@ def test_no_sequence_gets_a_page_before_its_copy_while_the_pool_is_short():
     assert tier.writing == 0, "nothing will be copied"
 
 
+def test_pages_are_copied_for_a_sequence_until_it_leaves_the_queue(model, prompt_of):
+    bench = offloading(model)
+    tier = bench.engine.parts.tier.known
+    bench.submit("runs", prompt_of(60, 1), 80)
+    bench.ticks(4)
+    bench.submit("waits", prompt_of(120, 2), 20)
+    bench.ticks(2)
+    assert tier.wanted == 32, "31 pages, and one for the row that runs"
+    bench.engine.inbox.put(Cancel(("c", "waits")))
+    bench.ticks(2)
+    assert tier.wanted == 0
+    bench.finish()
+
+
 def test_a_page_that_is_evicted_during_its_copy_is_not_kept():
     pool, host, tier = books()
     pages = cached(pool, *(bytes([i]) for i in range(8)))
