@@ -54,8 +54,7 @@ from rollout.ranks.group_watch import LaneName, LaneProgress
 from rollout.ranks.orders import ring_bytes
 from rollout.ranks.processes import ConnectError, OwnProgress, Ranks
 from rollout.ranks.start_watch import PREPARING
-from rollout.service.capabilities import ServedEngine, WorkerAddress
-from rollout.service.outbox import Outbox
+from rollout.service.capabilities import Outbox, ServedEngine, WorkerAddress
 from rollout.service.requests.constraint import constraints_for
 from rollout.service.server import ServedText, Server
 from rollout.service.text.process import TextProcess

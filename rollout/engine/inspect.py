@@ -16,8 +16,8 @@ from rollout.engine.messages.statuses import EngineStatus, SequenceStatus, Statu
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence, SequenceState
 from rollout.engine.sequence.sequence_kv import PREFIX_HITS
-from rollout.metrics.definitions import percent
 from rollout.metrics.recording import Recording
+from rollout.metrics.samples import percent
 from rollout.metrics.step_timing import StepTiming
 
 #: The most steps that `last_steps` returns, steps in flight included.

@@ -24,7 +24,7 @@ from typing import Generic, Literal, TypeVar
 
 from rollout.metrics.idle import IDLE_CAUSES
 from rollout.metrics.mismatch import MismatchSums
-from rollout.metrics.samples import SECONDS, TOKENS, Buckets, Samples
+from rollout.metrics.samples import SECONDS, TOKENS, Buckets, Samples, percent
 from trainer_bridge.wire.finish_reasons import FINISH_REASONS
 
 #: "gauge": of now, or of the interval. "counter": only grows while the worker runs. "histogram": counts by size.
@@ -98,11 +98,6 @@ class Metric(Generic[_Source]):
 
     def __post_init__(self) -> None:
         assert (self.kind == "histogram") == (self.buckets is not None), f"{self.name}: a histogram has buckets"
-
-
-def percent(part: float, whole: float) -> float:
-    """100 * part / whole; 0 if there is no whole."""
-    return 100.0 * part / whole if whole else 0.0
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------

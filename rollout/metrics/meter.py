@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rollout.metrics.by_version import ByVersion, VersionRow
-from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, Metric, Served, Stretch, percent
+from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, Metric, Served, Stretch
 from rollout.metrics.idle import IDLE_CAUSES, IdleCauses, IdleWindow
 from rollout.metrics.mismatch import MismatchSums
-from rollout.metrics.samples import Histogram, HistogramCounts, Samples
+from rollout.metrics.samples import Histogram, HistogramCounts, Samples, percent
 from rollout.metrics.step_timing import StepTiming, SwapTiming
 
 #: Swaps that `recent_swaps` returns at most.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.extras import install
+from rollout.metrics.samples import percent
 from rollout.metrics.step_timing import Interval, StepTiming
 
 
@@ -119,7 +120,7 @@ def shares(stretches: Sequence[tuple[Interval, str]]) -> dict[str, float]:
     for (begin, end), who in stretches:
         seconds[who] += end - begin
     wall_s = sum(seconds.values())
-    return {who: 100.0 * spent_s / wall_s if wall_s else 0.0 for who, spent_s in seconds.items()}
+    return {who: percent(spent_s, wall_s) for who, spent_s in seconds.items()}
 
 
 def write_overlap(

@@ -15,6 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 
+def percent(part: float, whole: float) -> float:
+    """100 * part / whole; 0 if there is no whole."""
+    return 100.0 * part / whole if whole else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Buckets:
     """The bounds of a histogram: the largest value of each bucket."""
@@ -205,7 +210,7 @@ class Samples:
     def zombie_rows_pct(self) -> float:
         """Share of zombie rows in all launched rows, percent."""
         if self.rows:
-            self._zombie_rows_pct = 100.0 * self.zombie_rows / self.rows
+            self._zombie_rows_pct = percent(self.zombie_rows, self.rows)
         return self._zombie_rows_pct
 
     def tokens_per_s_per_row(self, wall_s: float) -> float:

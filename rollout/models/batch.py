@@ -258,6 +258,11 @@ class KVCache:
     #: Contexts are split over ranks: k, v and scales have this rank's part of the positions of a page.
     split: Shard = WHOLE
 
+    @property
+    def whole(self) -> bool:
+        """True if this rank has all positions of all rows."""
+        return self.dealt.size == self.split.size == 1
+
     def layer(self, index: int) -> LayerKV:
         """The part that a layer reads and writes; `index` counts the layers that have KV."""
         return LayerKV(self.k[index], self.v[index], self.scales[index] if self.scales else None)

@@ -23,12 +23,10 @@ from rollout.models.split_context import own_positions
 
 
 def deal(context: StepContext) -> StepContext:
-    """The context of a step, with this rank's own tokens if rows are dealt, or own positions if contexts are split."""
+    """The context of a step with this rank's own tokens, if rows are dealt, or own positions, if contexts are split."""
     batch, kv = context.batch, context.kv
     if kv.split.size > 1:
         return _with(context, own_positions(batch, kv))
-    if kv.dealt.size == 1:
-        return context
     if batch.chunks is None:
         foreign_B = ~kv.has_page(batch.page_table_BP[:, 0])
         own = replace(
@@ -94,15 +92,11 @@ def _with(context: StepContext, batch: AttentionBatch) -> StepContext:
     return context._replace(batch=batch, slots_T=slots_T.to(context.slots_T.dtype))
 
 
-def mixed(mixer: Block, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
-    """The output of a mixer for the normalised `x_TH`."""
-    own = context.own
-    if own is None:
-        output: LastProduct = mixer(x_TH, context)
-        return output
+def mixed(mixer: Block, x_TH: torch.Tensor, own: OwnTokens, context: StepContext) -> LastProduct:
+    """The output of a mixer for the normalised `x_TH`: zeros for tokens that are not this rank's own."""
     assert isinstance(mixer, Attention | LatentAttention), "no other layers are dealt"
     if own.none:
         zeros_TK = x_TH.new_zeros(len(x_TH), mixer.o_proj.spec.inputs)
         return LastProduct(mixer.o_proj, zeros_TK, context.batch.adapters, mixer.layer, "o")
-    output = mixer(own.take(x_TH), own.context)
+    output: LastProduct = mixer(own.take(x_TH), own.context)
     return output._replace(x_TK=own.give(output.x_TK, len(x_TH)), adapters=context.batch.adapters)

@@ -126,7 +126,10 @@ class DecoderLayer(Block):
     def _add(self, x_TH: torch.Tensor, block: Block, norms: Norms, context: StepContext) -> torch.Tensor:
         scale = self.spec.residual_scale
         normed_TH = x_TH if norms.before is None else norms.before(x_TH)
-        output = mixed(block, normed_TH, context) if block is self.mixer else block(normed_TH, context)
+        if context.own is not None and block is self.mixer:
+            output = mixed(block, normed_TH, context.own, context)
+        else:
+            output = block(normed_TH, context)
         if norms.after is None and scale == 1.0:
             return output.add_to(x_TH)
         y_TH = output.value() if norms.after is None else norms.after(output.value())
@@ -295,7 +298,9 @@ class Decoder(Block):
             x_TH = images.replace_in(x_TH)
         cos_sin = tuple(rope(batch.rotary_positions) for rope in self.ropes)
         inputs_TLD = None if self.token_inputs is None else self.token_inputs(token_ids_T, x_TH)
-        context = deal(StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv, token_inputs_TLD=inputs_TLD))
+        context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv, token_inputs_TLD=inputs_TLD)
+        if not kv.whole:
+            context = deal(context)
         taps = batch.taps
         for index, layer in enumerate(self.layers):
             if taps is not None:

@@ -219,7 +219,9 @@ class FusedDecoder:
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
         inputs_TLD = None if model.token_inputs is None else model.token_inputs(token_ids_T, residual_TH)
         all_cos_sin = (cos_sin, *(rope(batch.rotary_positions) for rope in others))
-        context = deal(StepContext(all_cos_sin, slots_T, batch, kv, token_inputs_TLD=inputs_TLD))
+        context = StepContext(all_cos_sin, slots_T, batch, kv, token_inputs_TLD=inputs_TLD)
+        if not kv.whole:
+            context = deal(context)
         *before, (last_index, last) = self._layers
         added = None
         for index, layer in before:
@@ -337,12 +339,14 @@ class FusedDecoder:
             elif context.own.none:
                 out_TK = x_TH.new_zeros(len(x_TH), layer.mixer.o_proj.spec.inputs)
             else:
-                own = context.own.context
-                queries = self._queries(layer.mixer, context.own.take(x_TH), own)
-                out_TK = context.own.give(self._attend(layer.mixer, queries, own.batch, own.kv), len(x_TH))
+                batch, kv = context.own.context.batch, context.own.context.kv
+                queries = self._queries(layer.mixer, context.own.take(x_TH), context.own.context)
+                out_TK = context.own.give(self._attend(layer.mixer, queries, batch, kv), len(x_TH))
             added = self._output("o", out_TK, layer, context.batch.adapters, residual_TH)
         else:
-            added = _unsummed(mixed(layer.mixer, x_TH, context).value()[None], layer, layer.mixer_norms)
+            own = context.own
+            output = layer.mixer(x_TH, context) if own is None else mixed(layer.mixer, x_TH, own, context)
+            added = _unsummed(output.value()[None], layer, layer.mixer_norms)
         return self._after_mixer(layer, residual_TH, added, context)
 
     def _last_layer(

@@ -1,8 +1,10 @@
-"""A bound ROUTER socket, such as the one for requests, and the signal that wakes the thread polling it."""
+"""A bound ROUTER socket, such as the one for requests, and the queue of work for the thread that polls it."""
 
 import contextlib
 import socket
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import zmq
 
@@ -32,37 +34,54 @@ def bind_router(
     return router
 
 
-class PollWaker:
-    """Lets any thread wake a polling one: `signal` makes the descriptor readable, `clear` makes the thread wait again.
+T = TypeVar("T")
 
-    Work is added before `signal`, and looked for after `clear`; so work that is added meanwhile wakes the next poll.
+
+class PolledQueue(Generic[T]):
+    """A FIFO for a thread that polls sockets: any thread adds items, and a descriptor wakes the reader.
+
+    An item is added before the signal, and the reader forgets the signals before it takes items. So an item that comes
+    meanwhile wakes the next poll.
     """
 
     def __init__(self) -> None:
+        self._items: deque[T] = deque()
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
 
+    def put(self, items: Sequence[T]) -> None:
+        """Add items, in order. O(items), never blocks; from any thread."""
+        if items:
+            self._items.extend(items)
+            self._signal()
+
+    def post(self, item: T) -> None:
+        """Like `put`, for one item."""
+        self._items.append(item)
+        self._signal()
+
     def fileno(self) -> int:
-        """Readable after a signal."""
+        """Readable when there may be items."""
         return self._reader.fileno()
 
-    def signal(self) -> None:
-        """Wake the polling thread. Never blocks."""
-        # A full pipe wakes the thread as well. A closed one belongs to a thread that has ended.
-        with contextlib.suppress(OSError):
-            self._writer.send(b"\0")
-
-    def clear(self) -> None:
-        """Forget the signals so far."""
+    def drain(self) -> Iterator[T]:
+        """Take the present items. Only the reader calls this."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
+        for _ in range(len(self._items)):
+            yield self._items.popleft()
 
     def close(self) -> None:
-        """Close the pair. Later signals have no effect."""
+        """Close the descriptor. Items that come later wake nobody."""
         self._writer.close()
         self._reader.close()
+
+    def _signal(self) -> None:
+        # A full pipe wakes the thread as well. A closed one belongs to a thread that has ended.
+        with contextlib.suppress(OSError):
+            self._writer.send(b"\0")
 
 
 RECEIVE_HWM = 64  # unread messages of one connection; beyond that TCP stops its sender

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, Protocol
 from rollout.engine.messages.requests import RoutingShape
 from rollout.engine.messages.statuses import EngineStatus, SequenceStatus
 from rollout.engine.messages.to_engine import Command
+from rollout.engine.messages.to_service import Event
 from rollout.models.vision_spec import TowerSpec
+from rollout.network.router_socket import PolledQueue
 from rollout.service.adapter_loading import AdapterFolders
-from rollout.service.outbox import Outbox
 from rollout.text.codec import TextCodec
 from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD
 
@@ -53,6 +54,10 @@ class EngineViews(Protocol):
 
     def recording(self, steps: int) -> dict[str, Any]:
         """The last steps, as fields of a `trace` reply."""
+
+
+#: The service thread's queue: events of the engine, and functions to call on that thread.
+Outbox = PolledQueue[Event | Callable[[], None]]
 
 
 @dataclass(frozen=True)

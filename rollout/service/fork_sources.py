@@ -19,7 +19,7 @@ from rollout.engine.messages.prompts import Prompt, PromptItem, TokenIds
 from rollout.engine.messages.requests import RequestKey
 from rollout.service.delivery.in_flight import InFlight
 from rollout.service.delivery.store import Name, Store
-from rollout.service.requests.request_media import MediaStore, without_pixels
+from rollout.service.requests.request_media import MediaStore
 from rollout.service.requests.schema import Fork
 from trainer_bridge.wire.errors import BadRequest, NotFound
 
@@ -65,7 +65,7 @@ class ForkSources(Store[EndedRequest]):
         self.forget(entry.name)  # an earlier request with this id
         client, session = entry.name[0], entry.message.session
         completions = tuple(completion.tokens() for completion in entry.completions)
-        history = EndedRequest(entry.key, without_pixels(entry.request.prompt), completions, session, self._clock())
+        history = EndedRequest(entry.key, entry.request.prompt.without_pixels, completions, session, self._clock())
         kept = self.keep(entry.name, history)
         if session is not None:
             self._turns.pop((client, session), None)

@@ -417,7 +417,8 @@ class Generation:
             self._fail(entry, _internal())
             return
         entry.request = request
-        self._media.hold(request.prompt)
+        if request.prompt.media:
+            self._media.hold(request.prompt)
         client = entry.name[0]
         if (request.session is not None or request.lease_s) and not may_return(client):
             self._with_sessions.add(client)
@@ -504,7 +505,7 @@ class Generation:
         del self._by_key[entry.key]
         self._preparation.drop(entry.key)
         self._pending_bytes -= entry.size
-        if entry.request is not None:
+        if entry.request is not None and entry.request.prompt.media:
             self._media.release(entry.request.prompt)
         del self._by_name[entry.name]
         del self._by_client[client][entry.key]

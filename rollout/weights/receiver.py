@@ -10,7 +10,6 @@ the ready update from a deque (`take_ready`).
 
 import contextlib
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from rollout.config import SecuritySettings, WeightsSettings
 from rollout.engine.features.adapters.messages import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.network.access import Access
-from rollout.network.router_socket import PollWaker, bind_router
+from rollout.network.router_socket import PolledQueue, bind_router
 from rollout.weights.received_update import Reply
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.update_intake import UpdateIntake, UpdateTargets, ended
@@ -71,10 +70,9 @@ class WeightReceiver:
     ) -> None:
         parameters, adapters = targets.parameters, targets.adapters
         access = Access.from_settings(security)
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: PolledQueue[Callable[[], None]] = PolledQueue()
         self._post_lock = threading.Lock()
         self._ended = False
-        self._wake = PollWaker()
         self._memory = targets.memories.staging.memory
         max_update_bytes = max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes)
         self._socket = WeightSocket(settings.bind, max_update_bytes, access)
@@ -166,8 +164,7 @@ class WeightReceiver:
         with self._post_lock:
             if self._ended:
                 return False
-            self._commands.put(command)
-            self._wake.signal()
+            self._commands.post(command)
             return True
 
     # --- the receiver's thread ---------------------------------------------------------------------------------------
@@ -181,7 +178,7 @@ class WeightReceiver:
     def _serve(self) -> None:
         intake = self._intake
         poller = zmq.Poller()
-        poller.register(self._wake.fileno(), zmq.POLLIN)
+        poller.register(self._commands.fileno(), zmq.POLLIN)
         poller.register(self._socket.zmq_socket, zmq.POLLIN)
         busy = False
         while not intake.closing:
@@ -200,12 +197,7 @@ class WeightReceiver:
             intake.report_idle()
 
     def _run_commands(self) -> None:
-        self._wake.clear()
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
+        for command in self._commands.drain():
             command()
 
     def _answer_messages(self) -> None:
@@ -221,7 +213,7 @@ class WeightReceiver:
             self._ended = True
         self._run_commands()
         with contextlib.ExitStack() as closing:
-            for close in (self._wake.close, self._socket.close, *(each.close for each in self.receivers.values())):
+            for close in (self._commands.close, self._socket.close, *(each.close for each in self.receivers.values())):
                 closing.callback(close)
             self._intake.close()
 

@@ -41,8 +41,7 @@ from rollout.engine.kv.allocator import pages_for
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 from rollout.process.interpreter import SWITCH_INTERVAL_S
-from rollout.service.capabilities import ServedEngine, ServedModel
-from rollout.service.outbox import Outbox
+from rollout.service.capabilities import Outbox, ServedEngine, ServedModel
 from rollout.service.server import Server
 from scripts.bench.bookkeeping import TINY_SHAPE
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results

@@ -44,8 +44,7 @@ from rollout.metrics.step_timing import StepTiming
 from rollout.models.config_spec import spec_from_config
 from rollout.models.decoder import Decoder
 from rollout.process.interpreter import SWITCH_INTERVAL_S, collect_and_freeze
-from rollout.service.capabilities import ServedEngine, ServedModel
-from rollout.service.outbox import Outbox
+from rollout.service.capabilities import Outbox, ServedEngine, ServedModel
 from rollout.service.server import ServedText, Server
 from rollout.service.text.process import TextProcess
 from rollout.text.codec import TextCodec

@@ -11,7 +11,7 @@ import zmq
 from rollout.engine.messages.statuses import EngineStatus
 from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Shutdown, Sleep
 from rollout.engine.messages.to_service import Done, Finish
-from rollout.service.outbox import Outbox
+from rollout.service.capabilities import Outbox
 from tests.support.service.harness import MODEL, ServedModel, delta, done, serving
 from tests.support.service.slow_codec import SlowCodec
 from trainer_bridge.client.results import split_chunks

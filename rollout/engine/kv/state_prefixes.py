@@ -25,7 +25,7 @@ from rollout.engine.sequence.sequence_kv import (
     PrefixKeys,
     Snapshot,
 )
-from rollout.metrics.definitions import percent
+from rollout.metrics.samples import percent
 
 
 class KnownEnd(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -151,6 +151,19 @@ class Prompt:
     def of_tokens(cls, token_ids: np.ndarray) -> Prompt:
         """A prompt of token ids only, int32 [prompt tokens]."""
         return cls((TokenIds(token_ids),))
+
+    @property
+    def without_pixels(self) -> Prompt:
+        """The same prompt; its images have their digests alone."""
+        if not self.media:
+            return self
+        items = [
+            replace(item, pixels=replace(item.pixels, patches=item.pixels.patches[:0].copy()))
+            if isinstance(item, Media)
+            else item
+            for item in self.items
+        ]
+        return Prompt(tuple(items), salt=self.salt)
 
     def __len__(self) -> int:
         return len(self.token_ids)

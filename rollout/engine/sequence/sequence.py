@@ -290,6 +290,8 @@ class Sequence:
 
         `rewinds`: the row can draw a token again.
         """
+        if not self.group.needs & _CONSTRAIN:
+            return
         constraint = self.group.request.constraint
         self.constraint.free = free = constraint.free if rewinds else constraint.foreseen
         if free is not None:

@@ -22,7 +22,7 @@ from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.device_feature import DeviceFeature
 from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
-from rollout.engine.step.shared_pages import EachRowAlone
+from rollout.engine.step.shared_pages import SharedPages
 from rollout.engine.upload import (
     ALIGNMENT_WORDS,
     Upload,
@@ -45,7 +45,7 @@ _SAVE_WORDS = 4  # an ended row with a state to save: row and place as int64
 class Packer:
     """Packs the plans of one engine.
 
-    `captured` are the sizes of its captured decode steps. `shared` says what rows share, where attention reads shared
+    `captured` are the sizes of its captured decode steps. `shared` says what rows share, if attention reads shared
     pages once. `states`: the model has linear attention, whose states go through the tokens ahead of a row. `features`
     put their sections last.
     """
@@ -53,7 +53,7 @@ class Packer:
     def __init__(
         self,
         captured: CapturedSizes,
-        shared: EachRowAlone,
+        shared: SharedPages | None,
         states: bool,
         features: Seq[StepFeature],
     ) -> None:
@@ -92,7 +92,8 @@ class Packer:
 
     def _put_decode(self, plan: Plan, size: int, staging: UploadStaging) -> None:
         put_decode(staging, plan.token_rows, plan.opens, size)
-        self.shared.put(plan, size, staging)
+        if self.shared is not None:
+            self.shared.put(plan, size, staging)
         if plan.ahead and self._states:
             put_behind(staging, [draws - 1 for _, _, _, draws, _ in plan.spans], size)
 

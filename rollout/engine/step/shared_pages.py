@@ -26,14 +26,7 @@ _NOTHING = -1
 _NOT_FOUND: tuple[list[int], list[int], int] = [], [], 0
 
 
-class EachRowAlone:
-    """Attention reads each row on its own: decode steps have no segments."""
-
-    def put(self, plan: Plan, size: int, staging: UploadStaging) -> None:
-        """No-op."""
-
-
-class SharedPages(EachRowAlone):
+class SharedPages:
     """Makes the segments of decode steps: of `most_rows` rows at most, where a layer's KV has `position_bytes`."""
 
     def __init__(self, page_size: int, most_rows: int, position_bytes: int, worth: EngineConstants) -> None:
@@ -124,10 +117,10 @@ def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
     return min(rows_at_once(mixer.decode_group, tile) for mixer in mixers)
 
 
-def make_shared_pages(model: LanguageModel, kv: KVCache, engine: EngineSettings, shares: bool) -> EachRowAlone:
-    """Serves the decode steps of a model over this KV; with `shares` attention reads shared pages once."""
+def make_shared_pages(model: LanguageModel, kv: KVCache, engine: EngineSettings, shares: bool) -> SharedPages | None:
+    """Serves the decode steps of a model over this KV; None unless attention reads shared pages once (`shares`)."""
     if not shares:
-        return EachRowAlone()
+        return None
     spec = native(model).spec
     position_bytes = max(k[0, 0].nbytes + v[0, 0].nbytes for k, v in zip(kv.k, kv.v, strict=True))
     most_rows = most_shared_rows(spec, bool(kv.scales), engine.deterministic)

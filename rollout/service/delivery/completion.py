@@ -191,7 +191,8 @@ class CompletionDelivery:
             return None
         assert delta.offset == self._columns.count, f"a delta at {delta.offset} follows {self._columns.count} tokens"
         self._seed, self._marks = delta.seed, self._marks_before.joined(delta)
-        self.prompt_scores |= delta.score_fields()
+        if delta.prompt_logprobs is not None:
+            self.prompt_scores |= delta.score_fields()
         match = self._text.feed(delta.token_ids.tolist()) if self._text is not None else None
         self._extend(delta, match.tokens - delta.offset if match else len(delta.token_ids))
         if match is not None:

@@ -22,8 +22,6 @@ from trainer_bridge.wire.errors import BadRequest
 
 _FIRST_CAPACITY = 64
 
-Wanted = Literal[False, True, "all"]
-
 
 def check_wanted(message: GenerateMessage, shape: RoutingShape | None, sparse: bool) -> None:
     """Raise `RolloutError` if the worker records no experts, or if the given entries cannot be this model's.
@@ -31,12 +29,6 @@ def check_wanted(message: GenerateMessage, shape: RoutingShape | None, sparse: b
     `shape`: shape of this worker's entries. `sparse`: the model is a mixture of experts.
     """
     prior = None if message.continue_from is None else message.continue_from.routing
-    if prior is not None and not message.return_routing:
-        raise BadRequest(
-            "'continue_from.routing' needs 'return_routing': set it, or remove the routing", field="return_routing"
-        )
-    if not message.return_routing:
-        return
     if shape is None:
         why = (
             "this worker records no experts: start it with --routing (engine.routing)"
@@ -52,13 +44,11 @@ def check_wanted(message: GenerateMessage, shape: RoutingShape | None, sparse: b
         )
 
 
-def first_position(wanted: Wanted, prior: ContinueFrom | None, prompt_tokens: int) -> int | None:
-    """The first position in prompt and completion for which the engine reports experts; None: no position.
+def first_position(wanted: Literal[True, "all"], prior: ContinueFrom | None, prompt_tokens: int) -> int:
+    """The first position in prompt and completion for which the engine reports experts.
 
     Raises `RolloutError` if `continue_from` has the wrong number of entries.
     """
-    if not wanted:
-        return None
     first = 0 if wanted == "all" else prompt_tokens
     if prior is None or prior.routing is None:
         return first

@@ -65,7 +65,8 @@ def result_reply(
         "seed": seed,
         "worker": worker,
     }
-    reply |= done.score_fields()
+    if done.prompt_logprobs is not None:
+        reply |= done.score_fields()
     if metadata is not None:
         reply["metadata"] = metadata
     if media:

@@ -93,7 +93,8 @@ class Intake:
         if message.media is not None:
             check_media(message.media, message.prompt, self._model.images, self._media_limits)
         self._check_vocabulary(message)
-        check_wanted(message, self._model.routing, self._model.sparse)
+        if message.return_routing:
+            check_wanted(message, self._model.routing, self._model.sparse)
         if message.adapter is not None:
             self._check_adapters()
         if message.constraint is not None:
@@ -173,7 +174,11 @@ class Intake:
             prompt_chosen=NO_CHOSEN if (ids := message.prompt_logprob_token_ids) is None else ids,
             prompt_entropy=message.prompt_entropy,
             adapter=message.adapter,
-            routing_from=first_position(message.return_routing, message.continue_from, len(prompt)),
+            routing_from=(
+                first_position(wanted, message.continue_from, len(prompt))
+                if (wanted := message.return_routing)
+                else None
+            ),
         )
 
     def completion(self, message: GenerateMessage, request: Request, index: int) -> CompletionDelivery:

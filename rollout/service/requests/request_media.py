@@ -172,19 +172,6 @@ def named_only(media: Iterable[MediaFields]) -> list[MediaFields]:
     return [item.model_copy(update={"pixel_values": None}) for item in media]
 
 
-def without_pixels(prompt: Prompt) -> Prompt:
-    """The same prompt; its images have their digests alone."""
-    if not prompt.media:
-        return prompt
-    items = [
-        replace(item, pixels=replace(item.pixels, patches=item.pixels.patches[:0].copy()))
-        if isinstance(item, Media)
-        else item
-        for item in prompt.items
-    ]
-    return Prompt(tuple(items), salt=prompt.salt)
-
-
 class MediaStore:
     """Pieces by digest. May be used from any thread."""
 
@@ -225,7 +212,7 @@ class MediaStore:
         return Prompt(tuple(items))
 
     def with_pixels(self, prompt: Prompt) -> Prompt | None:
-        """A prompt `without_pixels` with them again; None if some are not here any more."""
+        """A prompt `without_pixels`, with them again; None if some are not here any more."""
         if not prompt.media:
             return prompt
         with self._lock:

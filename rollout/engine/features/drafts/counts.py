@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from rollout.engine.features.drafts.row_drafts import Drafts
 from rollout.engine.schedule.plan import Plan
-from rollout.metrics.definitions import DRAFT_AGES, DRAFTER_NAMES, percent
+from rollout.metrics.definitions import DRAFT_AGES, DRAFTER_NAMES
+from rollout.metrics.samples import percent
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.upload import UploadStaging
-from rollout.metrics.definitions import percent
+from rollout.metrics.samples import percent
 
 #: int32 words of a token, of any prompt of a step with images: three positions, its index in the step, its cell in the
 #: buffer.
