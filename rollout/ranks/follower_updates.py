@@ -166,19 +166,20 @@ class FollowerUpdates:
 
     def _keep(self, order: int, start: int, nbytes: int, at: int, on_device: bool) -> None:
         """Keep this rank's part of a piece, unless the update is refused; return when the piece is read."""
-        opened, self._open = self._open, (0, 0)
-        if opened[0] and not self._taking.skips(start, start + nbytes):
-            if not on_device:
-                event = self._taking.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
-            else:
-                assert self._reader is not None, "rank 0 waits until its memory is mapped"
-                with self.staging.on_stream():
-                    read = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-                    self._reader.read(at, read)
-                    event = self._taking.take(start, read)
-            if event is not None:
-                event.synchronize()
-        self._open = opened
+        with self._keeping:  # beside it, the other thread keeps what it reads
+            opened, self._open = self._open, (0, 0)
+            if opened[0] and not self._taking.skips(start, start + nbytes):
+                if not on_device:
+                    event = self._taking.take(start, self._view.of(self._relayed.map())[at : at + nbytes])
+                else:
+                    assert self._reader is not None, "rank 0 waits until its memory is mapped"
+                    with self.staging.on_stream():
+                        read = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                        self._reader.read(at, read)
+                        event = self._taking.take(start, read)
+                if event is not None:
+                    event.synchronize()
+            self._open = opened
 
     def _read(self, update: int, index: int, start: int, nbytes: int, check: int) -> None:
         """Keep this rank's part of what is offered, if it has one, unless the update is refused or dropped."""

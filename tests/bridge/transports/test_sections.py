@@ -3,6 +3,8 @@
 import bisect
 import copy
 import random
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -323,6 +325,30 @@ def test_each_rank_reads_its_buckets_in_the_publisher_memory(
         readers.refuses = False
         publish(5)
         assert readers.nbytes >= theirs
+
+
+def test_a_rank_keeps_what_it_reads_while_it_skips_a_piece_of_rank_0(tmp_path: Path) -> None:
+    """Buckets that it reads, and pieces that come through rank 0, are kept by two threads."""
+    with (
+        GroupWorker(2, shared=tmp_path) as worker,
+        WeightPublisher(worker.endpoint, transport="shm", bucket_bytes=SMALL) as publisher,
+    ):
+        share_from(publisher, tmp_path)
+        publisher.publish(tensors_of(1), 1).applied(60)
+        follower, skipping = worker.stagings[1], threading.Event()
+        skips = follower.skips
+
+        def skips_slowly(start: int, end: int) -> bool:
+            if threading.current_thread().name == "updates" and not skipping.is_set():
+                skipping.set()
+                (before,), until = worker.reports.ended("update_reads"), time.monotonic() + 1
+                while worker.reports.ended("update_reads") == [before] and time.monotonic() < until:
+                    time.sleep(0.01)
+            return skips(start, end)
+
+        follower.skips = skips_slowly  # type: ignore[method-assign]
+        publisher.publish(tensors := tensors_of(2), 2).applied(60)
+        assert skipping.is_set() and worker.serve(tensors)
 
 
 def test_all_ranks_close_the_publisher_memory_though_it_cannot_be_closed(
