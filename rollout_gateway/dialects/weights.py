@@ -337,8 +337,8 @@ async def finish(request: HttpRequest[FinishBody]) -> dict[str, Any]:
     gateway = request.gateway
     if not gateway.state(TransferState).started:
         raise HttpError(409, "no update was started; call /start_weight_update first")
-    gateway.state(TransferState).started = False
     version = await gateway.group_updates.finish(request.body.weight_version)
+    gateway.state(TransferState).started = False  # an update that lacks tensors may still get them
     return {"message": "Weight update finished", "weight_version": str(version)}
 
 

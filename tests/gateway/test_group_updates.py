@@ -311,14 +311,21 @@ def test_vllms_calls_with_gloo_in_the_place_of_nccl(
     refused(client, "/finish_weight_update", {}, 409)
     refused(client, "/finish_weight_update", {}, 409)
     assert direct.status()["weights_version"] == before + 5 and counted(client) == TEXT[1]
+    update(2, names[:1], flat=False, packed=False)  # what it lacked
+    post(client, "/finish_weight_update", {})
+    assert direct.status()["weights_version"] == before + 6 and counted(client) == TEXT[2]
+    refused(client, "/update_weights", {"update_info": {}}, 409)
+    post(client, "/start_weight_update", {})
+    update(1, names[:1])  # dropped by the next start
     post(client, "/start_weight_update", {})
     update(2, names[:2])
     update(2, names[2:])
     post(client, "/finish_weight_update", {})
+    assert counted(client) == TEXT[2]
     post(client, "/start_weight_update", {})
     update(1, names)
     post(client, "/finish_weight_update", {})
-    assert direct.status()["weights_version"] == before + 7 and counted(client) == TEXT[1]
+    assert direct.status()["weights_version"] == before + 8 and counted(client) == TEXT[1]
     rpc = "/collective_rpc"  # SkyRL's names for the same calls
     assert post(client, rpc, {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}})
     sender.broadcast(group, FILES[2], names, flat=True)
@@ -326,9 +333,9 @@ def test_vllms_calls_with_gloo_in_the_place_of_nccl(
     info = {"names": names, "dtype_names": told_nccl["dtypes"], "shapes": told_nccl["shapes"], "packed": True}
     post(client, rpc, {"method": "update_weights_nccl", "kwargs": {"update_info": info}})
     assert sender.done() == {"ok": True}
-    assert direct.status()["weights_version"] == before + 7
+    assert direct.status()["weights_version"] == before + 8
     post(client, rpc, {"method": "skyrl_finish_weight_update"})
-    assert direct.status()["weights_version"] == before + 8 and counted(client) == TEXT[2]
+    assert direct.status()["weights_version"] == before + 9 and counted(client) == TEXT[2]
     post(client, "/start_weight_update", {})
     update(1, names)
     post(client, "/finish_weight_update", {})

@@ -427,6 +427,7 @@ _READ_IN_VAIN = {
     *("time_step_max", "time_step_floor", "return_dict", "output_attentions", "output_hidden_states", "num_mtp_layers"),
     # Gemma 4's, of experts that must be off, and of attention that `is_causal` says.
     *("num_experts", "top_k_experts", "moe_intermediate_size", "use_bidirectional_attention"),
+    "merged_hidden_size",  # of MiniMax-M3's vision
 }
 
 
