@@ -54,8 +54,8 @@ class KVSettings(SettingsSection):
         None,
         gt=0.0,
         le=0.98,
-        description="largest share of the memory without weights for KV and the largest steps; none: on a CPU 0.25; "
-        "on a GPU 5% stays free, 3 GiB to 15%",
+        description="largest share of the memory left by the weights, for KV and the largest steps; none: 0.25 on a "
+        "CPU; a GPU keeps 5% free (3 GiB to 15%)",
     )
     kv_memory_max_gib: float | None = Field(
         None, gt=0, description="most GiB of the KV pool; set it if a trainer shares the GPU"

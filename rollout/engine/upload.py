@@ -20,7 +20,7 @@
     init_*, page_updates, banned*, bias*, counts*   rows that the step sets up (`row_state.py`)
     copies                 int32 [n, 2]: pages to copy, source and target
     state_saves, _loads    int64 [n, 2]: states to copy, source and target place; first all saves, then all loads
-    behind                 int32 [size]: tokens ahead of each row, which follow it, -1 for each of these; only of
+    behind                 int32 [size]: for a row, how many tokens ahead follow it; for a token ahead, -1; only of
                            steps with any, of a model with states. It lies next to the sections of a decode
     known                  int64 [n, 3]: row, token that goes in, its position; of rows of a decode forward whose token
                            comes from the host

@@ -112,7 +112,7 @@ def join_fp8(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def join_pieces(tensors: dict[str, StoredTensor], regions: Sequence[Region]) -> dict[str, StoredTensor]:
-    """The tensors, with one in the place of its pieces where these have other sizes than the parts of their names.
+    """Join pieces into one tensor where their sizes differ from the parts after which they are named.
 
     transformers saves what it joined in equal pieces under the names of the parts, however wide each of these is.
     """

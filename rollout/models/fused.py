@@ -19,9 +19,9 @@ From `codes_from` tokens on, activations that meet codes of blocks are rounded t
 multiply these (`triton_code_rows`).
 
 A step with adapters has a small kernel beside each product, and the activation is then a kernel of its own: the kernel
-that reads a product adds its correction. With many tokens, before experts, or where queries and keys are normalised all
-heads together, products are corrected in place. Where such heads belong to several ranks, the operations between the
-q/k/v product and attention are the generic ones.
+that reads a product adds its correction. Corrections are added in place for many tokens, before experts, and
+where one norm spans all heads. Where such heads belong to several ranks, the operations between the q/k/v product and
+attention are the generic ones.
 
 The output and down products of a shard, and its experts, make parts of a sum over the ranks of its tensor group. The
 norm after them adds these up: in its own kernel if there are few tokens, else after an all-reduce. Such products are

@@ -399,7 +399,7 @@ class LatentSpec:
 
     @property
     def inputs(self) -> LinearSpec:
-        """The product of a token: the latent of its queries, or these, then what is kept of it."""
+        """The product of a token: the latent of its queries, or the queries themselves, then the latent of its KV."""
         query = (self.names.q, self.heads * self.head_dim) if self.q_rank is None else (self.names.q_a, self.q_rank)
         cuts = (*self._head_cuts(self.head_dim), None) if self.q_rank is None else ()
         return LinearSpec(self.hidden, (query[0], self.names.kv_a), (query[1], self.latent_dim), self.bias, cuts)

@@ -50,7 +50,7 @@ class RelayBacking(Protocol):
     """The address of a relay's memory."""
 
     def grow(self, nbytes: int) -> torch.Tensor:
-        """Larger memory, uint8; the one of before is not used any more."""
+        """Replace the memory by a larger one, uint8."""
 
     @property
     def usable(self) -> bool | None:

@@ -85,7 +85,7 @@ class RankUpdates(UpdateMemories):
             self._device = relay(place, on_device=True)
         self._withdrawn = 0  # number of the last order to close what a publisher had offered
         self._last = 0  # number of the last update that followers know
-        self._opened = self._planned = 0  # numbers of its order to open, and of the last to open or to prepare
+        self._opened = self._planned = 0  # order numbers: of the last `open`; of the last `open` or `prepare`
         self._read = self._read_before = 0  # numbers of the last order to read, and of the last before the update
 
     def cuts(self) -> Sequence[RankCuts] | None:

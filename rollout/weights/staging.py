@@ -40,7 +40,7 @@ from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, Places, TensorEn
 HOST_SHARE = 0.8
 #: Bytes of a copy between host and device: small, so that no step's upload waits long for one.
 _COPY_BYTES = 4 << 20
-#: Bytes of a tensor that cross at a time where they have to be cut on the device first, or after it.
+#: Bytes a copy between host and device, for a tensor that is cut on the device.
 _CUT_BYTES = 32 << 20
 #: Rows of this many bytes cross between host and device one by one; shorter ones are cut on the device.
 _LONG_BYTES = 64 << 10

@@ -281,7 +281,7 @@ class UpdateIntake:
     def _must_wait(self, adapter: str | None) -> bool:
         """Whether an update of this adapter (None: of the model) can't begin yet.
 
-        A begin replaces an unfinished update of the same target, and of any adapter if it is the model's. An adapter
+        A begin replaces an unfinished update of its target; the model's also replaces an adapter's. An adapter's
         never replaces the model's update, which could leave the weights half written.
         """
         received = self._received
@@ -295,7 +295,7 @@ class UpdateIntake:
         return type(newer) is int and self._committed.update.version < newer
 
     def _gives_way_to(self, adapter: str | None, header: Mapping[str, Any]) -> bool:
-        """Whether the committed update gives way to this begin of the same adapter (None: of the model)."""
+        """Whether this `begin` of an adapter (None: of the model) replaces the committed update: same target, newer."""
         if self._committed is None or not self._gives_way(header["version"]):
             return False
         update = self._committed.update

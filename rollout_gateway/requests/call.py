@@ -39,7 +39,9 @@ def fork_fields(body: ForkField, returns_ids: bool, of_prompt: Mapping[str, bool
         }
     for name, asked in of_prompt.items():
         if asked:
-            raise bad_request("continued tokens are known at the end only; remove this field or 'fork'", name)
+            raise bad_request(
+                "this field needs the prompt's tokens, which a fork knows only at its end; remove it or 'fork'", name
+            )
     return {"return_prompt_ids": returns_ids}
 
 

@@ -130,7 +130,7 @@ class KVTier:
         """Note that the pool has no known page any more."""
 
     def lease(self, keys: Seq[bytes], until_s: float) -> None:
-        """Have what has these keys, in their order in a prefix, give way after others until this time."""
+        """Until this time, evict pages and states with these keys, in prefix order, after all others."""
 
     # --- preempted sequences ------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class KVTier:
         """Block until a copy is complete, at most `most_s` seconds. No step can be launched before."""
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Note the time of a step of prompts: a copy has to be faster."""
+        """Note the time of a step of prompts: with it the costs of a copy are compared."""
 
     # --- all KV -------------------------------------------------------------------------------------------------------
 

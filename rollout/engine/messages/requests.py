@@ -78,7 +78,7 @@ class Prior:
     """Tokens of an earlier, partial completion; generation continues after them."""
 
     token_ids: np.ndarray  # int32 [k]
-    oldest_version: int = VERSION_END  # weights version; this and the next as here if unknown
+    oldest_version: int = VERSION_END  # weights version; if unknown, this and the next field keep their defaults
     newest_version: int = -1
 
 

@@ -116,7 +116,7 @@ class WaitingQueue:
         return self._levels.get(seq.priority, _NO_LEVEL).clients.get(seq.group.client)
 
     def _renew(self, seq: Sequence) -> None:
-        """Bring the head of a sequence's client and line up to date: the client's sequences of it have changed."""
+        """Update the client's head of this line, after its sequences there have changed."""
         self._in_order = None
         level, line = self._levels[seq.priority], seq.group.variant
         client = level.clients[seq.group.client]

@@ -118,7 +118,7 @@ def restart_prompts(roster: Roster, seqs: list[Sequence], recompute: bool) -> tu
     kept: list[Sequence] = []
     taken_off: list[Sequence] = []
     for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
-        # A row that launched nothing may keep only its own offloaded KV, or what it found that is young enough.
+        # A row that launched nothing keeps only KV that was offloaded from it, or found KV that is young enough.
         own = bool(seq.drawn.versions) if seq.kv.own else prefixes.may_go_on(seq, roster.version)
         if recompute or not (seq.row_ready or own) or seq.due_from is not None:
             roster.take_off(seq)

@@ -127,7 +127,7 @@ class QueueFeed:
 
     @property
     def _room(self) -> list[int]:
-        """Pages of each rank, and pages of all that a tier need not copy: sessions give up pages that it has to."""
+        """Pages of each rank for an admission, and all that need no copy first: pages of sessions need one."""
         return [*self._allocator.admissible, self._allocator.pool.available - self._allocator.tier.writing]
 
     def note_misfit(self, seq: Sequence, rows: list[int], pages: int) -> None:

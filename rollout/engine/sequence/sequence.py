@@ -340,5 +340,5 @@ class Sequence:
         return prompt.content(start, prompt_len) + generated if start < prompt_len else generated
 
     def identity(self, tokens: np.ndarray) -> np.ndarray:
-        """Numbers that are equal where the KV of `tokens`, a beginning of its history, may be equal."""
+        """A number for each of `tokens`, a prefix of its history; where numbers are equal, KV may be equal."""
         return self.group.request.prompt.identity(tokens)

@@ -114,7 +114,7 @@ class DeviceFeature(Generic[Output]):
     """
 
     name: ClassVar[str]
-    #: The most int32 words that its sections have for a token of any prompt, and more for one that is due.
+    #: The most int32 words that its sections have for a prompt token; `due_words` are added if the token is due.
     token_words: ClassVar[int] = 0
     due_words: ClassVar[int] = 0
 

@@ -142,7 +142,7 @@ class DecodeGraphs:
         self._pool = cuda.graph_pool_handle()
         self.sizes = CapturedSizes.up_to(most)
         self._steps: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}  # key: (slot, size, ahead)
-        #: Steps without tokens ahead; also steps with some, where these differ.
+        #: Kinds to capture: False, without tokens ahead; also True, with some, if the model's states need it.
         self._ahead = (False, True) if step.states_go_ahead else (False,)
         self.forwards: dict[tuple[int, int, bool], _Forward] = {}  # key: (size, features that change it, ahead)
         #: Launches of features at the end of decode steps, by feature, name, and size.

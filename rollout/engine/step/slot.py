@@ -162,7 +162,7 @@ class _Region(NamedTuple):
 def _regions(features: Seq[OutputFeature], start: int, tokens: int) -> tuple[list[_Region], int]:
     """The words of each feature that gives any, from `start` on, for steps of `tokens` tokens; and their end.
 
-    Features that give as many words for any step come first: a download ends where the words of its step end.
+    Features with a fixed number of words come first, so that a download can end after the words of its step.
     """
     regions = []
     for feature in sorted(features, key=lambda feature: feature.output_words(0) == 0):

@@ -100,7 +100,7 @@ class DeviceDrafter:
         """Do `after` after a step whose tokens are drawn. Returns the rows that have drafts now, in their order.
 
         `accepted_B` (int32) counts accepted drafts by index, 0 for indices without drafts; read in steps with drafts.
-        For `replays` see `DeviceFeature.step_ends`.
+        For `replays` see `AheadFeature.step_ends`.
         """
         return None
 

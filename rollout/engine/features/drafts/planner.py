@@ -29,8 +29,8 @@ from rollout.engine.features.drafts.step_costs import StepCosts, worthwhile
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Sequence
 
-#: While drafts do not pay, one plan in this number asks the drafter; the second while the costs of plain steps are
-#: not known.
+#: While drafts do not pay, the drafter is asked once in `_ASKED_EVERY` plans; once in `_ASKED_SOON` while the cost of
+#: a plain step is unknown.
 _ASKED_EVERY, _ASKED_SOON = 8, 4
 
 #: Gives a row pages for a number of tokens after its last one, as far as there are any.

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from rollout.engine.sequence.sequence import Sequence
 
-#: Weight of older drafts of a row when a newer one is compared, and of all rows in the estimate for one, in drafts.
+#: `_KEPT`: what a newer draft leaves of the weight of a row's older ones. `_OTHERS`: weight of all rows' average,
+#: counted in drafts.
 _KEPT, _OTHERS = 0.95, 4.0
 
 

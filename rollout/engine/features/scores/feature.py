@@ -105,8 +105,8 @@ def _chosen(request: Request, token: int, scored: int) -> np.ndarray:
 class ScoresFeature(RequestFeature):
     """The scores of one engine's steps over `vocab` tokens.
 
-    Scored positions of an upload are padded to a multiple of `multiple`. With `exact` the scores of a prompt do not
-    depend on others: the number of likeliest tokens that are found decides which of equal ones come first.
+    Scored positions of an upload are padded to a multiple of `multiple`. With `exact` each step finds the
+    same number of likeliest tokens; otherwise other prompts change the order of equal ones.
     """
 
     name = NAME

@@ -99,7 +99,7 @@ class KnownBooks:
         return half and known and self.costs.state_pays(tokens, on_disk) and not self.closed
 
     def lease(self, keys: Seq[bytes], until_s: float) -> None:
-        """Have what has these keys, in their order in a prefix, give way after others until this time."""
+        """Until this time, evict pages and states with these keys, in prefix order, after all others."""
         for books in (self.host, self.states):
             if books.total:
                 books.lease(keys, until_s)
@@ -113,7 +113,7 @@ class KnownBooks:
 
     @property
     def writing(self) -> int:
-        """Pages that no sequence gets before `next_pages` has looked at them, or before their copy has ended."""
+        """Pages withheld from admissions: `next_pages` has not looked at them, or they are being copied."""
         return self._writing + (self._pool.unseen if self.costs.pays and not self.closed else 0)
 
     @property

@@ -42,7 +42,7 @@ _WORTH = 8
 
 
 class CopyCosts:
-    """Says whether copying a page is faster than computing it; True until both are measured."""
+    """Says whether copying a page is worth more than computing it, see `_WORTH`; True until both are measured."""
 
     def __init__(self, page_size: int) -> None:
         self.pays = True
@@ -68,11 +68,11 @@ class CopyCosts:
 
     @property
     def disk_pays(self) -> bool:
-        """True if reading a page from disk is faster than computing it."""
+        """Whether reading a page from disk is worth more than computing it."""
         return self._worth(self._reads, self._page_size)
 
     def state_pays(self, tokens: int, on_disk: bool) -> bool:
-        """True if copying a state is faster than computing these tokens; `on_disk`: it must be read first."""
+        """Whether copying a state is worth more than computing these tokens; `on_disk`: it must be read first."""
         slowest = self._worth(self._state_reads, tokens) if on_disk else True
         return slowest and self.pays and self._worth(self._state_copies, tokens)
 
