@@ -29,12 +29,11 @@ from rollout.config import Settings
 from rollout.engine.build import build_engine, check_model, longest_sequence, rebuild_engine, sleeping_memory
 from rollout.engine.device.streams import make_device
 from rollout.engine.features.adapters.known_adapters import AdapterRegistry
-from rollout.engine.features.adapters.messages import PutAdapter
 from rollout.engine.features.all import features_of
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.statuses import RankStatus
-from rollout.engine.messages.to_engine import Command, NextTick, Shutdown
+from rollout.engine.messages.to_engine import Command, NextTick, PutAdapter, Shutdown
 from rollout.engine.parts import EngineLinks
 from rollout.engine.step.device_feature import OrderSizes, alone
 from rollout.engine.step.execute import Orders

@@ -18,8 +18,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from rollout.engine.features.adapters.messages import DropAdapter, PutAdapter
-from rollout.engine.messages.to_engine import Command, Pause, Resume, Shutdown, Sleep, WakeUp
+from rollout.engine.messages.to_engine import Command, DropAdapter, Pause, PutAdapter, Resume, Shutdown, Sleep, WakeUp
 from rollout.engine.messages.to_service import Done, Failed
 from rollout.models.lora_slots import AdapterWeights
 from rollout.service.adapter_loading import AdapterFolders, AdapterLoads

@@ -14,7 +14,7 @@ import torch
 from rollout_kernels.lora import LEAST_RANK
 
 from rollout.engine.features.adapters.known_adapters import AdapterRegistry
-from rollout.engine.features.adapters.messages import AdapterUpdate
+from rollout.engine.messages.to_engine import FeatureUpdate, PutAdapter
 from rollout.models.lora_slots import AdapterSlots, AdapterWeights, model_products
 from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import AdapterPacker, AdapterPlan, plan_adapter
@@ -104,7 +104,7 @@ class IncomingAdapter:
         self._memory = RankUpdateMemory(staging, manifest, staging)
         return self._memory
 
-    def update(self, manifest: Manifest) -> AdapterUpdate | None:
+    def update(self, manifest: Manifest) -> FeatureUpdate | None:
         """The update for the loop; all bytes are verified. None: other ranks have no parts yet.
 
         Raises `WeightsRejected` when other adapters took the last slot meanwhile, or when a rank cannot have its part,
@@ -118,7 +118,8 @@ class IncomingAdapter:
                 return None
         except ValueError as error:
             raise _rejected(error) from None
-        return AdapterUpdate(self.name, manifest.version, manifest.tensor_bytes, weights)
+        command = PutAdapter(self.name, weights, manifest.version)
+        return FeatureUpdate(self.name, manifest.version, manifest.tensor_bytes, command)
 
     def _pack(self, plan: AdapterPlan, manifest: Manifest, memory: RankUpdateMemory) -> AdapterWeights | None:
         if self._packed is None:

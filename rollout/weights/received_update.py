@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from rollout.engine.features.adapters.messages import AdapterUpdate
+from rollout.engine.messages.to_engine import FeatureUpdate
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.update_memory import UpdateMemory
 from rollout.weights.update_plan import UpdatePlan
@@ -45,7 +45,7 @@ class PendingCommit:
 class CommittedUpdate:
     """A whole update: ready for the loop, or being applied."""
 
-    update: StagedWeights | AdapterUpdate
+    update: StagedWeights | FeatureUpdate
     commit: PendingCommit
 
 
@@ -156,7 +156,7 @@ class ReceivedUpdate:
         except Exception:
             _log.exception("dropping what held version %d of the weights failed", self.incoming.manifest.version)
 
-    def _finish(self) -> StagedWeights | AdapterUpdate | None:
+    def _finish(self) -> StagedWeights | FeatureUpdate | None:
         """The update, once all of its bytes are where they are used."""
         plan, memory = self.plan, self.memory
         if not memory.copied():

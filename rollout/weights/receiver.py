@@ -18,8 +18,8 @@ from typing import Any
 import zmq
 
 from rollout.config import SecuritySettings, WeightsSettings
-from rollout.engine.features.adapters.messages import AdapterUpdate
 from rollout.engine.gate import Gate
+from rollout.engine.messages.to_engine import FeatureUpdate
 from rollout.network.access import Access
 from rollout.network.router_socket import PolledQueue, bind_router
 from rollout.weights.received_update import Reply
@@ -124,25 +124,25 @@ class WeightReceiver:
         if not self._post(lambda: self._intake.control(header, reply)):
             reply(error_reply(ended()))
 
-    def take_ready(self) -> StagedWeights | AdapterUpdate | None:
+    def take_ready(self) -> StagedWeights | FeatureUpdate | None:
         """The update to apply between this step and the next, or None. Takes no lock and never waits."""
         try:
             return self._intake.ready.popleft()
         except IndexError:
             return None
 
-    def applied(self, update: StagedWeights | AdapterUpdate, pause_s: float) -> None:
+    def applied(self, update: StagedWeights | FeatureUpdate, pause_s: float) -> None:
         """The engine has applied `update` and launches its next step with it, after a pause of `pause_s` seconds."""
-        if not isinstance(update, AdapterUpdate):
+        if not isinstance(update, FeatureUpdate):
             self._intake.version = update.version
         update.close(applied=True)
         self._post(lambda: self._intake.applied(update, pause_s))
 
-    def refused(self, update: StagedWeights | AdapterUpdate, message: str) -> None:
+    def refused(self, update: StagedWeights | FeatureUpdate, message: str) -> None:
         """`update` no longer fits the engine's state; the publisher gets `message` as `weights_rejected`."""
         self._give_up(update, WeightsRejected(message))
 
-    def failed(self, update: StagedWeights | AdapterUpdate, message: str) -> None:
+    def failed(self, update: StagedWeights | FeatureUpdate, message: str) -> None:
         """The engine could not apply `update`; the publisher gets `message` as an `internal` error."""
         self._give_up(update, InternalError(f"the worker could not apply the update: {message}"))
 
@@ -155,7 +155,7 @@ class WeightReceiver:
         self._post(self._stop)
         self._thread.join()
 
-    def _give_up(self, update: StagedWeights | AdapterUpdate, error: RolloutError) -> None:
+    def _give_up(self, update: StagedWeights | FeatureUpdate, error: RolloutError) -> None:
         update.close(applied=False)
         self._post(lambda: self._intake.failed(update, error))
 

@@ -30,8 +30,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.engine.features.adapters.messages import AdapterUpdate
 from rollout.engine.gate import Gate, UpdateWait
+from rollout.engine.messages.to_engine import FeatureUpdate
 from rollout.weights.adapter_updates import AdapterTarget, IncomingAdapter, read_adapter
 from rollout.weights.group_controls import GroupControls
 from rollout.weights.parameter_map import ManifestFit, ParameterMap
@@ -88,7 +88,7 @@ class UpdateIntake:
     ) -> None:
         self.version = version  # version of the weights that were applied last: the loop writes it
         self.last: AppliedUpdate | None = None  # replaced as a whole, so any thread may read it
-        self.ready: deque[StagedWeights | AdapterUpdate] = deque()  # the loop takes from it
+        self.ready: deque[StagedWeights | FeatureUpdate] = deque()  # the loop takes from it
         self.closing = False
         self._update: ReceivedUpdate | CommittedUpdate | None = None
         self._waiting: dict[str | None, tuple[Mapping[str, Any], Reply]] = {}  # begins, by adapter; None: the model's
@@ -299,7 +299,7 @@ class UpdateIntake:
         if self._committed is None or not self._gives_way(header["version"]):
             return False
         update = self._committed.update
-        return adapter == (update.name if isinstance(update, AdapterUpdate) else None)
+        return adapter == (update.name if isinstance(update, FeatureUpdate) else None)
 
     def _replace(self, newer: int) -> bool:
         """Drop the update that gives way to version `newer`; False if the loop has just taken it."""
@@ -392,20 +392,20 @@ class UpdateIntake:
             self.ready.append(whole.update)
             self._gate.notify()
 
-    def applied(self, update: StagedWeights | AdapterUpdate, pause_s: float) -> None:
+    def applied(self, update: StagedWeights | FeatureUpdate, pause_s: float) -> None:
         """The loop has applied it, after a pause of `pause_s` seconds."""
         commit = self._take_committed(update)
         commit.phases["wait"] = max(0.0, time.monotonic() - commit.since_s - pause_s)
         commit.phases["apply"] = pause_s
         applied = AppliedUpdate(update.version, commit.transport, update.nbytes, pause_s, commit.phases)
-        if not isinstance(update, AdapterUpdate):
+        if not isinstance(update, FeatureUpdate):
             self.last = applied
         commit.reply({"op": "ok", **applied.reply()})
 
-    def failed(self, update: StagedWeights | AdapterUpdate, error: RolloutError) -> None:
+    def failed(self, update: StagedWeights | FeatureUpdate, error: RolloutError) -> None:
         self._take_committed(update).reply(error_reply(error))
 
-    def _take_committed(self, update: StagedWeights | AdapterUpdate) -> PendingCommit:
+    def _take_committed(self, update: StagedWeights | FeatureUpdate) -> PendingCommit:
         committed = self._committed
         assert committed is not None and committed.update is update, "this update is not being applied"
         self._update = None

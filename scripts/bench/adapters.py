@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from rollout.engine.features.adapters.feature import AdaptersFeature
 from rollout.engine.features.adapters.memory import AdapterMemory
-from rollout.engine.features.adapters.messages import DropAdapter, PutAdapter
+from rollout.engine.messages.to_engine import DropAdapter, PutAdapter
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.models.lora_slots import AdapterWeights, corrected_modules
 from rollout.models.peft_tensors import CONFIG, WEIGHTS, AdapterPacker, load_peft_folder

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.features.adapters.messages import AdapterUpdate
-from rollout.engine.messages.to_engine import Cancel, Pause, Resume, Shutdown
+from rollout.engine.messages.to_engine import Cancel, FeatureUpdate, Pause, PutAdapter, Resume, Shutdown
 from rollout.engine.sequence.sequence import SequenceState
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.harness import Bench, load, watch_prefills
@@ -294,14 +293,14 @@ def test_updates_of_adapters_wait_too(model, sources, prompt_of, hf_models, fold
     adapters = make_adapters(hf_models[0], folders[0], tmp_path_factory)
     bench = recomputing(model, mailbox := Mailbox(), 0.5, adapter_slots=2, adapter_rank=16)
     roster = bench.engine.roster
-    mailbox.ready = AdapterUpdate("a", 1, 0, adapters[0][0])
+    mailbox.ready = FeatureUpdate("a", 1, 0, PutAdapter("a", adapters[0][0], 1))
     tick(bench, 1)
     assert mailbox.ready is None
     bench.submit("plain", prompt_of(60), 100)
     bench.submit("adapted", prompt_of(60, 1), 100, adapter="a")
     until_all_decode(bench, 2)
     mailbox.ready = Update(1, sources[1], model)
-    for update in (AdapterUpdate("a", 2, 0, adapters[1][0]), Update(2, sources[0], model)):
+    for update in (FeatureUpdate("a", 2, 0, PutAdapter("a", adapters[1][0], 2)), Update(2, sources[0], model)):
         while mailbox.ready is not None:
             tick(bench, 1)
         tick(bench, 2)

@@ -92,11 +92,12 @@ def test_a_word_with_one_meaning_names_nothing_elsewhere() -> None:
     assert at_home == {(word, home) for word, homes in AT_HOME.items() for home in homes}, "a home has no such name"
 
 
-#: Lines of the engine outside the folders of features that name adapters: fields, sizes, errors. Fewer are better.
-MOST_LINES_ABOUT_ADAPTERS = 24
+#: Lines of the engine's core that name adapters: sizes, errors. Fewer are better.
+MOST_LINES_ABOUT_ADAPTERS = 9
 
 
 def test_the_core_knows_variants_of_the_weights_and_not_adapters() -> None:
-    core = [file for file in (ROOT / "rollout/engine").rglob("*.py") if FEATURES not in file.parents]
+    beside = {FEATURES, ROOT / "rollout/engine/messages"}  # messages have the fields of all features
+    core = [file for file in (ROOT / "rollout/engine").rglob("*.py") if beside.isdisjoint(file.parents)]
     named = [line for file in core for line in file.read_text("utf-8").splitlines() if "adapter" in line.lower()]
     assert len(named) <= MOST_LINES_ABOUT_ADAPTERS

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request, RequestKey
+
+if TYPE_CHECKING:
+    from rollout.models.lora_slots import AdapterWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +105,48 @@ class FeatureCommand:
     token: int | None
 
 
-class FeatureUpdate(ABC):
-    """An update for a feature of steps instead of the model, complete and checked, not yet in use."""
+class AdapterCommand(FeatureCommand):
+    """A command about the adapter `name`."""
 
     __slots__ = ()
+    feature: ClassVar[str] = "adapters"
 
-    @property
-    @abstractmethod
-    def command(self) -> FeatureCommand:
-        """The command that brings it into use."""
+
+@dataclass(frozen=True, slots=True)
+class PutAdapter(AdapterCommand):
+    """Load an adapter, or a newer version of one. Running rows go on with the new version.
+
+    Without a `version` it is the last version plus 1, or 0.
+    """
+
+    name: str
+    weights: AdapterWeights
+    version: int | None = None
+    token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter(AdapterCommand):
+    """Unload an adapter that no unfinished request names."""
+
+    name: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureUpdate:
+    """An update for a feature of steps instead of the model, complete and checked, not yet in use.
+
+    It refers to no memory of the bridge.
+    """
+
+    name: str  # what it updates
+    version: int
+    nbytes: int
+    command: FeatureCommand  # brings it into use
+
+    def close(self, applied: bool) -> None:
+        """The engine is done with this update."""
 
 
 @dataclass(frozen=True, slots=True)

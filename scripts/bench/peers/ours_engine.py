@@ -14,11 +14,10 @@ import torch
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
-from rollout.engine.features.adapters.messages import PutAdapter
 from rollout.engine.features.drafts.feature import DraftsFeature
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Request, SamplingParams
-from rollout.engine.messages.to_engine import Submit
+from rollout.engine.messages.to_engine import PutAdapter, Submit
 from rollout.engine.messages.to_service import Delta, Event, Rejected
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.metrics.step_timing import StepTiming

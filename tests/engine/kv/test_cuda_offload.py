@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rollout.engine.features.adapters.messages import PutAdapter
+from rollout.engine.messages.to_engine import PutAdapter
 from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
 from tests.support.engine.cuda_harness import no_allocation, no_waiting
 from tests.support.engine.harness import Bench, load

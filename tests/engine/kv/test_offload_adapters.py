@@ -9,8 +9,7 @@ from transformers import DynamicCache
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.features.adapters.known_adapters import NO_SLOT
-from rollout.engine.features.adapters.messages import DropAdapter, PutAdapter
-from rollout.engine.messages.to_engine import Cancel
+from rollout.engine.messages.to_engine import Cancel, DropAdapter, PutAdapter
 from rollout.engine.messages.to_service import Done, Failed
 from tests.support.engine.adapted import Adapters, greedy_is, make_adapters, slots_of, table_of, versions_of
 from tests.support.engine.harness import Bench, Completion, prompt_of

@@ -5,9 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from rollout.engine.features.adapters.messages import PutAdapter
 from rollout.engine.messages.prompts import Prompt, TokenIds
-from rollout.engine.messages.to_engine import Prefetch
+from rollout.engine.messages.to_engine import Prefetch, PutAdapter
 from rollout.engine.messages.to_service import Done, Failed
 from tests.support.engine.adapted import make_adapters
 from tests.support.engine.agents import Agents

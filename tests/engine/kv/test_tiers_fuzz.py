@@ -20,11 +20,10 @@ import torch
 
 from rollout.constraints.matcher import ANYTHING
 from rollout.engine.build import rebuild_engine
-from rollout.engine.features.adapters.messages import PutAdapter
 from rollout.engine.kv.tiers.moves import CopyCosts
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import Prior
-from rollout.engine.messages.to_engine import Cancel, EndSession, Prefetch, Sleep, WakeUp
+from rollout.engine.messages.to_engine import Cancel, EndSession, Prefetch, PutAdapter, Sleep, WakeUp
 from rollout.engine.messages.to_service import Done
 from rollout.models.cut import kept_values
 from scripts.bench.random_adapter import random_adapter

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.engine.features.adapters.messages import PutAdapter
+from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.messages.to_service import Done
 from scripts.bench.random_adapter import random_adapter
 from tests.support.engine.adapted import table_of

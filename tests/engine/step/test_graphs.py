@@ -17,7 +17,7 @@ import torch
 from rollout.config import EngineSettings
 from rollout.engine import build_steps
 from rollout.engine.device.streams import DeviceStream
-from rollout.engine.features.adapters.messages import PutAdapter
+from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import (

@@ -13,8 +13,8 @@ import torch
 import zmq
 
 from rollout.config import WeightsSettings
-from rollout.engine.features.adapters.messages import AdapterUpdate
 from rollout.engine.gate import Gate
+from rollout.engine.messages.to_engine import FeatureUpdate
 from rollout.weights.adapter_updates import AdapterTarget
 from rollout.weights.parameter_map import ParameterMap, UpdateNames
 from rollout.weights.receiver import WeightReceiver
@@ -128,7 +128,7 @@ class Worker:
             share_with(self, shared)
         self.gate = threading.Event()
         self.gate.set()
-        self.updates: list[StagedWeights | AdapterUpdate] = []
+        self.updates: list[StagedWeights | FeatureUpdate] = []
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.IPV6, ":" in host)
@@ -203,7 +203,7 @@ class Worker:
                 time.sleep(0.001)
                 continue
             self.updates.append(update)
-            if not isinstance(update, AdapterUpdate):
+            if not isinstance(update, FeatureUpdate):
                 self.apply(update)
                 gate.clear_hold()
             self.receiver.applied(update, 0.001)

@@ -9,7 +9,7 @@ from transformers import Qwen3ForCausalLM
 
 from rollout.engine.features.adapters.feature import AdaptersFeature as AdapterFeature
 from rollout.engine.features.adapters.memory import AdapterMemory
-from rollout.engine.features.adapters.messages import PutAdapter
+from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.messages.to_service import Delta
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.models.lora_slots import AdapterWeights

@@ -9,9 +9,8 @@ import numpy as np
 
 from rollout.engine.features.adapters.adapter_table import AdapterTable
 from rollout.engine.features.adapters.known_adapters import NO_SLOT, Adapter, AdapterUse
-from rollout.engine.features.adapters.messages import NAME, DropAdapter, PutAdapter
 from rollout.engine.messages.statuses import StatusFields
-from rollout.engine.messages.to_engine import FeatureCommand, Prefetch
+from rollout.engine.messages.to_engine import AdapterCommand, DropAdapter, FeatureCommand, Prefetch, PutAdapter
 from rollout.engine.messages.to_service import DeltaFields, Rejected
 from rollout.engine.schedule.command_feature import CommandFeature
 from rollout.engine.schedule.plan import Plan
@@ -25,7 +24,7 @@ from rollout.engine.upload import UploadStaging
 class AdaptersFeature(CommandFeature, VariantFeature):
     """The adapters of one engine; `table` has their slots."""
 
-    name = NAME
+    name = AdapterCommand.feature
     takes = frozenset({"adapter"})
 
     def __init__(self, table: AdapterTable) -> None:

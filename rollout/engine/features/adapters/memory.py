@@ -11,7 +11,7 @@ from rollout.engine.device.streams import Device
 from rollout.engine.features.adapters.adapter_table import AdapterTable
 from rollout.engine.features.adapters.feature import AdaptersFeature
 from rollout.engine.features.adapters.known_adapters import AdapterRegistry
-from rollout.engine.features.adapters.messages import NAME
+from rollout.engine.messages.to_engine import AdapterCommand
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import BatchFields, DeviceFeature, HostParts, Site
@@ -28,7 +28,7 @@ _VARIANT = RowNeeds.VARIANT.value  # flags of an enum are slow to test
 class AdapterMemory(DeviceFeature[None]):
     """The slots of a worker, for batches of `rows`, for adapters of `registry`."""
 
-    name = NAME
+    name = AdapterCommand.feature
     batch_fields = frozenset({"adapters"})
     changes_forward = RowNeeds.VARIANT
     row_column = True

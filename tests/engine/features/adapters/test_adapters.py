@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.features.adapters.messages import DropAdapter, PutAdapter
 from rollout.engine.messages.requests import NOTHING_BEFORE, Prior, Prompt
-from rollout.engine.messages.to_engine import Cancel, Prefetch
+from rollout.engine.messages.to_engine import Cancel, DropAdapter, Prefetch, PutAdapter
 from rollout.engine.messages.to_service import Delta, Done, Failed, Rejected
 from rollout.engine.schedule.preemption import change_weights
 from tests.support.engine.adapted import SOME, Adapters, bench_of, greedy_is, make_adapters, table_of, versions_of

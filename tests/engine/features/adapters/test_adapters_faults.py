@@ -3,7 +3,7 @@
 import pytest
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.features.adapters.messages import AdapterUpdate, PutAdapter
+from rollout.engine.messages.to_engine import FeatureUpdate, PutAdapter
 from rollout.engine.messages.to_service import Failed
 from rollout.models.lora_slots import AdapterWeights
 from tests.support.engine.adapted import bench_of, greedy_is, table_of, versions_of
@@ -30,19 +30,19 @@ def test_an_adapter_that_is_no_good_harms_its_own_rows_alone(model, base, adapte
 class Recorder:
     """The engine's side of a receiver that has one update."""
 
-    def __init__(self, update: AdapterUpdate) -> None:
+    def __init__(self, update: FeatureUpdate) -> None:
         self.updates, self.told = [update], []
 
-    def take_ready(self) -> AdapterUpdate | None:
+    def take_ready(self) -> FeatureUpdate | None:
         return self.updates.pop() if self.updates else None
 
-    def applied(self, update: AdapterUpdate, pause_s: float) -> None:
+    def applied(self, update: FeatureUpdate, pause_s: float) -> None:
         self.told.append("applied")
 
-    def refused(self, update: AdapterUpdate, message: str) -> None:
+    def refused(self, update: FeatureUpdate, message: str) -> None:
         self.told.append(f"refused: {message}")
 
-    def failed(self, update: AdapterUpdate, message: str) -> None:
+    def failed(self, update: FeatureUpdate, message: str) -> None:
         self.told.append(f"failed: {message}")
 
 
@@ -54,7 +54,7 @@ class BrokenStream:
 
 
 def test_the_sender_of_an_adapter_gets_the_fault_and_the_previous_one_is_served(model, adapters):
-    recorder = Recorder(AdapterUpdate("a0", 9, 1, adapters[1][0]))
+    recorder = Recorder(FeatureUpdate("a0", 9, 1, PutAdapter("a0", adapters[1][0], 9)))
     bench = Bench(model, adapter_slots=2, adapter_rank=16, receiver=recorder)
     recorder.updates, held = [], recorder.updates
     bench.engine.inbox.put(PutAdapter("a0", adapters[0][0]))
@@ -81,7 +81,7 @@ def test_the_sender_of_an_adapter_gets_the_fault_and_the_previous_one_is_served(
 
 def test_an_adapter_that_came_after_the_last_free_place_is_refused_as_its_begin_would_be(model, adapters):
     """Both were told that there is room; a command of the same tick came first."""
-    recorder = Recorder(AdapterUpdate("late", 1, 1, adapters[1][0]))
+    recorder = Recorder(FeatureUpdate("late", 1, 1, PutAdapter("late", adapters[1][0], 1)))
     bench = Bench(model, adapter_slots=2, adapter_rank=16, max_adapters=1, receiver=recorder)
     bench.engine.inbox.put(PutAdapter("first", adapters[0][0]))
     bench.complete("r", prompt_of(9), 6, adapter="first")

@@ -5,8 +5,7 @@ import torch
 
 from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import AllowList
-from rollout.engine.features.adapters.messages import PutAdapter
-from rollout.engine.messages.to_engine import Cancel
+from rollout.engine.messages.to_engine import Cancel, PutAdapter
 from rollout.engine.messages.to_service import Done
 from tests.support.engine.adapted import bench_of, greedy_is, versions_of
 from tests.support.engine.drafting import drafting

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout.engine.device.streams import make_device
-from rollout.engine.features.adapters.messages import PutAdapter
+from rollout.engine.messages.to_engine import PutAdapter
 from rollout.models.peft_tensors import AdapterPacker, load_peft_folder
 from scripts.bench.random_adapter import random_adapter
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, no_waiting, watch_compilation

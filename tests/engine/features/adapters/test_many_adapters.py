@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollout.engine.features.adapters.messages import DropAdapter, PutAdapter
+from rollout.engine.messages.to_engine import DropAdapter, PutAdapter
 from rollout.engine.messages.to_service import Done
 from rollout.engine.schedule.preemption import change_weights
 from rollout.models.lora_slots import AdapterWeights

@@ -6,8 +6,8 @@ from rollout_kernels.step import draft_by_ngrams
 
 from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import make_device
-from rollout.engine.features.adapters.messages import PutAdapter
 from rollout.engine.features.drafts import ngram_drafter
+from rollout.engine.messages.to_engine import PutAdapter
 from scripts.bench.random_adapter import random_adapter
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation
 from tests.support.engine.drafting import drafting

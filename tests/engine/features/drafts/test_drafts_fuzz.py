@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from rollout.constraints.marker import AfterMarker, TextMarker, TokenTexts
-from rollout.engine.features.adapters.messages import PutAdapter
 from rollout.engine.messages.requests import NOTHING_BEFORE, Prior
-from rollout.engine.messages.to_engine import Cancel, StopAt
+from rollout.engine.messages.to_engine import Cancel, PutAdapter, StopAt
 from tests.engine.features.drafts.test_heads import completions_by_seed
 from tests.engine.features.drafts.test_speculation import RULES, STOP, recorded
 from tests.engine.test_invariants import run_watched

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from rollout.engine.features.adapters.messages import PutAdapter
 from rollout.engine.inspect import Inspector
+from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.messages.to_service import Delta
 from rollout.metrics.definitions import DRAFT_AGES
 from tests.engine.test_invariants import run_watched

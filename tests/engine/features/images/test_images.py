@@ -13,10 +13,10 @@ from rollout.config import ModelSettings
 from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
-from rollout.engine.features.adapters.messages import PutAdapter
 from rollout.engine.features.images.encodings import encodes_of
 from rollout.engine.features.images.feature import ImagesFeature
 from rollout.engine.messages.requests import Prior
+from rollout.engine.messages.to_engine import PutAdapter
 from rollout.engine.messages.to_service import Done
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.rehearsal import ALL_FEATURES
