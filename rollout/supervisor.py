@@ -31,7 +31,7 @@ from rollout.model_name import readable_name
 from rollout.process.announce import announce, write_atomically
 from rollout.process.child_processes import import_path
 from rollout.process.watchdog import ObservedTime
-from rollout.ranks.group_watch import SILENT_S
+from rollout.ranks.rank_watch import SILENT_S
 from rollout.ranks.thread_stat import is_stopped
 from trainer_bridge.client.launch import worker_environment
 from trainer_bridge.scratch import ScratchFolder

@@ -49,9 +49,9 @@ from rollout.process.logs import set_up, worker_name
 from rollout.process.progress import advance_both, stage
 from rollout.process.watchdog import End, Watchdog
 from rollout.ranks.follower_processes import FollowerProcesses
-from rollout.ranks.group_watch import LaneName, LaneProgress
 from rollout.ranks.orders import ring_bytes
 from rollout.ranks.processes import ConnectError, OwnProgress, Ranks
+from rollout.ranks.rank_watch import LaneName, LaneProgress
 from rollout.ranks.start_watch import PREPARING
 from rollout.service.capabilities import Outbox, ServedEngine, WorkerAddress
 from rollout.service.requests.constraint import constraints_for

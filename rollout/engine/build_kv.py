@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rollout.config import EngineSettings
-from rollout.engine.device.group_orders import GroupOrders
+from rollout.engine.device.rank_orders import RankOrders
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.all import keeps_token_ids
 from rollout.engine.kv.allocator import PageAllocator
@@ -111,7 +111,7 @@ def allocate_host_states(site: Site) -> HostMemory:
 
 
 def open_disk(
-    engine: EngineSettings, mover: PageMover | None, share: float, again: bool, name: str, orders: GroupOrders
+    engine: EngineSettings, mover: PageMover | None, share: float, again: bool, name: str, orders: RankOrders
 ) -> DiskPages:
     """The folder for what leaves the host memory of a mover, if there is one, with a share of `disk_kv_gib`.
 

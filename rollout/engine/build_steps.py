@@ -39,7 +39,7 @@ from rollout.engine.sizing import (
 )
 from rollout.engine.step.device_feature import AheadFeature, DeviceFeature, OrderSizes, Site
 from rollout.engine.step.device_step import DeviceStep, make_forward
-from rollout.engine.step.execute import Executor, GroupRole, Movers
+from rollout.engine.step.execute import Executor, Movers, RankRole
 from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs, Progress, capturable, make_graphs
 from rollout.engine.step.pack import slot_words
 from rollout.engine.step.rehearsal import StepNeeds, StepSizes, measure_steps
@@ -175,7 +175,7 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
     except BaseException:
         Executor(device, streams, step, graphs, movers).close()
         raise
-    rank = GroupRole(orders, not site.follows, engine.check_ranks and step.group.size > 1)
+    rank = RankRole(orders, not site.follows, engine.check_ranks and step.group.size > 1)
     return Executor(device, streams, step, graphs, movers, rank)
 
 

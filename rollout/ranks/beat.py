@@ -3,7 +3,7 @@
     every quarter of a second    done, parts, fault, beat    in this order: a new beat means that the others are new
 
 The beat has its own thread, so a long launch, a compilation or a large update does not silence it: if the beat stands
-still, the whole process does. The other numbers tell whether the loop and the device go on (`group_watch.py`).
+still, the whole process does. The other numbers tell whether the loop and the device go on (`rank_watch.py`).
 
 A follower whose flag is set (`PeerBuffers.fault`), or whose device fails, ends here, also while its loop waits for the
 device. It also kills rank 0 if that process is stopped for `SILENT_S`: its clients would wait, and no other
@@ -26,7 +26,7 @@ from rollout.engine.device.streams import Device
 from rollout.engine.step.slot import Slot
 from rollout.process.compiling import compiling
 from rollout.process.watchdog import ObservedTime
-from rollout.ranks.group_watch import BEAT_S, SILENT_S
+from rollout.ranks.rank_watch import BEAT_S, SILENT_S
 from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.thread_stat import is_stopped
 from rollout.weights.staged_weights import SwapCopies

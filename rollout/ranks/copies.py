@@ -28,8 +28,8 @@ from rollout.engine.kv.tiers.page_mover import CopyQueue, HostMemory
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.execute import Executor
 from rollout.ranks.adapters import AdapterCopies
-from rollout.ranks.group_watch import LANES, LaneName
 from rollout.ranks.ordered_work import OrderedWork
+from rollout.ranks.rank_watch import LANES, LaneName
 from rollout.ranks.reports import LaneReport, RankReports
 
 

@@ -33,9 +33,9 @@ from rollout.ranks.copies import FollowerCopies
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_updates import FollowerUpdates
-from rollout.ranks.group_watch import LaneName
 from rollout.ranks.orders import ANY_VERSION, DRAW, END, EXTRA, LANE, STEP, read_draw, read_step
 from rollout.ranks.processes import connect
+from rollout.ranks.rank_watch import LaneName
 from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.ring import OrderHeader, RingReader, SharedMemory
 from rollout.ranks.start_watch import CONNECTING, LOADING, PREPARING, READY, StartProgress

@@ -40,12 +40,12 @@ import msgpack
 import numpy as np
 import torch
 
-from rollout.engine.device.group_orders import GroupMemory
+from rollout.engine.device.rank_orders import MemoryOfRanks
 from rollout.engine.device.releasable import ReleasableMemory, SleepMemory
 from rollout.engine.step.device_feature import OrderSizes
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.upload import Extra, Header, StepOutput, Upload
-from rollout.ranks.group_watch import LANES, LaneName
+from rollout.ranks.rank_watch import LANES, LaneName
 from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import RingWriter
 from trainer_bridge.wire.errors import InternalError
@@ -151,7 +151,7 @@ class OrderWriter:
 
     def memory_of_all(self, own: ReleasableMemory) -> SleepMemory:
         """The memory of all ranks; if none can sleep, no rank gets orders about it."""
-        return GroupMemory(own, self) if own.sleeps else own
+        return MemoryOfRanks(own, self) if own.sleeps else own
 
     @property
     def freed_bytes(self) -> int:

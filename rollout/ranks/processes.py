@@ -3,7 +3,7 @@
     start       a process each (`follower_processes.py`), perhaps before this one has imported its libraries
     connect     a process group over a file store in a private folder: gloo on a CPU, NCCL on GPUs; no port is opened
     lead        the followers are ready: size the ring, give orders
-    watch       a thread: a rank that ended or hangs ends the group (`group_watch.py`; at the start `start_watch.py`)
+    watch       a thread: a rank that ended or hangs ends the group (`rank_watch.py`; at the start `start_watch.py`)
     close       kill the followers: they hold nothing of value
 
 A group cannot be made whole: the others wait for the lost rank in a collective operation. So rank 0 hands its requests
@@ -35,8 +35,8 @@ from rollout.ranks.adapters import RankAdapters
 from rollout.ranks.device_relay import device_memory
 from rollout.ranks.devices import rank_device
 from rollout.ranks.follower_processes import FollowerProcesses
-from rollout.ranks.group_watch import COPY_LANES, FollowerState, GroupState, GroupWatch, LaneName, LaneProgress
 from rollout.ranks.orders import OrderWriter
+from rollout.ranks.rank_watch import COPY_LANES, FollowerState, LaneName, LaneProgress, RanksState, RankWatch
 from rollout.ranks.reports import NUMBERS, Number, RankReports
 from rollout.ranks.ring import RingWriter
 from rollout.ranks.start_watch import CONNECTING, LOADING, READY, StartPosition, StartProgress, StartState, StartWatch
@@ -112,7 +112,7 @@ class Ranks:
         for name, folder in (("checkpoint", checkpoint), ("draft", draft)):
             facts[name] = None if folder is None else str(folder)
         self._followers.send_facts(facts)
-        self._watch_rules = GroupWatch(self.size - 1, settings.engine.rank_stall_s)
+        self._watch_rules = RankWatch(self.size - 1, settings.engine.rank_stall_s)
         self._start_rules = StartWatch(settings.engine.rank_start_stall_s)
         watch_compilations()
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -239,7 +239,7 @@ class Ranks:
                 self._on_lost(failure)
                 return
 
-    def _look(self) -> GroupState:
+    def _look(self) -> RanksState:
         own, orders = self._progress(), self.orders
         columns = {name: self.reports.get(name) for name in NUMBERS}
         followers, on_cpu = [], self.group.device.type == "cpu"
@@ -265,7 +265,7 @@ class Ranks:
                     compute_s=compute_s if on_cpu else None,
                 )
             )
-        return GroupState(
+        return RanksState(
             followers,
             ordered=0 if orders is None else orders.ordered,
             done=own.committed,
@@ -321,7 +321,7 @@ def _read_bytes(pid: int) -> int:
     return int(counts.get("rchar", 0)) + int(counts.get("read_bytes", 0))
 
 
-def _compiles(look: GroupState) -> bool:
+def _compiles(look: RanksState) -> bool:
     return look.compiling or any(follower.compiling for follower in look.followers)
 
 

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from rollout.ranks.group_watch import LANES, LaneName, LaneProgress
+from rollout.ranks.rank_watch import LANES, LaneName, LaneProgress
 from rollout.ranks.ring import SharedMemory
 
 Number = Literal[

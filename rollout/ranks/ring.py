@@ -107,7 +107,7 @@ class RingWriter:
     """The writing end. Any thread may write; records are numbered in the order of their writes.
 
     `positions` returns the positions of all readers. `lost` says that some reader will never make room: then a record
-    is dropped. How long a reader may take is decided elsewhere (`group_watch.py`).
+    is dropped. How long a reader may take is decided elsewhere (`rank_watch.py`).
     """
 
     def __init__(

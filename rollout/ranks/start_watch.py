@@ -23,7 +23,7 @@ limit (15 times `engine.rank_stall_s`) is long: no client waits for tokens yet, 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from rollout.ranks.group_watch import StallClock
+from rollout.ranks.rank_watch import StallClock
 
 STAGES = ("importing", "connecting", "loading weights", "preparing steps", "ready")
 IMPORTING, CONNECTING, LOADING, PREPARING, READY = range(5)

@@ -33,10 +33,10 @@ from typing import Any
 from rollout.engine.gate import Gate, UpdateWait
 from rollout.engine.messages.to_engine import FeatureUpdate
 from rollout.weights.adapter_updates import AdapterTarget, IncomingAdapter, read_adapter
-from rollout.weights.group_controls import GroupControls
 from rollout.weights.parameter_map import ManifestFit, ParameterMap
 from rollout.weights.received_update import AppliedUpdate, CommittedUpdate, PendingCommit, ReceivedUpdate, Reply
 from rollout.weights.staged_weights import StagedWeights
+from rollout.weights.trainer_groups import TrainerGroups
 from rollout.weights.update_memory import UpdateMemories, UpdateMemory
 from rollout.weights.update_plan import UpdatePlan, UpdatePlanner
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
@@ -101,7 +101,7 @@ class UpdateIntake:
         self._endpoint = endpoint
         self._post = post
         self._said_unused = self._said_kept = False
-        self._groups = GroupControls(targets.parameters, receivers, self._say_unused)
+        self._groups = TrainerGroups(targets.parameters, receivers, self._say_unused)
         self._handlers = {
             "begin": self._begin,
             "commit": self._commit,

@@ -24,7 +24,7 @@ AT_HOME = {
         "trainer_bridge/integrations/trl_generation.py",
     ),
     # the orders of one kind that the ranks of a tensor group carry out
-    "lane": ("rollout/engine/device/group_orders.py", "rollout/engine/kv/", "rollout/ranks/", "rollout/worker.py"),
+    "lane": ("rollout/engine/device/rank_orders.py", "rollout/engine/kv/", "rollout/ranks/", "rollout/worker.py"),
     # where a member sits in a process group of a transport
     "seat": ("trainer_bridge/transports/nccl/",),
     # a row in flight whose token is dropped

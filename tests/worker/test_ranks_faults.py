@@ -1,6 +1,6 @@
 """A rank that dies or hangs ends its group: every client gets its tokens, and no process stays.
 
-Times leave room for a busy machine. The rules with their seconds are tested in tests/unit/ranks/test_group_watch.py.
+Times leave room for a busy machine. The rules with their seconds are tested in tests/unit/ranks/test_rank_watch.py.
 """
 
 import os

@@ -51,7 +51,7 @@ class Movers(NamedTuple):
         return [mover for mover in (self.kv, self.states) if mover is not None]
 
 
-class GroupRole(NamedTuple):
+class RankRole(NamedTuple):
     """The executor's role in a tensor group."""
 
     orders: Orders = NO_ORDERS  # orders of the first rank to the others
@@ -59,7 +59,7 @@ class GroupRole(NamedTuple):
     compares: bool = False  # the ranks compare their drawn tokens after each step
 
 
-_NO_MOVERS, _ALONE = Movers(), GroupRole()
+_NO_MOVERS, _ALONE = Movers(), RankRole()
 
 
 class Executor:
@@ -72,7 +72,7 @@ class Executor:
         step: DeviceStep,
         graphs: DecodeGraphs = NO_GRAPHS,
         movers: Movers = _NO_MOVERS,
-        rank: GroupRole = _ALONE,
+        rank: RankRole = _ALONE,
     ) -> None:
         self.device = device
         self.streams = streams

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollout.engine.device.group_orders import GroupOrders, NoGroupOrders
+from rollout.engine.device.rank_orders import NoRankOrders, RankOrders
 from rollout.engine.device.streams import Device, DeviceStream
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.upload import StepOutput, Upload
@@ -36,7 +36,7 @@ class Streams:
             stream.close()
 
 
-class Orders(GroupOrders, Protocol):
+class Orders(RankOrders, Protocol):
     """Tells the other ranks of a tensor group, in order, what this rank enqueues on its compute stream."""
 
     def step(self, upload: Upload) -> None:
@@ -52,7 +52,7 @@ class Orders(GroupOrders, Protocol):
         """Raise if another rank knows that these outputs may be wrong."""
 
 
-class NoOrders(NoGroupOrders):
+class NoOrders(NoRankOrders):
     """The orders of a worker of one rank: there is no rank to take them."""
 
     def step(self, upload: Upload) -> None:

@@ -14,8 +14,8 @@ from rollout.engine.kv.tiers.disk import DiskPages
 from rollout.engine.kv.tiers.disk_files import PATIENCE_S, DiskJob
 from rollout.engine.kv.tiers.page_mover import HostMemory
 from rollout.ranks.copies import FollowerFiles
-from rollout.ranks.group_watch import LaneName
 from rollout.ranks.orders import OrderWriter
+from rollout.ranks.rank_watch import LaneName
 from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from rollout.ranks.group_watch import LaneProgress
 from rollout.ranks.ordered_work import OrderedWork
+from rollout.ranks.rank_watch import LaneProgress
 from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
 from trainer_bridge.wire.errors import WeightsRejected

@@ -9,8 +9,8 @@ import pytest
 
 from rollout.config import Settings
 from rollout.ranks.follower import Follower
-from rollout.ranks.group_watch import LANES, LaneName
 from rollout.ranks.orders import ANY_VERSION, END, OrderWriter
+from rollout.ranks.rank_watch import LANES, LaneName
 from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 

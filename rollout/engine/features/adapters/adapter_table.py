@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
+from rollout.engine.device.rank_orders import NO_RANK_ORDERS, RankOrders
 from rollout.engine.device.streams import Device, DeviceStream
 from rollout.engine.features.adapters.known_adapters import NO_SLOT, Adapter, AdapterRegistry, AdapterSlot
 from rollout.models.lora_slots import NO_WEIGHTS, AdapterSlots, AdapterWeights
@@ -55,7 +55,7 @@ class AdapterTable:
         memory: AdapterSlots,
         device: Device,
         streams: tuple[DeviceStream, DeviceStream],
-        orders: GroupOrders = NO_GROUP_ORDERS,
+        orders: RankOrders = NO_RANK_ORDERS,
         rows: int = 1,
         counts: AdapterCounts | None = None,
     ) -> None:

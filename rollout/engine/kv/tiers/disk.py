@@ -26,7 +26,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
+from rollout.engine.device.rank_orders import NO_RANK_ORDERS, RankOrders
 from rollout.engine.kv.tiers.disk_files import (
     FRAME_BYTES,
     PATIENCE_S,
@@ -67,7 +67,7 @@ class DiskPages:
         most_bytes: int,
         memory: HostMemory,
         name: str = "kv",
-        orders: GroupOrders = NO_GROUP_ORDERS,
+        orders: RankOrders = NO_RANK_ORDERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.patience_s = PATIENCE_S

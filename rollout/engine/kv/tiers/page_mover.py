@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from rollout.engine.device.group_orders import NO_GROUP_ORDERS, GroupOrders
+from rollout.engine.device.rank_orders import NO_RANK_ORDERS, RankOrders
 from rollout.engine.device.streams import Device, DeviceError, DeviceStream, Event
 
 _PIECES = 8
@@ -91,7 +91,7 @@ class CopyQueue:
         name: str,
         staging_NW: torch.Tensor,
         copy: Callable[[CopyQueue, CopyPiece], None],
-        orders: GroupOrders = NO_GROUP_ORDERS,
+        orders: RankOrders = NO_RANK_ORDERS,
     ) -> None:
         self.name, self.orders = name, orders
         self.stream: DeviceStream = device.stream(name)
@@ -171,7 +171,7 @@ class PageMover:
         piece_bytes: int,
         compute: DeviceStream,
         name: str = "kv",
-        orders: GroupOrders = NO_GROUP_ORDERS,
+        orders: RankOrders = NO_RANK_ORDERS,
     ) -> None:
         self.host_memory = host_memory
         self.compute = compute

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from rollout.ranks.group_watch import BEAT_S, SILENT_S, FollowerState, GroupState, GroupWatch, LaneProgress
+from rollout.ranks.rank_watch import BEAT_S, SILENT_S, FollowerState, LaneProgress, RanksState, RankWatch
 
 STALL_S = 8.0
 LOOK_S = BEAT_S
 FIRST, SECOND = FollowerState(pid=11), FollowerState(pid=12)
 #: A step is ordered, and neither follower has completed it.
-WAITING = GroupState([replace(FIRST, launched=1), replace(SECOND, launched=1)], ordered=1, busy=True)
+WAITING = RanksState([replace(FIRST, launched=1), replace(SECOND, launched=1)], ordered=1, busy=True)
 
 
 class Group:
@@ -20,9 +20,9 @@ class Group:
     `beats` says which followers beat, `looks` whose main threads look for copies.
     """
 
-    def __init__(self, look: GroupState, stall_s: float | None = STALL_S) -> None:
+    def __init__(self, look: RanksState, stall_s: float | None = STALL_S) -> None:
         self.look = look
-        self.watch = GroupWatch(len(look.followers), stall_s)
+        self.watch = RankWatch(len(look.followers), stall_s)
         self.beats = [True] * len(look.followers)
         self.looks = [True] * len(look.followers)
         self.now_s, self.failure = 0.0, ""
@@ -54,7 +54,7 @@ class Group:
 
 @pytest.mark.parametrize(("status", "says"), [(-9, "ended by signal 9"), (1, "ended with status 1: no memory")])
 def test_a_process_that_ended_is_found_at_once(status: int, says: str) -> None:
-    group = Group(GroupState([FIRST, SECOND]))
+    group = Group(RanksState([FIRST, SECOND]))
     assert group.go(100) == ""
     group.change(1, status=status, said="no memory")
     assert says in group.go(LOOK_S) and "rank 2" in group.failure
@@ -62,7 +62,7 @@ def test_a_process_that_ended_is_found_at_once(status: int, says: str) -> None:
 
 @pytest.mark.parametrize("ready", [False, True])
 def test_a_stopped_process_is_found_also_while_it_starts(ready: bool) -> None:
-    group = Group(GroupState([replace(FIRST, ready=ready), SECOND]))
+    group = Group(RanksState([replace(FIRST, ready=ready), SECOND]))
     group.change(0, stopped=True)
     group.beats[0] = False
     assert "rank 1 (process 11) has hung" in group.go(60)
@@ -70,7 +70,7 @@ def test_a_stopped_process_is_found_also_while_it_starts(ready: bool) -> None:
 
 
 def test_a_process_that_is_stopped_now_and_then_is_not_lost() -> None:
-    group = Group(GroupState([FIRST, SECOND]))
+    group = Group(RanksState([FIRST, SECOND]))
     for _ in range(5):
         group.change(0, stopped=True)
         group.beats[0] = False
@@ -81,7 +81,7 @@ def test_a_process_that_is_stopped_now_and_then_is_not_lost() -> None:
 
 
 def test_a_process_that_is_stopped_at_every_look_and_beats_between_is_not_lost() -> None:
-    group = Group(GroupState([FIRST, SECOND]))
+    group = Group(RanksState([FIRST, SECOND]))
     group.change(0, stopped=True)
     for _ in range(10):
         group.beats[0] = False
@@ -91,7 +91,7 @@ def test_a_process_that_is_stopped_at_every_look_and_beats_between_is_not_lost()
 
 
 def test_a_beat_that_stands_still_counts_once_a_follower_is_ready() -> None:
-    group = Group(GroupState([FIRST, replace(SECOND, ready=False)]))
+    group = Group(RanksState([FIRST, replace(SECOND, ready=False)]))
     group.beats[1] = False
     assert group.go(600) == ""  # it imports, or loads a large model
     group.beats[1] = True
@@ -132,7 +132,7 @@ def test_the_ranks_that_are_behind_are_named(fields: dict[str, Any], named: str)
 
 def test_an_idle_group_is_not_lost() -> None:
     done = [replace(follower, sequence=4, launched=3, done=3) for follower in (FIRST, SECOND)]
-    assert Group(GroupState(done, ordered=4, done=3)).go(3600) == ""
+    assert Group(RanksState(done, ordered=4, done=3)).go(3600) == ""
 
 
 def test_each_step_that_is_completed_or_enqueued_begins_the_time_anew() -> None:
@@ -157,8 +157,8 @@ def test_no_time_counts_while_a_rank_compiles(who: int | None) -> None:
     assert "hung" in group.go(2)
 
 
-@pytest.mark.parametrize("look", [WAITING, GroupState([FIRST, SECOND], ordered=1)])
-def test_ranks_that_compute_on_a_cpu_are_slow_and_not_hung(look: GroupState) -> None:
+@pytest.mark.parametrize("look", [WAITING, RanksState([FIRST, SECOND], ordered=1)])
+def test_ranks_that_compute_on_a_cpu_are_slow_and_not_hung(look: RanksState) -> None:
     group = Group(look)
     assert group.go(120, cpu=0.1) == ""  # a tenth of a core: the machine is busy
     hung_s = group.now_s
@@ -169,10 +169,10 @@ def test_ranks_that_compute_on_a_cpu_are_slow_and_not_hung(look: GroupState) -> 
 # --- lanes ------------------------------------------------------------------------------------------------------------
 
 
-def idle(ordered: int = 4, **lanes: LaneProgress) -> GroupState:
+def idle(ordered: int = 4, **lanes: LaneProgress) -> RanksState:
     """A group that has done all that was ordered; rank 2 has these lanes."""
     done = [replace(follower, sequence=4, launched=3, done=3) for follower in (FIRST, SECOND)]
-    return GroupState([done[0], replace(done[1], lanes=lanes)], ordered=ordered, done=3)
+    return RanksState([done[0], replace(done[1], lanes=lanes)], ordered=ordered, done=3)
 
 
 LANES = ("updates", "adapters", "adapter_copies", "kv_out", "kv_in", "state_out", "state_in", "swap")

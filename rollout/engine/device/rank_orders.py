@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory, SleepMemory
 
 
-class GroupOrders(Protocol):
+class RankOrders(Protocol):
     """Has the other ranks do the work of this rank. The orders of one lane are carried out in sequence."""
 
     def give(self, lane: Any, *fields: Any) -> int:
@@ -22,7 +22,7 @@ class GroupOrders(Protocol):
         """The memory that a sleep of all ranks gives back; `own` is the memory of this rank."""
 
 
-class NoGroupOrders:
+class NoRankOrders:
     """The orders of a worker of one rank: there is no other rank, so each is done at once."""
 
     def give(self, lane: Any, *fields: Any) -> int:
@@ -40,13 +40,13 @@ class NoGroupOrders:
         return own
 
 
-NO_GROUP_ORDERS = NoGroupOrders()
+NO_RANK_ORDERS = NoRankOrders()
 
 
 _LOOK_S = 0.002
 
 
-class SleepOrders(GroupOrders, Protocol):
+class SleepOrders(RankOrders, Protocol):
     """Orders to the other ranks, including the ones that only a sleep needs."""
 
     def unmap_relay(self) -> None:
@@ -60,7 +60,7 @@ class SleepOrders(GroupOrders, Protocol):
         """Bytes that all other ranks have given back."""
 
 
-class GroupMemory:
+class MemoryOfRanks:
     """The memory of all ranks of a tensor group: all have theirs, or none has. `own` is the part of rank 0.
 
         rank 0   order --> own part --> wait for the others --> a failure of any of them undoes it on all

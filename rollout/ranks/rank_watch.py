@@ -79,7 +79,7 @@ class FollowerState:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupState:
+class RanksState:
     """A look at a group at one moment."""
 
     followers: Sequence[FollowerState]
@@ -115,7 +115,7 @@ class StallClock:
         return cpu_s - before_s > _LEAST_CPU * (self.still_s - still_s)
 
 
-class GroupWatch:
+class RankWatch:
     """Judges one look after the other. `stall_s` None: a group without progress is never lost."""
 
     def __init__(self, followers: int, stall_s: float | None) -> None:
@@ -127,7 +127,7 @@ class GroupWatch:
         self._lanes: dict[tuple[int, str], StallClock] = {}
         self._looks = [-1] * followers
 
-    def find_stall(self, seen: GroupState, passed_s: float) -> str:
+    def find_stall(self, seen: RanksState, passed_s: float) -> str:
         """Why the group is lost; empty if it is not. `passed_s` are the seconds since the last look."""
         lived_s = [passed_s]  # the seconds that each rank has seen pass
         for i, follower in enumerate(seen.followers):
@@ -151,7 +151,7 @@ class GroupWatch:
             return f"(process {seen.pid}) has hung for {self.silent_s[i]:.0f} s"
         return ""
 
-    def _hung_lane(self, seen: GroupState, compiles: bool, lived_s: list[float]) -> str:
+    def _hung_lane(self, seen: RanksState, compiles: bool, lived_s: list[float]) -> str:
         looks = [follower.looks for follower in seen.followers]
         looked = [True, *(now != before for now, before in zip(looks, self._looks, strict=True))]
         self._looks = looks
@@ -167,7 +167,7 @@ class GroupWatch:
                     return f"rank {rank} has hung: it has completed nothing in its lane {name} for {still_s:.0f} s"
         return ""
 
-    def _still(self, seen: GroupState, compiles: bool, passed_s: float) -> str:
+    def _still(self, seen: RanksState, compiles: bool, passed_s: float) -> str:
         ranks = [seen.lanes, *(follower.lanes for follower in seen.followers)]
         swaps = [lanes.get("swap", _EMPTY).done for lanes in ranks]  # steps wait for them
         completed = (seen.done, *(number for f in seen.followers for number in (f.launched, f.done)), *swaps)

@@ -10,7 +10,7 @@ import msgpack
 import pytest
 import torch
 
-from rollout.engine.device.group_orders import GroupMemory
+from rollout.engine.device.rank_orders import MemoryOfRanks
 from rollout.engine.device.releasable import MemoryShortError, PermanentMemory, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.step.execute import Executor, Streams
@@ -70,7 +70,7 @@ class Two:
         adapters = AdapterCopies(SharedMemory.create("adapters", 0), 1, torch.float32, CPU, self.reports)
         self.updates = OrderedWork("updates", CPU, self.reports, 0)
         self.copies = FollowerCopies(self.executor, adapters, self.updates, self.other.memory, self.reports, 0)
-        self.group = GroupMemory(self.mine.memory, self.orders)
+        self.group = MemoryOfRanks(self.mine.memory, self.orders)
         self.thread = threading.Thread(target=self._follow, daemon=True)
         self.thread.start()
 

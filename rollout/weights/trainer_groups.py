@@ -20,7 +20,7 @@ _MAX_PACKED = 1 << 62
 _LISTED = 4  # names in a reply
 
 
-class GroupControls:
+class TrainerGroups:
     """Answers the messages. Belongs to the receiver's thread. Its methods raise `RolloutError` or reply once."""
 
     def __init__(
