@@ -240,7 +240,7 @@ class PageAllocator:
     # --- shared prompts -----------------------------------------------------------------------------------------------
 
     def share_prompt(self, seq: Sequence, version: int) -> bool:
-        """Retain the prompt pages of a prefilled leader for its group; False if `version` cannot use them."""
+        """Retain the prompt pages of a prefilled first member for its group; False if `version` cannot use them."""
         if seq.kv.oldest < self.prefixes.oldest_for(seq.group, version) or not self.prefixes.of_use(seq, version):
             return False
         shared = self.prefixes.share(seq, seq.kv.pages[: pages_for(seq.prompt_len, self.page_size)])

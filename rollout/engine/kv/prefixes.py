@@ -380,7 +380,7 @@ class Prefixes:
         """Note that a sequence gives its pages back."""
 
     def share(self, seq: Sequence, pages: list[int]) -> SharedPrompt | None:
-        """The prompt of a prefilled leader for its group; None if it cannot be shared."""
+        """The prompt of a prefilled first member for its group; None if it cannot be shared."""
         return SharedPrompt(pages, seq.kv.oldest, seq.kv.keys)
 
     def unshare(self, shared: SharedPrompt) -> None:

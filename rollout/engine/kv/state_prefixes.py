@@ -177,11 +177,11 @@ class StatePrefixes(Prefixes):
         If only the last tokens of a prompt are due, it is taken before them: other prompts may share the rest.
         """
         kv, tokens = seq.kv, seq.prompt_len - 1
-        if not (seq.group.followers or seq.group.session):
+        if not (seq.group.others or seq.group.session):
             tokens = seq.due_from or tokens
-        if kv.length >= tokens or not (self.cache or seq.group.followers or seq.group.session):
+        if kv.length >= tokens or not (self.cache or seq.group.others or seq.group.session):
             return
-        if place := self._take_place(bool(seq.group.followers)):
+        if place := self._take_place(bool(seq.group.others)):
             kv.snapshots.planned = Snapshot(place, tokens, self._point_of(seq, tokens))
 
     def _point_of(self, seq: Sequence, tokens: int) -> PrefixEnd:

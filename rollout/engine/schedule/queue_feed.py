@@ -1,8 +1,8 @@
-"""Sequences without a row: what enters the queue, and what waits for a leader, another prefill or newer weights.
+"""Sequences without a row: what enters the queue, and what waits for a prefill or for newer weights.
 
-One member of a group, the leader, is queued first. The followers are queued when its prefill is launched, and take the
-prompt's pages, which the group shares from then on. A request with a `min_version` enters the queue when the weights
-have that version.
+At first one member of a group is queued. The others are queued when its prefill is launched, and take the prompt's
+pages, which the group shares from then on. A request with a `min_version` enters the queue when the weights have that
+version.
 
 A sequence whose KV is in a tier leaves the queue until that is back in the pool.
 
@@ -44,7 +44,7 @@ class _Held(NamedTuple):
 
 
 class QueueFeed:
-    """The queue, and what enters it later: followers, sequences that wait for a prefill, requests for newer weights."""
+    """The queue, and what enters it later: sequences that wait for a prefill, requests for newer weights."""
 
     def __init__(self, allocator: PageAllocator) -> None:
         self.queue = WaitingQueue()
@@ -57,11 +57,11 @@ class QueueFeed:
 
     def enter(self, group: Group, version: int) -> None:
         """Enter a new request; `version` is the version of the weights."""
-        group.leader, group.followers = group.sequences[0], group.sequences[1:]
+        group.first, group.others = group.sequences[0], group.sequences[1:]
         if group.request.min_version > version:
             self.early[group.key] = group
         else:
-            self.queue.push(group.leader)
+            self.queue.push(group.first)
 
     def queue_early(self, version: int) -> None:
         """Queue the requests that waited for weights of this version."""
@@ -151,31 +151,31 @@ class QueueFeed:
             if of(group):
                 self._lead_again(group)
 
-    def leader_launched(self, leader: Sequence, version: int) -> None:
-        """A leader's last chunk is launched: queue its followers if they can share its pages, else the next leader."""
-        group = leader.group
-        group.leader = None
-        if group.followers and self._allocator.share_prompt(leader, version):
-            for seq in group.followers:
+    def first_launched(self, first: Sequence, version: int) -> None:
+        """A first member's last chunk is launched: queue the others if they can share its pages, else the next one."""
+        group = first.group
+        group.first = None
+        if group.others and self._allocator.share_prompt(first, version):
+            for seq in group.others:
                 seq.queued.may_share = True
                 self.queue.push(seq)
-            group.unstarted, group.followers = len(group.followers), []
+            group.unstarted, group.others = len(group.others), []
         else:
-            self._next_leader(group)
+            self._next_first(group)
 
     def ended(self, seq: Sequence) -> None:
         """Remove a finalized sequence, whatever its state was."""
         group = seq.group
         if seq is self._misfit[0]:
             self._forget_misfit()
-        if seq is group.leader:
-            group.leader = None
-            self._next_leader(group)
-        elif seq in group.followers:
-            group.followers.remove(seq)
+        if seq is group.first:
+            group.first = None
+            self._next_first(group)
+        elif seq in group.others:
+            group.others.remove(seq)
         self._started(seq)
         self._held = [held for held in self._held if held.seq is not seq]
-        self.queue.ended(seq)  # called last: the next leader keeps its client in the queue
+        self.queue.ended(seq)  # called last: the next first member keeps its client in the queue
 
     def _queue_again(self, joined: list[_Joined]) -> None:
         for waiting in joined:
@@ -190,15 +190,15 @@ class QueueFeed:
             if seq.group.unstarted == 0:
                 self._allocator.close_shared_prompt(seq.group)
 
-    def _next_leader(self, group: Group) -> None:
-        if group.followers:
-            group.leader = group.followers.pop(0)
-            self.queue.push(group.leader)
+    def _next_first(self, group: Group) -> None:
+        if group.others:
+            group.first = group.others.pop(0)
+            self.queue.push(group.first)
 
     def _lead_again(self, group: Group) -> None:
-        """Close the shared prompt of a group: the first member that has not started is its leader again."""
+        """Close the shared prompt of a group: of the members that have not started, the first prefills again."""
         unstarted = [seq for seq in group.sequences if seq.queued.may_share]
         for seq in unstarted:
             self._started(seq)
-        group.leader, group.followers = unstarted[0], unstarted[1:]
-        self.queue.remove(group.followers)
+        group.first, group.others = unstarted[0], unstarted[1:]
+        self.queue.remove(group.others)

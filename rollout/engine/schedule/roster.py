@@ -1,6 +1,6 @@
 """The roster: all sequences of an engine by where they are, and the one place where a row and its pages are given back.
 
-    waiting     no row yet, or none any more: in the queue, or waits for its group's leader or for newer weights
+    waiting     no row yet, or none any more: in the queue, or waits for its group's first member or for newer weights
     prefilling  has a row; its prompt is not all launched
     decoding    has a row; a token of it is drawn at every step
     leaving     preempted; its tokens in flight still commit, then it waits again
@@ -58,7 +58,7 @@ class Roster:
         self.prompt_order = PromptOrder(self.prefilling)
         self.decoding: list[Sequence] = []
         self.ending: list[Sequence] = []
-        self.waiting = 0  # sequences with no row, including the followers of a leader
+        self.waiting = 0  # sequences with no row, including those that wait for their group's first
         self.feed = QueueFeed(allocator)
         self.free_rows = list(range(max_rows, 0, -1))
         self.max_rows = max_rows

@@ -161,9 +161,9 @@ class Scheduler:
         seq.check_at = 0
         roster.prefilling.remove(seq)
         insort(roster.decoding, seq, key=_pages_of)  # next to rows that share its first pages
-        if seq is seq.group.leader:
+        if seq is seq.group.first:
             seq.group.due_from = None
-            roster.feed.leader_launched(seq, roster.version)
+            roster.feed.first_launched(seq, roster.version)
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Take a step's tokens; steps are committed in the order of their launch."""

@@ -116,8 +116,8 @@ class Group:
     arrived_s: float
     client: str = ""  # client whose tokens the queue counts; "" if the queue does not tell clients apart
     sequences: list[Sequence] = field(default_factory=list)
-    leader: Sequence | None = None  # prefills the prompt for all, until its last chunk is launched
-    followers: list[Sequence] = field(default_factory=list)  # wait for the leader's prefill, not yet in the queue
+    first: Sequence | None = None  # prefills the prompt for all, until its last chunk is launched
+    others: list[Sequence] = field(default_factory=list)  # wait for this prefill, not yet in the queue
     shared_prompt: SharedPrompt | None = None
     session: KeptSession | None = None  # the session that this turn belongs to
     variant: Variant = PLAIN_WEIGHTS  # what its rows run with
@@ -128,7 +128,7 @@ class Group:
     preemptions: int = 0
     admitted_s: float = math.inf  # infinite before the admission
     first_token_s: float = math.inf  # infinite before the first token
-    #: The leader must compute the prompt's tokens from this one on, all under one weights version: a feature reads the
+    #: The first one must compute the prompt's tokens from here on, all under one weights version: a feature reads the
     #: hidden states. None: no feature does, or they are launched.
     due_from: int | None = None
     needs: RowNeeds = field(init=False)  # what its rows need of a step
@@ -256,8 +256,8 @@ class Sequence:
 
     @property
     def due_from(self) -> int | None:
-        """Like `Group.due_from`, of a leader; None for the others, which may reuse all KV."""
-        return self.group.due_from if self.group.leader is self else None
+        """Like `Group.due_from`, for the first member; None for the others, which may reuse all KV."""
+        return self.group.due_from if self.group.first is self else None
 
     @property
     def consumed(self) -> int:
