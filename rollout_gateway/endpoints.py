@@ -21,7 +21,7 @@ from rollout_gateway.dialects import (
     weights,
 )
 from rollout_gateway.dialects.responses import handlers as responses
-from rollout_gateway.dialects.tinker import handlers as tinker
+from rollout_gateway.dialects.tinker import tinker_handlers as tinker
 from rollout_gateway.http.bodies import Body, Query, decode, read_bytes
 from rollout_gateway.http.event_stream import ClientGone, EventStream, NamedEvents, json_answer, unless_gone
 from rollout_gateway.requests.http_request import DialectState, Endpoint, Gateway, HttpRequest

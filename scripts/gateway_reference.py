@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from rollout_gateway.dialects import sglang, trainers, vllm, weights
-from rollout_gateway.dialects.tinker import bodies as tinker_bodies
+from rollout_gateway.dialects.tinker import request_bodies as tinker_bodies
 from rollout_gateway.endpoints import ENDPOINTS
 from rollout_gateway.http.bodies import Body, EmptyBody
 from rollout_gateway.prompts import sampling

@@ -3,9 +3,9 @@
 import argparse
 import os
 
+from rollout.cli.connect import add_access, curve_of
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.cli.setting_flags import add_setting_flags, given_flags
-from rollout.cli.worker_connection import add_access, curve_of
 from rollout.config.gateway_settings import GatewayFile
 from rollout.extras import install
 from rollout.settings_sources import SettingsError, load_program

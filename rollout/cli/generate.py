@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.cli.connect import add_worker, connect, where
 from rollout.cli.parser import CommandError, Parser, UsageError
-from rollout.cli.worker_connection import add_worker, connect, where
 from trainer_bridge.wire.finish_reasons import COMPLETE
 from trainer_bridge.wire.sampling_rules import RULES
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rollout.cli.connect import add_connection, connect, is_http, where
 from rollout.cli.parser import CommandError, UsageError
-from rollout.cli.worker_connection import add_connection, connect, is_http, where
 
 if TYPE_CHECKING:
     from rollout.cli.gateway_status import GatewayStatus

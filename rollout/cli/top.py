@@ -8,8 +8,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from rollout.cli.connect import add_connection, connect
 from rollout.cli.parser import UsageError
-from rollout.cli.worker_connection import add_connection, connect
 
 if TYPE_CHECKING:
     from rich.console import Console

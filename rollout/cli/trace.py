@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.cli.connect import add_worker, connect, where
 from rollout.cli.parser import CommandError, UsageError
-from rollout.cli.worker_connection import add_worker, connect, where
 
 if TYPE_CHECKING:
     from rollout.metrics.recording import Recording

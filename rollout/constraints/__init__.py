@@ -1,6 +1,6 @@
 """Constraints on the tokens of a completion, step by step.
 
-- `spec`: the constraint that a client asks for, as plain data;
+- `constraint_spec`: the constraint that a client asks for, as plain data;
 - `compiler`: compiles a spec for one tokenizer; takes up to seconds, and keeps the result for the next request;
 - `matcher`: the position of one completion in its constraint, and the tokens that may come next;
 - `marker`: the free part of a completion whose constraint begins after a marker, and its end;

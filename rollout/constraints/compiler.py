@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from rollout.constraints import regex_check, schema_check
+from rollout.constraints.constraint_spec import ConstraintSpec, choices_grammar
 from rollout.constraints.marker import AfterMarker, IdMarker, Marker, TextMarker, TokenTexts, ends_with, find
 from rollout.constraints.matcher import AllowList, Constraint, GrammarConstraint, StopTokens, mask_of, mask_words
-from rollout.constraints.spec import ConstraintSpec, choices_grammar
 from rollout.process.deadline_thread import DeadlineThread
 
 CACHE_BYTES = 256 << 20

@@ -20,13 +20,13 @@ from rollout.engine.kv.sessions import SessionCounts, Sessions
 from rollout.engine.kv.snapshots import Snapshots
 from rollout.engine.kv.state_prefixes import StatePrefixes
 from rollout.engine.kv.tier import NO_TIER, KVTier, PageMirror
-from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages
+from rollout.engine.kv.tiers.disk_pages import NO_DISK, DiskPages
 from rollout.engine.kv.tiers.host_pages import HostEntryCounts, HostPageBooks
 from rollout.engine.kv.tiers.host_tier import HostTier
 from rollout.engine.kv.tiers.known import KnownBooks
 from rollout.engine.kv.tiers.offload import OffloadBooks, OffloadCounts
 from rollout.engine.kv.tiers.page_mover import HostMemory, PageMover
-from rollout.engine.schedule.completion import Counters
+from rollout.engine.schedule.completion_events import Counters
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sizing import check_states, kv_dtype, state_pool_bytes, states_on_host

@@ -23,7 +23,7 @@ from dataclasses import astuple, dataclass
 from typing import Generic, Literal, TypeVar
 
 from rollout.metrics.idle import IDLE_CAUSES
-from rollout.metrics.mismatch import MismatchSums
+from rollout.metrics.logprob_mismatch import MismatchSums
 from rollout.metrics.samples import SECONDS, TOKENS, Buckets, Samples, percent
 from trainer_bridge.wire.finish_reasons import FINISH_REASONS
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from rollout.metrics.by_version import ByVersion, VersionRow
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, Metric, Served, Stretch
 from rollout.metrics.idle import IDLE_CAUSES, IdleCauses, IdleWindow
-from rollout.metrics.mismatch import MismatchSums
+from rollout.metrics.logprob_mismatch import MismatchSums
 from rollout.metrics.samples import Histogram, HistogramCounts, Samples, percent
 from rollout.metrics.step_timing import StepTiming, SwapTiming
 

@@ -415,7 +415,7 @@ def _needed(
 
 
 def _load_fallback(source: _Source, format: Format) -> LanguageModel:
-    from rollout.models.fallback.build import make_module, max_positions, module_class
+    from rollout.models.fallback.build_module import make_module, max_positions, module_class
     from rollout.models.fallback.start import serve
     from rollout.models.fallback.tested import TESTED
     from rollout.models.fallback.weights import checkpoint_regions, own_tensors

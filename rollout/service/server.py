@@ -22,7 +22,7 @@ import zmq
 
 from rollout.config import SecuritySettings, ServiceSettings
 from rollout.engine.messages.to_service import Done, Failed
-from rollout.metrics.mismatch import MismatchBox
+from rollout.metrics.logprob_mismatch import MismatchBox
 from rollout.network.access import Access
 from rollout.network.router_socket import open_router, receive_parts
 from rollout.service.capabilities import ServedEngine, ServedModel, WorkerAddress, default_capabilities

@@ -10,8 +10,8 @@ from typing import Any
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.received_update import Reply
 from trainer_bridge.transports.base import TransportReceiver
-from trainer_bridge.transports.torch_group.member import Meeting
-from trainer_bridge.transports.torch_group.transport import TorchGroupReceiver
+from trainer_bridge.transports.torch_group.broadcast_transport import TorchGroupReceiver
+from trainer_bridge.transports.torch_group.group_member import Meeting
 from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected, error_reply
 from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES, Manifest, TensorEntry, pack
 

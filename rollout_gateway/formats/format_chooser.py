@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout_gateway.formats.answer_segments import AnswerPiece, Segments
 from rollout_gateway.formats.chat_turns import PROBE_NAME, PROBE_TOOL, ChatTurns, probe_call
 from rollout_gateway.formats.known_formats import ALIASES, ANSWER_AFTER, OWN, REASONING, THOUGHTS, TOOL_CALLS
 from rollout_gateway.formats.regions import AnswerRegion, Fields, compile_regions, kind_of, special_marks
-from rollout_gateway.formats.segments import AnswerPiece, Segments
 
 log = logging.getLogger(__name__)
 

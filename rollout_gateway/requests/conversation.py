@@ -13,8 +13,8 @@ from rollout_gateway.answers.answer_facts import fault, finish_reason, now
 from rollout_gateway.answers.logprobs import sampled
 from rollout_gateway.answers.text_pieces import text_pieces, worker_decodes
 from rollout_gateway.answers.views import CompletionViews
+from rollout_gateway.formats.answer_segments import AnswerPiece, Segments
 from rollout_gateway.formats.format_chooser import SearchedRegions
-from rollout_gateway.formats.segments import AnswerPiece, Segments
 from rollout_gateway.history.trajectories import AnswerTokens, Beginning, reasoning_of, text_of
 from rollout_gateway.http.http_errors import bad_request
 from rollout_gateway.prompts.chat_messages import RenderedChat, render_chat

@@ -31,8 +31,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from rollout.config import EngineSettings, Settings
 from rollout.constraints.compiler import ConstraintCompiler
+from rollout.constraints.constraint_spec import ConstraintSpec
 from rollout.constraints.matcher import ANYTHING
-from rollout.constraints.spec import ConstraintSpec
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine

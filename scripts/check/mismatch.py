@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.metrics.mismatch import MismatchSums, compare
+from rollout.metrics.logprob_mismatch import MismatchSums, compare
 from rollout.process.progress import stage
 from scripts.bench.output import print_table, write_results
 from scripts.bench.reference import FAMILIES, SIZES, all_logits, attention_of, make_checkpoint

@@ -6,7 +6,7 @@ import pytest
 
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.messages.to_service import Delta
-from rollout.engine.schedule.completion import make_delta
+from rollout.engine.schedule.completion_events import make_delta
 from rollout.engine.sequence.sequence import SequenceState
 from tests.support.engine.harness import Bench
 from tests.support.kernels.grids import nightly

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from tests.support.bridge.group_trainer import trainer
 from tests.support.bridge.harness import Worker, new_tensors, serves
-from trainer_bridge.transports.torch_group.member import cut
+from trainer_bridge.transports.torch_group.group_member import cut
 from trainer_bridge.wire.manifest import pack
 
 WHEELS = Path(sys.prefix) / "wheels"

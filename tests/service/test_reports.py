@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from rollout.metrics.mismatch import MismatchSums
+from rollout.metrics.logprob_mismatch import MismatchSums
 from rollout.service.delivery.mismatch_reports import compare_result
 from tests.support.patience import PATIENCE_S
 from tests.support.service.harness import serving

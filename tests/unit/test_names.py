@@ -10,6 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = "rollout", "rollout_gateway", "trainer_bridge", "kernels"
 #: Each folder of a feature has a module `feature`: the class that the engine knows.
 FEATURES = ROOT / "rollout/engine/features"
+#: Each module has the name of its command.
+COMMANDS = ROOT / "rollout/cli"
 #: Words with one meaning: where it is at home, files or folders. No name that is defined elsewhere has the word.
 AT_HOME = {
     # one request of a conversation
@@ -49,12 +51,13 @@ def test_no_two_public_classes_have_one_name() -> None:
     assert not twice
 
 
-def test_no_module_has_a_name_that_three_have() -> None:
-    homes: dict[str, list[str]] = defaultdict(list)
+def test_no_two_modules_of_a_package_have_one_name() -> None:
+    homes: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file in modules():
-        if file.name != "feature.py" or FEATURES not in file.parents:
-            homes[file.stem].append(str(file.relative_to(ROOT)))
-    assert not {name: files for name, files in homes.items() if len(files) > 2}
+        if COMMANDS not in file.parents and (file.name != "feature.py" or FEATURES not in file.parents):
+            path = file.relative_to(ROOT)
+            homes[path.parts[0], file.stem].append(str(path))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
 
 
 def defined(tree: ast.Module) -> Iterator[str]:

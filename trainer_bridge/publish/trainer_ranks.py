@@ -7,7 +7,7 @@
     WHOLE tensor               == broadcast ==>             -- the whole part, if parts are not runs of elements -->
     CUT cuts                   == broadcast ==>             the next buckets have the parts of workers' ranks
     JOIN store, places         == broadcast ==>             owners broadcast their parts in a group
-                                                            (`nccl/trainer_ranks.py`), in a second thread
+                                                            (`nccl/other_ranks.py`), in a second thread
                                                             -- success or failure -->
     RELEASED                   == broadcast ==>             `held` returns
     DONE                       == broadcast ==>             `applied` returns or raises
@@ -46,7 +46,7 @@ from trainer_bridge.publish.lent_parts import (
 )
 from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupError, device_name
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
-from trainer_bridge.transports.nccl.trainer_ranks import take_part
+from trainer_bridge.transports.nccl.other_ranks import take_part
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.sections import Sections, cuts_from_wire, cuts_to_wire, plan_sections
 from trainer_bridge.transports.shards import HEADER, LentParts, Shards

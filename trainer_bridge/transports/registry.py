@@ -109,7 +109,7 @@ def _nccl_sender(publisher: PublisherSetup) -> TransportSender:
 def _torch_group_receiver(worker: WorkerSetup) -> TransportReceiver | None:
     if not worker.groups or not torch.distributed.is_available():
         return None
-    from trainer_bridge.transports.torch_group.transport import TorchGroupReceiver
+    from trainer_bridge.transports.torch_group.broadcast_transport import TorchGroupReceiver
 
     return TorchGroupReceiver(worker.device, worker.idle_s, worker.wake)
 

@@ -16,6 +16,6 @@ The Triton modules are imported where they are used, so a machine without Triton
 """
 
 from rollout_kernels.moe.formats import ExpertWeights
-from rollout_kernels.moe.reference import clamped_glu, moe_experts, route
+from rollout_kernels.moe.torch_moe import clamped_glu, moe_experts, route
 
 __all__ = ["ExpertWeights", "clamped_glu", "moe_experts", "route"]

@@ -25,7 +25,7 @@ from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import RequestKey
 from rollout.engine.messages.to_service import Event, Finish
-from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
+from rollout.engine.schedule.completion_events import Counters, make_delta, make_request_done
 from rollout.engine.schedule.fair_queue import PromptOrder
 from rollout.engine.schedule.queue_feed import QueueFeed
 from rollout.engine.schedule.step_feature import RequestFeature, StepFeature, VariantFeature, of_kind

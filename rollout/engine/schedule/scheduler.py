@@ -24,7 +24,7 @@ from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Finish, Rejected
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, admit, refusal
-from rollout.engine.schedule.completion import NOT_FINITE, make_delta
+from rollout.engine.schedule.completion_events import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, PromptPart, Span, decode_spans, make_plan
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.step_feature import LACKS, AheadPlanner, find_feature, untaken

@@ -21,7 +21,7 @@ import torch
 from rollout_kernels.parallel import TensorGroup
 
 from rollout.engine.device.streams import Device, Event
-from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages
+from rollout.engine.kv.tiers.disk_pages import NO_DISK, DiskPages
 from rollout.engine.kv.tiers.page_mover import CopyQueue, PageMover
 from rollout.engine.schedule.step_feature import of_kind
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds

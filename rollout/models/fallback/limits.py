@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout.models.fallback.build import make_module
+from rollout.models.fallback.build_module import make_module
 from rollout.process.host_memory import available_bytes
 
 #: Limits in the small model: the tokens of a check pass them, also where they count blocks of as many tokens.

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rollout.models.fallback.cache import CacheFacts, NotingCache, base_of, cache_argument
-from rollout.models.fallback.masks import MaskFunction, Visible, read_mask
+from rollout.models.fallback.layer_windows import MaskFunction, Visible, read_mask
 from rollout.models.spec import KVShape
 
 PROBE = "rollout_probe"

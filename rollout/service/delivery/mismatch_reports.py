@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rollout.config import ServiceConstants
-from rollout.metrics.mismatch import MismatchBox, MismatchSums, compare_by_version
+from rollout.metrics.logprob_mismatch import MismatchBox, MismatchSums, compare_by_version
 from rollout.service.connections import ReplyAddress
 from rollout.service.delivery.replies import ok_reply
 from rollout.service.delivery.store import Stored

@@ -11,8 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from rollout.constraints import regex_check
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, allow_list, available
+from rollout.constraints.constraint_spec import ConstraintSpec
 from rollout.constraints.matcher import Constraint
-from rollout.constraints.spec import ConstraintSpec
 from rollout.constraints.thoughts import ThoughtRule
 from rollout.extras import install
 from rollout.service.requests.fields import TokenIds, token_id_array

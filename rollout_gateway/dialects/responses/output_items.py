@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollout_gateway.dialects.responses.input_items import DeclaredTool
+from rollout_gateway.formats.answer_segments import AnswerPiece
 from rollout_gateway.formats.calls import ToolCall
-from rollout_gateway.formats.segments import AnswerPiece
 
 Event = dict[str, Any]
 

@@ -15,7 +15,7 @@ import numpy as np
 from rollout.config.gateway_settings import LogprobMode
 from rollout_gateway.answers.answer_facts import fault, finish_reason, version_runs
 from rollout_gateway.answers.logprobs import finite, sampled
-from rollout_gateway.dialects.tinker.bodies import SampleBody, TargetTokens
+from rollout_gateway.dialects.tinker.request_bodies import SampleBody, TargetTokens
 from rollout_gateway.http.http_errors import HttpError
 from trainer_bridge.client.results import Completion, GenerateResult
 

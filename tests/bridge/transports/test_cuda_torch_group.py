@@ -19,7 +19,7 @@ from tests.support.bridge.group_trainer import trainer
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from tests.support.ports import free_port
 from trainer_bridge.transports.nccl.group import BroadcastGroup
-from trainer_bridge.transports.torch_group.member import cut
+from trainer_bridge.transports.torch_group.group_member import cut
 from trainer_bridge.wire.manifest import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]

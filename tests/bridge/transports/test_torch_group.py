@@ -21,7 +21,7 @@ from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.ports import free_port, needs_ipv6
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.group import BroadcastGroup
-from trainer_bridge.transports.torch_group.member import cut
+from trainer_bridge.transports.torch_group.group_member import cut
 from trainer_bridge.wire.manifest import pack
 
 Rows = list[list[Any]]

@@ -17,8 +17,8 @@ from rollout.engine.device.streams import CpuDevice
 from rollout.engine.inspect import Inspector
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.snapshots import Snapshots
-from rollout.engine.kv.tiers.disk import DiskPages
 from rollout.engine.kv.tiers.disk_files import DiskFiles
+from rollout.engine.kv.tiers.disk_pages import DiskPages
 from rollout.engine.kv.tiers.fetches import Fetches
 from rollout.engine.kv.tiers.host_pages import HostPageBooks
 from rollout.engine.kv.tiers.moves import CopyCosts

@@ -4,9 +4,9 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rollout_gateway.formats.answer_segments import AnswerPiece, Segments
 from rollout_gateway.formats.known_formats import REASONING, TOOL_CALLS
 from rollout_gateway.formats.regions import AnswerRegion, compile_regions
-from rollout_gateway.formats.segments import AnswerPiece, Segments
 
 
 class Answer(NamedTuple):

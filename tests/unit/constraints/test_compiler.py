@@ -13,8 +13,8 @@ import torch
 
 from rollout.constraints import regex_check, schema_check
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, allow_list
+from rollout.constraints.constraint_spec import ConstraintSpec
 from rollout.constraints.matcher import Constraint, mask_words
-from rollout.constraints.spec import ConstraintSpec
 from rollout.process.deadline_thread import DeadlineThread
 from rollout.service.requests.constraint import constraints_for
 from rollout.text.codec import TextCodec, load_text_codec
@@ -437,7 +437,7 @@ def test_spatial_grammars_repeat_points_of_location_tokens(tokenizer, grammar, c
 SLOW = """
 import os, sys
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError
-from rollout.constraints.spec import ConstraintSpec
+from rollout.constraints.constraint_spec import ConstraintSpec
 from rollout.text.codec import TextCodec
 tokenizer = TextCodec(sys.argv[1]).tokenizer
 compiler = ConstraintCompiler(tokenizer, len(tokenizer), 0.5)

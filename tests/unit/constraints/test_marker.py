@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, allow_list
+from rollout.constraints.constraint_spec import ConstraintSpec
 from rollout.constraints.marker import IdMarker, TextMarker, TokenTexts, ends_with
 from rollout.constraints.matcher import Constraint, mask_words
-from rollout.constraints.spec import ConstraintSpec
 from rollout.service.requests.constraint import ConstraintFields
 from rollout.text.codec import TextCodec
 from tests.support.tokenizer_folder import make_tokenizer_folder

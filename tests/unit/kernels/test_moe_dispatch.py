@@ -23,7 +23,7 @@ from rollout_kernels.moe.dispatch import (
 )
 from rollout_kernels.moe.formats import FORMATS, ClampedGLU
 from rollout_kernels.moe.quantize import quantize
-from rollout_kernels.moe.reference import clamped_glu, moe_experts
+from rollout_kernels.moe.torch_moe import clamped_glu, moe_experts
 from rollout_kernels.moe.triton_grouped_experts import GroupedConfig
 from rollout_kernels.moe.triton_router import Routing
 from rollout_kernels.moe.triton_warp_experts import WarpConfig

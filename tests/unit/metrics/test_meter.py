@@ -7,8 +7,8 @@ import tracemalloc
 import pytest
 
 from rollout.metrics.definitions import METRICS
+from rollout.metrics.logprob_mismatch import MismatchSums
 from rollout.metrics.meter import Meter
-from rollout.metrics.mismatch import MismatchSums
 from rollout.metrics.step_timing import StepTiming
 from tests.support.clock import Clock
 from tests.support.reported_metrics import needs_no_drafts

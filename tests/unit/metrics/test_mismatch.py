@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
+from rollout.metrics.logprob_mismatch import MismatchBox, MismatchSums, compare, compare_by_version
 from rollout.metrics.meter import Meter
-from rollout.metrics.mismatch import MismatchBox, MismatchSums, compare, compare_by_version
 
 NAN = math.nan
 

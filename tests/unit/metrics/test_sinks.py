@@ -19,8 +19,8 @@ from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Setti
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages.requests import SamplingParams
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS
+from rollout.metrics.logprob_mismatch import MismatchSums
 from rollout.metrics.meter import Meter
-from rollout.metrics.mismatch import MismatchSums
 from rollout.metrics.prometheus import Health
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Report
 from rollout.metrics.step_timing import StepTiming

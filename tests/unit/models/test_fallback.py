@@ -28,7 +28,7 @@ from rollout.models.fallback.attention import PAGED, RUNNING, paged_attention
 from rollout.models.fallback.cache import PieceCache
 from rollout.models.fallback.experts import by_kernels, kernels_take
 from rollout.models.fallback.host_reads import HostReads
-from rollout.models.fallback.masks import read_mask
+from rollout.models.fallback.layer_windows import read_mask
 from rollout.models.fallback.model import TransformersModel
 from rollout.models.fallback.rows import FallbackRows
 from rollout.models.fallback.start import capture_obstacle

@@ -10,8 +10,8 @@ import msgpack
 import pytest
 
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.kv.tiers.disk import DiskPages
 from rollout.engine.kv.tiers.disk_files import PATIENCE_S, DiskJob
+from rollout.engine.kv.tiers.disk_pages import DiskPages
 from rollout.engine.kv.tiers.page_mover import HostMemory
 from rollout.ranks.copies import FollowerFiles
 from rollout.ranks.orders import OrderWriter

@@ -59,7 +59,7 @@ from trainer_bridge.transports.nccl.group import (
 )
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.member import NcclMember
-from trainer_bridge.transports.nccl.trainer_ranks import OtherRanks
+from trainer_bridge.transports.nccl.other_ranks import OtherRanks
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, ConnectionLost, RolloutError, WeightsRejected
 

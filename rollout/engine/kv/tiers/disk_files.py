@@ -1,4 +1,4 @@
-"""The files of KV pages that one rank writes and reads, and its two threads. `disk` has the books of what is there.
+"""The files of KV pages that one rank writes and reads, and its two threads. `disk_pages` knows which there are.
 
     header     mark, identity of this run of this rank, epoch of the weights, weights version, key, sizes
     digest     of header and content

@@ -8,7 +8,7 @@ Every page is in exactly one of five states:
     kept       it has the KV of a known prefix, found by the same key as in the pool
     read       kept, and a copy reads it: it stays until that has ended
 
-A kept page may be written to disk meanwhile (`disk`); the write is valid if the page stays kept until its end.
+A kept page may be written to disk meanwhile (`disk_pages`); the write is valid if the page stays kept until its end.
 States of linear attention on the host are kept in the same way, by books of their own: a place is a page there.
 
 Preempted sequences come first: kept pages have only the room that these leave. Spare pages give way first: what the
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from rollout.engine.kv.eviction_order import EvictionOrder
 from rollout.engine.kv.pool import Copies
-from rollout.engine.kv.tiers.disk import NO_DISK, DiskPages
+from rollout.engine.kv.tiers.disk_pages import NO_DISK, DiskPages
 
 
 class HostEntry(NamedTuple):

@@ -1,7 +1,7 @@
 """The second tier of KV: known pages that are kept on the host and on disk, and their way there.
 
-A known page is found by its prefix key: in the pool (`pool`), on the host (`host_pages`) or on disk (`disk`). This
-module says what leaves the device, and what leaves the host; `fetches` brings it back.
+A known page is found by its prefix key: in the pool (`pool`), on the host (`host_pages`) or on disk (`disk_pages`).
+This module says what leaves the device, and what leaves the host; `fetches` brings it back.
 
     to the host    the pool gets short: the oldest cached pages, then idle sessions' pages, are copied before the pool
                    needs the room. Once a page is on the host, its eviction loses nothing
@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.kv.tier import PageMirror
-from rollout.engine.kv.tiers.disk import DiskPages
+from rollout.engine.kv.tiers.disk_pages import DiskPages
 from rollout.engine.kv.tiers.fetches import Fetches, KnownMove
 from rollout.engine.kv.tiers.host_pages import HostPageBooks
 from rollout.engine.kv.tiers.moves import CopyCosts, MoveBooks

@@ -2,7 +2,7 @@
 
 A page of KV is on the device, on the host or on disk, or in several of these places. `known` says what moves from the
 device to the host and on to disk, `fetches` what comes back; `offload` does both for preempted sequences. `page_mover`
-and `disk` carry it out.
+and `disk_pages` carry it out.
 """
 
 from collections import deque

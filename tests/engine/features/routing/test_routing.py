@@ -14,7 +14,7 @@ from rollout.engine.features.scores.feature import ScoresFeature
 from rollout.engine.kv.pool import DUMP_PAGE
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import EndSession
-from rollout.engine.schedule.completion import make_delta
+from rollout.engine.schedule.completion_events import make_delta
 from rollout.engine.schedule.step_feature import find_feature
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load

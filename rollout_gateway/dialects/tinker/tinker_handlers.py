@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from rollout_gateway.dialects.tinker.answers import SampleAnswer
-from rollout_gateway.dialects.tinker.bodies import (
+from rollout_gateway.dialects.tinker.request_bodies import (
     NAMES,
     JoinBody,
     Params,

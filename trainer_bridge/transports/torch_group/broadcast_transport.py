@@ -32,7 +32,7 @@ import torch
 
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
 from trainer_bridge.transports.nccl.group import END_S
-from trainer_bridge.transports.torch_group.member import GroupMember, Meeting, Task
+from trainer_bridge.transports.torch_group.group_member import GroupMember, Meeting, Task
 from trainer_bridge.wire.errors import BadRequest, NotFound, RolloutError, Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import TensorEntry
 
