@@ -28,24 +28,34 @@ import torch
 
 from rollout.engine.device.rank_orders import NO_RANK_ORDERS, RankOrders
 from rollout.engine.device.streams import Device, DeviceError, DeviceStream, Event
+from rollout.process.pinned_memory import HostBuffer, PagesBeside
 
 _PIECES = 8
 #: The time between two looks at a piece in a wait with a limit.
 _LOOK_S = 0.0002
-#: Pinned memory is taken in blocks of this many bytes: torch rounds each up to a power of two.
-_BLOCK_BYTES = 512 << 20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class HostMemory:
-    """Pinned host memory for `pages` pages of `page_bytes` each."""
+    """Host memory for `pages` pages of `page_bytes` each; pinned for a GPU, beside the start, until `end_pinning`.
 
-    def __init__(self, device: Device, pages: int, page_bytes: int) -> None:
-        self.pages = pages
-        self.page_bytes = page_bytes
-        self._per_block = max(1, _BLOCK_BYTES // page_bytes)
-        counts = [min(self._per_block, pages - first) for first in range(0, pages, self._per_block)]
-        self._blocks_HW = [device.host_buffer((count, page_bytes), torch.uint8) for count in counts]
+    Raises ValueError without that memory.
+    """
+
+    def __init__(
+        self, device: Device, pages: int, page_bytes: int, take: Callable[[int], PagesBeside] = PagesBeside
+    ) -> None:
+        self.pages, self.page_bytes = pages, page_bytes
+        pinned = device.torch_device.type == "cuda"
+        self._buffer = HostBuffer(pinned, "KV", "lower host_kv_gib")
+        if pinned and pages:
+            self._buffer.begin_pinning(self.nbytes, take)
+        else:
+            self._buffer.reserve(self.nbytes)
+
+    def end_pinning(self) -> None:
+        """Have the memory pinned: no copy waits for it then. Raises ValueError if CUDA refuses it."""
+        self._buffer.end_pinning()
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +64,8 @@ class HostMemory:
 
     def page(self, number: int, words: torch.dtype) -> torch.Tensor:
         """One page, [W] of `words`."""
-        return self._blocks_HW[number // self._per_block][number % self._per_block].view(words)
+        memory, first = self._buffer.reserve(self.nbytes), number * self.page_bytes
+        return memory[first : first + self.page_bytes].view(words)
 
     def memory_of(self, number: int) -> memoryview:
         return self.page(number, torch.uint8).numpy().data
