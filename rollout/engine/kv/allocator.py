@@ -118,7 +118,7 @@ class PageAllocator:
             reusable = reusable.without_copy(self.page_size)  # the page to copy may be the one that is short
             new = self.claim(reusable.pages, wanted - len(reusable.shared), spare, seq.kv.rank)
         for page in reversed(shared):
-            self.pool.release(page)
+            self.pool.release(page, unchanged=new is None)
         if new is None:
             return False
         kv = seq.kv
@@ -150,8 +150,8 @@ class PageAllocator:
         for page in retained:
             self.pool.retain(page)
         if not self._make_room(count + spare, retained, rank):
-            for page in retained:
-                self.pool.release(page)
+            for page in retained:  # else pages that a tier has looked at would not be there at the next attempt
+                self.pool.release(page, unchanged=True)
             return None
         new = [self.pool.allocate(rank) for _ in range(count)]
         assert all(new), "availability was checked"

@@ -146,6 +146,7 @@ class PagePool:
         self._oldest = [0] * total  # oldest weights version of a known page's KV
         self._evicted = evicted
         self.ends = PrefixEnds(self.total + elsewhere)
+        self._seen_before = set[int]()  # used pages that `look` had returned when they were retained
         self._copies = Copies()  # copies of known pages to the host
         self.half_copies = Copies()  # copies of the first positions of used pages, which no step in flight writes to
 
@@ -215,19 +216,28 @@ class PagePool:
     def retain(self, page: int) -> None:
         """Add a reference to a page that is used or cached."""
         if self.refs[page] == 0:
-            del self._lru(page)[page]
+            unused = self._of(page)
+            if page in unused.seen:
+                self._seen_before.add(page)
+            del unused.queue_of(page)[page]
         self.refs[page] += 1
 
-    def release(self, page: int) -> None:
-        """Take a reference away; without any the page becomes cached if it is a known prefix, else free."""
+    def release(self, page: int, unchanged: bool = False) -> None:
+        """Take a reference away; without any the page becomes cached if it is a known prefix, else free.
+
+        `unchanged`: no sequence got the page since it was retained, so `look` need not return it again.
+        """
         assert self.refs[page] > 0, f"page {page} released more often than it was retained"
         self.refs[page] -= 1
+        seen = unchanged and page in self._seen_before
+        if not seen or self.refs[page] == 0:
+            self._seen_before.discard(page)
         if self.refs[page] == 0:
             unused = self._of(page)
             if page in self._copies:
                 unused.leaving[page] = None
             elif page in self._key_of:
-                unused.evictable[page] = None
+                (unused.seen if seen else unused.evictable)[page] = None
             else:
                 unused.free.append(page)
                 self.half_copies.give_up(page)
@@ -297,6 +307,7 @@ class PagePool:
             for cached in (unused.seen, unused.evictable, unused.leaving):
                 unused.free += cached
                 cached.clear()
+        self._seen_before.clear()
         self._copies.give_up_all()
         self.half_copies.give_up_all()
         for index in (self._page_of, self._key_of, self._tail_page_of, self._tail_key_of):

@@ -492,6 +492,31 @@ def test_no_sequence_gets_a_page_before_its_copy_while_the_pool_is_short():
     assert tier.writing == 0, "nothing will be copied"
 
 
+def test_a_turn_that_fills_the_pool_gets_a_row_though_its_last_page_cannot_be_copied(model, prompt_of):
+    bench = offloading(model, kv_pages=25)
+    bench.engine.parts.tier.known.costs.computed = lambda tokens, seconds: None  # copies always pay
+    bench.complete("first", prompt_of(80), 14)
+    pool = bench.engine.roster.allocator.pool
+    assert (pool.cached, pool.total) == (24, 24)
+    bench.submit("second", [*prompt_of(80), *bench.tokens("first"), 7], 1)
+    bench.run(ticks=30_000)
+    assert bench.engine.roster.counters.prefilled_tokens <= 80 + 3, "the full pages are shared"
+    bench.close()
+
+
+def test_pages_that_an_attempt_retained_are_still_seen_and_those_a_sequence_had_are_not():
+    pool, host, tier = books()
+    pages = cached(pool, b"a", b"b")
+    for _ in pages:
+        pool.look()
+    for page in pages:
+        pool.retain(page), pool.retain(page)
+        pool.release(page, unchanged=page == pages[0])
+        pool.release(page, unchanged=True)
+    assert pool.unseen == 1 and pool.look() == (b"b", pages[1])
+    pool.check(), tier.check()
+
+
 def test_pages_are_copied_for_a_sequence_until_it_leaves_the_queue(model, prompt_of):
     bench = offloading(model)
     tier = bench.engine.parts.tier.known
