@@ -90,7 +90,7 @@ def test_every_token_has_its_version_though_trainers_are_killed_in_every_phase(
     faults = faults if updates > 10 else [("transfer", 1, 0)]
     every = updates // len(faults)
     with (
-        RolloutClient(worker.endpoint, timeout_s=120.0) as client,
+        RolloutClient(worker.endpoint, timeout_s=600.0) as client,
         WeightPublisher(
             worker.endpoint, transport=transport, folder=str(tmp_path), bucket_bytes=4096, apply_s=300
         ) as publisher,

@@ -167,7 +167,7 @@ def test_an_update_amid_a_completion_is_swapped_by_all_ranks_or_by_none(pair: Pa
     for worker in (pair.one, pair.several):
         with (
             WeightPublisher(worker.endpoint, bucket_bytes=1 << 14) as publisher,
-            RolloutClient(worker.endpoint, timeout_s=120) as client,
+            RolloutClient(worker.endpoint, timeout_s=600) as client,
         ):
             first = client.status()["weights_version"]
             stream = paused_amid(client, **greedy | {"max_tokens": 170})

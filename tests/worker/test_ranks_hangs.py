@@ -171,7 +171,7 @@ def test_an_update_and_a_sleep_whose_parts_are_slow_take_longer_than_a_rank_may_
 ) -> None:
     worker = start_ranks(**flags | {"rank_stall_s": 1})
     with (
-        RolloutClient(worker.endpoint, timeout_s=120.0) as client,
+        RolloutClient(worker.endpoint, timeout_s=600.0) as client,
         WeightPublisher(worker.endpoint, bucket_bytes=4096) as publisher,
     ):
         streams = streams_of(client)

@@ -52,8 +52,8 @@ def test_sleeps_and_wakes_in_odd_orders_amid_updates(start_ranks: StartRanks, po
     worker = start_ranks(env=points.environment, rank_stall_s=120, **FLAGS)
     counts = {version: 1 + version % 2 for version in range(8)}
     with (
-        RolloutClient(worker.endpoint, timeout_s=120.0) as client,
-        RolloutClient(worker.endpoint, timeout_s=120.0) as other,
+        RolloutClient(worker.endpoint, timeout_s=600.0) as client,
+        RolloutClient(worker.endpoint, timeout_s=600.0) as other,
         WeightPublisher(worker.endpoint) as publisher,
     ):
 
@@ -155,9 +155,9 @@ def test_random_orders_to_sleep_and_wake_amid_updates(start_ranks: StartRanks, s
     worker, draws = start_ranks(tensor_parallel=2 + seed % 2 * 2, **FLAGS), random.Random(seed)
     counts = {version: 1 + version % 2 for version in range(200)}
     with (
-        RolloutClient(worker.endpoint, timeout_s=120.0) as client,
-        RolloutClient(worker.endpoint, timeout_s=120.0) as first,
-        RolloutClient(worker.endpoint, timeout_s=120.0) as second,
+        RolloutClient(worker.endpoint, timeout_s=600.0) as client,
+        RolloutClient(worker.endpoint, timeout_s=600.0) as first,
+        RolloutClient(worker.endpoint, timeout_s=600.0) as second,
         WeightPublisher(worker.endpoint, bucket_bytes=4096) as publisher,
     ):
         streams, version = streams_of(client), 0

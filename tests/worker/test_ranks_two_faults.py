@@ -169,7 +169,7 @@ def test_a_fault_while_the_supervisor_starts_the_group_again(
         processes += [again, follower]
 
         def ask() -> None:
-            with RolloutClient(worker.endpoint, timeout_s=120.0, resume=True) as other:
+            with RolloutClient(worker.endpoint, timeout_s=600.0, resume=True) as other:
                 asked.append(other.generate("17:", max_tokens=60, min_version=1))
 
         waits = threading.Thread(target=ask)

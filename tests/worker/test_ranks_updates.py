@@ -21,7 +21,7 @@ def test_updates_come_amid_a_completion_and_a_refused_one_changes_nothing(
     flags["kv_on_swap"] = "keep"
     with (
         launch(log=tmp_path / "worker.log", apply=apply, check_ranks=True, **flags) as worker,
-        RolloutClient(worker.endpoint, timeout_s=120) as client,
+        RolloutClient(worker.endpoint, timeout_s=600) as client,
         WeightPublisher(worker.endpoint, bucket_bytes=4096, deltas=deltas) as publisher,
     ):
         assert client.status()["weights"]["apply"] == apply

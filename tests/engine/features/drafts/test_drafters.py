@@ -118,6 +118,7 @@ def test_a_swap_between_verify_steps(way, monkeypatch, kv_on_swap, seed):
     for i, prompt in enumerate(prompts):
         done = bench.completions[f"r{i}", 0]
         assert set(done.versions) == {0, 1} and done.versions == sorted(done.versions)
+        assert bool(done.recomputed) == (kv_on_swap == "recompute")
         assert done.token_ids == replayed(way.hf_models, prompt, done)
 
 
