@@ -307,8 +307,8 @@ def look_at_start(pid: int, stage: int, done: int, total: int, on_cpu: bool) -> 
     """A look at a process that has reported its stage, with parts done and parts in all."""
     main = thread_stat(pid, pid)
     cpu_s = main.cpu_s if on_cpu or stage <= CONNECTING else main.kernel_s
-    place = StartPosition(stage, total > 0, done)
-    return StartState(place, total, _read_bytes(pid), main.state == "D", cpu_s)
+    position = StartPosition(stage, total > 0, done)
+    return StartState(position, total, _read_bytes(pid), main.state == "D", cpu_s)
 
 
 def _read_bytes(pid: int) -> int:

@@ -92,12 +92,12 @@ class RelayMemory:
 
     def __init__(
         self,
-        place: RelayBacking,
+        backing: RelayBacking,
         taken: Callable[[], int],
         give: Callable[[int, int, int], int],
         sizes: RelaySizes = RELAY_SIZES,
     ) -> None:
-        self._where, self._taken, self._give, self._sizes = place, taken, give, sizes
+        self._where, self._taken, self._give, self._sizes = backing, taken, give, sizes
         self._lock = threading.Lock()
         self._tensor = torch.empty(0, dtype=torch.uint8)
         self._pieces: deque[_Piece] = deque()
@@ -123,15 +123,15 @@ class RelayMemory:
     def has_room(self) -> bool:
         """Whether there is memory for one more piece."""
         with self._lock:
-            return self._fit() and self._place(self._piece_bytes) is not None
+            return self._fit() and self._free_offset(self._piece_bytes) is not None
 
     def reserve(self, nbytes: int) -> torch.Tensor:
         """Memory for the next piece, after `has_room` was true; the same again until it is passed on."""
         with self._lock:
-            place = self._place(nbytes)
-            assert place is not None, "there is room for a piece"
-            self._reserved = (place, nbytes)
-            at = place % self._tensor.numel()
+            offset = self._free_offset(nbytes)
+            assert offset is not None, "there is room for a piece"
+            self._reserved = (offset, nbytes)
+            at = offset % self._tensor.numel()
             return self._tensor[at : at + nbytes]
 
     def pass_on(self, start: int, written: torch.cuda.Event | None, read: torch.cuda.Event | None) -> None:
@@ -181,7 +181,7 @@ class RelayMemory:
             self._tensor, self._position = self._where.grow(-(-wanted // _ALIGN) * _ALIGN), 0
         return True
 
-    def _place(self, nbytes: int) -> int | None:
+    def _free_offset(self, nbytes: int) -> int | None:
         """The position of a piece of `nbytes`, which does not wrap; None if there is no room."""
         capacity, begin = self._tensor.numel(), self._position
         if capacity - begin % capacity < nbytes:

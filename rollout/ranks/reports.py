@@ -29,7 +29,7 @@ Number = Literal[
 #: looks: how often the main thread has looked for copies that began or ended. stage: of the start (`start_watch.py`),
 #: with its parts that are done, of those in all; these begin anew with each stage.
 NUMBERS: tuple[Number, ...] = get_args(Number)
-_PLACES = {name: place for place, name in enumerate(NUMBERS)}
+_INDEX_OF = {name: index for index, name in enumerate(NUMBERS)}
 _LANE_NUMBERS = 4
 _BEGUN, _ENDED, _FAILED, _PARTS = range(_LANE_NUMBERS)
 _TEXT_BYTES = 448
@@ -57,13 +57,13 @@ class RankReports:
         return -(-(8 * numbers + len(TOPICS) * _TEXT_BYTES) // 64) * 64
 
     def get(self, name: Number) -> list[int]:
-        return self._numbers[:, _PLACES[name]].tolist()
+        return self._numbers[:, _INDEX_OF[name]].tolist()
 
     def set(self, follower: int, name: Number, value: int) -> None:
-        self._numbers[follower, _PLACES[name]] = value
+        self._numbers[follower, _INDEX_OF[name]] = value
 
     def add(self, follower: int, name: Number, more: int = 1) -> None:
-        self._numbers[follower, _PLACES[name]] += more
+        self._numbers[follower, _INDEX_OF[name]] += more
 
     def text(self, follower: int, topic: Topic) -> str:
         """The last text of the follower about a topic, for people; may be empty."""

@@ -131,7 +131,7 @@ class TrainerGroups:
         self._parameters.check_tensors(manifest)
         if len(once) < len(tensors):
             names = [entry.name for entry in tensors]
-            again = next(name for place, name in enumerate(names) if name in names[:place])
+            again = next(name for index, name in enumerate(names) if name in names[:index])
             lacked = ", ".join(self._parameters.lacks(manifest).missing) or "nothing"
             raise WeightsRejected(f"{again} came again before the update was in use; the update lacked {lacked}")
         return manifest

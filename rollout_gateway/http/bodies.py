@@ -167,7 +167,7 @@ def _half_pair(data: bytes) -> str | None:
             values += [(f"{field}.{name}", item) for name, item in value.items()]
             values += [(field, name) for name in value]  # names first: no error quotes one with half a pair
         elif isinstance(value, list):
-            values += [(f"{field}.{place}", item) for place, item in enumerate(value)]
+            values += [(f"{field}.{index}", item) for index, item in enumerate(value)]
     return None
 
 

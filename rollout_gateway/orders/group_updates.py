@@ -1,7 +1,7 @@
 """Weight updates that a trainer broadcasts in a process group of its own: the gateway tells the workers about them.
 
     trainer            gateway                             every worker, all at once
-    init        -->    join                           -->  meets the trainer: rank_offset + its place
+    init        -->    join                           -->  meets the trainer: rank_offset + its index
     update      -->    gather  part 0, 1, ...         -->  receives what the trainer broadcasts now
     (finish)    -->    begin and commit               -->  swaps the gathered tensors in, between two steps
 
@@ -59,7 +59,7 @@ class GroupUpdates:
                 "world_size",
             )
         self._start()
-        meetings = [{**meeting, "rank": rank_offset + place, "size": world_size} for place in range(len(endpoints))]
+        meetings = [{**meeting, "rank": rank_offset + index, "size": world_size} for index in range(len(endpoints))]
         await self._ask([{"action": "join", "group": group, "meeting": each} for each in meetings])
 
     async def leave(self, group: str) -> bool:

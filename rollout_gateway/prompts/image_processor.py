@@ -104,15 +104,15 @@ class ImageProcessor:
         media, at = [], 0
         for image in images:
             try:
-                place = token_ids.index(self.token_id, at)
+                found = token_ids.index(self.token_id, at)
             except ValueError:
                 raise self._unequal(len(images), "fewer") from None
-            expanded += token_ids[at:place]
+            expanded += token_ids[at:found]
             length = math.prod(image.grid_thw) // self._merged
             media.append(MediaItem(len(expanded), length, image.grid_thw, image.pixel_values, hash=image.hash))
             expanded += [self.token_id] * length
-            whole = token_ids[place : place + length] == [self.token_id] * length
-            at = place + (length if whole else 1)
+            whole = token_ids[found : found + length] == [self.token_id] * length
+            at = found + (length if whole else 1)
         if self.token_id in token_ids[at:]:
             raise self._unequal(len(images), "more")
         return expanded + token_ids[at:], tuple(media)

@@ -74,8 +74,8 @@ class KvHints(Body):
 
     def lease_s(self) -> float:
         """The longest lease that an action asks for; 0: none. Raises `HttpError`."""
-        places = ((f"kv_hints.actions.{index}.", fields) for index, fields in enumerate(self.actions))
-        return max((Action.take(fields, place).lease_s(place) for place, fields in places), default=0.0)
+        actions = ((f"kv_hints.actions.{index}.", fields) for index, fields in enumerate(self.actions))
+        return max((Action.take(fields, path).lease_s(path) for path, fields in actions), default=0.0)
 
 
 class KvFields(Body):

@@ -29,7 +29,7 @@ def _byte_characters() -> dict[str, int]:
     """The byte of each character of a byte-level vocabulary: printable bytes are themselves, other bytes follow 255."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class TokenBytes:

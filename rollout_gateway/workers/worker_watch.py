@@ -108,7 +108,7 @@ class WorkerWatch:
         states = list(map(self._answering, self._workers))
         floor = self.floor(states)
         versions = [state.status["weights_version"] for state in states if state.status is not None]
-        for place, (worker, state) in enumerate(zip(self._workers, states, strict=True)):
+        for index, (worker, state) in enumerate(zip(self._workers, states, strict=True)):
             if state.status is None:
                 continue
             version, newest = state.status["weights_version"], max(versions)
@@ -121,7 +121,7 @@ class WorkerWatch:
                 word, problem = "behind", f"it has weights version {version}, {fleet}"
             if problem and (outlook := self.outlook.get(worker.endpoint)):
                 problem += f"; {outlook}"
-            states[place] = replace(state, word=word, problem=problem)
+            states[index] = replace(state, word=word, problem=problem)
         return states
 
     def floor(self, states: Sequence[WatchedWorker]) -> int:

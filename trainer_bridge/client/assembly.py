@@ -155,7 +155,7 @@ def tail(completion: Completion, start: int) -> Completion:
         **rest,
         routing=_last_entries(completion, start),
         versions=runs,
-        forced=[place for place in completion.forced if place >= start],
+        forced=[position for position in completion.forced if position >= start],
         text=None,
     )
 

@@ -46,12 +46,12 @@ class Settled:
 def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[RequestPlan]:
     """Plans of all requests; fields of an item replace the common ones.
 
-    Raises the errors of `plan_request`; the error of an item begins with `request` and its place.
+    Raises the errors of `plan_request`; the error of an item begins with `request` and its index.
     """
     if isinstance(items, (str, Mapping)):
         raise ValueError("generate_many takes a list of prompts; use generate for a single one")
     plans = []
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if isinstance(item, (int, np.integer)):
             raise ValueError(
                 "generate_many takes a list of prompts, not the tokens of one prompt; use generate(tokens)"
@@ -60,10 +60,10 @@ def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[Reque
         try:
             plans.append(plan_request(fields.pop("prompt", None), fields))
         except (TypeError, ValueError) as error:
-            if place == 0 and not isinstance(item, Mapping):
+            if index == 0 and not isinstance(item, Mapping):
                 raise  # the common fields are as likely at fault
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"request {place}: {error}") from error
+            raise kind(f"request {index}: {error}") from error
     return plans
 
 

@@ -111,8 +111,8 @@ def report(
     worker must still have the result: `ack` it afterwards.
     """
     found = Mismatch()
-    for place, fields in report_messages(core, target, logprobs, endpoint):
-        (reply,) = yield from control(core, wake, "report", endpoint=place, timeout_s=timeout_s, **fields)
+    for worker, fields in report_messages(core, target, logprobs, endpoint):
+        (reply,) = yield from control(core, wake, "report", endpoint=worker, timeout_s=timeout_s, **fields)
         found += read_mismatch(reply)
     return found
 

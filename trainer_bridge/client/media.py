@@ -152,25 +152,25 @@ class _Pieces:
         for (frames, height, width), start, end, time in zip(grids.tolist(), bounds, bounds[1:], times, strict=False):
             self._left.append(((frames, height, width), values[start:end], time))
 
-    def take(self, places: np.ndarray) -> list[MediaItem]:
+    def take(self, positions: np.ndarray) -> list[MediaItem]:
         """The items of one prompt, whose placeholders are at these places."""
         items: list[MediaItem] = []
-        while len(places):
+        while len(positions):
             if self._at == len(self._left):
                 raise ValueError(f"a prompt has more placeholders than {self._name} has images")
             (frames, height, width), values, seconds = self._left[self._at]
             self._at += 1
             length = frames * height * width // self._merged
-            whole = _run(places, length)
+            whole = _run(positions, length)
             for piece, size in (
                 [((frames, height, width), length)] if whole else [((1, height, width), length // frames)] * frames
             ):
-                if not _run(places, size):
+                if not _run(positions, size):
                     raise ValueError(f"an image or frame of {size} tokens has other tokens between its placeholders")
                 count = math.prod(piece)
                 piece_values, values = values[:count], values[count:]
-                items.append(MediaItem(int(places[0]), size, piece, piece_values, seconds if piece[0] > 1 else None))
-                places = places[size:]
+                items.append(MediaItem(int(positions[0]), size, piece, piece_values, seconds if piece[0] > 1 else None))
+                positions = positions[size:]
         return items
 
     def check_empty(self) -> None:
@@ -179,9 +179,9 @@ class _Pieces:
             raise ValueError(f"{self._name} has {len(self._left)} images, and the prompts have {self._at}")
 
 
-def _run(places: np.ndarray, length: int) -> bool:
-    """True if the first `length` places are consecutive."""
-    return len(places) >= length > 0 and int(places[length - 1]) - int(places[0]) == length - 1
+def _run(positions: np.ndarray, length: int) -> bool:
+    """True if the first `length` positions are consecutive."""
+    return len(positions) >= length > 0 and int(positions[length - 1]) - int(positions[0]) == length - 1
 
 
 def _rows(values: Any) -> np.ndarray:

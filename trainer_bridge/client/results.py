@@ -373,10 +373,10 @@ def _marks(fields: Mapping[str, Any], name: str, *more: str) -> list[list[int]]:
 
 
 def _positions(fields: Mapping[str, Any], name: str) -> list[int]:
-    places = fields.get(name) or []
-    if not isinstance(places, list) or any(type(place) is not int for place in places):
-        raise ProtocolError(f"the field {name!r} of a reply is {places!r:.40}, not a list of positions")
-    return places
+    positions = fields.get(name) or []
+    if not isinstance(positions, list) or any(type(position) is not int for position in positions):
+        raise ProtocolError(f"the field {name!r} of a reply is {positions!r:.40}, not a list of positions")
+    return positions
 
 
 def _versions(fields: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:

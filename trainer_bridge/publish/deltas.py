@@ -39,7 +39,7 @@ class KeptDeltas(KeptUpdate):
 
     def __init__(self, memory: DeltaMemory) -> None:
         super().__init__()
-        self._place = memory
+        self._where = memory
         self._content = ""  # the random name of the kept bytes
         self._changes: Payload | None = None
         self._tied: dict[str, str] = {}  # names that the kept update leaves out, and its name of the same tensor
@@ -65,7 +65,7 @@ class KeptDeltas(KeptUpdate):
                 scratch = kept.new_empty(min(manifest.bucket_bytes, manifest.total_bytes), device=payload.device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise RolloutError(
-                f"prepare: {self._place} memory is too small to keep the last update for deltas "
+                f"prepare: {self._where} memory is too small to keep the last update for deltas "
                 f"({str(error).partition(chr(10))[0]:.200}): free some, or make a publisher with other deltas, or none"
             ) from error
         codes: dict[str, torch.Tensor] = {}
@@ -111,16 +111,16 @@ class KeptDeltas(KeptUpdate):
         return changes
 
     def _memory(self, nbytes: int, device: torch.device = torch.device("cpu")) -> torch.Tensor:  # noqa: B008
-        place, self._manifest = self._kept_on(device), None
-        if self._buffer.numel() < nbytes or self._buffer.device != place:
+        memory, self._manifest = self._kept_on(device), None
+        if self._buffer.numel() < nbytes or self._buffer.device != memory:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            pinned = place.type == "cpu" and device.type == "cuda"
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=pinned)
+            pinned = memory.type == "cpu" and device.type == "cuda"
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=memory, pin_memory=pinned)
         return self._buffer[:nbytes]
 
     def _kept_on(self, device: torch.device) -> torch.device:
         """The device where an update is kept whose tensors are on `device`."""
-        return device if self._place == "device" else torch.device("cpu")
+        return device if self._where == "device" else torch.device("cpu")
 
     def changes(self) -> Payload | None:
         """The newest update as what has changed; None if there is no base, or if too much has changed."""

@@ -45,9 +45,9 @@ def changed_words(old: torch.Tensor, new: torch.Tensor) -> dict[Part, torch.Tens
 
 
 def find_words(parts: Mapping[Part, torch.Tensor], words: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The places (int64, ascending) and the values (int16) of a form's words in a bucket of `words` words.
+    """The positions (int64, ascending) and the values (int16) of a form's words in a bucket of `words` words.
 
-    None if the form is damaged: another number of places than of values, or a place outside of the bucket.
+    None if the form is damaged: another number of positions than of values, or a position outside of the bucket.
     """
     values = parts["words"].view(torch.int16)
     if "gaps" in parts:
@@ -66,12 +66,12 @@ def find_words(parts: Mapping[Part, torch.Tensor], words: int) -> tuple[torch.Te
 def _gaps(index: torch.Tensor, most: int) -> torch.Tensor | None:
     """uint8, an even number of codes; None if there would be more than `most`."""
     gaps = index.diff(prepend=index.new_full((1,), -1)) - 1
-    places = (gaps // _SKIP + 1).cumsum(0) - 1
-    count = int(places[-1]) + 1
+    positions = (gaps // _SKIP + 1).cumsum(0) - 1
+    count = int(positions[-1]) + 1
     if count > most:
         return None
     codes = torch.full((-(-count // 2) * 2,), _SKIP, dtype=torch.uint8, device=index.device)
-    codes[places] = (gaps % _SKIP).to(torch.uint8)
+    codes[positions] = (gaps % _SKIP).to(torch.uint8)
     return codes
 
 

@@ -77,7 +77,7 @@ class _FileNote:
     nbytes: int
     checksums: Sequence[int]  # header and pieces; from older publishers one, of the whole file
     by_piece: bool
-    place: int  # first byte, where all files lie one after the other
+    offset: int  # first byte, where all files lie one after the other
 
 
 class DiskReceiver(TransportReceiver):
@@ -185,7 +185,7 @@ class _OpenFile:
         if not self._note.by_piece:
             return False
         at = os.lseek(self._fd, 0, os.SEEK_CUR)
-        left = incoming.leave_to_owner(self._note.place + at, start, end, self._note.checksums[self._at])
+        left = incoming.leave_to_owner(self._note.offset + at, start, end, self._note.checksums[self._at])
         if left:
             os.lseek(self._fd, end - start, os.SEEK_CUR)
             incoming.note(end - start)
@@ -277,18 +277,18 @@ class OpenFolder:
     def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:
         self._pinned = device.type == "cuda"
         self._notes = _read_notes(options["files"], by_piece=True)
-        self._places = [note.place for note in self._notes]
+        self._offsets = [note.offset for note in self._notes]
         self._folder = _open_folder(options["folder"])
 
     def read(self, index: int, start: int, nbytes: int, check: int, keep: Keep) -> None:
         """Like `OfferedMemory.read`. `close` may be called meanwhile."""
-        note = self._notes[bisect.bisect_right(self._places, index) - 1]
+        note = self._notes[bisect.bisect_right(self._offsets, index) - 1]
         piece = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         fd = _open_file(self._folder, note)
         try:
             memory, done = memoryview(piece.numpy()), 0  # type: ignore[arg-type]
             while done < nbytes:
-                count = os.preadv(fd, [memory[done:]], index - note.place + done)
+                count = os.preadv(fd, [memory[done:]], index - note.offset + done)
                 if count == 0:
                     raise _bad_file(note, "ended before its last tensor")
                 done += count
@@ -345,7 +345,7 @@ def _read_notes(files: Any, by_piece: bool) -> list[_FileNote]:
     form = "[name, bytes, checksums]" if by_piece else "[name, bytes, checksum]"
     if type(files) is not list or not 1 <= len(files) <= _MAX_FILES:
         raise BadRequest(f"files must be a list of {form}", field="options.files")
-    notes, place = [], 0
+    notes, offset = [], 0
     for item in files:
         kinds = [str, int, list if by_piece else int]
         sound = type(item) is list and [type(part) for part in item] == kinds and 0 <= item[1] <= _MAX_FILE_BYTES
@@ -354,8 +354,8 @@ def _read_notes(files: Any, by_piece: bool) -> list[_FileNote]:
         if not _FILE_NAME.fullmatch(item[0]):
             raise BadRequest(f"{item[0]!r:.80} is not a plain name of a .safetensors file", field="options.files")
         name, nbytes, checks = item
-        notes.append(_FileNote(name, nbytes, checks if by_piece else [checks], by_piece, place))
-        place += nbytes
+        notes.append(_FileNote(name, nbytes, checks if by_piece else [checks], by_piece, offset))
+        offset += nbytes
     if len({note.name for note in notes}) != len(notes):
         raise BadRequest("a file is listed twice", field="options.files")
     return notes

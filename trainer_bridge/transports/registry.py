@@ -145,12 +145,12 @@ def auto_order(gpu: bool, parts: bool) -> list[str]:
     `gpu`: the tensors are on a GPU. `parts`: they are spread over several trainer ranks; each rank sends its own parts
     if it is in a group with the workers.
     """
-    places = {
+    order = {
         name: (parts and not transport.in_group, transport.auto)
         for name, transport in TRANSPORTS.items()
         if transport.auto is not None and (gpu or not transport.gpu_to_gpu)
     }
-    return sorted(places, key=places.__getitem__)
+    return sorted(order, key=order.__getitem__)
 
 
 def make_receivers(

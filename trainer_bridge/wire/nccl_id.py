@@ -23,7 +23,7 @@ _SHAPE: list[tuple[str, Any]] = [
     *(("EMPTY_DICT", None), ("SHORT_BINBYTES", None), ("TUPLE2", None), ("TUPLE2", None), ("REDUCE", None)),
     ("STOP", None),
 ]
-_ID = next(place for place, (name, _) in enumerate(_SHAPE) if name == "SHORT_BINBYTES")
+_ID = next(index for index, (name, _) in enumerate(_SHAPE) if name == "SHORT_BINBYTES")
 
 
 def read_nccl_id(data: bytes) -> bytes:
@@ -31,7 +31,7 @@ def read_nccl_id(data: bytes) -> bytes:
     if len(data) > _MAX_BYTES:
         raise _rejected()
     try:
-        found = [(opcode.name, argument, place) for opcode, argument, place in pickletools.genops(data)]
+        found = [(opcode.name, argument, index) for opcode, argument, index in pickletools.genops(data)]
     except ValueError as error:
         raise _rejected() from error
     first, end = found[0][:2], found[-1][2]

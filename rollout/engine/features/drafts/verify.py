@@ -56,7 +56,7 @@ def write_draft_pages(rows: RowState, pages_N3: torch.Tensor) -> None:
 
 def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
     draft_N, owner_N, ahead_N, which_N = step["drafts"].unbind(1)
-    features = step.header.needs
+    needs = step.header.needs
     if rows.ints.is_cuda:
         from rollout_kernels.step.triton_verify import set_up_drafts
 
@@ -76,14 +76,14 @@ def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
         )
     else:
         copy_rows(rows, drafts, step)
-    for state, needs in (
-        (rows.banned, features & RowNeeds.MIN_TOKENS),
-        (rows.bias_ids, features & RowNeeds.BIAS),
-        (rows.bias, features & RowNeeds.BIAS),
+    for state, need in (
+        (rows.banned, needs & RowNeeds.MIN_TOKENS),
+        (rows.bias_ids, needs & RowNeeds.BIAS),
+        (rows.bias, needs & RowNeeds.BIAS),
     ):
-        if needs:
+        if need:
             state.index_copy_(0, draft_N, state.index_select(0, owner_N))
-    if features & RowNeeds.PENALIZE:
+    if needs & RowNeeds.PENALIZE:
         token_N = drafts.drafts_R.index_select(0, draft_N)
         before_NN = (which_N[:, None] == which_N) & (ahead_N[:, None] >= ahead_N)  # a row's own draft included
         counts_NV = rows.counts.index_select(0, owner_N)
@@ -109,9 +109,9 @@ def copy_rows(rows: RowState, drafts: DraftState, step: StepInput) -> None:
         state.index_copy_(0, draft_N, state.index_select(0, owner_N))
 
 
-def refuse(drafts: DraftState, step: StepInput, places_N: torch.Tensor) -> None:
+def refuse(drafts: DraftState, step: StepInput, draws_N: torch.Tensor) -> None:
     """Let no draft at these indices of a step equal a token."""
-    drafts.drafts_R.index_fill_(0, step["rows"].index_select(0, places_N), _NO_TOKEN)
+    drafts.drafts_R.index_fill_(0, step["rows"].index_select(0, draws_N), _NO_TOKEN)
 
 
 def accept(
