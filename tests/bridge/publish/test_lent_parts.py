@@ -315,11 +315,14 @@ class Ranks:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.failure = ""
 
     def request(self, first: int, count: int, at: int) -> None:
         self.asked.append((first, count, at))
 
     def wait_packed(self) -> None:
+        if self.failure:
+            raise RolloutError(self.failure)
         self.asked.append("packed")
 
 
@@ -379,6 +382,19 @@ def test_buckets_in_another_order_are_requested_again_and_one_round_needs_one_ha
             with parts.bucket(index):
                 pass
         assert ranks.asked == [(0, count, 0), "packed"]
+
+
+def test_a_round_whose_half_was_packed_anew_is_requested_again_though_that_failed() -> None:
+    ranks = Ranks()
+    parts = borrowed(ranks, 7 * SMALL)
+    with parts.bucket(0):
+        pass
+    ranks.failure = "out of luck"
+    with pytest.raises(RolloutError), parts.bucket(4):
+        pass
+    ranks.failure, ranks.asked = "", []
+    with parts.bucket(0):
+        assert ranks.asked[:2] == [(0, 2, 2 * SMALL), "packed"]
 
 
 def test_reads_are_at_the_place_in_the_half_that_has_the_bucket() -> None:

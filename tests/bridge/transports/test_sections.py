@@ -20,7 +20,7 @@ from rollout.weights.staging import WeightStaging
 from rollout.weights.update_memory import RankUpdateMemory
 from tests.support.bridge.fault_client import FaultServer, idle_s, run_fault
 from tests.support.bridge.file_memory import FileMemory, share_from
-from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
+from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.kernels.grids import checkered, nightly, squared
 from tests.support.ports import free_port
@@ -349,6 +349,52 @@ def test_a_rank_keeps_what_it_reads_while_it_skips_a_piece_of_rank_0(tmp_path: P
         follower.skips = skips_slowly  # type: ignore[method-assign]
         publisher.publish(tensors := tensors_of(2), 2).applied(60)
         assert skipping.is_set() and worker.serve(tensors)
+
+
+class SlowReaders(Readers):
+    """The first rank reads until the other one, which finds damage, has had the update dropped."""
+
+    def __init__(self, transport: str, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(transport, patch)
+        self.reading, self.early = threading.Event(), threading.Event()
+
+    def open(self, *how: Any) -> OfferedMemory:
+        memory, slow = super().open(*how), self.opened == 1
+        read, close = memory.read, memory.close
+
+        def reads(index: int, start: int, nbytes: int, check: int, keep: Any) -> None:
+            if slow:
+                self.reading.set()
+                self.early.wait(1)
+                self.reading.clear()
+            else:
+                self.reading.wait(20)
+                check ^= 1
+            read(index, start, nbytes, check, keep)
+
+        def closes() -> None:
+            if slow and self.reading.is_set():
+                self.early.set()
+            close()
+
+        memory.read, memory.close = reads, closes  # type: ignore[method-assign]
+        return memory
+
+
+def test_memory_of_the_publisher_is_open_until_a_rank_has_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = SlowReaders("shm", monkeypatch)
+    with (
+        GroupWorker(3, shared=tmp_path) as worker,
+        WeightPublisher(worker.endpoint, transport="shm") as publisher,
+    ):
+        share_from(publisher, tmp_path)
+        publisher.publish(tensors_of(1), 1).applied(60)
+        with pytest.raises(WeightsRejected, match="damaged"):
+            publisher.publish(tensors_of(2), 2).applied(60)
+        wait_for(lambda: readers.closed == 2, "the end of the reads")
+        assert not readers.early.is_set()
 
 
 def test_all_ranks_close_the_publisher_memory_though_it_cannot_be_closed(
