@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.features.scores.feature import ScoresFeature, asked_scores
+from rollout.engine.features.scores.feature import SCORED_WORDS, ScoresFeature, asked_scores
 from rollout.engine.features.scores.taker import ScoreTaker
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.messages.to_service import Delta
@@ -215,15 +215,18 @@ def test_a_step_has_at_most_the_room_of_its_buffers(model, hf_models):
     scores = find_feature(bench.engine.roster.features, ScoresFeature)
     scores.multiple, scores.most_words = 8, 2048
     limits, packer, used, wide = bench.engine.scheduler.limits, bench.engine.parts.packer, [], []
-    pack, spare = packer.pack, spare_words(limits.max_rows, ScoreTaker.spare_words)
+    pack, padding = packer.pack, 2 * SCORED_WORDS * scores.multiple
 
     def measured(plan, staging):
         spans = [(span.seq, span.tokens_in) for span in plan.spans if span.prompt is not None]
         bound = sum(upload_words(*span, bench.engine.executor.step.features) for span in spans)
         upload = pack(plan, staging)
         if plan.kind == "prefill":
-            used.append((len(upload.words), bound + spare))
-            wide.append(asked_scores(upload.header).wide)
+            asked = asked_scores(upload.header)
+            named = sum(each.scored * each.chosen for each in (asked.narrow, asked.wide))
+            assert named + padding <= ScoreTaker.spare_words
+            used.append((len(upload.words), bound + spare_words(limits.max_rows, named + padding)))
+            wide.append(asked.wide)
         return upload
 
     packer.pack = measured
