@@ -5,9 +5,8 @@
     mapped                               <-- handle, or why not --
     BUCKETS 0, 1, into the first half    == broadcast ==>       the rank's portions of a round of buckets are packed
                                          <-- done, once the copies have run --
-    reads bucket 0 into its own bucket
-    BUCKETS 2, 3, into the second half   == broadcast ==>       packed, while rank 0 reads on
-    reads bucket 1, then bucket 2
+    BUCKETS 2, 3, into the second half   == broadcast ==>       packed, while rank 0
+    reads round 0 into its own buckets                          reads
     BUCKETS 4, 5, into the first half, once the reads of round 0 have run, ..
     RELEASED: all buffers are unmapped   == broadcast ==>       the buffer is kept for the next update
 
@@ -195,15 +194,14 @@ class BorrowedParts:
             packed, self._requested = self._requested, range(0)
             self._wait_packed()
             self._packed, self._packed_half = packed, self._half
+            if packed.stop < self._manifest.bucket_count:
+                self._request(packed.stop)
         place = self._packed_half * self._together + index - self._packed.start
         self._begin = place * self._room - self._manifest.bucket_span(index)[0]
         try:
             yield
         finally:
             self._read[self._packed_half] = self._reads_done()
-        # These reads are enqueued: so the GPU has work while the host waits for the reads of the round before.
-        if not self._requested and self._packed.stop < self._manifest.bucket_count:
-            self._request(self._packed.stop)
 
     def read(self, rank: int, byte: int, out: torch.Tensor) -> None:
         """Copy the packed bytes of a rank at the place of this byte of the stream, on the current stream."""

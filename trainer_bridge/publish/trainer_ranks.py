@@ -27,7 +27,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ from trainer_bridge.publish.lent_parts import (
     map_buffers,
     read_answer,
 )
-from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupError, Pending, device_name
+from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupError, device_name
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.other_ranks import take_part
 from trainer_bridge.transports.payload import Payload
@@ -58,7 +58,6 @@ START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN, LEND, BUCKETS, CUT = range(10)
 _ENDING = 1  # tag of a rank's report about its part in a group; commands and pieces have tag 0
 _COMMAND_S = 3600.0  # how long a rank waits for rank 0, whose last update may still be in transfer
 _KEY = "rollout-weights"
-_Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +84,6 @@ class TrainerRanks:
         self._borrowed: BorrowedParts | None = None  # rank 0, during an update
         self._lenders: Sequence[int] = ()
         self._answers: list[tuple[int, torch.Tensor, Callable[[float], None]]] = []  # answers to the last BUCKETS
-        self._told: Pending | None = None  # the last command to the ranks, if it was not waited for
         self._packed: list[str] = []  # ranks' answers to the last BUCKETS: a failure, or empty
         self._not_lent = ""  # why ranks did not lend in an earlier update
         self._plan: Sections | None = None  # the last plan that all ranks know
@@ -176,8 +174,7 @@ class TrainerRanks:
     def request(self, first: int, count: int, at: int) -> None:
         """Rank 0: have the lenders pack `count` buckets from number `first` on, from byte `at` of their buffers on."""
         with self._lock:
-            self._receive_answers()
-            self._told = self._begin_tell((BUCKETS, first, count, at))  # the answers come after it
+            self._tell((BUCKETS, first, count, at))
             self._packed = ["it did not answer"] * len(self._lenders)
             # Receive from now on: so a lender waits only for commands, which `stop` ends, and never in a send.
             for rank in self._lenders:
@@ -312,9 +309,6 @@ class TrainerRanks:
 
     def _receive_answers(self) -> None:
         answers, self._answers = self._answers, []
-        told, self._told = self._told, None
-        if told is not None:
-            self._do(functools.partial(told.wait, self._stop, self._timeout_s), "another rank")
         for rank, _, wait in answers:
             self._do(functools.partial(wait, self._timeout_s), f"rank {rank}")
         if answers:
@@ -331,13 +325,9 @@ class TrainerRanks:
 
     def _tell(self, command: Sequence[int]) -> None:
         self._receive_answers()
-        self._told = self._begin_tell(command)
-        self._receive_answers()
-
-    def _begin_tell(self, command: Sequence[int]) -> Pending:
         data = torch.zeros(4, dtype=torch.int64)
         data[: len(command)] = torch.tensor(command, dtype=torch.int64)
-        return self._do(lambda: self._group.broadcast(data.view(torch.uint8)), "another rank")
+        self._broadcast(data.view(torch.uint8))
 
     def _broadcast(self, data: torch.Tensor) -> None:
         timeout_s = None if self.rank else self._timeout_s  # the others are in `serve`, or about to publish
@@ -350,11 +340,11 @@ class TrainerRanks:
     def _receive(self, out: torch.Tensor, rank: int) -> None:
         self._do(lambda: self._group.receive(out, rank, self._timeout_s), f"rank {rank}")
 
-    def _do(self, operation: Callable[[], _Result], peer: str, phase: str = "gather") -> _Result:
+    def _do(self, operation: Any, peer: str, phase: str = "gather") -> None:
         if self._broken is not None:
             raise RolloutError(f"{phase}: {self._broken}; the group of trainer ranks is gone, make new publishers")
         try:
-            return operation()
+            operation()
         except GroupError as error:
             self._broken = f"{peer} cannot be reached: {error}"
             raise RolloutError(f"{phase}: {self._broken}") from error

@@ -4,7 +4,6 @@
 """
 
 import struct
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -177,26 +176,19 @@ def reachable(address: str, endpoint: str) -> str:
     return address
 
 
-#: Starts to pack buckets into a ring of slots. The result waits for them, and returns each bucket's checksum, and its
-#: bytes if they are sent.
-Pack = Callable[[range, int], Callable[[], list[tuple[int, memoryview | None]]]]
+#: Packs buckets into a ring of slots; returns each bucket's checksum, and its bytes if they are sent.
+Pack = Callable[[range, int], list[tuple[int, memoryview | None]]]
 
 
 def pack_on_host(payload: Payload, slot: Callable[[int], torch.Tensor], travels: bool) -> Pack:
     """Pack into host memory. `slot(i)` is the memory of slot `i`; `travels` says whether the bytes are sent."""
 
-    def pack(indices: range, slots: int) -> Callable[[], list[tuple[int, memoryview | None]]]:
-        buffers = [slot(index % slots) for index in indices]
-        started = [
-            buffer[: payload.start_bucket(index, buffer)] for index, buffer in zip(indices, buffers, strict=True)
-        ]
-        wait = payload.started()
-
-        def packed() -> list[tuple[int, memoryview | None]]:
-            wait()
-            there = [memoryview(buffer.numpy()) for buffer in started]  # type: ignore[arg-type]
-            return [(checksum(data), data if travels else None) for data in there]
-
+    def pack(indices: range, slots: int) -> list[tuple[int, memoryview | None]]:
+        packed = []
+        for index in indices:
+            buffer = slot(index % slots)
+            data = memoryview(buffer[: payload.pack_bucket(index, buffer)].numpy())  # type: ignore[arg-type]
+            packed.append((checksum(data), data if travels else None))
         return packed
 
     return pack
@@ -209,41 +201,29 @@ def send_buckets(
     curve: ClientCurve | None,
     pack: Pack,
     slots: int,
-    many: bool = False,
+    together: int = 1,
     link_type: type[Link] = Link,
 ) -> tuple[dict[str, Any], bool]:
     """Pack each bucket once and announce it to every recipient; return when all buckets are acknowledged.
 
-    A slot is reused when all recipients have acknowledged its bucket. At most half of the slots are being packed: on a
-    GPU a second part of them while the first one runs; with `many` a part may have several buckets. Returns the options
-    of `commit`, and whether a worker may still be reading the slots.
+    A slot is reused when all recipients have acknowledged its bucket. Up to `together` buckets are packed at a time, at
+    most half of the slots. Returns the options of `commit`, and whether a worker may still be reading the slots.
     """
     links = [link_type(recipient, rules, curve) for recipient in recipients]
     checksums: list[int] = []
     slots = min([slots, *(link.window for link in alive(links))])
-    together = max(1, slots // 4) if many else 1
-    parts = 2 if payload.on_gpu and slots >= 4 * together else 1
+    together = max(1, min(together, slots // 2))
     count = payload.manifest.bucket_count
-    started: deque[tuple[range, Callable[[], list[tuple[int, memoryview | None]]]]] = deque()
-
-    def announce() -> None:
-        indices, packed = started.popleft()
-        for index, (check, data) in zip(indices, packed(), strict=True):
-            checksums.append(check)
-            for link in alive(links):
-                link.send(index, check, data)
-
     try:
         for first in range(0, count, together):
-            if len(started) == parts:
-                announce()
             indices = range(first, min(first + together, count))
             wait_acknowledged(links, indices.stop - slots, rules)
             if rules.closing.is_set() or not alive(links):
                 return {}, True
-            started.append((indices, pack(indices, slots)))
-        while started:
-            announce()
+            for index, (check, data) in zip(indices, pack(indices, slots), strict=True):
+                checksums.append(check)
+                for link in alive(links):
+                    link.send(index, check, data)
         payload.read()
         wait_acknowledged(links, count, rules)
     finally:

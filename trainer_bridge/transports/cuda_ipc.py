@@ -2,8 +2,8 @@
 
     publisher                                             worker
     slots on its GPU      -- begin: a handle of each -->  opened
-    pack into a quarter of them  -- WSB1 each -->         copied to their places, fingerprints compared
-    pack into the next ones      <-- WAK1 each --         the slots are free again
+    pack into half of the slots  -- WSB1 each -->         copied to their places, fingerprints compared
+    pack into the other half     <-- WAK1 each --         the slots are free again
 
 A handle is 64 bytes that the driver makes and reads; never a pickle. Messages are as in `shm`, on the socket of `zmq`,
 with the low 32 bits of a bucket's fingerprint, computed on the device, instead of its checksum. `begin.options`:
@@ -11,8 +11,8 @@ with the low 32 bits of a bucket's fingerprint, computed on the device, instead 
 
 Invariants:
 
-- Processes on one GPU are time-sliced, for milliseconds while the worker decodes. So the publisher enqueues the next
-  buckets before it waits for the last ones, and the worker copies all buckets that have arrived.
+- Processes on one GPU are time-sliced, for milliseconds while the worker decodes. So the publisher packs half its slots
+  for each wait, and the worker copies all buckets that have arrived.
 - Slots are allocated by CUDA directly, not from torch's pool: a handle stands for a whole allocation.
 - A slot is acknowledged when the worker's copies out of it have run, not when they are enqueued.
 - A worker closes the slots before it drops the update. CUDA does not define what happens to memory that is freed while
@@ -217,22 +217,9 @@ def release_each(release: Callable[[_Memory], object], memories: Iterable[_Memor
             releases.callback(release, memory)
 
 
-def _low_words(fingerprints: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
-    """A call that returns the lowest 32 bits of each; it waits for what is on the current stream now."""
-    if not fingerprints:
-        return list
-    totals = torch.stack(list(fingerprints))
-    here, copied = totals, None
-    if totals.is_cuda:
-        here = torch.empty_like(totals, device="cpu", pin_memory=True).copy_(totals, non_blocking=True)
-        copied = torch.cuda.current_stream(totals.device).record_event()
-
-    def read() -> list[int]:
-        if copied is not None:
-            copied.synchronize()
-        return [total & 0xFFFFFFFF for total in here.tolist()]
-
-    return read
+def _low_words(fingerprints: Sequence[torch.Tensor]) -> list[int]:
+    """The lowest 32 bits of each; waits for everything on the current stream."""
+    return [total & 0xFFFFFFFF for total in torch.stack(list(fingerprints)).tolist()] if fingerprints else []
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -285,7 +272,7 @@ class CudaIpcReceiver(SharedReceiver):
     def complete(self, incoming: IncomingUpdate, taken: Sequence[int]) -> int:
         """Like `SharedReceiver.complete`; waits for the copies of this rank. Raises `WeightsRejected` for damage."""
         copied, self._taken = self._taken, []
-        for (index, check, _), found in zip(copied, _low_words([found for *_, found in copied])(), strict=True):
+        for (index, check, _), found in zip(copied, _low_words([found for *_, found in copied]), strict=True):
             _check_bucket(index, found, check)
             start, end = incoming.manifest.bucket_span(index)
             incoming.note(end - start)
@@ -317,7 +304,7 @@ class OpenSlots:
         self._slots[index % len(self._slots)].read(0, here)
         sent = fingerprint(here)
         keep(start, here)
-        (found,) = _low_words([sent])()  # waits for all of it
+        (found,) = _low_words([sent])  # waits for all of it
         _check_bucket(index, found, check)
 
     def close(self) -> None:
@@ -392,7 +379,7 @@ class CudaIpcSender(TransportSender):
         try:
             slots = len(self._slots)
             pack = functools.partial(self.pack, payload)
-            options, left = send_buckets(payload, recipients, rules, self._curve, pack, slots, many=True)
+            options, left = send_buckets(payload, recipients, rules, self._curve, pack, slots, together=slots)
         finally:
             if left:
                 self._left, self._slots = self._left + self._slots, []  # a given-up worker still has them open
@@ -409,15 +396,14 @@ class CudaIpcSender(TransportSender):
         slots, self._left, self._slots = self._left + self._slots, [], []
         self._free(slots)
 
-    def pack(self, payload: Payload, indices: range, slots: int) -> Callable[[], list[tuple[int, memoryview | None]]]:
-        """Begin to put buckets into their slots; then a check of each, and None: their content is in the slots."""
+    def pack(self, payload: Payload, indices: range, slots: int) -> list[tuple[int, memoryview | None]]:
+        """Put buckets into their slots; returns a check of each, and None: their content is in the slots."""
         buckets = []
         for index in indices:
             slot = self._slots[index % slots]
             buckets.append(slot[: payload.start_bucket(index, slot)])
         with payload.on_side_stream():
-            lows = _low_words([fingerprint(data) for data in buckets])
-        return lambda: [(low, None) for low in lows()]
+            return [(low, None) for low in _low_words([fingerprint(data) for data in buckets])]
 
     def _allocate(self, nbytes: int, count: int) -> None:
         """Allocate `count` slots; if memory is short, half as many, and so on. Raises OSError if two do not fit."""

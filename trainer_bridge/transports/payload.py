@@ -310,18 +310,10 @@ class Payload:
         """Write bytes `start` to `end` of the stream; `spread` writes elements of a DTensor."""
         written = 0
         for i, entry, lo, hi in self.manifest.places.within(start, end):
-            if written < lo - start:
-                out[written : lo - start].zero_()  # padding between tensors: no byte of an old bucket is sent
+            out[written : lo - start].zero_()  # padding between tensors: no byte of an old bucket is sent
             self._copy_piece(i, entry, lo, hi, out[lo - start : hi - start], spread)
             written = hi - start
-        if written < end - start:
-            out[written : end - start].zero_()
-
-    def started(self) -> Callable[[], None]:
-        """A call that waits for all packing that was started until now, and for no later packing."""
-        if self._stream is None:
-            return lambda: None
-        return self._stream.record_event().synchronize
+        out[written : end - start].zero_()
 
     def wait_packed(self) -> None:
         """Return when all packing that was started has finished."""

@@ -179,7 +179,7 @@ class Shards:
 
     def portions(
         self, index: int, first: int, last: int, cut: Cut | None = None
-    ) -> list[tuple[int, tuple[Portion, ...]]] | None:
+    ) -> list[tuple[int, list[Portion]]] | None:
         """Rank 0: the senders of elements `first` to `last`, and what each sends of them, as `own_portion` has it.
 
         None if a part is a box of another kind.
@@ -192,7 +192,7 @@ class Shards:
     def own_portion(self, index: int, first: int, last: int, cut: Cut | None = None) -> list[Portion]:
         """The rank's part of elements `first` to `last` of a tensor, or of what a cut keeps of it."""
         box = self.boxes[index]
-        return [] if box is None else list(_portion(box, self.shapes[index], cut, first, last) or ())
+        return [] if box is None else _portion(box, self.shapes[index], cut, first, last) or []
 
     def own_bytes(self, index: int, portion: Portion) -> tuple[torch.Tensor, int]:
         """The bytes of this rank's part from the beginning of a portion on, and from each of its rows to the next."""
@@ -293,8 +293,7 @@ class _Layout(NamedTuple):
     rows: int  # rows in the box
 
 
-@functools.lru_cache(1 << 15)  # the plan of copies: the same in each update
-def _portion(box: Box, shape: tuple[int, ...], cut: Cut | None, first: int, last: int) -> tuple[Portion, ...] | None:
+def _portion(box: Box, shape: tuple[int, ...], cut: Cut | None, first: int, last: int) -> list[Portion] | None:
     """A box's part of elements `first` to `last` of what a cut keeps; None if these are no rows."""
     layouts = _layouts(box, shape, cut)
     if layouts is None:
@@ -310,7 +309,7 @@ def _portion(box: Box, shape: tuple[int, ...], cut: Cut | None, first: int, last
             row, column = divmod(each.start, kept.row)
             place = (row - kept.top + held.top) * held.row + column - kept.begin + held.begin
             portions.append(Portion(each, place, held.row if each.step else 0))
-    return tuple(portions)
+    return portions
 
 
 @functools.lru_cache(1 << 14)

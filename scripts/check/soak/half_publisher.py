@@ -19,11 +19,11 @@ _BUCKET_BYTES = 1 << 14
 class _HalfPayload(Payload):
     """Packs only the first half of the buckets."""
 
-    def start_bucket(self, index: int, out: torch.Tensor) -> int:
+    def pack_bucket(self, index: int, out: torch.Tensor) -> int:
         if index == self.manifest.bucket_count // 2:
             print("half", flush=True)
             time.sleep(3600)
-        return super().start_bucket(index, out)
+        return super().pack_bucket(index, out)
 
 
 class _HalfPublisher(WeightPublisher):

@@ -346,9 +346,9 @@ def test_a_round_is_requested_into_a_half_once_the_reads_out_of_it_have_run() ->
             ranks.asked.append(index)
     half = 2 * SMALL
     assert ranks.asked == [
-        *((0, 2, 0), "packed", 0, "read 0", (2, 2, half), 1, "read 1"),
-        *("packed", 2, "read 2", "wait 1", (4, 2, 0), 3, "read 3"),
-        *("packed", 4, "read 4", "wait 3", (6, 1, half), 5, "read 5"),
+        *((0, 2, 0), "packed", (2, 2, half), 0, "read 0", 1, "read 1"),
+        *("packed", "wait 1", (4, 2, 0), 2, "read 2", 3, "read 3"),
+        *("packed", "wait 3", (6, 1, half), 4, "read 4", 5, "read 5"),
         *("packed", 6, "read 6"),
     ]
 
@@ -359,8 +359,7 @@ def test_reads_are_waited_for_even_if_the_bucket_failed() -> None:
     with pytest.raises(RolloutError), parts.bucket(0):
         raise RolloutError("in between")
     with parts.bucket(2):
-        assert waited == []
-    assert waited == [1]
+        assert waited == [1]
 
 
 def test_buckets_in_another_order_are_requested_again_and_one_round_needs_one_half() -> None:

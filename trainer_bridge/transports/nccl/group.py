@@ -33,8 +33,8 @@ POLL_S = 0.002
 REACH_S = 2.0
 END_S = 2.0  # wait for threads at the end: a thread inside torch may abort the process when Python ends
 _GIVE_UP_S = 1.0
-_GPU_POLL_S = 0.0001  # a bucket takes 0.2 ms from GPU to GPU
-_SLICE = timedelta(milliseconds=50)  # how often a wait of gloo looks whether it was stopped
+_LANDED_POLL_S = 0.0005
+_LANDED_POLL_GPU_S = 0.0001  # a bucket takes 0.2 ms from GPU to GPU
 _GONE = "gone"  # key of a store
 _MAX_REASON = 300  # characters
 #: Read by the nccl backend when it is made. Without them a group that has lost a member ends the whole process.
@@ -216,8 +216,9 @@ class BroadcastGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         options.timeout = self._timeout
+        poll_s = _LANDED_POLL_S if self._stream is None else _LANDED_POLL_GPU_S
         try:
-            return Pending(self._backend.broadcast([data], options), self._arrivals, self._timeout)
+            return Pending(self._backend.broadcast([data], options), self._arrivals, self._timeout, poll_s)
         except RuntimeError as error:
             raise GroupError(first_line(error)) from error
 
@@ -310,8 +311,8 @@ class BroadcastGroup:
 class Pending:
     """A broadcast in flight."""
 
-    def __init__(self, work: Any, arrivals: torch.cuda.Stream | None, timeout: timedelta) -> None:
-        self._work, self._timeout = work, timeout
+    def __init__(self, work: Any, arrivals: torch.cuda.Stream | None, timeout: timedelta, poll_s: float) -> None:
+        self._work, self._timeout, self._poll_s = work, timeout, poll_s
         self._event: torch.cuda.Event | None = None
         if arrivals is not None:
             with torch.cuda.stream(arrivals):
@@ -328,18 +329,16 @@ class Pending:
                 raise GroupError("it was stopped")
             if time.monotonic() > deadline_s:
                 raise GroupError(f"nothing moved for {timeout_s:g} s")
+            time.sleep(self._poll_s)
 
     def _done(self) -> bool:
-        """Whether it has ended; waits a little for that."""
         try:
             if self._event is not None:
-                if not self._event.query():
-                    time.sleep(_GPU_POLL_S)
                 return self._event.query()
-            self._work.wait(_SLICE)  # wakes up at once: a sleep would delay each command of a trainer rank
+            if not self._work.is_completed():
+                return False
+            self._work.wait(self._timeout)  # raises the error, if any
         except RuntimeError as error:
-            if self._event is None and not self._work.is_completed():
-                return False  # the slice is over
             raise GroupError(first_line(error)) from error
         return True
 
