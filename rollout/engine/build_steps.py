@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -92,8 +93,10 @@ def _with_host_memory(site: Site, memory: Memory, kv: KVCache) -> Memory:
     if pages == 0:
         return replace(memory, kv=kv)
     pages = _least_of_all_ranks(site.model, pages)  # computed before any rank takes memory of the same host
+    began_s = time.perf_counter()
     host_memory = HostMemory(device, pages, page_bytes)
-    log.info("the host has memory for KV", extra={"pages": pages, "host_bytes": host_memory.nbytes})
+    facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}
+    log.info("the host has memory for KV", extra=facts)
     return replace(memory, kv=kv, host_memory=host_memory, host_states=allocate_host_states(site))
 
 
@@ -153,8 +156,6 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
         for feature in step.features:
             if isinstance(feature, MeasuresSteps):
                 feature.measure(measured, slots[0])
-        for host in (memory.host_memory, memory.host_states):
-            host.end_pinning()
         words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
         # From here on the other ranks follow orders.
         orders = site.lead(OrderSizes(words, engine.step_rows, width, chunk_tokens(engine, model)))

@@ -29,11 +29,11 @@ from rollout.models.lora_slots import AdapterSlots, AdapterWeights, LayerProduct
 from rollout.models.peft_tensors import AdapterPacker, AdapterPlan
 from rollout.models.shard import spec_of_rank
 from rollout.models.spec import ModelSpec
-from rollout.process.pinned_memory import PinnedMemory, touch
 from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.orders import OrderWriter, check_alive
 from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
+from rollout.weights.pinned_memory import PinnedMemory, touch
 from trainer_bridge.wire.errors import Overloaded
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from rollout.process.pinned_memory import PinnedMemory
 from rollout.ranks.ring import SharedMemory
+from rollout.weights.pinned_memory import PinnedMemory
 
 
 class RelaySizes(NamedTuple):

@@ -11,9 +11,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from rollout.process.pinned_memory import BLOCK_BYTES, HostBlocks, HostBuffer
 from rollout.weights.kept_layout import Kept, Layout, in_words, is_plain, lay_out_parts, lay_out_stream, values_of
 from rollout.weights.parameter_map import ManifestFit
+from rollout.weights.pinned_memory import BLOCK_BYTES, HostBlocks, HostBuffer
 from rollout.weights.staged_weights import Copy
 from trainer_bridge.transports.tensors import TORCH_DTYPES
 from trainer_bridge.wire.manifest import Manifest
@@ -22,7 +22,6 @@ from trainer_bridge.wire.manifest import Manifest
 Allocate = Callable[[int], torch.Tensor]
 #: Share of the memory left by the weights that staging on the device may take: the rest is for KV.
 DEVICE_SHARE = 1 / 3
-_USE = "updates of the weights", "set weights.staging to device, or weights.apply to in_place"
 
 
 def parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
@@ -68,7 +67,7 @@ class KeptMemory(ABC):
         self.device = next((view.device for view in views.values()), torch.device("cpu"))
         cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if cuda else None
-        self.arrival, self.codes = HostBuffer(cuda, *_USE), HostBuffer(cuda, *_USE)
+        self.arrival, self.codes = HostBuffer(pinned=cuda), HostBuffer(pinned=cuda)
         self.blocks: Sequence[torch.Tensor] = ()  # the staging memory
         self.written = False  # some parameters have bytes of this update
         #: The memory that stages updates no larger than the parameters; None: in place.

@@ -52,7 +52,7 @@ from rollout_kernels.parallel.triton_all_reduce import all_reduce_norm, all_redu
 from rollout_kernels.sampling import VocabShard, triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
 from rollout_kernels.sampling.triton_draw import draw_and_advance
-from rollout_kernels.step import triton_begin, triton_ngrams, triton_page_parts, triton_verify
+from rollout_kernels.step import triton_begin, triton_ngrams, triton_verify
 from rollout_kernels.step.ngrams import MOST_EQUAL, REACH
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -221,10 +221,6 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
             )
     accepting = (verified, row_ids, ints(rows), ints(257, dtype=long), state[0], ints(rows))
     yield "accept drafts", lambda: triton_verify.accept_drafts(*accepting, last=0, length=1)
-    words = PAGE * shape.kv_heads * shape.dim // 4  # of a page's part in a layer's keys, int64
-    pages = ints(4, 4, dtype=long), words, ints(13, dtype=long), ints(13, 4 * words, dtype=long)
-    for gathers in (True, False):
-        yield f"pages, {gathers=}", lambda gathers=gathers: triton_page_parts.copy_pages(*pages, gathers=gathers)
     searched = row_ids, state[0], ints(257, 1024), ints(4096, PAGE), ints(257, 3, dtype=long)
     limits: dict[str, Any] = {"last": 0, "length": 1, "most_equal": MOST_EQUAL, "reach": REACH}
     yield "draft by n-grams", lambda: triton_ngrams.draft_by_ngrams(*searched, **limits)

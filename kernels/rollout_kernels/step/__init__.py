@@ -5,12 +5,9 @@ triton_begin  the same on a GPU
 triton_verify on a GPU: draft rows before a verify step, accepted drafts after it
 ngrams        `draft_by_ngrams`, after a step: the op and its torch twin
 triton_ngrams the same on a GPU
-page_parts    `PageParts`, between two steps: copies of whole pages of KV, and their torch twin
-triton_page_parts the same on a GPU
 """
 
 from rollout_kernels.step.begin import DecodeInput, begin_step
 from rollout_kernels.step.ngrams import draft_by_ngrams
-from rollout_kernels.step.page_parts import PageParts
 
-__all__ = ["DecodeInput", "PageParts", "begin_step", "draft_by_ngrams"]
+__all__ = ["DecodeInput", "begin_step", "draft_by_ngrams"]

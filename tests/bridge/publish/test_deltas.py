@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rollout.models.cut import Cut, CutView
-from rollout.process.pinned_memory import HostBuffer
 from rollout.weights.delta import DeltaStaging, put_kept
 from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ManifestFit, UpdateNames
+from rollout.weights.pinned_memory import HostBuffer
 from rollout.weights.staging import WeightStaging
 from tests.support.bridge.fault_client import FaultServer, run_fault
 from tests.support.bridge.fault_server import changed

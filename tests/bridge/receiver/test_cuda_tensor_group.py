@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rollout.models.cut import Cut, CutView
-from rollout.process.pinned_memory import PinnedMemory
 from rollout.ranks.follower_updates import FollowerUpdates
 from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
 from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ManifestFit, ParameterMap
+from rollout.weights.pinned_memory import PinnedMemory
 from rollout.weights.staging import WeightStaging
 from tests.support.bridge.harness import TinyModel, new_tensors
 from tests.support.bridge.tensor_group import GroupWorker, TinyShard

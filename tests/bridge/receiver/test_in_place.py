@@ -7,7 +7,7 @@ import torch
 
 from rollout.config import WeightsSettings
 from rollout.engine.gate import Gate
-from rollout.process.pinned_memory import HostBuffer
+from rollout.weights.pinned_memory import HostBuffer
 from rollout.weights.staging import make_staging
 from rollout.weights.update_memory import UpdateMemories
 from tests.support.bridge.harness import SlowToAnswer, TinyModel, Worker, new_tensors, serves, wait_for
@@ -134,4 +134,4 @@ def test_where_a_staged_update_waits_is_refused_where_there_is_no_such_place() -
 def test_host_memory_that_is_not_there_is_told_with_what_to_change() -> None:
     """Before a page is taken: a system that is short of memory ends processes."""
     with pytest.raises(ValueError, match=r"does not give 1048576\.0 GiB of pinned memory.*to in_place .*GiB are free"):
-        HostBuffer(True, "updates", "set weights.apply to in_place").begin_pinning(1 << 50)
+        HostBuffer(pinned=True).begin_pinning(1 << 50)

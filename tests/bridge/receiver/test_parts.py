@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from rollout.process.pinned_memory import touch
+from rollout.weights.pinned_memory import touch
 from rollout.weights.staged_weights import SwapCopies
 
 

@@ -1,4 +1,4 @@
-"""Host memory that is pinned for updates and for KV: when CUDA is asked, over a runtime that a test can have refuse."""
+"""Host memory that is pinned for updates: when CUDA is asked, over a runtime that a test can have refuse."""
 
 import gc
 import itertools
@@ -12,16 +12,14 @@ import pytest
 import torch
 
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.kv.tiers.page_mover import HostMemory
-from rollout.process import host_memory, pinned_memory
-from rollout.process.pinned_memory import HostBuffer, PagesBeside, PinnedMemory
+from rollout.process import host_memory
+from rollout.weights import pinned_memory
 from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ManifestFit
+from rollout.weights.pinned_memory import HostBuffer, PagesBeside, PinnedMemory
 from rollout.weights.staging import WeightStaging
 from trainer_bridge.transports import cuda_ipc
 from trainer_bridge.wire.manifest import Manifest, TensorEntry
-
-USE = "updates", "use less"
 
 
 class Runtime:
@@ -58,7 +56,7 @@ def runtime() -> Runtime:
 
 
 def test_host_memory_for_updates_is_pinned_at_the_end_of_a_start(runtime: Runtime) -> None:
-    buffer = HostBuffer(False, *USE)
+    buffer = HostBuffer(pinned=False)
     buffer.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
     assert not runtime.pinned
     buffer.end_pinning()
@@ -71,7 +69,7 @@ def test_host_memory_for_updates_is_pinned_at_the_end_of_a_start(runtime: Runtim
 
 
 def test_an_update_that_comes_before_the_end_of_a_start_waits_for_the_memory(runtime: Runtime) -> None:
-    buffer = HostBuffer(False, *USE)
+    buffer = HostBuffer(pinned=False)
     buffer.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
     assert runtime.pinned == {buffer.reserve(1 << 10).data_ptr()}
 
@@ -87,7 +85,7 @@ def test_an_update_that_is_larger_than_the_parameters_keeps_its_memory_when_a_st
                 go.wait(20)
             return memory
 
-    buffer = HostBuffer(False, *USE)
+    buffer = HostBuffer(pinned=False)
     buffer.begin_pinning(1 << 10, lambda nbytes: Slow(nbytes, runtime.pins()))
     start = threading.Thread(target=buffer.end_pinning)
     start.start()
@@ -116,47 +114,17 @@ def test_memory_whose_pages_are_still_taken_is_not_free_for_others(
 
 
 def test_a_start_that_fails_meanwhile_ends_the_process_with_its_own_status() -> None:
-    script = "import sys; from rollout.process.pinned_memory import PagesBeside; a = PagesBeside(2 << 30); sys.exit(7)"
+    script = "import sys; from rollout.weights.pinned_memory import PagesBeside; a = PagesBeside(2 << 30); sys.exit(7)"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (7, "")
 
 
 def test_memory_that_cuda_does_not_pin_ends_a_start(runtime: Runtime) -> None:
     runtime.refuses = True
-    buffer = HostBuffer(False, *USE)
+    buffer = HostBuffer(pinned=False)
     buffer.begin_pinning(1 << 20, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
     with pytest.raises(ValueError, match="pinned memory.*CUDA does not pin it"):
         buffer.end_pinning()
-
-
-class Gpu(CpuDevice):
-    """Host memory looks at the type of a device only."""
-
-    torch_device = torch.device("cuda")
-
-
-def host_kv(runtime: Runtime) -> HostMemory:
-    return HostMemory(Gpu(), 5, 48, lambda nbytes: PagesBeside(nbytes, runtime.pins()))
-
-
-def test_host_memory_for_kv_is_pinned_at_the_end_of_a_start_and_holds_each_page(runtime: Runtime) -> None:
-    memory = host_kv(runtime)
-    assert not runtime.pinned
-    memory.end_pinning()
-    for number in range(5):
-        memory.page(number, torch.int32).fill_(number)
-    assert [bytes(memory.memory_of(number)) for number in range(5)] == [bytes([n, 0, 0, 0] * 12) for n in range(5)]
-    assert runtime.pinned == {memory.page(0, torch.uint8).data_ptr()} and runtime.asked == 1
-    del memory
-    gc.collect()
-    assert not runtime.pinned
-
-
-def test_host_memory_for_kv_that_cuda_does_not_pin_ends_a_start(runtime: Runtime) -> None:
-    runtime.refuses = True
-    memory = host_kv(runtime)
-    with pytest.raises(ValueError, match="pinned memory for KV: lower host_kv_gib.*CUDA does not pin it"):
-        memory.end_pinning()
 
 
 def test_memory_is_pinned_once_and_unpinned_when_its_owner_is_gone(runtime: Runtime) -> None:

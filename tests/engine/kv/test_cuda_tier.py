@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rollout.engine.device.streams import Device, make_device
-from rollout.engine.kv.tiers.page_mover import HostMemory
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.cuda_harness import no_waiting
 from tests.support.engine.harness import Bench, load
@@ -85,14 +84,3 @@ def test_moving_known_pages_takes_no_memory_and_synchronises_nothing(folders, pr
     bench.run()
     assert torch.cuda.memory_reserved() == held
     assert host_tier(bench).known.host.counts.fetched > fetched
-
-
-def test_each_page_on_the_host_is_pinned_and_holds_what_was_copied_to_it():
-    memory = HostMemory(make_device("cuda"), 5, 3 << 20)
-    memory.end_pinning()
-    for number in range(5):
-        page = memory.page(number, torch.int32)
-        assert page.is_pinned()
-        page.copy_(torch.full_like(page, number, device="cuda"), non_blocking=True)
-    torch.cuda.synchronize()
-    assert [int(memory.page(number, torch.int32).unique()) for number in range(5)] == [0, 1, 2, 3, 4]

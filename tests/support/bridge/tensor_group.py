@@ -10,7 +10,6 @@ import msgpack
 import torch
 
 from rollout.models.cut import Cut, CutView
-from rollout.process.pinned_memory import BLOCK_BYTES
 from rollout.ranks.follower_updates import FollowerUpdates
 from rollout.ranks.orders import END, OrderWriter
 from rollout.ranks.relay import RELAY_SIZES, RelaySizes
@@ -19,6 +18,7 @@ from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
 from rollout.ranks.updates import RankUpdates, write_cuts
 from rollout.weights.kept_memory import InPlaceMemory, StagedMemory
 from rollout.weights.parameter_map import ParameterMap
+from rollout.weights.pinned_memory import BLOCK_BYTES
 from rollout.weights.staged_weights import Copy, StagedWeights, SwapCopies
 from rollout.weights.staging import WeightStaging
 from tests.support.bridge.harness import EXPERTS, HIDDEN, INTER, TinyModel, Worker, wait_for

@@ -3,8 +3,9 @@
     kv_out    index | gather pages of the pool into the staging buffer | a copy to the host for each page | end
     kv_in     (steps in flight) index | a copy from the host for each page | scatter them into pages of the pool | end
 
-In the pool, a page has a part in each layer's keys and in each layer's values (`PageParts`). On the host it is one
-stretch. So a copy over the bus is one page, one or two MB: a step's own copy waits for no more than that.
+In the pool, a page has a part in each layer's keys and in each layer's values. On the host it is one stretch. So a copy
+over the bus is one page, one or two MB: a step's own copy waits for no more than that. A piece needs one gather or
+scatter for each tensor.
 
 Only `PageMover.wait` waits: the caller starts a piece and asks for finished ones later. A direction has at
 most `_PIECES` pieces under way. All their memory is allocated once.
@@ -24,38 +25,27 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from rollout_kernels.step import PageParts
 
 from rollout.engine.device.rank_orders import NO_RANK_ORDERS, RankOrders
 from rollout.engine.device.streams import Device, DeviceError, DeviceStream, Event
-from rollout.process.pinned_memory import HostBuffer, PagesBeside
 
 _PIECES = 8
 #: The time between two looks at a piece in a wait with a limit.
 _LOOK_S = 0.0002
+#: Pinned memory is taken in blocks of this many bytes: torch rounds each up to a power of two.
+_BLOCK_BYTES = 512 << 20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class HostMemory:
-    """Host memory for `pages` pages of `page_bytes` each; pinned for a GPU, beside the start, until `end_pinning`.
+    """Pinned host memory for `pages` pages of `page_bytes` each."""
 
-    Raises ValueError without that memory.
-    """
-
-    def __init__(
-        self, device: Device, pages: int, page_bytes: int, take: Callable[[int], PagesBeside] = PagesBeside
-    ) -> None:
-        self.pages, self.page_bytes = pages, page_bytes
-        pinned = device.torch_device.type == "cuda"
-        self._buffer = HostBuffer(pinned, "KV", "lower host_kv_gib")
-        if pinned and pages:
-            self._buffer.begin_pinning(self.nbytes, take)
-        else:
-            self._buffer.reserve(self.nbytes)
-
-    def end_pinning(self) -> None:
-        """Have the memory pinned: no copy waits for it then. Raises ValueError if CUDA refuses it."""
-        self._buffer.end_pinning()
+    def __init__(self, device: Device, pages: int, page_bytes: int) -> None:
+        self.pages = pages
+        self.page_bytes = page_bytes
+        self._per_block = max(1, _BLOCK_BYTES // page_bytes)
+        counts = [min(self._per_block, pages - first) for first in range(0, pages, self._per_block)]
+        self._blocks_HW = [device.host_buffer((count, page_bytes), torch.uint8) for count in counts]
 
     @property
     def nbytes(self) -> int:
@@ -64,8 +54,7 @@ class HostMemory:
 
     def page(self, number: int, words: torch.dtype) -> torch.Tensor:
         """One page, [W] of `words`."""
-        memory, first = self._buffer.reserve(self.nbytes), number * self.page_bytes
-        return memory[first : first + self.page_bytes].view(words)
+        return self._blocks_HW[number // self._per_block][number % self._per_block].view(words)
 
     def memory_of(self, number: int) -> memoryview:
         return self.page(number, torch.uint8).numpy().data
@@ -190,13 +179,10 @@ class PageMover:
         sizes = [pool.shape[1] * pool.element_size() for pool in pools_PB]
         assert sum(sizes) == host_memory.page_bytes
         self._words = next(words for words in _WORDS if math.gcd(*sizes) % words.itemsize == 0)
-        self._parts = PageParts([pool.view(self._words) for pool in pools_PB])
+        self._pools_PW = [pool.view(self._words) for pool in pools_PB]
         most = min(max(1, piece_bytes // host_memory.page_bytes), host_memory.pages)
         width = host_memory.page_bytes // self._words.itemsize
         staging = [torch.zeros(most, width, dtype=self._words, device=device.torch_device) for _ in range(2)]
-        index_N = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
-        self._parts.gather(index_N, staging[0][:1])  # the first launch compiles; a page gets what it has
-        self._parts.scatter(staging[0][:1], index_N)
         device.synchronize()  # they were zeroed on a stream that the copies do not wait for
         self.out = CopyQueue(device, f"{name}_out", staging[0], self._copy_out, orders)
         self.back = CopyQueue(device, f"{name}_in", staging[1], self._copy_in, orders)
@@ -228,7 +214,8 @@ class PageMover:
 
     def _copy_out(self, queue: CopyQueue, piece: CopyPiece) -> None:
         staged_NW, index_N = self._staged(queue, piece)
-        self._parts.gather(index_N, staged_NW)
+        for pool_PW, part_NW in zip(self._pools_PW, self._parts(staged_NW), strict=True):
+            torch.index_select(pool_PW, 0, index_N, out=part_NW)
         for page_W, host in zip(staged_NW, piece.host_pages, strict=True):
             self.host_memory.page(host, self._words).copy_(page_W, non_blocking=True)
 
@@ -236,10 +223,14 @@ class PageMover:
         staged_NW, index_N = self._staged(queue, piece)
         for page_W, host in zip(staged_NW, piece.host_pages, strict=True):
             page_W.copy_(self.host_memory.page(host, self._words), non_blocking=True)
-        self._parts.scatter(staged_NW, index_N)
+        for pool_PW, part_NW in zip(self._pools_PW, self._parts(staged_NW), strict=True):
+            pool_PW.index_copy_(0, index_N, part_NW)
 
     @staticmethod
     def _staged(queue: CopyQueue, piece: CopyPiece) -> tuple[torch.Tensor, torch.Tensor]:
         count = piece.pages
         piece.index[:count].copy_(piece.index_host[:count], non_blocking=True)
         return queue.staging_NW[:count], piece.index[:count]
+
+    def _parts(self, staged_NW: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return staged_NW.split([pool.shape[1] for pool in self._pools_PW], dim=1)

@@ -114,19 +114,18 @@ def _unpin(pinned: dict[int, torch.Tensor], cudart: Callable[[], Any], forget_er
 class HostBuffer:
     """Host memory, uint8, that grows when it is too small; pinned, if wanted.
 
-    A thread of the start may get its first pages: for 61 GB this takes half a minute. An error names its `use`, and
-    what to do `instead`.
+    A thread of the start may get its first pages: for 61 GB this takes half a minute.
     """
 
-    def __init__(self, pinned: bool, use: str, instead: str) -> None:
-        self._pinned, self._use, self._instead = pinned, use, instead
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pages: PagesBeside | None = None
         self._growing = threading.RLock()  # an update may come before the end of the start
 
     def begin_pinning(self, nbytes: int, pages: Callable[[int], PagesBeside] = PagesBeside) -> None:
         """Begin to take memory. Raises ValueError without it."""
-        with self._pinned_or_told(nbytes):
+        with _pinned_or_told(nbytes):
             if nbytes > (free := available_bytes()):
                 raise OSError(0, f"{free / (1 << 30):.1f} GiB are free")
             self._pages = pages(nbytes)
@@ -135,7 +134,7 @@ class HostBuffer:
         """Have that memory pinned, before anything decodes. Raises ValueError if it is not given."""
         with self._growing:
             if self._pages is not None and self._memory.numel() == 0:
-                with stage(f"pinning host memory for {self._use}"), self._pinned_or_told(self._pages.nbytes):
+                with stage("pinning host memory for updates of the weights"), _pinned_or_told(self._pages.nbytes):
                     self._memory = self._pages.pinned()
 
     def reserve(self, nbytes: int, slack: int = 0) -> torch.Tensor:
@@ -153,15 +152,16 @@ class HostBuffer:
         with self._growing:
             self._memory = torch.empty(0, dtype=torch.uint8)
 
-    @contextlib.contextmanager
-    def _pinned_or_told(self, nbytes: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ValueError(
-                f"the host does not give {nbytes / (1 << 30):.1f} GiB of pinned memory for {self._use}: "
-                f"{self._instead} ({error.strerror or error!s:.200})"
-            ) from error
+
+@contextlib.contextmanager
+def _pinned_or_told(nbytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"the host does not give {nbytes / (1 << 30):.1f} GiB of pinned memory for updates of the weights: set "
+            f"weights.staging to device, or weights.apply to in_place ({error.strerror or error!s:.200})"
+        ) from error
 
 
 class HostBlocks:
