@@ -71,6 +71,21 @@ async def update_from_disk(request: HttpRequest[FolderBody]) -> dict[str, Any]:
     return {"success": True, "message": message, "num_paused_requests": 0}
 
 
+class PullBody(Body):
+    """The body of slime's and miles' `/pull_weights`."""
+
+    local_checkpoint_dir: str
+    source_dir: str
+    target_version: int = Field(ge=0, lt=10**6)
+
+
+async def pull(request: HttpRequest[PullBody]) -> dict[str, Any]:
+    """Bring a checkpoint on this host to a version that was published as a whole or as changes."""
+    body = request.body
+    await request.gateway.orders.pull(body.local_checkpoint_dir, body.source_dir, body.target_version)
+    return _succeeded(f"{body.local_checkpoint_dir} has version {body.target_version}.")
+
+
 # --- through a process group: SGLang, slime, AReaL --------------------------------------------------------------------
 
 
@@ -386,6 +401,7 @@ ENDPOINTS = (
     Endpoint(POST, "/update_weights", "vLLM", update_weights, FolderBody),
     Endpoint(POST, "/areal_update_weights", "AReaL", update_weights, FolderBody),
     Endpoint(POST, "/update_weights_from_disk", "SGLang", update_from_disk, FolderBody),
+    Endpoint(POST, "/pull_weights", "slime", pull, PullBody),
     Endpoint(POST, "/init_weights_update_group", "SGLang", join, GroupBody),
     Endpoint(POST, "/areal_init_weights_update_group", "AReaL", join, GroupBody),
     Endpoint(POST, "/update_weights_from_distributed", "SGLang", update, TensorsBody),

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.extras import install
 from rollout_gateway.http.http_errors import HttpError, bad_request
-from rollout_gateway.workers.weights_folder import WeightsFolder, find_folder
+from rollout_gateway.orders.pulled_checkpoint import pull
+from rollout_gateway.workers.weights_folder import WeightsFolder, find_folder, path_below
 from trainer_bridge.wire.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -35,11 +36,27 @@ class FolderUpdates:
 
     async def find(self, folder: str, field: str) -> WeightsFolder:
         """A folder of weights, by its path or by its path below the root. Raises `HttpError`."""
+        return await asyncio.to_thread(find_folder, self._root_of(field), folder, field)
+
+    async def pull(self, local: str, source: str, version: int, model: str) -> None:
+        """Bring the checkpoint in `local` to a version that a trainer has published in `source`. Raises `HttpError`.
+
+        `model`: the workers' own checkpoint, version 0.
+        """
+        root = self._root_of("source_dir")
+        into = path_below(root, local, "local_checkpoint_dir")
+        if into == root:
+            raise bad_request("name a folder below --weights-root", "local_checkpoint_dir")
+        base = Path(model) if Path(model).is_dir() else None
+        async with self._one_at_a_time:
+            await asyncio.to_thread(pull, into, path_below(root, source, "source_dir"), version, base)
+
+    def _root_of(self, field: str) -> Path:
         if self._root is None:
             raise HttpError(
                 403, "this gateway reads no folders; start it with --weights-root FOLDER, above the folder", field
             )
-        return await asyncio.to_thread(find_folder, self._root, folder, field)
+        return self._root
 
     async def publish(
         self, endpoints: Sequence[str], folder: WeightsFolder, version: int, field: str | None = None

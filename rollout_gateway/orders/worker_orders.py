@@ -133,6 +133,10 @@ class WorkerOrders:
 
         return await self.publish_as(version, publish, folder)
 
+    async def pull(self, local: str, source: str, version: int) -> None:
+        """Bring a checkpoint on this host to a version that a trainer has published in the folder `source`."""
+        await self._updates.pull(local, source, version, self._workers.model_path)
+
     async def publish_as(
         self, version: Any, publish: Publish, folder: WeightsFolder | None = None, why_not_kept: str = ""
     ) -> int:

@@ -157,7 +157,7 @@ class HttpRequest(Generic[B]):
 
 
 Handler = Callable[[HttpRequest[Any]], Coroutine[Any, Any, Any]]
-Clients = Literal["OpenAI", "Anthropic", "rollout", "vLLM", "SGLang", "SkyRL", "prime-rl", "AReaL", "Tinker"]
+Clients = Literal["OpenAI", "Anthropic", "rollout", "vLLM", "SGLang", "SkyRL", "prime-rl", "AReaL", "slime", "Tinker"]
 
 
 GET, POST, DELETE = ("GET",), ("POST",), ("DELETE",)

@@ -26,16 +26,22 @@ class WeightsFolder:
         return f"their folder {self.path} was changed since" if changed else ""
 
 
-def find_folder(root: Path, folder: str, field: str) -> WeightsFolder:
-    """The folder of weights at a path, which may be relative to `root`. Raises `HttpError` that names `field`."""
+def path_below(root: Path, folder: str, field: str) -> Path:
+    """A path, which may be relative to `root`, and may not exist. Raises `HttpError` that names `field`."""
     try:
         path = (root / Path(folder).expanduser()).resolve()
-        there = path.is_dir()  # raises for a name that is too long, which `resolve` lets pass
+        path.is_dir()  # raises for a name that is too long, which `resolve` lets pass
     except (OSError, ValueError, RuntimeError) as error:
         raise bad_request(f"{folder!r:.200} is not a path: {error}", field) from error
     if not path.is_relative_to(root):
         raise HttpError(403, f"{folder!r:.200} is not below --weights-root {root}", field)
-    if not there:
+    return path
+
+
+def find_folder(root: Path, folder: str, field: str) -> WeightsFolder:
+    """The folder of weights at a path, which may be relative to `root`. Raises `HttpError` that names `field`."""
+    path = path_below(root, folder, field)
+    if not path.is_dir():
         raise bad_request(f"there is no folder {path!s:.300}", field)
     names = [file.name for file in path.glob("*.safetensors")]
     index = path / _INDEX
