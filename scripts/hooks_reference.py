@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import rollout.engine
-from rollout.engine.features.all import FEATURES
+from rollout.engine.features.all import KINDS
 from rollout.engine.kv.tier import PageMirror
 from rollout.engine.schedule.command_feature import CommandFeature
 from rollout.engine.schedule.step_feature import AheadPlanner, RequestFeature, StepFeature, VariantFeature
@@ -35,7 +35,7 @@ _BASES: tuple[type, ...] = (
 
 def hooks_page() -> str:
     """The text of the page."""
-    on_device = _device_parts()
+    on_device = KINDS
     on_host = [get_type_hints(kind.host_part)["return"] for kind in on_device]
     rows = []
     for base in _BASES:
@@ -54,7 +54,7 @@ _PLANNED = ("enter", "edition", "ready", "admitted", "fit", "pack")
 
 def trace_table(name: str) -> str:
     """The hooks of one feature in the order in which a step meets them, with their callers: the table of a page."""
-    device = next(kind for kind in _device_parts() if kind.name == name)
+    device = next(kind for kind in KINDS if kind.name == name)
     host = get_type_hints(device.host_part)["return"]
     on_device = [hook for base in _BASES if issubclass(base, DeviceFeature) for hook, _ in _hooks(base)]
     of_step, of_requests = ([hook for hook, _ in _hooks(base)] for base in (StepFeature, RequestFeature))
@@ -70,10 +70,6 @@ def trace_table(name: str) -> str:
             places = ", ".join(f"`{place}`" for place in _callers(hook))
             rows.append((places, f"`{hook}`", _first_sentence(vars(kind)[hook])))
     return "\n".join(table(("called in", "hook", "what it does"), rows))
-
-
-def _device_parts() -> list[type[DeviceFeature]]:
-    return [make.__self__ for make in FEATURES]  # type: ignore[attr-defined]
 
 
 def _callers(hook: str) -> list[str]:

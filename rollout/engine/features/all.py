@@ -2,13 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rollout.config import EngineSettings
 from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.features.dealt_rows.feature import DealtRows
-from rollout.engine.features.drafts.drafter import device_drafter
 from rollout.engine.features.drafts.verifier import DraftVerifier
 from rollout.engine.features.images.encoder import ImageEncoder
 from rollout.engine.features.routing.record import RoutingRecord
@@ -29,14 +28,15 @@ class MeasuresSteps(Protocol):
 
 #: Makes a feature's part on the device; None where this worker does not have the feature.
 MakeFeature = Callable[[Site], DeviceFeature | None]
-FEATURES: tuple[MakeFeature, ...] = (
-    AdapterMemory.make,
-    ScoreTaker.make,
-    ImageEncoder.make,
-    DealtRows.make,
-    DraftVerifier.make,
-    RoutingRecord.make,
+KINDS: tuple[type[DeviceFeature[Any]], ...] = (
+    AdapterMemory,
+    ScoreTaker,
+    ImageEncoder,
+    DealtRows,
+    DraftVerifier,
+    RoutingRecord,
 )
+FEATURES: tuple[MakeFeature, ...] = tuple(kind.make for kind in KINDS)
 
 
 def features_of(registry: AdapterRegistry) -> tuple[MakeFeature, ...]:
@@ -47,9 +47,9 @@ def features_of(registry: AdapterRegistry) -> tuple[MakeFeature, ...]:
 
 def host_bytes(settings: EngineSettings, model: LanguageModel) -> int:
     """The most host memory that features take while the worker runs."""
-    return AdapterMemory.host_bytes(settings, model)
+    return sum(kind.host_bytes(settings, model) for kind in KINDS)
 
 
 def keeps_token_ids(settings: EngineSettings, model: LanguageModel) -> bool:
     """Whether a feature reads the token ids of rows on the device: then the KV pool holds them."""
-    return device_drafter(settings, model) == "ngram"
+    return any(kind.keeps_token_ids(settings, model) for kind in KINDS)

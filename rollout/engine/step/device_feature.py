@@ -21,12 +21,12 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Generic, NamedTuple, TypedDict, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Self, TypedDict, TypeVar
 
 import numpy as np
 import torch
 
-from rollout.config import Settings
+from rollout.config import EngineSettings, Settings
 from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import Device
 from rollout.engine.schedule.step_feature import StepFeature
@@ -124,6 +124,24 @@ class DeviceFeature(Generic[Output]):
     row_column: ClassVar[bool] = False  # the feature has a column of the row state, set up from the section `init_NAME`
     own_stream: ClassVar[bool] = False  # the feature has a stream for work while steps run
     spare_words: int = 0  # most int32 words that it adds to an upload, apart from the words of tokens
+
+    @classmethod
+    def make(cls, site: Site) -> Self | None:
+        """Called on every rank at the start: return the feature, or None if this worker does not have it.
+
+        Raises ValueError with the numbers if there is too little memory.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def host_bytes(cls, settings: EngineSettings, model: LanguageModel) -> int:
+        """Called before there is a feature: return the most host memory that it takes while the worker runs."""
+        return 0
+
+    @classmethod
+    def keeps_token_ids(cls, settings: EngineSettings, model: LanguageModel) -> bool:
+        """Called before there is a feature: return True if it reads the token ids of rows from the KV pool."""
+        return False
 
     def host_part(self, engine: HostParts, before: StepFeature | None) -> StepFeature:
         """Called on rank 0 when an engine is built: return a new part on the host.

@@ -62,9 +62,9 @@ class AdapterMemory(DeviceFeature[None]):
         log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
         return cls(slots, device, engine.max_rows, registry or AdapterRegistry(engine.max_adapters))
 
-    @staticmethod
-    def host_bytes(settings: EngineSettings, model: LanguageModel) -> int:
-        """The most host memory that adapters can take: every known one is kept there, also while it has a slot."""
+    @classmethod
+    def host_bytes(cls, settings: EngineSettings, model: LanguageModel) -> int:
+        """See `DeviceFeature`: every known adapter is kept there, also while it has a slot."""
         if not settings.adapter_slots:
             return 0
         each = AdapterSlots.bytes_for(native(model).spec, 1, settings.adapter_rank, model.embed.dtype)

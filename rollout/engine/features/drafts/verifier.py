@@ -81,6 +81,11 @@ class DraftVerifier(AheadFeature[torch.Tensor]):
         assert has_draft or not needed, "the model was loaded for other settings"
         return cls(engine, model, measure)
 
+    @classmethod
+    def keeps_token_ids(cls, settings: EngineSettings, model: LanguageModel) -> bool:
+        """See `DeviceFeature`: n-grams are looked for there."""
+        return device_drafter(settings, model) == "ngram"
+
     def begin_rows(self, rows: RowState) -> None:
         """Allocate the drafts next to the rows, and make the drafter on the device."""
         state = verify.DraftState.allocate(rows, self._made)
