@@ -210,9 +210,8 @@ class PageMirror(ABC):
         """Called when KV was copied from the host to these pages, which only steps launched from now on name."""
 
     @abstractmethod
-    def bytes_beside(self, host_page: int) -> bytes:
-        """Called before KV is written to disk: return the data of a host page; its length is always the same."""
+    def beside(self, host_page: int) -> memoryview:
+        """Called before the KV of a host page is written to disk, and when it was read from there.
 
-    @abstractmethod
-    def take_bytes_beside(self, host_page: int, packed: bytes) -> None:
-        """Called when KV was read from disk to this page of the host."""
+        Return the memory of the page's data, as bytes that can be written; their number is always the same.
+        """

@@ -55,9 +55,9 @@ class ExpertPages:
         """A copy of the entries for KV on the host, by page."""
         return self._stowed_HSW[hosts]
 
-    def put_stowed(self, host: int, packed: bytes) -> None:
-        """Store the entries of a page of the host, as the bytes of `stowed`."""
-        self._stowed_HSW[host] = np.frombuffer(packed, np.int32).reshape(self._stowed_HSW.shape[1:])
+    def stowed_bytes(self, host: int) -> memoryview:
+        """The memory of the entries of a page of the host."""
+        return memoryview(self._stowed_HSW[host]).cast("B")
 
     def put(self, pages: list[int], entries_NSW: np.ndarray) -> None:
         """Store the entries of pages whose KV came back from the host."""

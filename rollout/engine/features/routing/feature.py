@@ -68,11 +68,8 @@ class RoutingFeature(RequestFeature, PageMirror):
         self._fetched.append((self._launched, list(pages), self.entries.stowed(list(host_pages))))
         self._put_fetched()
 
-    def bytes_beside(self, host_page: int) -> bytes:
-        return self.entries.stowed([host_page]).tobytes()
-
-    def take_bytes_beside(self, host_page: int, packed: bytes) -> None:
-        self.entries.put_stowed(host_page, packed)
+    def beside(self, host_page: int) -> memoryview:
+        return self.entries.stowed_bytes(host_page)
 
     def _put_fetched(self) -> None:
         while self._fetched and self._fetched[0][0] <= self._committed:

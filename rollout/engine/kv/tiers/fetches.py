@@ -195,9 +195,9 @@ class Fetches:
         self._costs.read(job.seconds, move.queued is self._states)
         start = 0
         for mirror in self._mirrors if move.queued is self._pages else ():
-            end = start + len(mirror.bytes_beside(job.page))
-            mirror.take_bytes_beside(job.page, job.beside[start:end])
-            start = end
+            beside = mirror.beside(job.page)
+            beside[:] = job.beside[start : start + len(beside)]
+            start += len(beside)
         host.end_write(job.page, job.key, job.oldest)
         move.queued.add(move)
 

@@ -207,7 +207,7 @@ class KnownBooks:
             while host.short and disk.may_write and not self.closed:
                 key, kept = host.look()
                 if not disk.has(key, kept.oldest):
-                    beside = b"".join(mirror.bytes_beside(kept.page) for mirror in mirrors)
+                    beside = b"".join(mirror.beside(kept.page) for mirror in mirrors)
                     host.spills.begin(kept.page, disk.write(key, kept.page, kept.oldest, beside))
 
     @property
