@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence as Seq
@@ -18,7 +19,7 @@ from rollout.engine.build_kv import (
     host_memory_of,
     open_disk,
 )
-from rollout.engine.device.streams import CpuDevice
+from rollout.engine.device.streams import CpuDevice, DeviceStream
 from rollout.engine.features.all import FEATURES, MakeFeature, MeasuresSteps, host_bytes
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.kv.tiers.page_mover import HostMemory, PageMover
@@ -40,13 +41,13 @@ from rollout.engine.sizing import (
 from rollout.engine.step.device_feature import AheadFeature, DeviceFeature, OrderSizes, Site
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Movers, RankRole
-from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs, Progress, capturable, make_graphs
+from rollout.engine.step.graphs import Progress, capturable, make_graphs
 from rollout.engine.step.pack import slot_words
 from rollout.engine.step.rehearsal import StepNeeds, StepSizes, measure_steps
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.shared_pages import most_shared_rows
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.step_streams import Streams
+from rollout.engine.step.step_streams import Orders, Streams
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel
@@ -142,10 +143,9 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
     captured = engine.cuda_graphs and capturable(model)
     graph_rows = min(engine.step_rows, engine.cuda_graph_rows) if captured else 0
     streams = Streams.make(device, [feature.name for feature in memory.features if feature.own_stream])
-    movers = Movers()
     again = memory.kv is not None
-    graphs: DecodeGraphs = NO_GRAPHS
-    try:
+    with contextlib.ExitStack() as failed:
+        failed.callback(streams.close)
         if memory.kv is None:
             step = step.with_kv(_planned_kv(site, Executor(device, streams, step), slots, graph_rows))
             device.synchronize()
@@ -159,24 +159,36 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
         words, width = slots[0].staging.words.numel(), slots[0].masks.host.shape[1]
         # From here on the other ranks follow orders.
         orders = site.lead(OrderSizes(words, engine.step_rows, width, chunk_tokens(engine, model)))
-        piece_bytes = int(engine.constants.host_kv_piece_mib * 2**20)
-        if (host := memory.host_memory).pages:
-            mover = PageMover(device, step.kv.tensors, host, piece_bytes, streams.compute, orders=orders)
-            movers = movers._replace(kv=mover)
-        if (host := memory.host_states).pages:
-            tensors = memory.states.tensors  # they are moved one at a time
-            mover = PageMover(device, tensors, host, 1, streams.compute, "state", orders)
-            movers = movers._replace(states=mover)
-        share = memory.host_states.nbytes / max(1, memory.host_states.nbytes + memory.host_memory.nbytes)
-        if not site.follows:
-            disk = open_disk(engine, movers.kv, 1 - share, again, "kv", orders)
-            movers = movers._replace(disk=disk)
-            movers = movers._replace(state_disk=open_disk(engine, movers.states, share, again, "state", orders))
-    except BaseException:
-        Executor(device, streams, step, graphs, movers).close()
-        raise
+        movers = _make_movers(site, memory, step.kv, streams.compute, orders, again)
+        failed.pop_all()
     rank = RankRole(orders, not site.follows, engine.check_ranks and step.group.size > 1)
     return Executor(device, streams, step, graphs, movers, rank)
+
+
+def _make_movers(site: Site, memory: Memory, kv: KVCache, compute: DeviceStream, orders: Orders, again: bool) -> Movers:
+    """The movers of KV and states to the host memory, and on the first rank the folders for what leaves it.
+
+    On an error they end. `again`: after a fault.
+    """
+    engine, device, movers = site.settings.engine, site.device, Movers()
+    host, host_states = memory.host_memory, memory.host_states
+    try:
+        if host.pages:
+            piece_bytes = int(engine.constants.host_kv_piece_mib * 2**20)
+            mover = PageMover(device, kv.tensors, host, piece_bytes, compute, orders=orders)
+            movers = movers._replace(kv=mover)
+        if host_states.pages:
+            tensors = memory.states.tensors  # they are moved one at a time
+            mover = PageMover(device, tensors, host_states, 1, compute, "state", orders)
+            movers = movers._replace(states=mover)
+        if not site.follows:
+            share = host_states.nbytes / max(1, host_states.nbytes + host.nbytes)
+            movers = movers._replace(disk=open_disk(engine, movers.kv, 1 - share, again, "kv", orders))
+            movers = movers._replace(state_disk=open_disk(engine, movers.states, share, again, "state", orders))
+    except BaseException:
+        movers.close()
+        raise
+    return movers
 
 
 def _shares_pages(site: Site) -> bool:

@@ -50,6 +50,13 @@ class Movers(NamedTuple):
         """The existing queues of copies between device and host."""
         return [mover for mover in (self.kv, self.states) if mover is not None]
 
+    def close(self) -> None:
+        """End the streams, and the threads of files."""
+        for mover in self.all:
+            mover.close()
+        self.disk.close()
+        self.state_disk.close()
+
 
 class RankRole(NamedTuple):
     """The executor's role in a tensor group."""
@@ -214,10 +221,7 @@ class Executor:
         """Finish the enqueued work, end the streams and free the memory of the captured steps."""
         self.streams.close()
         self.graphs = NO_GRAPHS
-        for mover in self.movers.all:
-            mover.close()
-        self.movers.disk.close()
-        self.movers.state_disk.close()
+        self.movers.close()
 
 
 def compare_tokens(group: TensorGroup, tokens_S: torch.Tensor) -> None:
