@@ -85,7 +85,7 @@ class SwapSettings(SettingsSection):
     @model_validator(mode="after")
     def _older_kv_is_kept(self) -> SwapSettings:
         if self.max_kv_age and self.kv_on_swap != "keep":
-            raise ValueError(f"max_kv_age = {self.max_kv_age} needs kv_on_swap = keep; or set max_kv_age = 0")
+            raise ValueError("max_kv_age above 0 needs kv_on_swap = keep; or set max_kv_age = 0")
         return self
 
 

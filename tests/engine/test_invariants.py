@@ -55,7 +55,7 @@ def test_retiring_out_of_order_is_refused(model, prompt_of):
     bench.engine.tick()
     engine = bench.engine
     engine.launch(engine.scheduler.plan(), 0.0)
-    newest = engine.pipeline._in_flight[-1]
+    newest = engine.pipeline.newest()
     with pytest.raises(AssertionError, match="FIFO"):
         engine.pipeline.retire(newest)
     engine.commit_oldest()

@@ -130,3 +130,7 @@ class Request:
 OF_FEATURES: Mapping[str, object] = MappingProxyType(
     {"adapter": None, "routing_from": None, "top_logprobs": 0, "prompt_logprobs": False}
 )
+#: The flags of a worker for the fields that not every worker takes.
+FLAGS: Mapping[str, str] = MappingProxyType(
+    {"adapter": "--adapter-slots N (engine.adapter_slots)", "routing_from": "--routing (engine.routing)"}
+)

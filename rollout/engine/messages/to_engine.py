@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rollout.engine.messages.prompts import Prompt
-from rollout.engine.messages.requests import Request, RequestKey
+from rollout.engine.messages.requests import FLAGS, Request, RequestKey
 
 if TYPE_CHECKING:
     from rollout.models.lora_slots import AdapterWeights
@@ -102,6 +102,7 @@ class FeatureCommand:
 
     __slots__ = ()
     feature: ClassVar[str]  # its name
+    flag: ClassVar[str]  # starts a worker with it
     token: int | None
 
 
@@ -110,6 +111,7 @@ class AdapterCommand(FeatureCommand):
 
     __slots__ = ()
     feature: ClassVar[str] = "adapters"
+    flag: ClassVar[str] = FLAGS["adapter"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,4 +25,4 @@ def carry_out(command: FeatureCommand, roster: Roster, recompute: bool) -> list[
     for feature in roster.features:
         if feature.name == command.feature and isinstance(feature, CommandFeature):
             return feature.carry_out(command, roster, recompute)
-    raise RefusalError(f"this worker has no {command.feature}")
+    raise RefusalError(f"this worker has no {command.feature}; start it with {command.flag}")

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from typing import ClassVar, TypeVar
 
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.messages.requests import OF_FEATURES, Request
+from rollout.engine.messages.requests import FLAGS, OF_FEATURES, Request
 from rollout.engine.messages.statuses import StatusFields
 from rollout.engine.messages.to_engine import Prefetch
 from rollout.engine.messages.to_service import DeltaFields, PromptScoreFields, Rejected
@@ -31,8 +31,6 @@ from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.upload import StepOutput, UploadStaging
 
 F = TypeVar("F")
-#: The reason to refuse a request with a field that no feature takes.
-LACKS = "{!r} needs a feature that this worker lacks: see its settings"
 
 
 class RefusalError(ValueError):
@@ -178,6 +176,12 @@ def find_feature(features: Collection[object], kind: type[F]) -> F | None:
         names = " and ".join(type(feature).__name__ for feature in found)
         raise ValueError(f"{names} are both of class {kind.__name__}: an engine takes one such feature")
     return found[0] if found else None
+
+
+def lacks(name: str) -> str:
+    """The reason to refuse a request with a field that no feature takes."""
+    flag = f"; start it with {FLAGS[name]}" if name in FLAGS else ""
+    return f"{name!r} needs a feature that this worker lacks{flag}"
 
 
 def untaken(asked: Request | Prefetch, features: Collection[RequestFeature]) -> list[str]:
