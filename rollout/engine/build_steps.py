@@ -166,21 +166,16 @@ def _build_executor(site: Site, rows: RowState, slots: list[Slot], memory: Memor
 
 
 def _make_movers(site: Site, memory: Memory, kv: KVCache, compute: DeviceStream, orders: Orders, again: bool) -> Movers:
-    """The movers of KV and states to the host memory, and on the first rank the folders for what leaves it.
-
-    On an error they end. `again`: after a fault.
-    """
+    """The movers to the host memory; on the first rank also folders. On an error they end. `again`: after a fault."""
     engine, device, movers = site.settings.engine, site.device, Movers()
     host, host_states = memory.host_memory, memory.host_states
     try:
         if host.pages:
             piece_bytes = int(engine.constants.host_kv_piece_mib * 2**20)
-            mover = PageMover(device, kv.tensors, host, piece_bytes, compute, orders=orders)
-            movers = movers._replace(kv=mover)
+            movers = movers._replace(kv=PageMover(device, kv.tensors, host, piece_bytes, compute, orders=orders))
         if host_states.pages:
             tensors = memory.states.tensors  # they are moved one at a time
-            mover = PageMover(device, tensors, host_states, 1, compute, "state", orders)
-            movers = movers._replace(states=mover)
+            movers = movers._replace(states=PageMover(device, tensors, host_states, 1, compute, "state", orders))
         if not site.follows:
             share = host_states.nbytes / max(1, host_states.nbytes + host.nbytes)
             movers = movers._replace(disk=open_disk(engine, movers.kv, 1 - share, again, "kv", orders))

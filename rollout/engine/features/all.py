@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence as Seq
+from typing import Protocol, runtime_checkable
 
 from rollout.config import EngineSettings
 from rollout.engine.features.adapters.known_adapters import AdapterRegistry
@@ -28,14 +29,7 @@ class MeasuresSteps(Protocol):
 
 #: Makes a feature's part on the device; None where this worker does not have the feature.
 MakeFeature = Callable[[Site], DeviceFeature | None]
-KINDS: tuple[type[DeviceFeature[Any]], ...] = (
-    AdapterMemory,
-    ScoreTaker,
-    ImageEncoder,
-    DealtRows,
-    DraftVerifier,
-    RoutingRecord,
-)
+KINDS: Seq[type[DeviceFeature]] = (AdapterMemory, ScoreTaker, ImageEncoder, DealtRows, DraftVerifier, RoutingRecord)
 FEATURES: tuple[MakeFeature, ...] = tuple(kind.make for kind in KINDS)
 
 

@@ -127,10 +127,7 @@ class DeviceFeature(Generic[Output]):
 
     @classmethod
     def make(cls, site: Site) -> Self | None:
-        """Called on every rank at the start: return the feature, or None if this worker does not have it.
-
-        Raises ValueError with the numbers if there is too little memory.
-        """
+        """Called on every rank at the start: return the feature; None without it. ValueError: there is no room."""
         raise NotImplementedError
 
     @classmethod
