@@ -166,7 +166,7 @@ class FollowerUpdates:
 
     def _keep(self, order: int, start: int, nbytes: int, at: int, on_device: bool) -> None:
         """Keep this rank's part of a piece, unless the update is refused; return when the piece is read."""
-        with self._keeping:  # beside it, the other thread keeps what it reads
+        with self._keeping:  # the thread of reads keeps pieces, too
             opened, self._open = self._open, (0, 0)
             if opened[0] and not self._taking.skips(start, start + nbytes):
                 if not on_device:

@@ -314,7 +314,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
 
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
         if not self._direct or start < min(self._begins[1:], default=0):
-            return False  # it comes through this process, or is of the section of this rank
+            return False  # the bytes come through this process, or belong to this rank's section
         self._phase = _Phase.LANDED
         self._left.append(self._updates.read(index, start, end - start, check))
         return self._taker.skips(start, end)

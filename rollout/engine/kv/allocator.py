@@ -128,7 +128,7 @@ class PageAllocator:
         kv.prefill_tokens = tokens
         kv.copy_source = reusable.copied
         kv.keys = reusable.keys
-        self.tier.in_pool([kv.keys[index] for index in range(len(kv.keys))])
+        self.tier.in_pool(kv.keys)
         kv.length, kv.oldest, kv.edition = reusable.tokens, version, seq.group.variant.edition
         if self.prefixes.max_age:
             found = self.prefixes.versions(reusable)

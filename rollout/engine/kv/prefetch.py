@@ -21,14 +21,15 @@ def prefetch(allocator: PageAllocator, prompt: Prompt, version: int, edition: in
         return 0
     oldest = version - prefixes.max_age
     begin = KnownPages([], prefixes.no_keys(version, edition))
-    pages, keys = prefixes.known_pages(prompt.content, begin, len(prompt) // size, oldest)
+    known = prefixes.known_pages(prompt.content, begin, len(prompt) // size, oldest)
+    pages, keys = known
     names, most = [*keys], len(keys) * size
     for key, end in prefixes.find_end(prompt.content, keys, len(prompt), oldest):
         names.append(key)
         pages.append(pool.find(key, oldest))
         most = end
         break
-    here = pages.index(0) if 0 in pages else len(pages)
+    here = len(known.in_pool)
     for page in pages[:here]:  # they are used now, so they are evicted last, the end before the beginning
         pool.retain(page)
     fetched = pages[here : here + _fitting(allocator, pages[here:], spare)]

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from rollout.engine.messages.statuses import KeptStatus, OffloadStatus
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd
+from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd, PrefixKeys
 
 
 class Fetch:
@@ -123,7 +123,7 @@ class KVTier:
         """The fetch of a known prefix, whatever wants it; else as `fetch_for`."""
         return None
 
-    def in_pool(self, keys: Seq[bytes]) -> None:
+    def in_pool(self, keys: PrefixKeys | Seq[bytes]) -> None:
         """Note that a sequence has got pages with these keys, in their order: their copies may give way first."""
 
     def pool_emptied(self) -> None:

@@ -58,7 +58,7 @@ class Roster:
         self.prompt_order = PromptOrder(self.prefilling)
         self.decoding: list[Sequence] = []
         self.ending: list[Sequence] = []
-        self.waiting = 0  # sequences with no row, including those that wait for their group's first
+        self.waiting = 0  # sequences without a row, also while their group's first member is prefilled
         self.feed = QueueFeed(allocator)
         self.free_rows = list(range(max_rows, 0, -1))
         self.max_rows = max_rows

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from rollout.engine.kv.eviction_order import EvictionOrder
 from rollout.engine.kv.pool import Copies
 from rollout.engine.kv.tiers.disk_pages import NO_DISK, DiskPages
+from rollout.engine.sequence.sequence_kv import PrefixKeys
 
 
 class HostEntry(NamedTuple):
@@ -117,7 +118,7 @@ class HostPageBooks:
         """Note that the pool evicts the page with this key."""
         self.counts.lost += not self.use(key)
 
-    def in_pool(self, keys: Seq[bytes]) -> None:
+    def in_pool(self, keys: PrefixKeys | Seq[bytes]) -> None:
         """Note that the pool has the pages with these keys, in their order in a prefix, and will look at them again."""
         for key in reversed(keys):  # the end of a prefix gives way before its beginning
             self._order.put_first(key)

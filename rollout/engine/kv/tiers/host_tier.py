@@ -22,7 +22,7 @@ from rollout.engine.kv.tiers.offload import NO_HOST_STATE, OffloadBooks, in_host
 from rollout.engine.kv.tiers.page_mover import CopyPiece, CopyQueue, PageMover
 from rollout.engine.messages.statuses import KeptStatus, OffloadStatus
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.sequence.sequence_kv import PrefixEnd
+from rollout.engine.sequence.sequence_kv import PrefixEnd, PrefixKeys
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class HostTier(KVTier):
         all_pages = [*first, *(page for page in pages if page), *new[len(missing) :]]
         return fetches.begin(all_pages, list(targets.items()), oldest, end, place)
 
-    def in_pool(self, keys: Seq[bytes]) -> None:
+    def in_pool(self, keys: PrefixKeys | Seq[bytes]) -> None:
         self.known.host.in_pool(keys)
 
     def pool_emptied(self) -> None:
