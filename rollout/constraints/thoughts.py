@@ -156,21 +156,21 @@ class BudgetedConstraint:
 
 
 class _Watch:
-    """Follows one completion as it is committed. It asks for masks `ahead` tokens before one is forced."""
+    """Follows one completion as it is committed. It asks for masks `lead` tokens before one is forced."""
 
-    def __init__(self, thoughts: Thoughts, inner: FreePart, ahead: int) -> None:
+    def __init__(self, thoughts: Thoughts, inner: FreePart, lead: int) -> None:
         self.ends = thoughts.rule.lasts | inner.ends
         self.look_at = NEVER
         self._thoughts = thoughts
         self._inner = inner
-        self._ahead = ahead
+        self._lead = lead
 
     def narrows(self, tokens: Sequence[int]) -> Narrows:
         """The effect on the token after these."""
         thoughts = self._thoughts
         thoughts.follow(tokens[thoughts.count :])
         inner = self._inner.narrows(tokens)
-        early = thoughts.due - self._ahead
+        early = thoughts.due - self._lead
         self.look_at = min(early, self._inner.look_at)
         if inner != "no" or thoughts.count < early:
             return inner

@@ -100,8 +100,8 @@ def allocate_states(site: Site) -> States:
     dtype, device, zeros = model.embed.dtype, model.embed.device, site.memory.zeros
     if not isinstance(model, Decoder):
         return model.spec.allocate_states(places, dtype, device, zeros)
-    ahead = range(engine.max_rows + 1, engine.step_rows + 1)
-    return StatePool.allocate(model.spec, places, dtype, device, zeros, ahead)
+    draft_places = range(engine.max_rows + 1, engine.step_rows + 1)
+    return StatePool.allocate(model.spec, places, dtype, device, zeros, draft_places)
 
 
 def allocate_host_states(site: Site) -> HostMemory:

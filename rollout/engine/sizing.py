@@ -142,8 +142,8 @@ def state_pool_bytes(settings: EngineSettings, model: LanguageModel) -> int:
     each = model.spec.state_bytes(model.embed.dtype)
     if each == 0:
         return 0
-    ahead = (settings.step_rows - settings.max_rows) * model.spec.draft_bytes(model.embed.dtype)
-    return (1 + settings.max_rows + settings.snapshot_places) * each + ahead
+    draft_bytes = (settings.step_rows - settings.max_rows) * model.spec.draft_bytes(model.embed.dtype)
+    return (1 + settings.max_rows + settings.snapshot_places) * each + draft_bytes
 
 
 def check_states(settings: EngineSettings, model: LanguageModel, free_bytes: int) -> None:
@@ -152,14 +152,14 @@ def check_states(settings: EngineSettings, model: LanguageModel, free_bytes: int
     if needed > free_bytes:
         each = model.spec.state_bytes(model.embed.dtype)
         rows, snapshots = settings.max_rows + 1, settings.snapshot_places
-        ahead = needed - (rows + snapshots) * each
-        of_ahead, lower = "", "max_rows or state_snapshots"
-        if ahead:
-            of_ahead = f", {_gib(ahead)} for speculation_rows = {settings.speculation_rows}"
+        draft_bytes = needed - (rows + snapshots) * each
+        of_drafts, lower = "", "max_rows or state_snapshots"
+        if draft_bytes:
+            of_drafts = f", {_gib(draft_bytes)} for speculation_rows = {settings.speculation_rows}"
             lower = "max_rows, state_snapshots or speculation_rows"
         raise ValueError(
             f"the states of linear attention take {_gib(each)} each, {_gib(rows * each)} for max_rows = "
-            f"{settings.max_rows} and {_gib(snapshots * each)} for {snapshots} snapshots{of_ahead}, and beside "
+            f"{settings.max_rows} and {_gib(snapshots * each)} for {snapshots} snapshots{of_drafts}, and beside "
             f"{_gib(weight_bytes(model))} of weights {_gib(free_bytes)} are free: lower {lower}"
         )
 

@@ -72,7 +72,7 @@ class Header(NamedTuple):
     size: int = 0  # rows of the captured decode step that runs it; 0 if it is launched kernel by kernel
     #: A prefill: (first token of the step, tokens, context, draws) of each span. Empty: the decode forward.
     layout: tuple[tuple[int, int, int, int], ...] = ()
-    ahead: int = 0  # most tokens ahead of a row; 0 in a step without any
+    most_ahead: int = 0  # most tokens ahead of a row; 0 in a step without any
     facts: dict[str, list[Any]] = {}  # plain data of features, by feature name
 
     def to_fields(self) -> dict[str, Any]:

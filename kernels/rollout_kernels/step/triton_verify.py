@@ -32,13 +32,13 @@ def _set_up_kernel(
     pages = tl.load(pages_ptr + owner * stride_pages + c, mask=c < columns, other=0)
     tl.store(pages_ptr + row * stride_pages + c, pages, mask=c < columns)
     if tl.program_id(1) == 0:
-        ahead, which = tl.load(drafts_ptr + 4 * n + 2), tl.load(drafts_ptr + 4 * n + 3)
-        position = tl.load(ints_ptr + owner * INTS + LENGTH) + ahead
+        nth, which = tl.load(drafts_ptr + 4 * n + 2), tl.load(drafts_ptr + 4 * n + 3)
+        position = tl.load(ints_ptr + owner * INTS + LENGTH) + nth
         begin = tl.load(verified_ptr + 4 * which + 3)
         at = tl.minimum(tl.maximum(position - begin, 0), width - 1)
         token = tl.load(paths_ptr + which * width + at)
         if DRAFTS > 0:
-            made = tl.load(next_ptr + owner * DRAFTS + ahead - 1, mask=begin < 0, other=0)
+            made = tl.load(next_ptr + owner * DRAFTS + nth - 1, mask=begin < 0, other=0)
             token = tl.where(begin < 0, made, token)
         i = tl.arange(0, MOST_COLUMNS)
         ints = tl.load(ints_ptr + owner * INTS + i, mask=i < INTS, other=0)

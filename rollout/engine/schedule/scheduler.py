@@ -53,7 +53,7 @@ class Scheduler:
         self._last_kind = "decode"
         self.admission_over = True  # sequences that still wait after the last plan wait for rows, pages or variants
         self._upload_words = upload_words
-        self._ahead = find_feature(roster.features, AheadPlanner)  # type: ignore[type-abstract]
+        self._planner = find_feature(roster.features, AheadPlanner)  # type: ignore[type-abstract]
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class Scheduler:
         version, allocator = roster.version, roster.allocator
         running = len(roster.decoding) + len(roster.prefilling)
         # One page stays free for each running row.
-        if self._ahead and (plan := self._ahead.plan_decode(seqs, version, allocator, running)) is not None:
+        if self._planner and (plan := self._planner.plan_decode(seqs, version, allocator, running)) is not None:
             return plan
         return make_plan(decode_spans(seqs), version, self._page_size, allocator.prefixes.take_saves())
 
@@ -229,8 +229,8 @@ class Scheduler:
         """Note a committed step: `seconds` on the device, waits for masks included, and `tokens` kept tokens."""
         if plan.kind == "prefill":
             self.roster.allocator.tier.prefilled(plan.tokens, seconds)
-        if self._ahead:
-            self._ahead.committed(plan, output, tokens, seconds)
+        if self._planner:
+            self._planner.committed(plan, output, tokens, seconds)
 
     def _examine(self, seq: Sequence, token: int) -> bool:
         """Handle a token that may end its sequence or needs a check; True if later tokens do not count."""

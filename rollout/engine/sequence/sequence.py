@@ -16,8 +16,8 @@ Three counters, all in tokens:
     launched      committed plus in flight
     kv.length     positions whose KV is written once everything launched has run = prompt + launched - 1 while decoding
 
-The last two include tokens ahead in flight (`ahead`): they count as accepted until their step is committed, which takes
-the refused ones back.
+The last two include tokens ahead in flight (`ahead_in_flight`). They count as accepted until their step is committed,
+which takes the refused tokens back.
 
 A constraint may hold from some token on. Until then the row has none. The commit that finds the beginning drops tokens
 drawn after it without a mask (`drop_launched`), and the row draws them again.
@@ -170,7 +170,7 @@ class Sequence:
     """One completion in the making."""
 
     __slots__ = (
-        "ahead",
+        "ahead_in_flight",
         "arrival",
         "check_at",
         "constraint",
@@ -217,7 +217,7 @@ class Sequence:
         self.inflight_refs = 0
         self.void = 0  # the first steps of `inflight_refs`: their commits drop its tokens
         self.launched = self.drawn.known
-        self.ahead = 0  # tokens in flight that a step may refuse (`plan.TokensAhead`)
+        self.ahead_in_flight = 0  # tokens in flight that a step may refuse (`plan.TokensAhead`)
         self.check_at = 0  # tokens at which something is due again, if none of them stops it
         self.row = 0
         self.row_ready = False  # a launched step has set up the row's device state
@@ -271,7 +271,7 @@ class Sequence:
 
     def settle_ahead(self, count: int, accepted: int) -> None:
         """Take back the refused ones of a step's `count` tokens ahead, before its tokens are taken."""
-        self.ahead -= count
+        self.ahead_in_flight -= count
         self.launched -= count - accepted
         self.kv.take_back(count - accepted)
         self.variant_use.refused(count - accepted, len(self.tokens))
@@ -280,7 +280,7 @@ class Sequence:
         """Drop all tokens after the committed ones: tokens of steps in flight, and accepted ones of the last."""
         count = len(self.tokens)
         self.kv.take_back(self.launched - count)
-        self.void, self.ahead, self.launched = self.inflight_refs, 0, count
+        self.void, self.ahead_in_flight, self.launched = self.inflight_refs, 0, count
         self.constraint.unmasked_end = count
         self.variant_use.dropped(count)
         self.drawn.tops.cut(count)

@@ -89,7 +89,7 @@ class Executor:
         self.movers = movers
         self.mover, self.state_mover = movers.kv, movers.states
         self.orders, self._downloads, self._compares = rank
-        self._ahead = of_kind(step.features, AheadFeature)  # type: ignore[type-abstract]
+        self._ahead_features = of_kind(step.features, AheadFeature)  # type: ignore[type-abstract]
 
     def execute(self, upload: Upload, slot: Slot) -> None:
         """Enqueue a step; returns without waiting for anything."""
@@ -110,7 +110,7 @@ class Executor:
     def draw(self, header: Header, slot: Slot, at: Seq[int], refused: Seq[int] = ()) -> None:
         """Enqueue the draw of a step that waits for masks; mask i belongs to the drawing row `at[i]`.
 
-        `refused` are the places of tokens ahead that have no mask.
+        `refused` are the indices of tokens ahead that have no mask.
         """
         slot.masks.set_rows(at, refused)
         self.orders.draw(slot.masks)
@@ -181,7 +181,7 @@ class Executor:
         if self._compares and step.header.draws:
             compare_tokens(self.step.group, slot.output[0, : step.header.draws])
         rows, kv = self.step.rows, self.step.kv
-        for feature in self._ahead:
+        for feature in self._ahead_features:
             replays = self.graphs.replays.get(feature.name, NO_REPLAYS)
             feature.step_ends(rows, step, kv, slot.drawn, slot.outputs[feature.name], replays)
 

@@ -141,10 +141,10 @@ class DecodeGraphs:
         self._max_context = max_context
         self._pool = cuda.graph_pool_handle()
         self.sizes = CapturedSizes.up_to(most)
-        self._steps: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}  # key: (slot, size, ahead)
+        self._steps: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}  # key: (slot, size, with_ahead)
         #: Kinds to capture: False, without tokens ahead; also True, with some, if the model's states need it.
-        self._ahead = (False, True) if step.states_go_ahead else (False,)
-        self.forwards: dict[tuple[int, int, bool], _Forward] = {}  # key: (size, features that change it, ahead)
+        self._ahead_kinds = (False, True) if step.states_go_ahead else (False,)
+        self.forwards: dict[tuple[int, int, bool], _Forward] = {}  # key: (size, needs, with_ahead)
         #: Launches of features at the end of decode steps, by feature, name, and size.
         self.replays: dict[str, dict[str, dict[int, Callable[[], object]]]] = {}
         #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
@@ -153,7 +153,8 @@ class DecodeGraphs:
     @property
     def kept_bytes(self) -> int:
         """Memory of the logits that graphs of all sizes but the largest keep, since they are read after the replay."""
-        return len(self._step.kinds) * len(self._ahead) * sum(self.sizes.forward[:-1]) * self._step.model.spec.vocab * 4
+        step = self._step
+        return len(step.kinds) * len(self._ahead_kinds) * sum(self.sizes.forward[:-1]) * step.model.spec.vocab * 4
 
     def capture(self, slots: list[Slot], progress: Progress = no_progress, sizes: Seq[int] = ()) -> None:
         """Capture every size, or only `sizes`, for every slot."""
@@ -182,12 +183,12 @@ class DecodeGraphs:
         of_features = sum(len(sizes) for by_name in self.replays.values() for sizes in by_name.values())
         return len(self._steps) + len(self.forwards) + of_features
 
-    def run(self, slot: Slot, size: int, ahead: bool = False) -> None:
+    def run(self, slot: Slot, size: int, with_ahead: bool = False) -> None:
         """Enqueue a decode step, draw included, whose upload is padded to `size`; on the compute stream.
 
-        `ahead` if the upload says which rows have tokens ahead.
+        `with_ahead` if the upload says which rows have tokens ahead.
         """
-        self._steps[id(slot), size, ahead].replay()
+        self._steps[id(slot), size, with_ahead].replay()
 
     def forward(self, step: StepInput, outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the forward alone; its logits, which the next one overwrites, and rows. On the compute stream."""
@@ -221,8 +222,8 @@ class DecodeGraphs:
 
     def _warm_up(self, slot: Slot, size: int) -> None:
         """Compile and load the kernels of the captures of this size, by a run on padding."""
-        for ahead in self._ahead:
-            step = self._on_slot(slot, size, ahead)
+        for with_ahead in self._ahead_kinds:
+            step = self._on_slot(slot, size, with_ahead)
             step.words.zero_()
             self.run_whole(step, slot)
             for kind in self._step.kinds[1:]:
@@ -231,33 +232,33 @@ class DecodeGraphs:
             launch()
         self._stream.synchronize()
 
-    def _upload(self, slot: Slot, size: int, ahead: bool) -> Upload:
+    def _upload(self, slot: Slot, size: int, with_ahead: bool) -> Upload:
         slot.staging.begin()
         self._step.put_rows(slot.staging, [], size)
-        if ahead:
+        if with_ahead:
             put_behind(slot.staging, [], size)
         return slot.staging.upload(size, size, size, PLAIN.value, self._max_context, size=size)
 
-    def _on_slot(self, slot: Slot, size: int, ahead: bool) -> StepInput:
-        upload = self._upload(slot, size, ahead)
+    def _on_slot(self, slot: Slot, size: int, with_ahead: bool) -> StepInput:
+        upload = self._upload(slot, size, with_ahead)
         return slot.input_for(upload)
 
     def _capture(self, slots: list[Slot], size: int) -> None:
         if size in self.sizes.forward:
             for needs in self._step.kinds:
-                for ahead in self._ahead:
-                    self._capture_forward(slots[0], size, needs, ahead)
+                for with_ahead in self._ahead_kinds:
+                    self._capture_forward(slots[0], size, needs, with_ahead)
         for feature, name, launch in self._decode_work(size):
             graph = self._cuda.CUDAGraph()
             with capturing(graph, self._pool):
                 launch()
             self.replays.setdefault(feature, {}).setdefault(name, {})[size] = graph.replay
-        for slot, ahead in product(slots, self._ahead):
-            step, graph = self._on_slot(slot, size, ahead), self._cuda.CUDAGraph()
+        for slot, with_ahead in product(slots, self._ahead_kinds):
+            step, graph = self._on_slot(slot, size, with_ahead), self._cuda.CUDAGraph()
             with capturing(graph, self._pool):
                 self._compute.record(slot.start)  # recorded again where the device begins: the replay arrives later
                 self.run_whole(step, slot)
-            self._steps[id(slot), size, ahead] = graph
+            self._steps[id(slot), size, with_ahead] = graph
             if isinstance(self._step.forward, FusedDecoder):
                 # Only the first slot's experts: they keep their memory, which later graphs can't write to.
                 self.experts.setdefault(size, self._step.forward.take_chosen())
@@ -268,13 +269,13 @@ class DecodeGraphs:
             for name, launch in feature.decode_work(size, self._max_context, self._step.kv).items():
                 yield feature.name, name, launch
 
-    def _capture_forward(self, slot: Slot, size: int, needs: RowNeeds, ahead: bool) -> None:
-        upload, graph = self._upload(slot, size, ahead), self._cuda.CUDAGraph()
+    def _capture_forward(self, slot: Slot, size: int, needs: RowNeeds, with_ahead: bool) -> None:
+        upload, graph = self._upload(slot, size, with_ahead), self._cuda.CUDAGraph()
         step = StepInput(upload.header, torch.zeros_like(slot.input[: len(upload.words)]))
         outputs = {feature.name: self._output(feature, size) for feature in self._step.with_output}
         with capturing(graph, self._pool):
             logits_SV = self.run_forward(step, outputs, needs)
-        self.forwards[size, needs.value, ahead] = _Forward(graph, step, logits_SV, outputs)
+        self.forwards[size, needs.value, with_ahead] = _Forward(graph, step, logits_SV, outputs)
 
     def _output(self, feature: OutputFeature, size: int) -> Any:
         words = feature.output_words(size)

@@ -154,7 +154,7 @@ class _Portion:
     began_s: float = math.inf  # start of the mask under way, if there is one
     thread_s: float = 0.0  # CPU time of the thread at its start
     finish: Finish | None = None  # the completion's end that the mask under way found
-    ahead: list[int] = field(default_factory=list)  # tokens ahead with a mask, of each row that is done
+    followed: list[int] = field(default_factory=list)  # tokens ahead with a mask, of each row that is done
     stopped: bool = False  # no other mask is begun
     left_behind: bool = False  # abandoned: its results do not count
     lock: threading.Lock = field(default_factory=threading.Lock)  # protects all fields above
@@ -282,7 +282,7 @@ class MaskBuilder:
         until_s = self._clock.now_s() + limit_s
         for thread, portion, call in running:
             self._wait(thread, portion, call, until_s)
-            for index, count, took_s in zip(portion.indices, portion.ahead, portion.took_s, strict=False):
+            for index, count, took_s in zip(portion.indices, portion.followed, portion.took_s, strict=False):
                 followed[index] = max(count, 0)
                 if took_s > limit_s:
                     rows[index].of.stop()
@@ -370,7 +370,7 @@ def _fill_ahead(portion: _Portion, rows: Seq[RowAhead], host_RW: torch.Tensor, l
             count = _follow_ahead(rows[index], host_RW, portion.clock.now_s() + limit_s, portion.clock)
         except Exception:
             count = _FAILED
-        portion.ahead.append(count)
+        portion.followed.append(count)
         portion.end()
 
 

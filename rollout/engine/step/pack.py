@@ -87,7 +87,7 @@ class Packer:
             plan.max_context,
             size=size,
             layout=layout,
-            ahead=max((tokens.length for tokens in plan.ahead), default=0),
+            most_ahead=max((tokens.length for tokens in plan.ahead), default=0),
         )
 
     def _put_decode(self, plan: Plan, size: int, staging: UploadStaging) -> None:

@@ -58,7 +58,7 @@ class SharedPages:
     def _rows_ahead(self, span: Span) -> tuple[int, int]:
         """Number of rows for tokens ahead after a row, and of positions that they share with it, in full pages."""
         seq, start, _, draws, _ = span
-        known = start - seq.ahead  # refused tokens in flight move the step's first write back to here
+        known = start - seq.ahead_in_flight  # refused tokens in flight move the step's first write back to here
         return draws - 1, known // self._page_size * self._page_size
 
     def _make(self, pages: list[list[int]], ahead: list[tuple[int, int]], size: int) -> np.ndarray:

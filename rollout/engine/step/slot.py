@@ -130,7 +130,7 @@ class Slot:
             logprobs[0].tolist(),
             logprobs[1].tolist(),
             logprobs[2].tolist(),
-            self._accepted_host[: header.draws].tolist() if header.ahead else [],
+            self._accepted_host[: header.draws].tolist() if header.most_ahead else [],
             self._of_features(header),
         )
 

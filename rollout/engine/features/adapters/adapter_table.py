@@ -112,21 +112,21 @@ class AdapterTable:
 
         Copies of others begin while slots are free.
         """
-        wanted, ahead, ready = set(waiting), set[AdapterSlot](), set[Adapter]()
+        wanted, earlier, ready = set(waiting), set[AdapterSlot](), set[Adapter]()
         free = [slot for slot in self._slots if slot.refs == 0]
         free.sort(key=lambda slot: (slot.adapter is not None, slot.adapter in wanted, slot.used), reverse=True)
         self._closed = [slot for slot in self._closed if slot.refs]
         without = 0  # adapters that have no slot
         for adapter in waiting:
             while not adapter.in_slot and free:
-                if (slot := free.pop()) not in ahead:
+                if (slot := free.pop()) not in earlier:
                     self._load(adapter, slot)
             if not adapter.in_slot:
                 without += 1
                 if len(self._closed) < without <= self._most_closed:
                     self._close_one()
                 continue
-            ahead.add(adapter.slot)
+            earlier.add(adapter.slot)
             if adapter.slot not in self._closed[:without] and self._is_written(adapter.slot):
                 ready.add(adapter)
         del self._closed[without:]

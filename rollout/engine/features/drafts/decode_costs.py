@@ -59,7 +59,7 @@ def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
     staging.put("verified", np.array([(1, 0, 1, 0)]))
     staging.put("paths", np.zeros((1, 2), dtype=np.int64))
     staging.put("drafts", np.array([(draft_row, 1, 1, 0)]))
-    upload = staging.upload(2, 2, 2, PLAIN.value, executor.step.kv.page_size, size=size, ahead=1)
+    upload = staging.upload(2, 2, 2, PLAIN.value, executor.step.kv.page_size, size=size, most_ahead=1)
     step = slot.input_for(upload)
     executor.compute.run(functools.partial(step.receive, upload.words))
     executor.compute.run(functools.partial(executor.run, step, slot))

@@ -83,7 +83,7 @@ class DraftsFeature(AheadPlanner):
                     break
 
         drafts, after = self.planner.choose(seqs, DraftVersions(version, self.draft_version), grow)
-        if not drafts and after is DraftAfter.NOTHING and not any(seq.ahead for seq in seqs):
+        if not drafts and after is DraftAfter.NOTHING and not any(seq.ahead_in_flight for seq in seqs):
             return None
         return self._verify_plan(seqs, drafts, after, version, allocator)
 
@@ -94,7 +94,7 @@ class DraftsFeature(AheadPlanner):
 
         A draft model writes KV at the positions of the drafts that it makes, so the plan includes their pages.
         """
-        page_size, ahead = allocator.page_size, self.planner.most if after is DraftAfter.DRAFT else 0
+        page_size, further = allocator.page_size, self.planner.most if after is DraftAfter.DRAFT else 0
         counts, draft_rows = {draft.seq: draft.length for draft in drafts}, iter(self._draft_rows)
         width = max((len(draft.path) for draft in drafts), default=0)
         drafts = [draft._replace(path=draft.path + [0] * (width - len(draft.path))) for draft in drafts]
@@ -102,10 +102,10 @@ class DraftsFeature(AheadPlanner):
         needs = longest = 0
         for seq in seqs:
             kv, count = seq.kv, 1 + counts.get(seq, 0)
-            first, end = kv.length - seq.ahead, kv.length + count
+            first, end = kv.length - seq.ahead_in_flight, kv.length + count
             spans.append(Span(seq, kv.length, count, count))
             rows += [seq.row, *(next(draft_rows) for _ in range(count - 1))]
-            told = min(end + ahead, kv.capacity)
+            told = min(end + further, kv.capacity)
             pages += [(seq.row, i, kv.pages[i]) for i in range(first // page_size, (told - 1) // page_size + 1)]
             needs |= seq.need_bits
             longest = max(longest, end)
@@ -137,7 +137,7 @@ class DraftsFeature(AheadPlanner):
     def launched(self, plan: Plan) -> None:
         """Drafts in flight count as accepted until their step is committed."""
         for draft in _drafts(plan):
-            draft.seq.ahead += draft.length
+            draft.seq.ahead_in_flight += draft.length
             self.counts.drafted += draft.length
         self.planner.launched(plan, self._after(plan))
 
@@ -182,7 +182,7 @@ def _put_drafts(drafts: Seq[Drafts], token_rows: list[int], staging: UploadStagi
     verified, rows = [], []
     for which, (row, index, count, path, begin, *_) in enumerate(drafts):
         verified.append((row.seq.row, index, count, begin))
-        rows += [(token_rows[index + ahead], row.seq.row, ahead, which) for ahead in range(1, count + 1)]
+        rows += [(token_rows[index + nth], row.seq.row, nth, which) for nth in range(1, count + 1)]
         paths_MW[which, : len(path)] = path
     staging.put("verified", np.array(verified, dtype=np.int64))
     staging.put("paths", paths_MW)

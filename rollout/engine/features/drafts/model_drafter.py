@@ -36,9 +36,9 @@ from rollout.models.draft_head import DraftHead
 from rollout.models.fused_experts import FusedExperts, kernels_take
 from rollout.models.layers import SparseFeedForward
 
-#: Features of the draw that drafts apply, too.
+#: Needs of a row that drafts apply, too.
 _HEEDED = RowNeeds.GREEDY | RowNeeds.DRAW | RowNeeds.TRUNCATE | RowNeeds.PENALIZE | RowNeeds.BIAS | RowNeeds.MIN_TOKENS
-#: Features that captured work cannot apply. It ignores bans: the model rarely drafts a stop before `min_tokens`.
+#: Needs that captured work cannot apply. It ignores bans: the model rarely drafts a stop before `min_tokens`.
 _NOT_CAPTURED = RowNeeds.TRUNCATE | RowNeeds.PENALIZE | RowNeeds.BIAS
 #: Names of what is captured.
 READ, DRAFT = "read", "draft"
@@ -71,11 +71,11 @@ class ModelDrafter(DeviceDrafter):
         self._rows_R, self._at_R = ints(), ints()
         self._prefill: tuple[AttentionBatch, torch.Tensor] | None = None
         # Drafts advance copies of rows, as draws advance rows, except the first one, which is padding.
-        self._ahead = RowState(step_rows, 1, 0, device)
-        self._draw = self._sampler(self._ahead)
+        self._copied_rows = RowState(step_rows, 1, 0, device)
+        self._draw = self._sampler(self._copied_rows)
         self._output_4R = torch.zeros(4, step_rows, dtype=torch.int32, device=device)
         self._places_R = torch.arange(step_rows, device=device)
-        self._ahead_rows_R = self._places_R + 1
+        self._indices_R = self._places_R + 1
         self._order_G = torch.arange(self.most, device=device)
 
     def decode_work(self, size: int, max_context: int, kv: KVCache) -> dict[str, Callable[[], None]]:
@@ -146,18 +146,18 @@ class ModelDrafter(DeviceDrafter):
     def draft(self, count: int, max_context: int, needs: RowNeeds, kv: KVCache) -> None:
         """Draft the next tokens of `count` rows, from the hidden states of the positions before their newest token."""
         output_4R, rows_R = self._output_4R, self._rows_R[:count]
-        ahead_R, copies = self._ahead_rows_R[:count], slice(1, count + 1)
+        copies_R, copies = self._indices_R[:count], slice(1, count + 1)
         hidden_RH = self._hidden_BH.index_select(0, self._at_R[:count])
-        ahead, draw = self._copy_rows(rows_R, copies, needs)
+        copied, draw = self._copy_rows(rows_R, copies, needs)
         max_context = min(max_context + self.most, self.rows.pages.shape[1] * kv.page_size)
         table_RP = self._table(rows_R, max_context, kv)
         for index in range(self.most):
             logits_RV = self._head.compute_logits(hidden_RH, self._model.lm_head)
-            draw(logits_RV, ahead_R, needs, output_4R)
-            tokens_R = self._agreed(ahead, copies)
+            draw(logits_RV, copies_R, needs, output_4R)
+            tokens_R = self._agreed(copied, copies)
             self.next_RG.index_put_((rows_R, self._order_G[index]), tokens_R)
             if index + 1 < self.most:
-                batch = _batch(ahead.ints[copies, LENGTH] - 1, table_RP, kv.page_size, max_context)
+                batch = _batch(copied.ints[copies, LENGTH] - 1, table_RP, kv.page_size, max_context)
                 hidden_RH = self._forward(tokens_R, hidden_RH, batch, kv)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -166,30 +166,30 @@ class ModelDrafter(DeviceDrafter):
         """The draw from the draft model's logits; with the target's output layer these may be one rank's part."""
         return Sampler(rows, self._model.vocab_shard if self._head.lm_head is None else None)
 
-    def _agreed(self, ahead: RowState, copies: slice) -> torch.Tensor:
+    def _agreed(self, copied: RowState, copies: slice) -> torch.Tensor:
         """The drawn tokens, equal on all ranks even if the last bits of their logits differ."""
-        tokens_R = ahead.ints[copies, LAST]
+        tokens_R = copied.ints[copies, LAST]
         if self._model.group.size > 1 and self._head.lm_head is not None:  # each rank has drawn on its own
             drawn_R = self._output_4R[0, : len(tokens_R)]
             tokens_R = self._model.group.all_gather(drawn_R)[0].long()
-            ahead.ints[copies, LAST] = tokens_R
+            copied.ints[copies, LAST] = tokens_R
         return tokens_R
 
     def _copy_rows(self, rows_R: torch.Tensor, copies: slice, needs: RowNeeds) -> tuple[RowState, Sampler]:
         """Copies of rows with the state that `needs` requires, and the sampler of the copies."""
-        rows, ahead, draw = self.rows, self._ahead, self._draw
+        rows, copied, draw = self.rows, self._copied_rows, self._draw
         if needs & RowNeeds.PENALIZE:  # the counts take a vocabulary for each row, so they are set up only when needed
-            ahead = RowState(len(rows_R), 1, rows.vocab, rows.ints.device)
-            draw = self._sampler(ahead)
-            torch.index_select(rows.counts, 0, rows_R, out=ahead.counts[copies])
-        copied = [(ahead.ints, rows.ints), (ahead.floats, rows.floats)]
+            copied = RowState(len(rows_R), 1, rows.vocab, rows.ints.device)
+            draw = self._sampler(copied)
+            torch.index_select(rows.counts, 0, rows_R, out=copied.counts[copies])
+        pairs = [(copied.ints, rows.ints), (copied.floats, rows.floats)]
         if needs & RowNeeds.BIAS:
-            copied += [(ahead.bias_ids, rows.bias_ids), (ahead.bias, rows.bias)]
+            pairs += [(copied.bias_ids, rows.bias_ids), (copied.bias, rows.bias)]
         if needs & RowNeeds.MIN_TOKENS:
-            copied.append((ahead.banned, rows.banned))
-        for target, source in copied:
+            pairs.append((copied.banned, rows.banned))
+        for target, source in pairs:
             target[copies] = source.index_select(0, rows_R)
-        return ahead, draw
+        return copied, draw
 
     def _read_decode(
         self,

@@ -201,7 +201,7 @@ class DraftPlanner:
             return offers
         paths = {seq: path for seq in seqs if (path := self._path(self._row(seq)))}
         if not paths:
-            self._resting = _ASKED_EVERY - 1 if self._adapts and not any(seq.ahead for seq in seqs) else 0
+            self._resting = _ASKED_EVERY - 1 if self._adapts and not any(seq.ahead_in_flight for seq in seqs) else 0
         for seq, path in paths.items():
             row = self._rows[seq]
             offer = _Offer(row, len(path) - row.certain, path)
@@ -231,10 +231,10 @@ class DraftPlanner:
 
     def _paying(self, chances: list[tuple[float, int]], seqs: list[Sequence], draft_s: float) -> list[int]:
         """The drafts that pay for each row whose (chance, most drafts) is given, in a step of `seqs`."""
-        ahead_K = np.arange(1, self.most + 1)
+        nth_K = np.arange(1, self.most + 1)
         chances_M1 = np.array([chance for chance, _ in chances])[:, None]
         drafts_M1 = np.array([most for _, most in chances])[:, None]
-        chances_MK = np.where(ahead_K <= drafts_M1, chances_M1**ahead_K, 0.0)
+        chances_MK = np.where(nth_K <= drafts_M1, chances_M1**nth_K, 0.0)
         return worthwhile(chances_MK, len(seqs), _contexts(seqs), self._costs, self._most_rows, draft_s)
 
     # --- what they get ------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class RowDrafts:
     @property
     def certain(self) -> int:
         """Tokens in flight that come even if all drafts are refused."""
-        return self.seq.launched - self.seq.ahead - len(self.seq.tokens)
+        return self.seq.launched - self.seq.ahead_in_flight - len(self.seq.tokens)
 
     @property
     def may_draft(self) -> bool:

@@ -172,7 +172,7 @@ class DraftVerifier(AheadFeature[torch.Tensor]):
         self, rows: RowState, step: StepInput, kv: KVCache, drawn: Drawn, output: torch.Tensor, replays: Replays
     ) -> None:
         """Verify the drafts of the step, and run the drafter on the device, if the step says so."""
-        if step.header.ahead:
+        if step.header.most_ahead:
             self._verify(rows, step, kv, drawn)
         after = _after(step.header)
         if after is DraftAfter.NOTHING:

@@ -55,7 +55,7 @@ def write_draft_pages(rows: RowState, pages_N3: torch.Tensor) -> None:
 
 
 def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
-    draft_N, owner_N, ahead_N, which_N = step["drafts"].unbind(1)
+    draft_N, owner_N, nth_N, which_N = step["drafts"].unbind(1)
     needs = step.header.needs
     if rows.ints.is_cuda:
         from rollout_kernels.step.triton_verify import set_up_drafts
@@ -85,7 +85,7 @@ def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
             state.index_copy_(0, draft_N, state.index_select(0, owner_N))
     if needs & RowNeeds.PENALIZE:
         token_N = drafts.drafts_R.index_select(0, draft_N)
-        before_NN = (which_N[:, None] == which_N) & (ahead_N[:, None] >= ahead_N)  # a row's own draft included
+        before_NN = (which_N[:, None] == which_N) & (nth_N[:, None] >= nth_N)  # a row's own draft included
         counts_NV = rows.counts.index_select(0, owner_N)
         index_NN = torch.arange(len(draft_N), device=draft_N.device)[:, None].expand_as(before_NN)
         counts_NV.index_put_((index_NN, token_N.expand_as(before_NN)), before_NN.int(), accumulate=True)
@@ -94,14 +94,14 @@ def set_up(rows: RowState, drafts: DraftState, step: StepInput) -> None:
 
 def copy_rows(rows: RowState, drafts: DraftState, step: StepInput) -> None:
     """Make each draft row a copy of its row, some tokens ahead; the twin of `set_up_drafts`."""
-    draft_N, owner_N, ahead_N, which_N = step["drafts"].unbind(1)
+    draft_N, owner_N, nth_N, which_N = step["drafts"].unbind(1)
     paths_MW, begin_M = step["paths"], step["verified"][:, 3]
     ints_NI = rows.ints.index_select(0, owner_N)
-    position_N = ints_NI[:, LENGTH] + ahead_N
+    position_N = ints_NI[:, LENGTH] + nth_N
     at_N = (position_N - begin_M[which_N]).clamp_(0, paths_MW.shape[1] - 1)
     token_N = paths_MW[which_N, at_N]
     if drafts.next_RG.shape[1]:
-        token_N = torch.where(begin_M[which_N] == IN_ROW_STATE, drafts.next_RG[owner_N, ahead_N - 1], token_N)
+        token_N = torch.where(begin_M[which_N] == IN_ROW_STATE, drafts.next_RG[owner_N, nth_N - 1], token_N)
     ints_NI[:, LENGTH], ints_NI[:, LAST] = position_N, token_N
     rows.ints.index_copy_(0, draft_N, ints_NI)
     drafts.drafts_R.index_copy_(0, draft_N, token_N)
@@ -132,9 +132,9 @@ def accept(
         continue_rows(rows, drafts, step, output_4R, accepted_R)
     if step.header.needs & RowNeeds.PENALIZE:  # the draw has counted the first token
         row_M, index_M, _, _ = step["verified"].unbind(1)
-        ahead_K = torch.arange(step.header.ahead, device=row_M.device)
-        taken_MK = ahead_K < accepted_R[index_M][:, None]
-        index_MK = (index_M[:, None] + 1 + ahead_K).clamp_(max=len(step["rows"]) - 1)
+        nth_K = torch.arange(step.header.most_ahead, device=row_M.device)
+        taken_MK = nth_K < accepted_R[index_M][:, None]
+        index_MK = (index_M[:, None] + 1 + nth_K).clamp_(max=len(step["rows"]) - 1)
         row_MK = row_M[:, None].expand_as(taken_MK)
         rows.counts.index_put_((row_MK, output_4R[0].long()[index_MK]), taken_MK.int(), accumulate=True)
 
@@ -145,10 +145,10 @@ def continue_rows(
     """Compare drafts with tokens and let rows go on after the accepted ones; the twin of `accept_drafts`."""
     row_M, index_M, count_M, _ = step["verified"].unbind(1)
     drawn_R, step_rows = output_4R[0].long(), step["rows"]
-    ahead_K = torch.arange(step.header.ahead, device=row_M.device)
-    index_MK = (index_M[:, None] + 1 + ahead_K).clamp_(max=len(step_rows) - 1)  # indices of the drafts
+    nth_K = torch.arange(step.header.most_ahead, device=row_M.device)
+    index_MK = (index_M[:, None] + 1 + nth_K).clamp_(max=len(step_rows) - 1)  # indices of the drafts
     equal_MK = drawn_R[index_MK - 1] == drafts.drafts_R[step_rows[index_MK]]
-    accepted_M = (equal_MK & (ahead_K < count_M[:, None])).int().cumprod(1).sum(1)
+    accepted_M = (equal_MK & (nth_K < count_M[:, None])).int().cumprod(1).sum(1)
     rows.ints[row_M, LAST] = drawn_R[index_M + accepted_M]
     rows.ints[row_M, LENGTH] += accepted_M
     accepted_R[index_M] = accepted_M.int()

@@ -35,9 +35,9 @@ from rollout.engine.sequence.sequence_kv import NO_POINT, PrefixEnd
 
 #: Pages are copied to the host while fewer than this part of the pool can be given up without loss. An admission takes
 #: the pages of a whole context at once, and a page is copied once, so a large part costs no more copies.
-_AHEAD = 0.5
+_SHARE = 0.5
 #: The part while each copy costs another page: the host is full, and has no disk below it.
-_AHEAD_IF_FULL = 1 / 8
+_SHARE_IF_FULL = 1 / 8
 #: The most cached pages that one call of `next_pages` looks at.
 _LOOKS = 256
 #: The most states whose copies to the host are due.
@@ -118,8 +118,8 @@ class KnownBooks:
 
     @property
     def _pool_short(self) -> bool:
-        ahead = int((_AHEAD if self.host.spare or self.host.disk.total else _AHEAD_IF_FULL) * self._pool.total)
-        return self._pool.available - self._pool.unseen < max(ahead, self.wanted)
+        below = int((_SHARE if self.host.spare or self.host.disk.total else _SHARE_IF_FULL) * self._pool.total)
+        return self._pool.available - self._pool.unseen < max(below, self.wanted)
 
     @property
     def _short(self) -> bool:

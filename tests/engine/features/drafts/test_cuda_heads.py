@@ -128,7 +128,9 @@ def test_its_steps_are_captured_and_wait_for_nothing(folders, monkeypatch):
     reserved = torch.cuda.memory_reserved()
     tick_without_waiting(bench)
     assert torch.cuda.memory_reserved() == reserved
-    assert all((header.size, header.ahead, header.facts["drafts"]) == (32, 3, ["draft"]) for header in headers[:100])
+    assert all(
+        (header.size, header.most_ahead, header.facts["drafts"]) == (32, 3, ["draft"]) for header in headers[:100]
+    )
     bench.complete("other", prompt_of(333, 9), 50, sampling={"temperature": 1.0, "seed": 3, "top_k": 5})
     assert compiled == []
 

@@ -157,4 +157,6 @@ def test_verify_steps_are_captured_and_wait_for_nothing(folder, monkeypatch, dra
     assert torch.cuda.memory_reserved() == reserved
     bench.finish()
     assert compiled == []
-    assert all(header.size == 32 for header in headers[:100]) and all(header.ahead == 3 for header in headers[:100])
+    assert all(header.size == 32 for header in headers[:100]) and all(
+        header.most_ahead == 3 for header in headers[:100]
+    )

@@ -52,7 +52,7 @@ class Case:
         for name, array in (("verified", verified), ("paths", self.paths), ("drafts", drafts)):
             staging.put(name, np.array(array, dtype=np.int64))
         count = len(step_rows)
-        upload = staging.upload(count, count, count, PLAIN.value, 99, ahead=int(self.counts.max()))
+        upload = staging.upload(count, count, count, PLAIN.value, 99, most_ahead=int(self.counts.max()))
         self.step_rows, self.step = step_rows, StepInput(upload.header, upload.words.to(DEVICE))
 
 
