@@ -86,79 +86,23 @@ class ResumingCore(ClientCore):
     """A `ClientCore` whose `generate` requests outlive their workers."""
 
     def __init__(self, policy: ResumePolicy, *given: Any) -> None:
-        self.resumer = Resumer(self, policy)
+        self._policy = policy
+        self._running: dict[str, ResumedCall] = {}
+        self._journal = None if policy.journal is None else Journal(policy.journal, policy.journal_fsync)
+        self._known = KnownTokens(self._running, self._saved)
         super().__init__(*given)
 
     def generate(self, plan: RequestPlan) -> ClientCall:
-        """Begin a request, or continue one from the journal."""
+        """Begin a request, or continue one from the journal. Raises ValueError and `RolloutError`."""
         self._check_open()
         if plan.endpoint is not None:
             self.check_known(plan.endpoint)
-        return self.resumer.start(plan)
-
-    def abandon(self, call: ClientCall) -> None:
-        """End a call that its caller abandoned."""
-        if isinstance(call, ResumedCall):
-            self.resumer.abandon(call)
-        else:
-            super().abandon(call)
-
-    def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
-        """Send `cancel` to the workers that have or may have a request; returns the calls to wait for."""
-        self._absorb_all()
-        if target not in self.resumer.calls:
-            return super().cancel(target, endpoint)
-        self.resumer.cancel(self.resumer.calls[target])
-        return []
-
-    def remaining_wait_s(self, call: ClientCall) -> float | None:
-        """Seconds that a call may still wait; None: without limit. Sends what is due."""
-        return self.resumer.remaining_wait_s(call) if isinstance(call, ResumedCall) else super().remaining_wait_s(call)
-
-    def end_session(self, session: str) -> None:
-        """End a session at its worker, or at all workers if its worker is unknown."""
-        self.resumer.end_session(session)
-        super().end_session(session)
-
-    def endpoint_came(self) -> None:
-        """Let requests that wait for an endpoint try again."""
-        self.resumer.endpoint_came()
-
-    def forget(self, ids: Iterable[str]) -> None:
-        """Drop requests from the journal. Raises ValueError for one that is in flight, or if there is no journal."""
-        if self.resumer.journal is None:
-            super().forget(ids)
-        self.resumer.forget(list(ids))
-
-    def journaled(self) -> dict[str, bool]:
-        """The requests in the journal, and whether they are finished. Raises ValueError if there is no journal."""
-        return super().journaled() if self.resumer.journal is None else self.resumer.journal.ids()
-
-    def end_requests(self) -> None:
-        """Close; the journal keeps its records."""
-        self.resumer.close()
-
-
-class Resumer:
-    """The requests of one client that resumes. Belongs to its `ClientCore`."""
-
-    def __init__(self, core: ClientCore, policy: ResumePolicy) -> None:
-        self.calls: dict[str, ResumedCall] = {}
-        self.journal = None if policy.journal is None else Journal(policy.journal, policy.journal_fsync)
-        self._known = KnownTokens(self.calls, self._saved)
-        self._core = core
-        self._policy = policy
-
-    # --- for the core -------------------------------------------------------------------------------------------------
-
-    def start(self, plan: RequestPlan) -> ResumedCall:
-        """Begin a request, or continue one from the journal. Raises ValueError and `RolloutError`."""
-        if self.journal is not None and plan.request_id is None:
+        if self._journal is not None and plan.request_id is None:
             raise ValueError("with a journal every request needs a request_id, so that a restart finds it")
-        request_id = self._core.next_id() if plan.request_id is None else plan.request_id
-        check_id(request_id, self.calls)
+        request_id = self.next_id() if plan.request_id is None else plan.request_id
+        check_id(request_id, self._running)
         mark = fingerprint(plan.fields)
-        saved = None if self.journal is None else self.journal.read(request_id)
+        saved = None if self._journal is None else self._journal.read(request_id)
         if saved is not None and saved.mark != mark:
             raise Duplicate(
                 f"the journal has another request with the id {request_id!r}; forget it, or use a new id",
@@ -174,20 +118,22 @@ class Resumer:
         if call.done:
             self._known.keep(call)
             return call
-        self.calls[request_id] = call
+        self._running[request_id] = call
         try:
-            if self.journal is not None and saved is None:
-                self.journal.begin(request_id, mark, call.seed, call.started_unix_s, plan.fields)
+            if self._journal is not None and saved is None:
+                self._journal.begin(request_id, mark, call.seed, call.started_unix_s, plan.fields)
             # Workers may still keep requests that a journal has forgotten, or a lost journal had: no id is used twice.
-            self._pump(call, request_id if self.journal is None else None)
+            self._pump(call, request_id if self._journal is None else None)
             self._conclude(call)
         except BaseException:
             self.abandon(call)
             raise
         return call
 
-    def remaining_wait_s(self, call: ResumedCall) -> float | None:
+    def remaining_wait_s(self, call: ClientCall) -> float | None:
         """Seconds that a call may still wait; None: without limit. Sends what is due; ends a call whose time is up."""
+        if not isinstance(call, ResumedCall):
+            return super().remaining_wait_s(call)
         if call.done:
             return 0.0
         if time.monotonic() >= call.deadline:
@@ -196,7 +142,7 @@ class Resumer:
             return 0.0
         if call.waiting:
             self._pump(call)
-        limits = [self._core.remaining_wait_s(leg) for leg in list(call.legs)]
+        limits = [self.remaining_wait_s(leg) for leg in list(call.legs)]
         if call.done:
             return 0.0
         now = time.monotonic()
@@ -205,64 +151,81 @@ class Resumer:
         least = min(limit for limit in limits if limit is not None)
         return None if least == math.inf else max(0.0, least)
 
-    def cancel(self, call: ResumedCall) -> None:
-        """End a request with its present tokens: cancel its legs at their workers, end waiting completions here."""
+    def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
+        """End a request: one of this client with its present tokens, others as `ClientCore` does."""
+        self._absorb_all()
+        if target not in self._running:
+            return super().cancel(target, endpoint)
+        self._cancel(self._running[target])
+        return []
+
+    def _cancel(self, call: ResumedCall) -> None:
+        """Cancel the legs of a request at their workers, end waiting completions here."""
         call.cancelled = True
         for leg in list(call.legs):
-            if self._core.connections[leg.endpoint].connected:
-                self._core.drop_request(leg.endpoint, leg.id)
+            if self.connections[leg.endpoint].connected:
+                self.drop_request(leg.endpoint, leg.id)
             else:
-                self._core.abandon(leg)
+                self.abandon(leg)
                 self._leg_lost(call, leg, ConnectionLost("it had not been sent yet"))
         self._end_waiting(call, "cancelled")
 
-    def abandon(self, call: ResumedCall) -> None:
+    def abandon(self, call: ClientCall) -> None:
         """End a call that its caller abandoned. The journal keeps its tokens."""
-        if self.calls.pop(call.id, None) is None:
-            return
-        self._drop_legs(call)
-        call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
+        if not isinstance(call, ResumedCall):
+            super().abandon(call)
+        elif self._running.pop(call.id, None) is not None:
+            self._drop_legs(call)
+            call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
 
     def end_session(self, session: str) -> None:
-        """Forget the name of a session."""
+        """End a session at its worker, or at all workers if its worker is unknown."""
         self._known.end_session(session)
+        super().end_session(session)
 
     def endpoint_came(self) -> None:
         """Wake the calls that wait for an endpoint: one can be reached."""
-        for call in list(self.calls.values()):
+        for call in list(self._running.values()):
             if call.waiting:
                 call.on_update()
 
-    def forget(self, ids: list[str]) -> None:
-        """Drop requests from the journal. Raises ValueError for one that is in flight."""
-        assert self.journal is not None
-        flying = next((request_id for request_id in ids if request_id in self.calls), None)
+    def forget(self, ids: Iterable[str]) -> None:
+        """Drop requests from the journal. Raises ValueError for one that is in flight, or if there is no journal."""
+        if self._journal is None:
+            super().forget(ids)
+            return
+        ids = list(ids)
+        flying = next((request_id for request_id in ids if request_id in self._running), None)
         if flying is not None:
             raise ValueError(f"the request {flying!r} is in flight; cancel it or wait for it first")
-        self.journal.forget(ids)
+        self._journal.forget(ids)
 
-    def close(self) -> None:
-        """End everything that is in flight."""
-        for call in list(self.calls.values()):
+    def journaled(self) -> dict[str, bool]:
+        """The requests in the journal, and whether they are finished. Raises ValueError if there is no journal."""
+        return super().journaled() if self._journal is None else self._journal.ids()
+
+    def end_requests(self) -> None:
+        """End everything that is in flight; the journal keeps its records."""
+        for call in list(self._running.values()):
             self._fail(call, ConnectionLost("the client was closed"))
-        if self.journal is not None:
-            self.journal.close()
+        if self._journal is not None:
+            self._journal.close()
 
     def _saved(self, request_id: str) -> JournaledRequest | None:
         """The journal's records of a request that is not running."""
-        return None if self.journal is None or request_id in self.calls else self.journal.read(request_id)
+        return None if self._journal is None or request_id in self._running else self._journal.read(request_id)
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def _new_call(self, request_id: str, plan: RequestPlan, saved: JournaledRequest | None) -> ResumedCall:
-        deadline = self._core.deadline(plan.timeout_s)
+        deadline = self.deadline(plan.timeout_s)
         if saved is None:
             seed = request_seed(plan)
             return ResumedCall(request_id, plan, draw_seed() if seed is None else seed, deadline)
         call = ResumedCall(request_id, plan, saved.seed, deadline, saved.started_unix_s)
         call.restore(saved)
         for endpoint, leg_id in () if call.done else saved.legs:
-            if endpoint in self._core.endpoints:
+            if endpoint in self.endpoints:
                 self._disown(endpoint, leg_id)
         return call
 
@@ -278,13 +241,13 @@ class Resumer:
             self._fail(call, ResumeFailed(message), late.error)
             return
         self._end_full(call)
-        if call.done or not self._core.reachable(call.plan):
+        if call.done or not self.reachable(call.plan):
             return
         due = [part for part in call.waiting if part.due <= now]
         remaining_s = None if call.ends_at == math.inf else call.ends_at - now
         if len(due) == len(call.parts) and not any(call.new_tokens(part) for part in due):
             plan = first_plan(call.plan, call.seed, remaining_s)
-            self._send(call, due, replace(self._with_source(call, plan, due), request_id=first_id))
+            self._send_leg(call, due, replace(self._with_source(call, plan, due), request_id=first_id))
             return
         if due and call.source is None and "offset" not in call.plan.fields.get("fork", ("offset",)):
             self._fail(call, _lost_source(), due[0].error)  # a running source has more tokens by now
@@ -292,51 +255,51 @@ class Resumer:
         for part in due:
             if part.leg is None and not part.done:  # sending takes in messages, which may change the call
                 plan = continued_plan(call.plan, call.known_part(part), remaining_s, call.scored)
-                self._send(call, [part], self._with_source(call, plan, [part]))
+                self._send_leg(call, [part], self._with_source(call, plan, [part]))
 
     def _with_source(self, call: ResumedCall, plan: RequestPlan, parts: list[ResumedCompletion]) -> RequestPlan:
         """The plan of a fork: it names the source if a worker has the tokens, and contains them otherwise."""
         source = call.source
         if source is None:
             return plan
-        home, _ = self._core.fleet.locate_fork(source.fork)
-        usable = home is not None and self._core.serves(home) and plan.endpoint in (None, home)
+        home, _ = self.fleet.locate_fork(source.fork)
+        usable = home is not None and self.serves(home) and plan.endpoint in (None, home)
         if not usable or call.by_tokens or home in (part.avoid for part in parts):
             return with_tokens(plan, source)
         return plan
 
-    def _send(self, call: ResumedCall, parts: list[ResumedCompletion], plan: RequestPlan) -> None:
+    def _send_leg(self, call: ResumedCall, parts: list[ResumedCompletion], plan: RequestPlan) -> None:
         avoid = frozenset(part.avoid for part in parts if part.avoid is not None)
         plan = plan if plan.request_id is not None else replace(plan, request_id=self._leg_id(call))
-        leg = self._core.launch(plan, math.inf, avoid)
+        leg = self.launch(plan, math.inf, avoid)
         if call.done or any(part.done for part in parts):  # new messages have ended it meanwhile
-            self._core.abandon(leg)
+            self.abandon(leg)
             return
         leg.assembler, leg.acknowledged_with_result = Leg(plan.n, plan.prior), False
         leg.on_update = partial(self._take_in, call, leg)
         call.resumes += call.begun or any(part.error is not None for part in parts)
         call.add_leg(leg, parts, time.monotonic(), bool(plan.fields.get("prompt_logprobs")))
         for index, part in enumerate(parts):
-            self._core.fleet.note_moved(call.id, part.index, CompletionAddress(leg.endpoint, leg.id, index))
-        if self.journal is not None:
-            self.journal.sent(call.id, leg.endpoint, leg.id)
+            self.fleet.note_moved(call.id, part.index, CompletionAddress(leg.endpoint, leg.id, index))
+        if self._journal is not None:
+            self._journal.sent(call.id, leg.endpoint, leg.id)
         if leg.done:  # it was too large to be sent
             leg.on_update()
 
     def _leg_id(self, call: ResumedCall) -> str:
         """A fresh id for a leg; it begins with the request's id, for readers of the worker's log."""
-        fresh = self._core.next_id()
+        fresh = self.next_id()
         return f"{call.id[: wire.MAX_ID_CHARS - len(fresh) - 1]}/{fresh}"
 
     def _disown(self, endpoint: str, leg_id: str) -> None:
         """End requests that a lost connection may have left running: workers keep them for a client with a name."""
-        if self._core.client is not None:
-            self._core.drop_request(endpoint, leg_id)
+        if self.client is not None:
+            self.drop_request(endpoint, leg_id)
 
     def _due(self, call: ResumedCall, part: ResumedCompletion, now: float) -> float:
         """When to check a waiting completion again. `endpoint_came` reports an endpoint that is back earlier."""
         limit = min(call.ends_at, now + self._time_left(part, now))
-        return min(limit, part.due) if self._core.reachable(call.plan) else limit
+        return min(limit, part.due) if self.reachable(call.plan) else limit
 
     def _time_left(self, part: ResumedCompletion, now: float) -> float:
         assert part.down_since is not None, "it has a worker"
@@ -371,8 +334,8 @@ class Resumer:
             chunk = replace(chunk, part=replace(chunk.part, finish_reason=reason, stop=None, error=None))
         endpoint = None if part.leg is None else part.leg.endpoint
         chunk = call.take(part, chunk)
-        if self.journal is not None:
-            self.journal.add(call.id, chunk)
+        if self._journal is not None:
+            self._journal.add(call.id, chunk)
         if handed_back is not None and not call.cancelled:
             self._suspend(call, part, handed_back, endpoint)
 
@@ -388,8 +351,8 @@ class Resumer:
         call.learn_prompt(result)
         del call.legs[leg]
         call.results[leg] = result
-        if self._core.acknowledges or leg.id != call.id:  # no other client can ask for the ids of legs
-            self._core.acknowledge(leg)
+        if self.acknowledges or leg.id != call.id:  # no other client can ask for the ids of legs
+            self.acknowledge(leg)
 
     def _leg_lost(self, call: ResumedCall, leg: ClientCall, error: RolloutError) -> None:
         mine = [call.parts[index] for index in call.legs.pop(leg)]
@@ -455,16 +418,16 @@ class Resumer:
             return
         reasons = [call.known_part(part).finish_reason for part in call.parts if part.done]
         if len(reasons) < len(call.parts) and sum(reason in COMPLETE for reason in reasons) >= least:
-            self.cancel(call)
+            self._cancel(call)
 
     def _conclude(self, call: ResumedCall) -> None:
         self._end_if_enough(call)
         if call.done or call.legs or not all(part.done for part in call.parts):
             return
         result = call.build_result()
-        if self.journal is not None:
-            self.journal.finish(call.id, result)
-        self.calls.pop(call.id, None)
+        if self._journal is not None:
+            self._journal.finish(call.id, result)
+        self._running.pop(call.id, None)
         call.result = result
         self._known.keep(call)
         call.on_update()
@@ -472,7 +435,7 @@ class Resumer:
     def _fail(self, call: ResumedCall, error: RolloutError, cause: RolloutError | None = None) -> None:
         if call.done:
             return
-        self.calls.pop(call.id, None)
+        self._running.pop(call.id, None)
         self._drop_legs(call)
         error.partials = [call.known_part(part) for part in call.parts]
         error.__cause__ = cause
@@ -481,7 +444,7 @@ class Resumer:
     def _drop_legs(self, call: ResumedCall) -> None:
         legs, call.legs = list(call.legs), {}
         for leg in legs:
-            self._core.abandon(leg)
+            self.abandon(leg)
 
 
 def _handed_back(part: Completion) -> RolloutError | None:
