@@ -49,7 +49,7 @@ from trainer_bridge.transports.base import (
 )
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
-from trainer_bridge.wire.manifest import Checksum, TensorEntry, checksum
+from trainer_bridge.wire.manifest import TensorEntry, checksum
 
 DEFAULT_FILE_BYTES = 256 << 20
 _MARK = ".publisher-"
@@ -61,7 +61,7 @@ _MAX_FILES, _MAX_FILE_BYTES = 1 << 16, 1 << 46
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the format's own library
 _SPARE_HEADER_BYTES = 1 << 20  # space for a file's metadata
 _ENTRY_HEADER_BYTES = 4096  # space for one tensor's entry, its name included
-_READ_BYTES = 64 << 20
+_MOST_PIECE_BYTES = 64 << 20
 #: Bytes of a piece: few enough that a rank reads little besides its part of a tensor.
 DEFAULT_PIECE_BYTES = 1 << 20
 
@@ -75,37 +75,34 @@ class _FileNote:
 
     name: str
     nbytes: int
-    checksums: Sequence[int]  # header and pieces; from older publishers one, of the whole file
-    by_piece: bool
+    checksums: Sequence[int]  # of the header and of each piece
     offset: int  # first byte, where all files lie one after the other
 
 
 class DiskReceiver(TransportReceiver):
-    """Reads the folder that `begin` names, a piece at a time: of `read_bytes` if the publisher names no pieces."""
+    """Reads the folder that `begin` names, a piece at a time."""
 
     name = "disk"
 
-    def __init__(self, read_bytes: int = _READ_BYTES) -> None:
-        self._read_bytes = read_bytes
+    def __init__(self) -> None:
         self._folder = -1
         self._todo: list[_FileNote] = []
         self._entries: dict[str, TensorEntry] = {}
         self._file: _OpenFile | None = None
-        self._piece_bytes = read_bytes
+        self._piece_bytes = DEFAULT_PIECE_BYTES
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Open the folder. Reading starts at once, before `commit`."""
-        if set(options) not in ({"folder", "files"}, {"folder", "files", "piece_bytes"}):
+        if set(options) != {"folder", "files", "piece_bytes"}:
             raise BadRequest("transport disk takes the options folder, files and piece_bytes", field="options")
-        piece_bytes = options.get("piece_bytes", self._read_bytes)
-        if type(piece_bytes) is not int or not 1 <= piece_bytes <= self._read_bytes:
-            raise BadRequest(f"piece_bytes must be at most {self._read_bytes}", field="options.piece_bytes")
-        notes = _read_notes(options["files"], "piece_bytes" in options)
+        piece_bytes = options["piece_bytes"]
+        if type(piece_bytes) is not int or not 1 <= piece_bytes <= _MOST_PIECE_BYTES:
+            raise BadRequest(f"piece_bytes must be at most {_MOST_PIECE_BYTES}", field="options.piece_bytes")
+        notes = _read_notes(options["files"])
         self._folder = _open_folder(options["folder"])
         self._todo, self._piece_bytes = notes, piece_bytes
         self._entries = {entry.name: entry for entry in incoming.manifest.tensors}
-        if "piece_bytes" in options:
-            incoming.offer(options)
+        incoming.offer(options)
         return {}
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
@@ -148,54 +145,33 @@ class _OpenFile:
     """One safetensors file that is being read into the staging memory."""
 
     def __init__(self, folder: int, note: _FileNote, entries: dict[str, TensorEntry], piece_bytes: int) -> None:
-        self._note, self._piece_bytes, self._checksum = note, piece_bytes, Checksum()
+        self._note, self._piece_bytes = note, piece_bytes
         self._fd = _open_file(folder, note)
+        self._pieces_read = self._place = 0  # place: first byte of the next piece in the file
         try:
             self._pieces = self._read_header(entries)
-            if note.by_piece:
-                if len(note.checksums) != 1 + len(self._pieces):
-                    raise self._bad(f"has {len(self._pieces)} pieces, but {len(note.checksums)} checksums")
-                self._verify(note.checksums[0])
         except BaseException:
             self.close()
             raise
-        self._at = 0
 
     @property
     def done(self) -> bool:
         """Whether all of it is read and verified."""
-        return self._at == len(self._pieces)
+        return self._pieces_read == len(self._pieces)
 
     def read_piece(self, incoming: IncomingUpdate) -> None:
-        """Read the next piece to its place in the stream."""
-        if not self.done:
-            start, end = self._pieces[self._at]
-            self._at += 1
-            if not self._is_left(incoming, start, end):
-                memory = memoryview(incoming.memory(start, end))  # type: ignore[arg-type]
-                self._read_into(memory)
-                if self._note.by_piece:
-                    self._verify(self._note.checksums[self._at])
-                incoming.arrived(start, end)
-        if self.done and not self._note.by_piece:
-            self._verify(self._note.checksums[0])
-
-    def _is_left(self, incoming: IncomingUpdate, start: int, end: int) -> bool:
-        """Whether the next piece is left to other ranks, and skipped here."""
-        if not self._note.by_piece:
-            return False
-        at = os.lseek(self._fd, 0, os.SEEK_CUR)
-        left = incoming.leave_to_owner(self._note.offset + at, start, end, self._note.checksums[self._at])
-        if left:
-            os.lseek(self._fd, end - start, os.SEEK_CUR)
+        """Read the next piece to its place in the stream, unless it is left to other ranks."""
+        if self.done:
+            return
+        start, end = self._pieces[self._pieces_read]
+        place, self._place = self._place, self._place + end - start
+        self._pieces_read += 1
+        check = self._note.checksums[self._pieces_read]
+        if incoming.leave_to_owner(self._note.offset + place, start, end, check):
             incoming.note(end - start)
-        return left
-
-    def _verify(self, written: int) -> None:
-        """Compare the checksum of what was read since the last call."""
-        found, self._checksum = self._checksum.value, Checksum()
-        if found != written:
-            raise self._bad(f"is damaged: checksum {found:08x}, written as {written:08x}")
+            return
+        _read_at(self._fd, self._note, place, memoryview(incoming.memory(start, end)), check)  # type: ignore[arg-type]
+        incoming.arrived(start, end)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -206,13 +182,16 @@ class _OpenFile:
         """Check the header against the manifest; return the spans of the stream that the file fills, in file order."""
         if self._note.nbytes < 8:
             raise self._bad("is too short for a safetensors file")
-        (length,) = struct.unpack("<Q", self._read(8))
-        if length > self._note.nbytes - 8:
+        length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        self._place = 8 + length
+        if self._place > self._note.nbytes:
             raise self._bad("has a header longer than itself")
         if length > min(_MAX_HEADER_BYTES, _SPARE_HEADER_BYTES + _ENTRY_HEADER_BYTES * len(entries)):
             raise self._bad("has a header longer than its tensors need")
+        data = bytearray(self._place)
+        _read_at(self._fd, self._note, 0, memoryview(data), self._note.checksums[0])
         try:
-            header = json.loads(self._read(length))
+            header = json.loads(data[8:])
         except (ValueError, RecursionError) as error:
             raise self._bad("has a header that is not JSON") from error
         if type(header) is not dict:
@@ -226,11 +205,13 @@ class _OpenFile:
                 raise self._bad(f"has a hole or an overlap before {name}")
             at += entry.nbytes
             starts = range(entry.offset, entry.end, self._piece_bytes)
-            if self._note.by_piece and len(pieces) + len(starts) >= len(self._note.checksums):
+            if len(pieces) + len(starts) >= len(self._note.checksums):
                 raise self._bad(f"has more pieces than its {len(self._note.checksums)} checksums")  # maybe by far
             pieces += [(start, min(start + self._piece_bytes, entry.end)) for start in starts]
-        if 8 + length + at != self._note.nbytes:
+        if self._place + at != self._note.nbytes:
             raise self._bad("does not end where its last tensor ends")
+        if len(self._note.checksums) != 1 + len(pieces):
+            raise self._bad(f"has {len(pieces)} pieces, but {len(self._note.checksums)} checksums")
         return pieces
 
     def _check_tensor(self, name: str, value: Any, entries: dict[str, TensorEntry]) -> tuple[int, int, str]:
@@ -250,20 +231,6 @@ class _OpenFile:
             raise self._bad(f"has {offsets[1] - offsets[0]} bytes for {name}, which needs {entry.nbytes}")
         return offsets[0], offsets[1], name
 
-    def _read(self, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        self._read_into(memoryview(data))
-        return bytes(data)
-
-    def _read_into(self, out: memoryview) -> None:
-        done = 0
-        while done < len(out):
-            count = os.readv(self._fd, [out[done:]])
-            if count == 0:
-                raise self._bad("ended before its last tensor")
-            done += count
-        self._checksum.add(out)
-
     def _bad(self, what: str) -> WeightsRejected:
         return _bad_file(self._note, what)
 
@@ -276,7 +243,7 @@ class OpenFolder:
 
     def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:
         self._pinned = device.type == "cuda"
-        self._notes = _read_notes(options["files"], by_piece=True)
+        self._notes = _read_notes(options["files"])
         self._offsets = [note.offset for note in self._notes]
         self._folder = _open_folder(options["folder"])
 
@@ -286,18 +253,11 @@ class OpenFolder:
         piece = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         fd = _open_file(self._folder, note)
         try:
-            memory, done = memoryview(piece.numpy()), 0  # type: ignore[arg-type]
-            while done < nbytes:
-                count = os.preadv(fd, [memory[done:]], index - note.offset + done)
-                if count == 0:
-                    raise _bad_file(note, "ended before its last tensor")
-                done += count
+            _read_at(fd, note, index - note.offset, memoryview(piece.numpy()), check)  # type: ignore[arg-type]
         except OSError as error:
             raise _bad_file(note, f"cannot be read: {error.strerror}") from error
         finally:
             os.close(fd)
-        if (found := checksum(memory)) != check:
-            raise _bad_file(note, f"is damaged: checksum {found:08x}, written as {check:08x}")
         if (kept := keep(start, piece)) is not None:
             kept.synchronize()
 
@@ -337,24 +297,36 @@ def _open_file(folder: int, note: _FileNote) -> int:
     return fd
 
 
+def _read_at(fd: int, note: _FileNote, place: int, out: memoryview, check: int) -> None:
+    """Read and verify the bytes from `place` of a file on. Raises `WeightsRejected` and OSError."""
+    done = 0
+    while done < len(out):
+        count = os.preadv(fd, [out[done:]], place + done)
+        if count == 0:
+            raise _bad_file(note, "ended before its last tensor")
+        done += count
+    if (found := checksum(out)) != check:
+        raise _bad_file(note, f"is damaged: checksum {found:08x}, written as {check:08x}")
+
+
 def _bad_file(note: _FileNote, what: str) -> WeightsRejected:
     return WeightsRejected(f"{note.name} {what}", field="options.files")
 
 
-def _read_notes(files: Any, by_piece: bool) -> list[_FileNote]:
-    form = "[name, bytes, checksums]" if by_piece else "[name, bytes, checksum]"
+def _read_notes(files: Any) -> list[_FileNote]:
+    wrong = BadRequest("files must be a list of [name, bytes, checksums]", field="options.files")
     if type(files) is not list or not 1 <= len(files) <= _MAX_FILES:
-        raise BadRequest(f"files must be a list of {form}", field="options.files")
+        raise wrong
     notes, offset = [], 0
     for item in files:
-        kinds = [str, int, list if by_piece else int]
-        sound = type(item) is list and [type(part) for part in item] == kinds and 0 <= item[1] <= _MAX_FILE_BYTES
-        if not sound or (by_piece and any(type(check) is not int for check in item[2])):
-            raise BadRequest(f"files must be a list of {form}", field="options.files")
+        if type(item) is not list or [type(part) for part in item] != [str, int, list] or not item[2]:
+            raise wrong
+        if not 0 <= item[1] <= _MAX_FILE_BYTES or any(type(check) is not int for check in item[2]):
+            raise wrong
         if not _FILE_NAME.fullmatch(item[0]):
             raise BadRequest(f"{item[0]!r:.80} is not a plain name of a .safetensors file", field="options.files")
         name, nbytes, checks = item
-        notes.append(_FileNote(name, nbytes, checks if by_piece else [checks], by_piece, offset))
+        notes.append(_FileNote(name, nbytes, checks, offset))
         offset += nbytes
     if len({note.name for note in notes}) != len(notes):
         raise BadRequest("a file is listed twice", field="options.files")

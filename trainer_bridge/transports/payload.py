@@ -96,8 +96,7 @@ class Payload:
     def _arrange(self) -> None:
         tensors = [(name, tensor) for name, tensor in self._every if name not in self.tied]
         facts = ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in tensors)
-        self.manifest: Manifest
-        self._set_manifest(pack(self._version, facts, self._bucket_bytes))
+        self.manifest: Manifest = pack(self._version, facts, self._bucket_bytes)
         self._tensors = [tensor for _, tensor in tensors]
 
     def begin_fields(self) -> dict[str, Any]:
@@ -127,14 +126,13 @@ class Payload:
     def use_sections(self, sections: Sections) -> None:
         """Send the parts that a worker's ranks keep, in the place of whole tensors, until `use_whole`."""
         self.update, self.sections = self.manifest, sections
-        self._set_manifest(sections.of_version(self.manifest.version))
+        self.manifest = sections.of_version(self.manifest.version)
         self._tell_ranks()
 
     def use_whole(self) -> None:
         """Send whole tensors again. Call it before anything is sent."""
         if self.update is not None and self.sections is not None:
-            self._set_manifest(self.update)
-            self.update = self.sections = None
+            self.manifest, self.update, self.sections = self.update, None, None
             self._tell_ranks()
 
     def _tell_ranks(self) -> None:
@@ -147,9 +145,6 @@ class Payload:
     def lends(self) -> bool:
         """Rank 0: whether the other ranks' parts come through memory that its GPU reads."""
         return self._lent_parts() is not None
-
-    def _set_manifest(self, manifest: Manifest) -> None:
-        self.manifest = manifest
 
     def _part(self, index: int) -> tuple[int, Cut | None]:
         """The number of the whole tensor of entry `index` of the manifest, and the cut of this part."""

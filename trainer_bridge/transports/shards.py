@@ -91,7 +91,6 @@ class Shards:
         self.devices: list[str] = []  # names of GPUs, by rank
         self.lenders: list[int] = []  # rank 0: the other ranks that send parts
         self.ranks: TrainerGroup | None = None
-        self.by_columns = False  # rank 0: the owners of columns send them in this update
         self._digest = int(digest[:_DIGEST_DIGITS], 16)
         self._owners: list[list[tuple[int, Box]]] = []  # (rank, box) pairs of each tensor
         self._whole: tuple[int, torch.Tensor] | None = None  # the last tensor that was fetched whole
@@ -163,7 +162,7 @@ class Shards:
             return None
         if _is_run(box, shape) and (self.ranks is None or self._in_runs(index)):
             return _local_run(local, box, shape, first, last)
-        if self.ranks is not None and not (self.by_columns and self.columns(index)):
+        if self.ranks is not None and self.columns(index) is None:
             return None
         rows, before = _as_rows(local, box, shape)
         row, at = divmod(first, math.prod(shape) // len(rows))

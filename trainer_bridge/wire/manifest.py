@@ -213,20 +213,6 @@ def checksum(data: Any) -> int:
     return xxhash.xxh3_64(data).intdigest() & _LOW_32  # a single call holds Python's lock before xxhash 4
 
 
-class Checksum:
-    """The checksum of bytes that arrive piece by piece."""
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_64()
-
-    def add(self, data: Any) -> None:
-        self._state.update(data)
-
-    @property
-    def value(self) -> int:
-        return self._state.intdigest() & _LOW_32
-
-
 def checksums_digest(checksums: Sequence[int]) -> str:
     """BLAKE2b (hex) of a list of checksums in bucket order: pins the whole stream in `commit`."""
     return _blake2b(struct.pack(f"<{len(checksums)}I", *checksums))

@@ -88,22 +88,6 @@ def test_the_parts_of_all_ranks_are_compared_with_the_last_update(
         assert seen[rank]["versions"] == [[1], [2], [3]] and seen[rank]["errors"] == []
 
 
-def test_columns_go_through_rank_0_if_a_worker_is_of_an_earlier_release(
-    faults: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Earlier(NcclReceiver):
-        def begin(self, *given: Any) -> dict[str, Any]:
-            return {name: value for name, value in super().begin(*given).items() if name != "columns"}
-
-    enter_nccl(monkeypatch, receiver_type=Earlier)
-    with Worker() as worker:
-        seen = train(faults, [worker], "nccl", tmp_path)
-        tensors = load_file(tmp_path / "3.safetensors")
-        assert serves(worker.model, tensors)
-    fetched = [sum(of_version(seen[0]["fetched"], version)) for version in (1, 2, 3)]
-    assert fetched == [0, 0, tensors["q.weight"].nbytes]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 @pytest.mark.parametrize("apply", ["staged", "in_place"])

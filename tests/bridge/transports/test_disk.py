@@ -156,10 +156,12 @@ def written(worker: Worker, root: Path) -> tuple[Payload, dict, Path]:
 
 
 def note(options: dict, path: Path) -> None:
-    """Make the note of the first file true again after the file was changed, as publishers without pieces have it."""
+    """Make the first file's length and the checksum of its header true again after the file was changed."""
     data = path.read_bytes()
-    options["files"][0][1:] = [len(data), xxhash.xxh3_64_intdigest(data) & 0xFFFFFFFF]
-    options.pop("piece_bytes", None)
+    header_end = 8 + int.from_bytes(data[:8], "little")
+    checks = options["files"][0][2]
+    checks[0] = xxhash.xxh3_64_intdigest(data[:header_end]) & 0xFFFFFFFF
+    options["files"][0][1] = len(data)
 
 
 def rewrite_header(path: Path, change) -> None:
@@ -206,11 +208,10 @@ def test_a_file_of_other_tensors_is_refused(worker: Worker, tmp_path: Path) -> N
 
 
 def test_files_without_a_tensor_are_refused(worker: Worker, tmp_path: Path) -> None:
-    payload, options, path = written(worker, tmp_path)
+    payload, _, _ = written(worker, tmp_path)
     tensors = new_tensors(worker.model, 1)
     del tensors["norm.weight"]
-    path.write_bytes(save(tensors))
-    note(options, path)
+    options = DiskSender(str(tmp_path)).prepare(Payload(tensors, 1, 64))
     assert_refused(worker, payload, options, "the files hold no norm.weight")
 
 
@@ -282,6 +283,7 @@ def test_only_regular_files_inside_the_folder_are_opened(worker: Worker, tmp_pat
         ({"files": [["a.safetensors", -1.5, 0]]}, "list of"),
         ({"files": [["a.safetensors", 1, 0]]}, "list of"),
         ({"files": [["a.safetensors", 1, [0.5]]]}, "list of"),
+        ({"files": [["a.safetensors", 1, []]]}, "list of"),
         ({"files": [["a.safetensors", -1, [0]]]}, "list of"),
         ({"files": [["a.safetensors", 1, [0]]] * 2}, "twice"),
         ({"piece_bytes": 0}, "piece_bytes must be"),

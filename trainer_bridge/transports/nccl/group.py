@@ -53,10 +53,7 @@ class GroupError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GroupSeat:
-    """A member's rank in the group `name`; `runs` is the length of the table of runs, 0 if rank 0 sends all.
-
-    `columns` is the length of the table of columns.
-    """
+    """A member's rank in the group `name`, and the lengths of the tables of runs (0: rank 0 sends all) and columns."""
 
     name: str
     rank: int

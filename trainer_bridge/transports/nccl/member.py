@@ -167,9 +167,9 @@ class NcclMember:
             raise (
                 error if isinstance(error, GroupError) else GroupError(f"the publisher is gone: {error!s:.200}")
             ) from error
-        if type(seat) is not list or [type(part) for part in seat] not in ([str, int, int, int], [str, *4 * [int]]):
+        if type(seat) is not list or [type(part) for part in seat] != [str, *4 * [int]]:
             raise GroupError("the publisher's store holds no seat in the group")
-        name, rank, size, runs, columns = seat if len(seat) == 5 else (*seat, 0)
+        name, rank, size, runs, columns = seat
         sound = 1 <= len(name) <= _MAX_NAME and 1 <= rank < size <= _MAX_MEMBERS
         if not (sound and 0 <= runs <= MAX_RUNS and 0 <= columns <= MAX_RUNS):
             raise GroupError("the publisher's store holds no seat in the group")

@@ -5,9 +5,8 @@
     join: the store, the seats      == gloo group ==>   reach the store, join, broadcast and receive every bucket
     endings                          <== gloo group ==   success or failure, fingerprints of the parts
 
-Rank 0 fetches and sends other parts than runs of elements and columns, as for other transports, and also columns if a
-worker's release does not know them. Rank 0 sends everything if ranks share a GPU, which NCCL does not support, or if
-only some ranks are on a GPU.
+Rank 0 fetches and sends other parts than runs of elements and columns, as for other transports. It sends everything if
+ranks share a GPU, which NCCL does not support, or if only some ranks are on a GPU.
 """
 
 import contextlib
@@ -51,7 +50,7 @@ class OtherRanks:
         self._ranks = None if shards is None else shards.ranks
         if shards is None or self._ranks is None:
             return
-        firsts_R, owners_R, columns = _runs(payload, by_columns=True)
+        firsts_R, owners_R, columns = _runs(payload)
         owners = {*owners_R.tolist(), *(rank for each in columns for rank in each.roots)}
         numbers = sorted(rank for rank in owners if rank > 0)
         devices = [shards.devices[rank] for rank in (0, *numbers)]
@@ -72,13 +71,11 @@ class OtherRanks:
         """Each trainer rank's seat in a group of rank 0, `peers` workers and these ranks, in this order."""
         return {rank: seat for seat, rank in enumerate(self.numbers, 1 + peers)}
 
-    def runs(self, payload: Payload, seats: dict[int, int], by_columns: bool) -> Runs:
-        """The runs of the update, with the seats of their senders; `by_columns`: all workers know columns."""
+    def runs(self, payload: Payload, seats: dict[int, int]) -> Runs:
+        """The runs of the update, with the seats of their senders."""
         if not seats:
             return Runs.alone(payload.manifest)
-        assert payload.shards is not None
-        payload.shards.by_columns = by_columns
-        firsts_R, owners_R, columns = _runs(payload, by_columns)
+        firsts_R, owners_R, columns = _runs(payload)
         seat_of = np.zeros(max(seats) + 1, np.int64)
         seat_of[list(seats)] = list(seats.values())
         roots_R = np.where(owners_R < 0, owners_R, seat_of[np.maximum(owners_R, 0)])
@@ -106,7 +103,7 @@ class OtherRanks:
         return found
 
 
-def _runs(payload: Payload, by_columns: bool) -> tuple[np.ndarray, np.ndarray, list[Columns]]:
+def _runs(payload: Payload) -> tuple[np.ndarray, np.ndarray, list[Columns]]:
     """The byte of the stream at which each run begins, and the rank that can send it: int64 [runs] each; the columns.
 
     A tensor that ranks hold by columns is a run with the rank -1 minus the number of its columns.
@@ -120,8 +117,7 @@ def _runs(payload: Payload, by_columns: bool) -> tuple[np.ndarray, np.ndarray, l
         if not entry.nbytes:
             continue
         itemsize = DTYPE_BYTES[entry.dtype]
-        cut = shards.columns(index) if by_columns else None
-        if cut is not None:
+        if (cut := shards.columns(index)) is not None:
             row, held = cut
             starts, ranks = zip(*held, strict=True)
             columns.append(Columns(row * itemsize, tuple(itemsize * start for start in starts), ranks))

@@ -7,8 +7,8 @@ If members hold columns of a tensor, it is one run with a negative sender, -1 mi
 member sends its columns of all rows in the bucket together; what the bucket's ends leave of a row are pieces as above.
 
 Before the buckets rank 0 broadcasts the table of runs: two rows of i64, the starts in the stream and the senders. A
-table of columns follows if there are columns and the worker granted `columns`: rows of four i64, the number of the
-tensor, the bytes of a row, the first byte of the column in a row, and the sender.
+table of columns follows if there are columns: rows of four i64, the number of the tensor, the bytes of a row, the first
+byte of the column in a row, and the sender.
 
 If the publisher sends everything, there is one run and a bucket is sent in the order of the stream. Otherwise every run
 begins at a multiple of 64 bytes of the buffer, so it can be viewed in any dtype; the bytes between runs are zero.

@@ -10,9 +10,9 @@
     fingerprints of all buckets    -- commit -------------->  compares them with its own
 
 `begin.options`: `hosts`, `port` of the store, `backend`, `devices` (UUIDs). `grant.kept` names the group that a worker
-has kept, or is "". The value of `member/TOKEN` is JSON, `[group, rank, size, runs]`, or with `columns` at the end for a
-worker that granted `columns`; a worker that is in this group at this rank stays; others join with `group` as the key
-prefix. `commit.options.fingerprints` is BLAKE2b (16 bytes, hexadecimal) of all fingerprints as i64.
+has kept, or is "". The value of `member/TOKEN` is JSON, `[group, rank, size, runs, columns]`; a worker that is in this
+group at this rank stays; others join with `group` as the key prefix. `commit.options.fingerprints` is BLAKE2b (16
+bytes, hexadecimal) of all fingerprints as i64.
 
 Tensors on a GPU are sent by NCCL from device to device, others by gloo. When a member is lost, the group is dropped and
 the other members meet in a new one.
@@ -105,7 +105,7 @@ class NcclReceiver(TransportReceiver):
             host = reach(hosts, port, REACH_S)
         except GroupError as error:
             raise BadRequest(f"this worker does not reach the publisher: {error}", field="options.hosts") from error
-        grant = {"kept": self.kept.name, "columns": True}
+        grant = {"kept": self.kept.name}
         self._member = NcclMember(incoming, (host, port), self.kept, self._device, self._timeout_s, self._wake)
         self._member.start()
         self._members = [*(member for member in self._members if member.alive), self._member]
@@ -195,14 +195,14 @@ class NcclSender(TransportSender):
         server, others = self._server, self._others
         assert server is not None and others is not None
         seats = others.seats(len(recipients))
-        runs = others.runs(payload, seats, all(recipient.grant.get("columns") is True for recipient in recipients))
+        runs = others.runs(payload, seats)
         size = 1 + len(recipients) + len(seats)
         before = self.kept.name
         name = self._group_of(payload, recipients, seats)
         seat = GroupSeat(name, 0, size, len(runs) if seats else 0, runs.column_count)
         for rank, recipient in enumerate(recipients, 1):
-            other = [seat.name, rank, size, seat.runs, *([seat.columns] if seat.columns else [])]
-            server.store.set(f"member/{recipient.token.hex()}", json.dumps(other))
+            other = json.dumps([seat.name, rank, size, seat.runs, seat.columns])
+            server.store.set(f"member/{recipient.token.hex()}", other)
         # A second client: one that waits for members blocks every other call on it.
         watch = connect(server.local_host, server.port, rules.stall_s)
         others.join(server.hosts, server.port, seat, seats, rules.stall_s)
