@@ -75,7 +75,7 @@ class _FileNote:
 
     name: str
     nbytes: int
-    checksums: Sequence[int]  # of the header and of each piece
+    checksums: Sequence[int]  # header, then pieces
     offset: int  # first byte, where all files lie one after the other
 
 
