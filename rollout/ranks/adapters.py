@@ -38,7 +38,7 @@ from trainer_bridge.wire.errors import Overloaded
 
 log = logging.getLogger(__name__)
 
-#: Blocks besides one for each adapter that may be loaded: for new weights while the old ones are in use.
+#: Blocks in addition to one for each loaded adapter: new weights arrive while the old ones are in use.
 _SPARE = 8
 _BLOCK_ALIGN = 2 << 20
 _PART_ALIGN, _TENSOR_ALIGN = 4096, 64

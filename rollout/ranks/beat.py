@@ -75,7 +75,7 @@ class Beat:
         self._sleep.advance_to(progress.memory_parts())
         if (lost := progress.lost_rank()) is not None:
             self._reports.set(self._number, "fault", 1 + lost)
-            self._end(f"rank {lost} did not send its part of a sum in time, or sent a wrong one")
+            self._end(f"rank {lost} did not send its part of a sum in time, or sent a wrong part")
 
     def _rank_0_is_stopped(self) -> bool:
         return self._rank_0 is not None and is_stopped(self._rank_0)

@@ -1,6 +1,6 @@
 """A relay's memory on rank 0's GPU, which the other ranks read through the driver's handle of it.
 
-    grow      allocate --> order: map it, unmap the memory of before --> carried out by all: free the memory of before
+    grow      allocate --> order: map it, unmap the older memory --> carried out by all: free the older memory
     sleep     order: unmap --> carried out by all, with the rest of the sleep: free it
 
 CUDA does not define what happens to memory that is freed while another process has it mapped. So no memory is freed
@@ -31,8 +31,8 @@ def device_memory(device: torch.device) -> IpcMemory | None:
 class DeviceBacking:
     """The memory.
 
-    `tell` gives the followers its handle and bytes; it returns the number of the order. `answers` tells by this number
-    which of them have carried it out: None while one has not answered.
+    `tell` gives the followers its handle and bytes; it returns the number of the order. `answers` says by this number
+    which followers have carried the order out: None while an answer is missing.
     """
 
     def __init__(

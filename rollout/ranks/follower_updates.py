@@ -182,7 +182,7 @@ class FollowerUpdates:
             self._open = opened
 
     def _read(self, update: int, index: int, start: int, nbytes: int, check: int) -> None:
-        """Keep this rank's part of what is offered, if it has one, unless the update is refused or dropped."""
+        """Keep this rank's part of the offered bytes, if any, unless the update is refused or dropped."""
         with self._keeping:
             offered, is_open = self._offered, self._open[0] == update
             if not is_open or offered is None or self._taking.skips(start, start + nbytes):

@@ -17,7 +17,7 @@ _FAILED = 1
 
 
 class OrderedWork:
-    """Runs functions in a thread, one after the other, and acknowledges their orders.
+    """Runs the functions of orders in a thread, in turn, and acknowledges the orders.
 
     An order fails if its function raises an exception, and rank 0 gets the text. Where it must not fail, the rank ends.
     """

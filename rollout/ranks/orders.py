@@ -10,14 +10,14 @@ The orders of each lane, with their fields:
 
     updates          open      number of an update, size of its manifest   lay out the staging memory, if it fits
                      take      a piece: start, bytes, place in the relay   keep the shard's part in the staging memory
-                     relay     a handle of memory of rank 0's GPU          map it: pieces come through it; or unmap it
+                     relay     a handle of memory of rank 0's GPU          map it, for pieces; or unmap it
                      offer     a transport, its options                    open the publisher's memory; or close it
-                     prepare   number of the update                        all bytes are verified: plan its copies
-    update_reads               update, a bucket or piece, check            read it from what was offered, and keep it
-    swap                       version of the update                       copy it to the parameters, after older steps
-    adapters         prepare   number, place and layout of an adapter      map this rank's part of it
-                     forget    number of an adapter                        unmap it: no copy reads it
-    adapter_copies             slot and number of an adapter               copy it there, during steps or between two
+                     prepare   number of the update                        its bytes are verified: plan its copies
+    update_reads               update, a bucket or piece, check            read it from the offer, and keep it
+    swap                       version of the update                       after older steps, copy it to the parameters
+    adapters         prepare   number, place and layout of an adapter      map this rank's part
+                     forget    number of an adapter                        unmap its part: no copy reads it
+    adapter_copies             slot and number of an adapter               copy it, during steps or between two
     kv_out, ..                 pages, pages of the host                    copy KV or states to the host or back
     kv_write, ..     open      folder of the worker                        write files of KV or states to a subfolder
                      write     key, page of the host, versions             write it, in a thread
@@ -27,8 +27,8 @@ The orders of each lane, with their fields:
                      give up                                               no read touches a page from now on
     sleep                      save, release, restore, ..                  keep memory, give it back, take it again
 
-Every order has the weights version that is in use at it; a follower with another one ends. Orders of adapters have
-none: other threads than the loop give them, before or after a swap.
+Every order has the weights version in use; a follower with another version ends. Orders of adapters have no version:
+threads other than the loop give them, before or after a swap.
 """
 
 import math
@@ -70,7 +70,7 @@ class SharedRelay(Protocol):
         """Have the followers unmap it."""
 
     def free(self) -> int:
-        """Give it back, once they have; returns its bytes."""
+        """Free the memory, once the followers have unmapped it; returns its bytes."""
 
 
 class OrderWriter:

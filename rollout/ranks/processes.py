@@ -1,4 +1,4 @@
-"""Rank 0's side of a tensor group: starts the followers, connects with them, watches them, ends them.
+"""Rank 0's side of a tensor group: starts, connects, watches and ends the followers.
 
     start       a process each (`follower_processes.py`), perhaps before this one has imported its libraries
     connect     a process group over a file store in a private folder: gloo on a CPU, NCCL on GPUs; no port is opened
@@ -203,7 +203,7 @@ class Ranks:
         return self.failure
 
     def close(self) -> None:
-        """End the followers. Idempotent: the main thread and the watching one may both call it, and both wait."""
+        """End the followers. Idempotent: the main thread and the watching thread may both call it, and both wait."""
         with self._closes:
             if self._closing.is_set() or self.size == 1:
                 return
@@ -216,7 +216,7 @@ class Ranks:
         return self.failure or ("the worker ends" if self._closing.is_set() else "")
 
     def _end_at_once(self, failure: str) -> None:
-        """End the process in its start: no client waits yet, and this rank may wait for the lost one for ever."""
+        """End the process in its start: no client waits yet, and this rank may wait for the lost rank for ever."""
         self.close()
         os._exit(_FAILED)
 

@@ -183,6 +183,6 @@ class RankWatch:
 
 
 def _orders(ordered: int, seen: FollowerState) -> LaneProgress:
-    """The lane of a follower's main thread, which may wait for steps on its device, and these for other ranks."""
+    """The lane of a follower's main thread: it may wait for steps on its device, and steps may wait for other ranks."""
     sleeps, updates = (seen.lanes.get(name, _EMPTY).done for name in ("sleep", "updates"))  # a sleep waits for updates
     return LaneProgress(seen.sequence < ordered and seen.done >= seen.launched, seen.sequence + sleeps + updates)

@@ -4,9 +4,9 @@
     follower                     taken: 1                  copies its part of each into its own staging memory
 
 There are two such memories. One is shared memory of the host, for pieces that arrive on the host. With GPUs it is
-pinned when it is first used; it is small, so this takes a moment. The other ring is on rank 0's GPU, for pieces that
-arrive there: the other ranks read it by the driver's handle, over NVLink if there is one. If a rank cannot, or if the
-GPU has no memory left, these pieces go through the host, too.
+pinned at its first use, in a moment: it is small. The other ring is on rank 0's GPU, for pieces that arrive there: the
+other ranks read it by the driver's handle, over NVLink where GPUs have it. If a rank cannot read the ring, or the GPU
+has no memory left, pieces for the GPU go through the host, too.
 
 A piece's memory is used again when all followers have taken it, and this rank has read it. Pieces are given in the
 order of their reservation; a piece that a device writes is given when the copy is done.
@@ -172,7 +172,7 @@ class RelayMemory:
             return self._where.free()
 
     def _fit(self) -> bool:
-        """Have memory for pieces of this update; false while it can't grow because earlier ones are in use."""
+        """Get memory for pieces of this update; false while it can't grow because earlier pieces are in use."""
         self._advance()
         wanted = min(4 * self._piece_bytes, max(2 * self._piece_bytes, self._sizes.memory))
         if self._tensor.numel() < wanted:

@@ -27,7 +27,7 @@ Number = Literal[
 #: order by which it last opened a publisher's. prepared: the last update that is ready to swap. fault: 1 + a rank that
 #: sent nothing. compiling: 1 while a kernel is compiled, then 0 again. memory_freed: bytes that sleeps gave back.
 #: looks: how often the main thread has looked for copies that began or ended. stage: of the start (`start_watch.py`),
-#: with its parts that are done, of those in all; these begin anew with each stage.
+#: with its finished parts, and their number in all; both begin anew with each stage.
 NUMBERS: tuple[Number, ...] = get_args(Number)
 _INDEX_OF = {name: index for index, name in enumerate(NUMBERS)}
 _LANE_NUMBERS = 4
@@ -83,7 +83,7 @@ class RankReports:
         return self._lanes[:, LANES.index(lane), _ENDED].tolist()
 
     def done(self, lane: LaneName, number: int) -> bool:
-        """Whether this order and those before it have ended on all followers."""
+        """Whether this order and all earlier orders have ended on all followers."""
         return min(self.ended(lane)) >= number
 
     def failures(self, lane: LaneName, since: int) -> list[str]:
@@ -98,7 +98,7 @@ class RankReports:
 
 
 class LaneReport:
-    """A follower's end of a lane. One thread begins orders, one ends them, any one may advance."""
+    """A follower's end of a lane. One thread begins orders, one ends orders, any thread may advance."""
 
     def __init__(self, reports: RankReports, follower: int, lane: LaneName) -> None:
         self.lane = lane

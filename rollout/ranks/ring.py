@@ -37,7 +37,7 @@ class OrderHeader(NamedTuple):
     layout: int  # bytes of the body that describe the rest of it
     size: int  # bytes of the body
     version: int  # version of the weights in use at this record
-    position: int  # where the record begins, by which a reader finds that it reads the right one
+    position: int  # start of the record: a reader checks that it reads the right record
 
 
 class RingBrokenError(RuntimeError):
@@ -70,7 +70,7 @@ class SharedMemory:
         return os.fstat(self.descriptor).st_size
 
     def grow(self, size: int, reserve: bool = False) -> None:
-        """Make it `size` bytes, if it is smaller. Maps of before stay as they are.
+        """Make it `size` bytes, if it is smaller. Older maps stay as they are.
 
         With `reserve` it has its pages at once. Otherwise pages come as they are first written, and a system without
         any left kills the process.

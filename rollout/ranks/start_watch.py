@@ -1,12 +1,12 @@
-"""The progress of each rank's start, and the rules by which rank 0 finds one that hangs there. No processes here.
+"""The progress of each rank's start, and the rules by which rank 0 finds a start that hangs. No processes here.
 
     importing --> connecting --> loading weights --> preparing steps --> ready
                   waits for all  waits for none      waits for all
 
 Each rank reports its stage, and how many parts of it are done: values of weights, captured steps. In most stages the
-ranks wait for each other, so a rank that is ahead may stand still. The ranks that are furthest behind wait for no other
-rank: if none of them does anything for the limit, they have hung. While weights are loaded no rank waits, so each is
-judged by itself.
+ranks wait for each other, so a rank with more progress may stand still. The ranks with the least progress wait for no
+other rank: if all of them are idle for the limit, they have hung. While weights are loaded no rank waits, so each rank
+is judged by itself.
 
 A slow rank must not be taken for one that hangs. So no time counts while a rank
 
@@ -16,8 +16,8 @@ A slow rank must not be taken for one that hangs. So no time counts while a rank
 - uses CPU time. On a GPU a thread also uses time while it waits for the device, so from there on only time in the
   kernel counts, as for memory that is pinned
 
-On a GPU a rank may compute on its CPU in a stage, or wait for threads of its driver, and show none of this. So the
-limit (15 times `engine.rank_stall_s`) is long: no client waits for tokens yet, and a start that is ended begins anew.
+On a GPU a rank may compute on its CPU, or wait for threads of its driver, without any of these signs. So the limit (15
+times `engine.rank_stall_s`) is long: no client waits for tokens yet, and a start that is ended begins anew.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,8 +3,8 @@
     receiver's thread   open --> each follower: the manifest fits its shard, its staging memory is laid out
                         take --> each piece, as it comes: every rank keeps its part, in its own staging memory
                         all bytes are verified
-                        prepare --> each follower: its part is whole, its copies are planned
-                        all are prepared, and none has failed: the update is ready for the loop
+                        prepare --> each follower: its part is whole; it plans its copies
+                        all are prepared, no rank has failed: the update is ready for the loop
     loop                swap, between two steps --> every rank copies its part
     receiver's thread   all have swapped: the staging memory may be written again
 
@@ -132,7 +132,7 @@ class RankUpdates(UpdateMemories):
         return super().busy or (orders is not None and not orders.done("swap", orders.swapped))
 
     def announce(self, manifest: Manifest, content: UpdateContent, begins: Sequence[int]) -> bool:
-        """Tell the followers of an update, with the ranges of their sections; false while they read about another."""
+        """Send followers an update's manifest, with their sections; false while they read an earlier manifest."""
         if not self.done(self._planned):
             return False
         packed = msgpack.packb({"manifest": manifest.to_wire(), "sections": begins, **content.to_wire()})
@@ -230,9 +230,9 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
 
     transport --> relay memory, which all ranks read --> staging memory of each rank --swap--> its parameters
 
-    Of several relays it uses the first one that the followers can read. If they can read what a transport offers, each
-    rank reads there and checks what it reads: the buckets of its section in the publisher's memory, or the pieces of
-    files that it keeps in part.
+    Of several relays it uses the first one that the followers can read. If the followers can read a transport's offer,
+    each rank reads and checks its own bytes: the buckets of its section in the publisher's memory, or the pieces of
+    files of which it keeps a part.
     """
 
     def __init__(

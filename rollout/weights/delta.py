@@ -154,7 +154,7 @@ class DeltaStaging:
         self._base.forget()
 
     def _find(self, bucket: int, parts: Mapping[str, TensorEntry]) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The places of a bucket's changed words in it (None: all of them), and their values, on the base's device."""
+        """The indices of a bucket's changed words (None: all words), and their values, on the base's device."""
         start, end = self._manifest.bucket_span(bucket)
         device = self._base.device
         codes: dict[Part, torch.Tensor] = {
@@ -231,7 +231,8 @@ def put_kept(
 def kept_words(
     entry: TensorEntry, cut: Cut | None, index: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Words of a whole tensor in the kept part of it: (places in the part, which of `index` these are; None: all).
+    """The words of a whole tensor that lie in its kept part: (indices in the part, their indices in `index`; None:
+    all).
 
     The cut is between words (`kept_layout.in_words`).
     """

@@ -15,7 +15,7 @@ _CHECK_BYTES = 64 << 20
 
 
 class DeltaBase:
-    """While this has a content, by `verified`, the memory holds those bytes and no others.
+    """Knows which update's bytes the memory holds: after `verified`, until `forget`.
 
     `on_stream` makes the stream current on which the memory is written.
     """
@@ -24,7 +24,7 @@ class DeltaBase:
         self._memory, self._on_stream = memory, on_stream
         self._content = ""  # names the bytes that the memory holds; empty: not known
         self._whole_only = ""  # a tensor of the last update that changes cannot be made to
-        self._prints: list[int] = []  # fingerprints of these bytes, where the result of changes can't be compared
+        self._prints: list[int] = []  # fingerprints of the held bytes, where the result of changes can't be compared
 
     def verified(self, content: str) -> None:
         """Note that all bytes of this update are verified, and named by `content`; empty: they have no name."""
@@ -41,17 +41,17 @@ class DeltaBase:
         """Why the memory does not hold the bytes that `content` names; empty: it does."""
         layout = self._memory.layout
         if self._whole_only:
-            return f"{self._whole_only} is not kept as it is sent, in words of 16 bits, so changes cannot be made to it"
+            return f"{self._whole_only} is not kept in words of 16 bits, as it is sent, so it takes no changes"
         if self._content != content:
-            return "this worker does not hold the update that they change"
+            return "this worker does not hold the update that it changes"
         if layout.digest != manifest.layout_digest:
-            return "they are of other tensors, or in other buckets, than the update that they change"
+            return "its tensors or buckets differ from those in the update that it changes"
         halved = (name for name, kept in layout.kept.items() if not layout.is_stream and kept.halves_words)
         if name := next(halved, ""):
             return f"a rank's part of {name}, whose rows have an odd number of bytes, is not whole words"
         if self._prints != self._fingerprints():
             self.forget()
-            return "the bytes that they change are no longer the verified ones"
+            return "the bytes that it changes are no longer the verified bytes"
         return ""
 
     @property

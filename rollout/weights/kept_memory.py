@@ -2,7 +2,7 @@
 
 Staging memory is on the device, allocated once, or on the host. On the host one rank's memory is pinned when the start
 ends; for several ranks it is in blocks, each pinned when its first bytes come. In place, tensors that can only be
-copied as a whole, such as quantised ones, have memory of their own. Generation is held meanwhile, and no step runs.
+copied as a whole, such as quantised tensors, have memory of their own; generation is held, and no step runs.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ def parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
     """Bytes of an update in the parameters' own dtypes, with padding; memory with several names counts once."""
     storages = {}
     for view in views.values():
-        widened = 2 if view.dtype == torch.uint8 else 1  # codes: each arrives as a 16-bit number
+        widened = 2 if view.dtype == torch.uint8 else 1  # each code arrives as a 16-bit number
         storage = view.untyped_storage()
         storages[storage.data_ptr() or storage._cdata] = widened * storage.nbytes()  # on the meta device no address
     return sum(storages.values()) + 64 * len(views)
@@ -148,7 +148,7 @@ class StagedMemory(KeptMemory):
 
     def open(self, manifest: Manifest, fit: ManifestFit, on_device: bool) -> None:
         layout, new = self.layout, self.layout.digest != manifest.layout_digest
-        if new:  # without what refers to the memory of before: that is freed first, and may be all that is left of it
+        if new:  # drop references to the older memory first: the new memory may need its room
             self.layout, self.blocks, self._copies = Layout(), (), None
             layout = (lay_out_parts if self._shard else lay_out_stream)(self.views, manifest, fit)
         fits = self.place == "device" and layout.sizes[0] <= self._on_device.numel()

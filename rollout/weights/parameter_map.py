@@ -1,8 +1,8 @@
 """The worker's side of names: which tensors make a whole model, decided by the memory that they write.
 
-A worker offers views of its fused parameters under Hugging Face names, and may offer the same memory under several
-names: experts one by one and stacked, a tied output layer. An update is whole when it writes every element of every
-parameter exactly once.
+A worker offers views of its fused parameters under Hugging Face names. The same memory may have several names: experts
+one by one and stacked, a tied output layer. An update is whole when it writes every element of every parameter exactly
+once.
 
     fused parameter   |============ qkv ============|
     views offered     |--- q ---|-- k --|--- v -----|        each a list of byte runs [start, end)
@@ -83,7 +83,7 @@ class ManifestFit:
 
 
 class AbsentTensors(NamedTuple):
-    """Tensors that an update lacks: some required ones (none: it is whole), and optional ones."""
+    """Tensors that an update lacks: some required tensors (none: the update is whole), and optional tensors."""
 
     missing: list[str]
     left_out: list[str]

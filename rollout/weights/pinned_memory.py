@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 class PinnedMemory:
     """Host memory that torch did not allocate, pinned with CUDA until `free`, or until this object is collected.
 
-    Memory must be unpinned before it is unmapped: else CUDA takes what is mapped there next for pinned.
+    Memory must be unpinned before it is unmapped: else CUDA takes the next map at its address for pinned.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class HostBlocks:
         return self.blocks
 
     def pin(self, block: torch.Tensor) -> None:
-        """Pin one of the blocks, if it is not yet."""
+        """Pin a block that is not pinned yet."""
         if self._pins is not None and not block.is_cuda:
             if block.numel() > BLOCK_BYTES and block not in self._pins:
                 touch(block, self._advance)

@@ -104,7 +104,7 @@ class WeightReceiver:
         return self._intake.version
 
     def summary(self) -> dict[str, Any]:
-        """The status: how updates apply, what a ready one waits for, and the last one."""
+        """The status: how updates apply, what a ready update waits for, and the last update."""
         last = self._intake.last
         return {
             "apply": self._memory.name,
@@ -147,7 +147,7 @@ class WeightReceiver:
         self._give_up(update, InternalError(f"the worker could not apply the update: {message}"))
 
     def rest(self) -> None:
-        """No update can begin: the thread frees the memory that it keeps for the next one."""
+        """No update can begin: the thread frees the memory that it keeps for the next update."""
         self._post(_look)
 
     def close(self) -> None:

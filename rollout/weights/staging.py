@@ -42,7 +42,7 @@ HOST_SHARE = 0.8
 _COPY_BYTES = 4 << 20
 #: Bytes a copy between host and device, for a tensor that is cut on the device.
 _CUT_BYTES = 32 << 20
-#: Rows of this many bytes cross between host and device one by one; shorter ones are cut on the device.
+#: Rows of at least this many bytes cross between host and device one by one; shorter rows are cut on the device.
 _LONG_BYTES = 64 << 10
 
 _log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class WeightStaging:
         self.memory, self.swap_copies = memory, SwapCopies()
         self.in_place, self.views = memory.in_place, memory.views
         self.base = DeltaBase(memory, self.on_stream)
-        self._arriving, self._cut = Places(), False  # the tensors whose bytes arrive; whether these are kept parts
-        self._missing: dict[str, int] = {}  # bytes of each kept tensor, if its part is taken by itself
+        self._arriving, self._cut = Places(), False  # the tensors whose bytes arrive; whether they are kept parts
+        self._missing: dict[str, int] = {}  # missing bytes of each kept tensor whose part is taken by itself
         self._event: torch.cuda.Event | None = None  # end of the last copy that is enqueued
         self._lent: StagedWeights | None = None
 
@@ -254,8 +254,7 @@ def make_staging(
     """Decide once how this rank applies updates: staged if memory allows, otherwise in place.
 
     Host memory of one rank is ready after `arrival.end_pinning`. Several ranks stage their shards unless
-    `weights.apply` is in_place: they must all do the same. Raises ValueError if there is no memory for what the
-    settings ask for.
+    `weights.apply` is in_place: all ranks must do the same. Raises ValueError if memory is too small for the settings.
     """
     asked, cuda = settings.apply, any(view.is_cuda for view in views.values())
     memory: KeptMemory
@@ -291,7 +290,7 @@ def check_equal(kept: str, other: str, a: torch.Tensor, b: torch.Tensor, dtype: 
 
 
 def _one_by_one(rows: list[KeptRows]) -> Iterator[KeptRows]:
-    """The same rows; long ones are copied one by one."""
+    """The rows as they are, but with a copy for each long row."""
     for each in rows:
         start, step, width, times = each.target
         if times == 1 or width < _LONG_BYTES:

@@ -1,11 +1,11 @@
-"""The state of a worker's updates: the one it receives or applies, and the begins that wait.
+"""The state of a worker's updates: the update that it receives or applies, and the begins that wait.
 
     idle --begin--> `ReceivedUpdate` --whole--> `CommittedUpdate`: ready --> applying --applied, failed--> idle
                       |                                              '-- replaced, waiting for recomputation --> idle
                       '-- newer begin, abort, damage, idle_s without data --> idle; the served weights are unchanged
                                                                               (in place, and begun: stale)
 
-`received_update` has the phases of the first, `update_plan` what a `begin` must be.
+`received_update` has the phases of a received update, `update_plan` the checks of a `begin`.
 
 Invariants:
 
@@ -15,7 +15,8 @@ Invariants:
   with a whole update.
 - A `begin` that comes while an update is ready or being applied waits: the staging memory holds one update at a time,
   is allocated once, and is not written while it may be read. Only an update that waits for recomputation gives way to a
-  newer one of the same target, if that one fits. Either the loop takes an update out of `ready` or this thread does.
+  newer update of its target, if the newer update fits. Either the loop takes an update out of `ready` or this thread
+  does.
 - An update begins only while the gate admits updates (no sleep is ordered), and counts as active until it is applied or
   dropped.
 - Every control message gets exactly one reply.
@@ -116,7 +117,7 @@ class UpdateIntake:
 
     @property
     def waits_for(self) -> UpdateWait | None:
-        """The reason why the ready update waits; None without one, or if the loop takes it with its next step."""
+        """Why the ready update waits; None if no update is ready, or the loop takes it with its next step."""
         return self._gate.update_waits_for if self.ready else None
 
     @property
@@ -225,7 +226,7 @@ class UpdateIntake:
             if name in self._waiting:
                 self._waiting.pop(name)[1](error_reply(WeightsRejected("a newer begin replaced this one")))
             elif len(self._waiting) >= _MOST_WAITING:
-                raise Unavailable("too many updates wait for their turn; publish this one again later")
+                raise Unavailable("too many updates wait for their turn; publish this update again later")
             self._waiting[name] = (header, reply)
             return
         if not self._gate.admit_update():
@@ -266,7 +267,7 @@ class UpdateIntake:
         self._gate.request_hold(lambda: self._post(granted))
 
     def _say_differences(self, fit: ManifestFit) -> None:
-        """Log once the tensors that updates bring in vain, and the tensors that they leave out."""
+        """Log once the tensors that updates bring without use, and the tensors that updates leave out."""
         if fit.unused:
             self._say_unused(fit.unused)
         if fit.kept and not self._said_kept:
@@ -332,7 +333,7 @@ class UpdateIntake:
         received.commit(options, reply)
 
     def _abort(self, header: Mapping[str, Any], reply: Reply) -> None:
-        """Drop an update. The publisher may free its memory after the answer: so no rank has it open then."""
+        """Drop an update. The publisher may free its memory after the answer, so all ranks close that memory first."""
         try:
             self._drop_aborted(header)
             answer: dict[str, Any] = {"op": "ok"}
@@ -357,7 +358,7 @@ class UpdateIntake:
             raise WeightsRejected("the update is committed and will be applied; it is too late to abort it")
         if newer is not None:
             raise WeightsRejected(
-                "this update is not waiting to be applied, so no newer one can replace it", field="newer"
+                "this update is not waiting to be applied, so no newer update can replace it", field="newer"
             )
         if self._received is None or self._received.incoming.token != token:
             raise NotFound("no update with this token is being received", field="token")

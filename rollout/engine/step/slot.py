@@ -58,7 +58,7 @@ class _PeerFlag(FaultFlag):
 
     def check(self) -> None:
         if fault := int(self._host):
-            raise DeviceError(f"rank {fault - 1} did not send its part of a sum in time, or sent a wrong one")
+            raise DeviceError(f"rank {fault - 1} did not send its part of a sum in time, or sent a wrong part")
 
 
 def _fault_flag(device: Device, group: TensorGroup) -> FaultFlag:
